@@ -1,0 +1,52 @@
+"""Celery's settings: values only, derived from registry/settings.py. `celery -A workers.app` reads them.
+
+One process per device and no pool: CUDA does not survive a fork, and the drain has threads of its own.
+"""
+
+from registry.queues import CELERY_QUEUE
+from workers.boot import celery_url, connected_settings
+
+_settings = connected_settings()
+_redis_url = celery_url(_settings.redis_url or "")
+
+broker_url = celery_url(_settings.celery_url or _settings.redis_url or "")
+result_backend = _redis_url
+result_expires = _settings.inference.queue.result_ttl_s
+
+worker_pool = "solo"
+worker_concurrency = 1
+worker_prefetch_multiplier = 1
+worker_consumer = "workers.celery_bridge:ForgivingConsumer"
+worker_send_task_events = _settings.inference.celery.events
+worker_hijack_root_logger = False
+worker_redirect_stdouts = False
+worker_cancel_long_running_tasks_on_connection_loss = False
+
+task_default_queue = CELERY_QUEUE
+# `-Q other` is an error: a foreign task on the same broker is not ours to take.
+task_create_missing_queues = False
+task_acks_late = True
+task_reject_on_worker_lost = True
+task_serializer = "json"
+result_serializer = "json"
+event_serializer = "json"
+accept_content = ["json"]
+result_accept_content = ["json"]
+
+broker_connection_retry = True
+broker_connection_retry_on_startup = True
+broker_connection_max_retries = None
+broker_channel_error_retry = True
+broker_transport_options = {
+    "visibility_timeout": 60,
+    # kombu returns every message in these tables that is older than its own visibility time-out, also those that
+    # workers of other programs are still busy with. Tables of our own keep both sides apart.
+    "unacked_key": f"{CELERY_QUEUE}:unacked",
+    "unacked_index_key": f"{CELERY_QUEUE}:unacked_index",
+    "unacked_mutex_key": f"{CELERY_QUEUE}:unacked_mutex",
+    "socket_connect_timeout": 5.0,
+    "socket_keepalive": True,
+}
+result_backend_transport_options = {"retry_policy": {"timeout": 5.0}}
+redis_socket_timeout = 5.0
+redis_socket_connect_timeout = 5.0

@@ -1,0 +1,140 @@
+"""Real text on every machine: the docstrings of the user's own Python standard library.
+
+Python files are parsed, never imported. Functions written in C have no source: for a few modules that are safe to
+import, their docstrings are read off the objects.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+__all__ = ["Passage", "collect"]
+
+_SKIPPED: Final = frozenset(
+    {
+        "__pycache__",
+        "distutils",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+_C_MODULES: Final = (
+    *("array", "binascii", "bisect", "builtins", "cmath", "collections", "datetime", "functools", "hashlib", "heapq"),
+    *("itertools", "math", "operator", "os", "re", "select", "signal", "socket", "sys", "time", "zlib"),
+)
+_MIN_CHARACTERS: Final = 30
+_MAX_CHARACTERS: Final = 140
+"""A sentence or two: what a docstring's first lines say is what a question asks for."""
+_SIGNATURE_LINE: Final = re.compile(r"[\w.]+\(.*\)(\s*->.*)?")
+_ARROW: Final = re.compile(r"[^.]*?->\s*")
+
+
+class Passage(NamedTuple):
+    """`name` is qualified (`datetime.datetime.strptime`), `text` the beginning of the docstring."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        """What is embedded: the name says as much as the text."""
+        return f"{self.text} ({self.name})"
+
+
+def collect(count: int) -> list[Passage]:
+    """`count` passages, or all when there are fewer; the same ones on every run.
+
+    First what is written in C, which everybody uses, then modules, functions and classes, then methods.
+    """
+    sources = sorted(_from_sources(), key=lambda passage: passage.name.count("."))
+    by_name: dict[str, Passage] = {}
+    for passage in (*_from_c(), *sources):
+        by_name.setdefault(passage.name, passage)
+    # An alias, and a Python twin of what is written in C, say the same in other places.
+    by_text: dict[str, Passage] = {}
+    for passage in by_name.values():
+        by_text.setdefault(passage.text, passage)
+    return list(by_text.values())[:count]
+
+
+def _beginning(docstring: str | None) -> str:
+    """The docstring's first sentences on one line, without a signature; empty when they say too little."""
+    lines = inspect.cleandoc(docstring or "").split("\n")
+    while lines and (_SIGNATURE_LINE.fullmatch(lines[0].strip()) or not lines[0].strip()):
+        del lines[0]
+    kept = ""
+    for paragraph in "\n".join(lines).split("\n\n"):
+        kept = f"{kept} {' '.join(paragraph.split())}".strip()
+        if len(kept) >= _MIN_CHARACTERS:
+            break
+    kept = _ARROW.sub("", kept, count=1)
+    if len(kept) > _MAX_CHARACTERS:
+        kept = kept[:_MAX_CHARACTERS].rpartition(" ")[0] + " ..."
+    return kept if len(kept) >= _MIN_CHARACTERS else ""
+
+
+def _from_sources() -> Iterator[Passage]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        names = parts[:-1] if parts[-1] == "__init__" else parts
+        if not _SKIPPED.isdisjoint(parts) or any(name.startswith("_") for name in names) or not names:
+            continue
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            # A few files of the standard library are broken on purpose.
+            continue
+        yield from _from_tree(tree, ".".join(names))
+
+
+def _from_tree(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
+) -> Iterator[Passage]:
+    if text := _beginning(ast.get_docstring(node, clean=False)):
+        yield Passage(name, text)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+            yield from _from_tree(child, f"{name}.{child.name}")
+
+
+def _from_c() -> Iterator[Passage]:
+    for module_name in _C_MODULES:
+        module = importlib.import_module(module_name)
+        for name, member in sorted(vars(module).items()):
+            if name.startswith("_"):
+                continue
+            if inspect.isbuiltin(member):
+                yield from _from_member(member, f"{module_name}.{name}")
+            elif inspect.isclass(member) and member.__module__.lstrip("_") == module_name:
+                yield from _from_class(member, f"{module_name}.{name}")
+
+
+def _from_member(member: object, name: str) -> Iterator[Passage]:
+    if text := _beginning(inspect.getdoc(member)):
+        yield Passage(name, text)
+
+
+def _from_class(written: type, name: str) -> Iterator[Passage]:
+    yield from _from_member(written, name)
+    if issubclass(written, BaseException):
+        return
+    for attribute, value in sorted(vars(written).items()):
+        if not attribute.startswith("_") and (inspect.isroutine(value) or isinstance(value, classmethod)):
+            yield from _from_member(value, f"{name}.{attribute}")

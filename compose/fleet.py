@@ -1,0 +1,76 @@
+"""The worker programs of this machine: one process per device, which sees no other device.
+
+visible GPUs --> Device --> Program (celery -A workers.app worker -n gpu0@host)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from compose.supervisor import Patience, Program
+from registry.errors import ConfigurationError
+from registry.settings import Settings
+from workers.device import visible_gpus
+
+__all__ = ["Device", "choose", "worker_patience", "worker_program"]
+
+_MARGIN_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device for one worker. `visible` is its CUDA_VISIBLE_DEVICES, empty for the CPU."""
+
+    kind: str
+    index: int
+    visible: str = ""
+
+    @property
+    def name(self) -> str:
+        """The worker's name before the host: `gpu0`, `cpu0`."""
+        return f"{self.kind}{self.index}"
+
+
+def choose(settings: Settings, environ: Mapping[str, str]) -> list[Device]:
+    """The devices that `settings.inference.device` asks for, among those that `environ` leaves visible.
+
+    auto: every GPU, or the CPU of a machine without one; cuda: every GPU; cuda:N: the N-th of them; cpu.
+    Raises ConfigurationError for a device that is not there.
+    """
+    wanted = settings.inference.device
+    gpus = [] if wanted == "cpu" else [Device("gpu", gpu.index, gpu.uuid) for gpu in visible_gpus(environ)]
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        return [Device("cpu", settings.worker.index or 0)]
+    number = wanted.partition(":")[2]
+    if not gpus or (number and int(number) >= len(gpus)):
+        there = ", ".join(f"cuda:{position}" for position in range(len(gpus))) or "none"
+        raise ConfigurationError(f"Device {wanted} is not there. Expected cpu, auto or a visible GPU: {there}")
+    return [gpus[int(number)]] if number else gpus
+
+
+def worker_program(device: Device, settings: Settings, environ: Mapping[str, str], output: Path | None) -> Program:
+    """The worker of one device, with the environment that makes it see that device and these settings."""
+    celery = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-P", "solo", "-c", "1"]
+    own = {
+        "CUDA_VISIBLE_DEVICES": device.visible,
+        "PENSTOCK_INFERENCE_DEVICE": "cpu" if device.kind == "cpu" else "cuda:0",
+        "PENSTOCK_INFERENCE_REPO_ROOT": str(settings.inference.repo_root.resolve()),
+        "PENSTOCK_HOME": str(settings.home),
+        "PENSTOCK_WORKER_INDEX": str(device.index),
+        "PENSTOCK_WORKER_MODELS": ",".join(settings.worker.models),
+    }
+    if settings.worker.metrics_port is not None:
+        own["PENSTOCK_METRICS_PORT"] = str(settings.worker.metrics_port)
+    return Program(device.name, [*celery, "-n", f"{device.name}@%h"], {**environ, **own}, beats=True, output=output)
+
+
+def worker_patience(settings: Settings) -> Patience:
+    """How long to wait for workers: a forward may take its limit, a drain its grace period."""
+    return Patience(
+        silence_s=settings.inference.timeout_seconds + 1.0,
+        warm_s=settings.inference.queue.drain_grace_s + _MARGIN_S,
+    )

@@ -1,0 +1,166 @@
+"""What runs and what waits: the data behind `penstock status` and the closing tables, and how it is drawn.
+
+broker (depths, worker reports, specs) + each worker's probe (/snapshot) --> plain data --> JSON or tables
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from registry.broker.base import Broker
+from registry.package import ModelSpec
+from registry.signature import TensorSpec
+
+__all__ = ["batch_sizes", "draw_batches", "draw_latency", "draw_models", "draw_status", "models", "snapshots", "status"]
+
+PARTS: Final = {
+    "queue": "queue wait: in the broker",
+    "batch": "batch wait: for company",
+    "compute": "compute: the forward",
+    "commit": "commit: result stored, client told",
+    "total": "total",
+}
+_PROBE_TIMEOUT_S: Final = 2.0
+_BAR: Final = 40
+
+
+def status(broker: Broker) -> dict[str, Any]:
+    """{"queues": [...], "workers": [...], "models": [...]}, ready for JSON. Raises BrokerUnavailable."""
+    return {
+        "queues": [
+            {
+                "model": depth.slot,
+                "priority": depth.priority.label,
+                "jobs": depth.jobs,
+                "running": depth.running,
+                "oldest_waiting_s": round(depth.oldest_waiting_s, 3),
+            }
+            for model in broker.models()
+            for depth in broker.depths(model)
+        ],
+        "workers": [json.loads(report) for report in broker.workers()],
+        "models": models(broker),
+    }
+
+
+def models(broker: Broker) -> list[dict[str, Any]]:
+    """The models that jobs are accepted for: name, version, inputs and outputs. Raises BrokerUnavailable."""
+    specs = [ModelSpec.from_json(spec) for spec in map(broker.spec, broker.models()) if spec]
+    return [
+        {
+            "name": spec.name,
+            "version": spec.version,
+            "inputs": {tensor.name: _kind(tensor) for tensor in spec.inputs},
+            "outputs": {tensor.name: _kind(tensor) for tensor in spec.outputs},
+        }
+        for spec in specs
+    ]
+
+
+def _kind(tensor: TensorSpec) -> str:
+    return f"{tensor.dtype} ({', '.join(map(str, tensor.shape))})"
+
+
+def snapshots(reports: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the probes of this machine's workers answer to /snapshot; workers elsewhere are left out."""
+    here = "@" + socket.gethostname()
+    ports = [report["probe_port"] for report in reports if report["name"].endswith(here) and "probe_port" in report]
+    found = []
+    for port in ports:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/snapshot", timeout=_PROBE_TIMEOUT_S) as answer:
+                found.append(json.load(answer))
+        except (urllib.error.URLError, OSError):
+            # The worker ended a moment ago.
+            continue
+    return found
+
+
+def draw_status(state: Mapping[str, Any]) -> RenderableType:
+    """Three tables; queues that hold nothing are left out."""
+    queues = _table("queue", "priority", "waiting", "running", "oldest waits")
+    for queue in state["queues"]:
+        if queue["jobs"]:
+            waiting = queue["jobs"] - queue["running"]
+            age = f"{queue['oldest_waiting_s']:.1f} s" if waiting else ""
+            queues.add_row(queue["model"], queue["priority"], f"{waiting:,}", f"{queue['running']:,}", age)
+    workers = _table("worker", "device", "state", "models")
+    for report in state["workers"]:
+        workers.add_row(
+            report.get("name", "?"), report.get("device", "?"), condition, ", ".join(report.get("models", []))
+        )
+    return Group(
+        queues if queues.row_count else Text("No job waits or runs."),
+        Text(),
+        workers if workers.row_count else Text("No worker runs."),
+        Text(),
+        draw_models(state["models"]),
+    )
+
+
+def draw_models(known: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """What each model takes and gives."""
+    table = _table("model", "version", "inputs", "outputs")
+    for model in known:
+        table.add_row(model["name"], model["version"], _named(model["inputs"]), _named(model["outputs"]))
+    return table if known else Text("No model is registered. A worker registers its own; or `penstock models register`")
+
+
+def draw_latency(latency_ms: Mapping[str, Mapping[str, float]]) -> Table:
+    """Where a job's time went, at the median and at the 99th percentile."""
+    table = _table("where a job's time went", "p50 ms", "p99 ms")
+    for part, meaning in PARTS.items():
+        if part in latency_ms:
+            table.add_row(meaning, f"{latency_ms[part]['p50']:,.1f}", f"{latency_ms[part]['p99']:,.1f}")
+    return table
+
+
+def draw_batches(sizes: Mapping[int, int]) -> Table:
+    """The batch-size histogram, in bands of doubling size when there are many sizes."""
+    table = _table("rows in a batch", "batches", "")
+    banded = _banded(sizes)
+    longest = max(banded.values(), default=1)
+    for label, batches in banded.items():
+        table.add_row(label, f"{batches:,}", Text("█" * max(1, round(_BAR * batches / longest)), style="cyan"))
+    return table
+
+
+def _banded(sizes: Mapping[int, int]) -> dict[str, int]:
+    if len(sizes) <= 8:
+        return {str(size): sizes[size] for size in sorted(sizes)}
+    banded: dict[str, int] = {}
+    for size in sorted(sizes):
+        top = 1 << (size - 1).bit_length()
+        label = str(top) if top <= 2 else f"{top // 2 + 1}-{top}"
+        banded[label] = banded.get(label, 0) + sizes[size]
+    return banded
+
+
+def _named(tensors: Mapping[str, str]) -> str:
+    return "\n".join(f"{name}: {kind}" for name, kind in tensors.items())
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    numeric = {"waiting", "running", "oldest waits", "batches", "p50 ms", "p99 ms"}
+    for column in columns:
+        table.add_column(column, justify="right" if column in numeric else "left")
+    return table
+
+
+def batch_sizes(found: Sequence[Mapping[str, Any]], model: str) -> dict[int, int]:
+    """The batch sizes of one model over all workers."""
+    sizes: dict[int, int] = {}
+    for snapshot in found:
+        for rows, batches in snapshot["models"].get(model, {}).get("batch_sizes", {}).items():
+            sizes[int(rows)] = sizes.get(int(rows), 0) + batches
+    return sizes

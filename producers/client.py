@@ -1,0 +1,538 @@
+"""The blocking client: submit, submit_many, map, and a handle per job.
+
+A job that `submit` returned is accepted: it is in the broker and will end in exactly one way. Calls go on for at
+most `timeout_s` when the broker is away, and then raise BrokerUnavailable; a repeated publish carries the same
+job ids, so that it cannot make a second job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from pydantic import SecretStr
+
+from producers.publish import Press, SpecCache, accepted, cancellation, limits_of, parcels
+from producers.replies import (
+    SILENCE_S,
+    EventMerger,
+    Inbox,
+    JobEvent,
+    Outcome,
+    is_gone,
+    open_outcome,
+    unknown_job,
+)
+from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
+from registry.broker.redis_streams import RedisStreams
+from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultGone, ResultTimeout
+from registry.local_stack import read as read_local_stack
+from registry.package import ModelSpec
+from registry.queues import slot_of
+from registry.settings import Settings
+from registry.tensors import Array
+
+__all__ = ["Client", "JobHandle"]
+
+logger = logging.getLogger("client")
+
+Inputs = Mapping[str, object]
+_MAP_WINDOW = 512
+_LONGEST_PAUSE_S = 1.0
+
+
+class Client:
+    """Submits jobs and reads their results. Thread-safe; a forked child goes on with connections of its own.
+
+    url: redis://, rediss:// or unix://. What is not given comes from the settings (environment, pyproject.toml).
+    signing_keys: `id:base64[,id:base64]`, as PENSTOCK_SIGNING_KEYS.
+    models_root: where to look for a model that the broker has no spec of.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tenant: str | None = None,
+        signing_keys: str | None = None,
+        timeout_s: float = 5.0,
+        models_root: str | Path | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        settings = client_settings(settings, tenant=tenant, signing_keys=signing_keys, models_root=models_root)
+        queue = settings.inference.queue
+        self.tenant = settings.tenant_id
+        self._result_ttl_s = queue.result_ttl_s
+        self._limits = limits_of(queue)
+        self._press = press_of(settings)
+        self._specs = SpecCache(settings.inference.repo_root)
+        self._broker = RedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000))
+        self._inbox = Inbox(self._broker, new_client_id())
+        _clients.add(self)
+
+    @classmethod
+    def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> Client:
+        """The broker that the settings name; without one, the embedded stack that runs on this home."""
+        settings = settings_with_broker(settings or Settings.load())
+        return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
+
+    def submit(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        priority: str = "normal",
+        deadline_s: float | None = None,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+    ) -> JobHandle:
+        """Publishes one job and returns its handle.
+
+        inputs: name -> NumPy array of the declared dtype, or nested lists; text as str in lists.
+        priority: critical, high, normal or low.
+        deadline_s: seconds from now after which the job must not start any more; None: as long as it is kept.
+        idempotency_key: a second submit of the same model, version and inputs under it returns the first job.
+        outputs: the outputs wanted; empty means all.
+        Raises a Rejected error before anything is written, QueueFull among them; BrokerUnavailable.
+        """
+        publication = self._press.publication(
+            self._spec(model),
+            inputs,
+            priority=priority,
+            deadline_s=deadline_s,
+            idempotency_key=idempotency_key,
+            tenant=tenant,
+            version=version,
+            outputs=outputs,
+            traceparent=traceparent,
+            reply=self._inbox.address(model),
+        )
+        handle = self._handle(publication)
+        receipt = self._broker.publish(model, [publication], self._limits)[0]
+        return self._answered(handle, receipt, model)
+
+    def submit_many(
+        self,
+        model: str,
+        batches: Iterable[Inputs],
+        *,
+        priority: str = "normal",
+        deadline_s: float | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        timeout_s: float | None = None,
+    ) -> list[JobHandle]:
+        """Publishes one job per item, a few hundred in one round trip, and waits for room while the queue is full.
+
+        All items are checked before the first is written. `timeout_s` bounds the waiting: QueueFull then, and the
+        jobs accepted so far stay accepted (`error.accepted`, their handles).
+        """
+        spec, reply = self._spec(model), self._inbox.address(model)
+        publications = [
+            self._press.publication(
+                spec,
+                inputs,
+                priority=priority,
+                deadline_s=deadline_s,
+                tenant=tenant,
+                version=version,
+                outputs=outputs,
+                traceparent=traceparent,
+                reply=reply,
+            )
+            for inputs in batches
+        ]
+        return self._publish_all(model, publications, timeout_s)
+
+    def map(
+        self,
+        model: str,
+        items: Iterable[Any],
+        *,
+        priority: str = "normal",
+        progress: bool | Callable[[int], None] = False,
+        on_error: Literal["raise", "return"] = "raise",
+        window: int = _MAP_WINDOW,
+    ) -> list[Any]:
+        """One job per item, results in the items' order, at most `window` jobs outstanding.
+
+        An item is a mapping of inputs as for `submit`, or, for a model with one required input, one row of it (a
+        sentence, a vector). A model with one output gives that output's row, others a dict of rows; items that
+        are mappings give whole outputs. `progress`: True draws a bar, a callable gets the count of finished jobs.
+        on_error: "raise" the first failure, cancelling what waits, or "return" it in its place.
+        """
+        if on_error not in ("raise", "return"):
+            raise ConfigurationError(f"on_error is {on_error!r:.80}. Expected 'raise' or 'return'")
+        shape = _RowShape(self._spec(model))
+        results: list[Any] = []
+        outstanding: deque[tuple[JobHandle, bool]] = deque()
+        source, chunk = iter(items), max(1, window // 4)
+        with _progress(progress, items) as advance:
+            try:
+                while True:
+                    if len(outstanding) <= window - chunk and (taken := _take(source, chunk)):
+                        inputs = [shape.inputs(item) for item in taken]
+                        handles = self.submit_many(model, inputs, priority=priority)
+                        outstanding.extend(
+                            (handle, isinstance(item, Mapping)) for handle, item in zip(handles, taken, strict=True)
+                        )
+                    elif not outstanding:
+                        return results
+                    else:
+                        handle, is_whole = outstanding.popleft()
+                        results.append(_row_of(handle, shape, is_whole, on_error))
+                        advance(len(results))
+            finally:
+                for handle, _ in outstanding:
+                    handle.cancel()
+
+    def job(self, job_id: str, *, tenant: str | None = None) -> JobHandle:
+        """The handle of a job that anybody submitted, from its id; nothing is asked yet."""
+        slot_of(job_id)
+        return JobHandle(self, job_id, tenant or self.tenant, is_ours=False)
+
+    def close(self) -> None:
+        """Gives the connections back; jobs go on."""
+        self._broker.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spec(self, model: str) -> ModelSpec:
+        return self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
+
+    def _handle(self, publication: Publication) -> JobHandle:
+        # Before publishing: the reply may be there before publish returns.
+        handle = JobHandle(self, publication.job_id, publication.tenant, is_ours=True)
+        self._inbox.expect(publication.job_id, handle)
+        return handle
+
+    def _answered(self, handle: JobHandle, receipt: Receipt, model: str) -> JobHandle:
+        job_id = accepted(receipt, model)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("job submitted", extra={"job_id": job_id, "model": model})
+        return handle if job_id == handle.id else JobHandle(self, job_id, handle.tenant, is_ours=False)
+
+    def _publish_all(self, model: str, jobs: Sequence[Publication], timeout_s: float | None) -> list[JobHandle]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        handles: list[JobHandle] = []
+        for parcel in parcels(jobs):
+            waiting = [(job, self._handle(job)) for job in parcel]
+            handles += [handle for _, handle in waiting]
+            while waiting:
+                receipts = self._broker.publish(model, [job for job, _ in waiting], self._limits)
+                refused = [
+                    (pair, receipt)
+                    for pair, receipt in zip(waiting, receipts, strict=True)
+                    if receipt.outcome != "accepted"
+                ]
+                waiting = [pair for pair, _ in refused]
+                if refused:
+                    _wait_for_room([receipt for _, receipt in refused], model, deadline, handles, waiting)
+        if logger.isEnabledFor(logging.DEBUG):
+            for handle in handles:
+                logger.debug("job submitted", extra={"job_id": handle.id, "model": model})
+        return handles
+
+    def _forget_parent(self) -> None:
+        self._broker.forget_connections()
+        self._inbox = Inbox(self._broker, new_client_id())
+
+
+class JobHandle:
+    """One job: `id`, and what became of it."""
+
+    __slots__ = ("__weakref__", "_client", "_is_known", "_is_ours", "_outcome", "_standing", "id", "tenant")
+
+    def __init__(self, client: Client, job_id: str, tenant: str, *, is_ours: bool) -> None:
+        self.id = job_id
+        self.tenant = tenant
+        self._client = client
+        self._is_ours = is_ours
+        self._is_known = is_ours
+        self._standing: Standing | None = None
+        self._outcome: Outcome | None = None
+
+    def __repr__(self) -> str:
+        return f"<JobHandle {self.id}>"
+
+    def receive(self, standing: Standing | None) -> None:
+        """The reply has come; see Recipient."""
+        self._standing = standing
+        self._is_ours = False
+
+    def status(self) -> str:
+        """queued, running, completed, failed, cancelled, expired or dead.
+
+        Raises UnknownJob, or ResultGone when the retention has ended.
+        """
+        if self._standing is None:
+            standing = self._ask()
+            if standing.state is State.QUEUED:
+                return "running" if standing.is_claimed else "queued"
+        return self._opened().state.name.lower()
+
+    def result(self, timeout: float | None = None) -> dict[str, Array]:
+        """The outputs by name, once they are there. Asking again is free.
+
+        timeout: seconds; None waits until the job has ended. Raises the JobFailed that the job ended with,
+        ResultTimeout, ResultGone, UnknownJob, or BrokerUnavailable.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._is_ours and self._standing is None:
+            self._ask()
+        if self._standing is None:
+            self._await_end(deadline, timeout)
+        return self._opened().outputs()
+
+    def stream(self, after: int = 0) -> Iterator[JobEvent]:
+        """The job's events after sequence number `after`, as they happen; ends after the terminal one.
+
+        May be called at any time, also after completion, and from any process. Raises as `result` does, but for a
+        failed job: that is the last event.
+        """
+        client = self._client
+        slot = slot_of(self.id)
+        merger = EventMerger(self.id, self.tenant, client._press.keyring, after)
+        subscription = client._inbox.subscribe(self.id, slot, after)
+        try:
+            while not merger.is_over:
+                standing = self._stand(subscribe=True)
+                client._inbox.wait(lambda: bool(subscription), 0.001)
+                yield from merger.entries(_drained(subscription))
+                yield from merger.standing(standing)
+                while not (merger.is_over or merger.awaits_record):
+                    if not client._inbox.wait(lambda: bool(subscription), SILENCE_S):
+                        break
+                    yield from merger.entries(_drained(subscription))
+        finally:
+            client._inbox.unsubscribe(self.id, subscription)
+
+    def cancel(self) -> bool:
+        """Whether the job will never run. A running job is asked to stop, which False does not promise."""
+        client = self._client
+        sealed = cancellation(self.id, self.tenant, client._press.keyring)
+        outcome = client._broker.cancel(self.id, self.tenant, sealed)
+        if outcome is CancelOutcome.UNKNOWN:
+            raise self._missing()
+        if outcome is CancelOutcome.SETTLED:
+            return self._opened_or_asked().state is State.CANCELLED
+        return outcome is CancelOutcome.CANCELLED
+
+    def _await_end(self, deadline: float | None, timeout: float | None) -> None:
+        inbox = self._client._inbox
+        subscription = None
+        slot = slot_of(self.id)
+        try:
+            while self._standing is None:
+                left = SILENCE_S if deadline is None else min(SILENCE_S, deadline - time.monotonic())
+                if left > 0 and not self._is_ours and subscription is None:
+                    # Somebody else's job tells us of its end only through its event stream.
+                    subscription = inbox.subscribe(self.id, slot, 0)
+                    self._ask(subscribe=True)
+                    continue
+                if left > 0 and inbox.wait(lambda: not self._is_waiting(subscription), left):
+                    if self._standing is None:
+                        self._ask()
+                        if subscription is not None:
+                            subscription.clear()
+                    continue
+                self._ask()
+                if self._standing is None and left <= 0:
+                    raise ResultTimeout(f"No result within {timeout:g} s; the job goes on")
+        finally:
+            if subscription is not None:
+                inbox.unsubscribe(self.id, subscription)
+
+    def _is_waiting(self, subscription: deque[Any] | None) -> bool:
+        if subscription is not None:
+            return not any(entry.fields[1] in _ENDS for entry in tuple(subscription))
+        return self._is_ours
+
+    def _ask(self, *, subscribe: bool = False) -> Standing:
+        """Reads the record; keeps it when it is terminal."""
+        standing = self._stand(subscribe=subscribe)
+        if standing.state is not State.QUEUED:
+            self._standing = standing
+            self._opened()
+        elif standing.tenant != self.tenant:
+            raise unknown_job(self.id)
+        return standing
+
+    def _stand(self, *, subscribe: bool) -> Standing:
+        standing = self._client._broker.standing(self.id, subscribe=subscribe)
+        if standing is None:
+            raise self._missing()
+        self._is_known = True
+        return standing
+
+    def _missing(self) -> Exception:
+        if self._is_known or is_gone(self.id, self._client._result_ttl_s):
+            return ResultGone(f"The result of job {self.id} is gone: results are kept for a limited time")
+        return unknown_job(self.id)
+
+    def _opened_or_asked(self) -> Outcome:
+        if self._standing is None:
+            self._ask()
+        return self._opened()
+
+    def _opened(self) -> Outcome:
+        if self._outcome is None:
+            if self._standing is None:
+                raise self._missing()
+            self._outcome = open_outcome(self.id, self.tenant, self._standing, self._client._press.keyring)
+        return self._outcome
+
+
+_ENDS = frozenset(state.value.encode() for state in State if state is not State.QUEUED)
+
+
+def client_settings(
+    settings: Settings | None, *, tenant: str | None, signing_keys: str | None, models_root: str | Path | None
+) -> Settings:
+    """The settings of a client: given ones as they are, else the environment's, with what the caller named."""
+    if settings is not None and (tenant, signing_keys, models_root) == (None, None, None):
+        return settings
+    named = {"tenant_id": tenant, "signing_keys": signing_keys}
+    return Settings.load(overrides={**named, "repo_root": None if models_root is None else str(models_root)})
+
+
+def press_of(settings: Settings) -> Press:
+    """What a client seals its jobs with."""
+    max_bytes = settings.inference.max_request_size_mb * 1024 * 1024
+    return Press(tenant=settings.tenant_id, keyring=settings.keyring, max_bytes=max_bytes)
+
+
+def settings_with_broker(settings: Settings) -> Settings:
+    """The settings with a broker in them: an explicit URL wins, else the embedded stack's with its keys."""
+    if settings.redis_url is not None:
+        return settings
+    stack = read_local_stack(settings.home)
+    if stack is None:
+        raise ConfigurationError(
+            "No broker is configured and no embedded stack runs. Expected PENSTOCK_REDIS_URL, or `penstock up`"
+        )
+    found = {"redis_url": stack.redis_url, "celery_url": settings.celery_url or stack.redis_url}
+    keys = settings.signing_keys or SecretStr(stack.signing_keys())
+    return settings.model_copy(update={**found, "signing_keys": keys})
+
+
+def new_client_id() -> str:
+    """Names the reply streams of one client in one process."""
+    return secrets.token_hex(6)
+
+
+def _start_over() -> None:
+    for client in list(_clients):
+        client._forget_parent()
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_start_over)
+
+
+def _drained(entries: deque[Any]) -> list[Any]:
+    taken = []
+    while entries:
+        taken.append(entries.popleft())
+    return taken
+
+
+def _take(source: Iterator[Any], count: int) -> list[Any]:
+    return [item for _, item in zip(range(count), source, strict=False)]
+
+
+def _wait_for_room(
+    refused: Sequence[Receipt],
+    model: str,
+    deadline: float | None,
+    handles: list[JobHandle],
+    waiting: Sequence[tuple[Publication, JobHandle]],
+) -> None:
+    """Sleeps until the queue may have room again, or raises for the refused jobs."""
+    try:
+        for receipt in refused:
+            accepted(receipt, model)
+    except QueueFull as full:
+        pause = min(full.retry_after_s, _LONGEST_PAUSE_S)
+        if deadline is not None and time.monotonic() + pause > deadline:
+            outside = {id(handle) for _, handle in waiting}
+            full.accepted = [handle for handle in handles if id(handle) not in outside]
+            raise
+        time.sleep(pause)
+
+
+class _RowShape:
+    """How `map` turns an item into inputs and outputs into a row."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        required = [tensor.name for tensor in spec.inputs if not tensor.optional]
+        self._only_input = required[0] if len(required) == 1 else None
+        self._dtype = next((tensor.dtype for tensor in spec.inputs if tensor.name == self._only_input), "")
+        self._only_output = spec.outputs[0].name if len(spec.outputs) == 1 else None
+        self._model = spec.name
+
+    def inputs(self, item: Any) -> Inputs:
+        if isinstance(item, Mapping):
+            return item
+        if self._only_input is None:
+            raise ConfigurationError(f"Model {self._model} has several inputs. Expected items that are mappings")
+        return {self._only_input: item[None] if hasattr(item, "__array__") and item.ndim else [item]}
+
+    def row(self, outputs: dict[str, Array]) -> Any:
+        if self._only_output is not None and self._only_output in outputs:
+            return outputs[self._only_output][0]
+        return {name: values[0] for name, values in outputs.items()}
+
+
+def _row_of(handle: JobHandle, shape: _RowShape, is_whole: bool, on_error: str) -> Any:
+    try:
+        outputs = handle.result()
+    except JobFailed as failure:
+        if on_error == "raise":
+            raise
+        return failure
+    return outputs if is_whole else shape.row(outputs)
+
+
+class _progress:
+    """A progress bar, a caller's callable, or nothing."""
+
+    def __init__(self, wish: bool | Callable[[int], None], items: Iterable[Any]) -> None:
+        self._wish = wish
+        self._total = len(items) if isinstance(items, Sequence) else None
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        if callable(self._wish):
+            return self._wish
+        if not self._wish:
+            return lambda _: None
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        self._bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar.start()
+        task = self._bar.add_task("jobs", total=self._total)
+        return lambda done: self._bar.update(task, completed=done)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,334 @@
+"""What became of a job: replies and events, read once per client and handed to whoever waits.
+
+    worker's commit -> reply stream of the client ----\\
+    worker's emit ---> event stream of a job ----------+--> Inbox (one reader at a time) --> waiting threads
+    broker's record <- re-read after a second of silence: the streams are hints, the record is the truth
+
+A blocking client has no reader thread: of the threads that wait, one reads for all of them and passes the role on
+when it has what it came for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from registry.broker.base import ProducerEnd, Standing, State, StreamEntry
+from registry.broker.redis_scripts import record_standing
+from registry.envelope import Keyring, ResultHeader, open_event, open_result
+from registry.errors import BadSignature, BrokerUnavailable, UndecodableEnvelope, UnknownJob, job_failure
+from registry.queues import events_key, job_time_ms, reply_key
+from registry.tensors import Array, decode
+
+__all__ = ["SILENCE_S", "EventMerger", "Inbox", "JobEvent", "Outcome", "Postbox", "is_gone", "open_outcome"]
+
+SILENCE_S: Final = 1.0
+"""After so long without a word the record is asked."""
+_TRIM_EVERY: Final = 64
+_LONE_END: Final = 3
+"""The end's sequence number in a job that emitted nothing."""
+_TERMINAL_NAMES: Final = {
+    State.COMPLETED: "completed",
+    State.FAILED: "failed",
+    State.CANCELLED: "cancelled",
+    State.EXPIRED: "expired",
+    State.DEAD: "dead",
+}
+_BY_LETTER: Final = {state.value.encode(): state for state in State}
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """One step of a job's life.
+
+    type: queued, started, chunk, progress, reset, completed, failed, cancelled, expired or dead.
+    data: the outputs for `chunk` and `completed` (name -> array), a fraction for `progress`, the JobFailed for the
+    four failures, for `reset` the reason: what was seen of this job so far is void ("redelivered"), or events
+    before this one were no longer kept ("trimmed"). `seq` only ever rises: pass the last one seen as `after`.
+    """
+
+    seq: int
+    type: str
+    data: Any = None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing follows."""
+        return self.type in _TERMINAL_NAMES.values()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished job, opened and verified."""
+
+    state: State
+    header: ResultHeader
+    body: memoryview | bytes
+
+    def outputs(self) -> dict[str, Array]:
+        """The outputs by name. Raises the JobFailed that the job ended with."""
+        if self.header.error is not None:
+            raise job_failure(self.header.error.code, self.header.error.message)
+        return decode(self.header.content, self.body)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward was ever begun for it."""
+        return self.state not in (State.CANCELLED, State.EXPIRED) or self.header.batch_size > 0
+
+
+def open_outcome(job_id: str, tenant: str, standing: Standing, keyring: Keyring) -> Outcome:
+    """Opens a terminal record. Raises UnknownJob for another tenant's, Corrupt for bytes that do not hold."""
+    header, body = open_result(standing.result, keyring)
+    if header.id != job_id:
+        raise BadSignature("the result belongs to another job")
+    if header.context.tenant != tenant:
+        raise unknown_job(job_id)
+    return Outcome(standing.state, header, body)
+
+
+def unknown_job(job_id: str) -> UnknownJob:
+    """The same answer for a job that never was and for another tenant's."""
+    return UnknownJob(f"Unknown job {job_id!r:.120}. Expected the id of a job of this tenant")
+
+
+def is_gone(job_id: str, result_ttl_s: float) -> bool:
+    """Whether a job without a record may have existed: its id is older than results are kept."""
+    made_ms = job_time_ms(job_id)
+    return made_ms is not None and made_ms < time.time() * 1000 - result_ttl_s * 1000
+
+
+class Recipient(Protocol):
+    """Whoever waits for a reply: gets the record's standing, or None when it is to be fetched by id."""
+
+    def receive(self, standing: Standing | None) -> None:
+        """Called with the inbox's lock held: must not block."""
+
+
+class Postbox:
+    """Sorts entries of reply and event streams to those who wait. No I/O: both clients read for it."""
+
+    def __init__(self, client_id: str) -> None:
+        self._client_id = client_id
+        self._cursors: dict[str, str] = {}
+        self._recipients: weakref.WeakValueDictionary[str, Recipient] = weakref.WeakValueDictionary()
+        self._subscriptions: dict[str, list[deque[StreamEntry]]] = {}
+        self._unread: dict[str, int] = {}
+
+    def address(self, slot: str) -> str:
+        """The reply stream for jobs of a slot; read from now on."""
+        key = reply_key(slot, self._client_id)
+        self._cursors.setdefault(key, "0")
+        return key
+
+    def expect(self, job_id: str, recipient: Recipient) -> None:
+        """Replies about the job go to `recipient`, for as long as somebody else keeps that alive."""
+        self._recipients[job_id.rpartition(".")[2]] = recipient
+
+    def subscribe(self, job_id: str, after: int) -> deque[StreamEntry]:
+        """Where the job's events will appear, from `after` + 1 on."""
+        key = events_key(job_id)
+        entries: deque[StreamEntry] = deque()
+        # Readers of one job share a cursor: an earlier one than theirs only repeats what they know to skip.
+        current = self._cursors.get(key)
+        self._cursors[key] = f"{min(after, int(current.partition('-')[0])) if current else after}-0"
+        self._subscriptions.setdefault(key, []).append(entries)
+        return entries
+
+    def unsubscribe(self, job_id: str, entries: deque[StreamEntry]) -> None:
+        """Ends a subscription."""
+        key = events_key(job_id)
+        remaining = [other for other in self._subscriptions.get(key, ()) if other is not entries]
+        if remaining:
+            self._subscriptions[key] = remaining
+        else:
+            self._subscriptions.pop(key, None)
+            self._cursors.pop(key, None)
+
+    def cursors(self) -> dict[str, str]:
+        """What to read, and after which entry."""
+        return dict(self._cursors)
+
+    def deliver(self, entries: Iterable[StreamEntry]) -> list[tuple[str, str]]:
+        """Hands entries out; returns the (stream, last entry) pairs that may now be trimmed."""
+        trims: list[tuple[str, str]] = []
+        for entry in entries:
+            key, entry_id, fields = entry
+            if key not in self._cursors:
+                continue
+            self._cursors[key] = entry_id
+            if (subscribers := self._subscriptions.get(key)) is not None:
+                for subscriber in subscribers:
+                    subscriber.append(entry)
+                continue
+            self._hand_out(fields)
+            self._unread[key] = self._unread.get(key, 0) + 1
+            if self._unread[key] >= _TRIM_EVERY:
+                self._unread[key] = 0
+                trims.append((key, entry_id))
+        return trims
+
+    def _hand_out(self, fields: Sequence[bytes]) -> None:
+        recipients = self._recipients
+        for index in range(0, len(fields), 2):
+            recipient = recipients.pop(fields[index].decode("ascii", "replace"), None)
+            if recipient is not None:
+                record = fields[index + 1]
+                recipient.receive(record_standing(record) if record else None)
+
+
+class Inbox:
+    """A blocking client's ear. Thread-safe."""
+
+    def __init__(self, broker: ProducerEnd, client_id: str) -> None:
+        self._broker = broker
+        self._postbox = Postbox(client_id)
+        self._changed = threading.Condition()
+        self._reading: dict[str, str] | None = None
+
+    def address(self, slot: str) -> str:
+        """The reply stream for jobs of a slot."""
+        with self._changed:
+            return self._postbox.address(slot)
+
+    def expect(self, job_id: str, recipient: Recipient) -> None:
+        """See Postbox.expect."""
+        with self._changed:
+            self._postbox.expect(job_id, recipient)
+
+    def subscribe(self, job_id: str, slot: str, after: int) -> deque[StreamEntry]:
+        """See Postbox.subscribe; whoever is reading now is made to include it."""
+        with self._changed:
+            # The reply stream of the slot is what the reader can be woken through.
+            self._postbox.address(slot)
+            entries = self._postbox.subscribe(job_id, after)
+            reading = self._reading
+        if reading is not None and events_key(job_id) not in reading:
+            replies = [key for key in reading if key not in self._postbox._subscriptions]
+            if replies:
+                self._broker.nudge(replies[0])
+        return entries
+
+    def unsubscribe(self, job_id: str, entries: deque[StreamEntry]) -> None:
+        """See Postbox.unsubscribe."""
+        with self._changed:
+            self._postbox.unsubscribe(job_id, entries)
+
+    def wait(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Reads, or lets another thread read, until `is_done` or the time is up; says whether it is done.
+
+        Raises BrokerUnavailable to the thread that was reading.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not is_done():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                if self._reading is None:
+                    self._read_once(min(left, SILENCE_S))
+                else:
+                    self._changed.wait(left)
+        return True
+
+    def _read_once(self, seconds: float) -> None:
+        cursors = self._reading = self._postbox.cursors()
+        entries: list[StreamEntry] = []
+        self._changed.release()
+        try:
+            if cursors:
+                entries = self._broker.read(cursors, max(1, int(seconds * 1000)))
+            else:
+                time.sleep(seconds)
+        finally:
+            self._changed.acquire()
+            self._reading = None
+            trims = self._postbox.deliver(entries)
+            self._changed.notify_all()
+        for key, last in trims:
+            self._broker.trim(key, last)
+
+
+class EventMerger:
+    """A job's record and its event stream -> one sequence. Pure: the clients read, this decides.
+
+    Sequence numbers: 1 is `queued`, 2 `started` (skipped by a job that never was); what a worker emits has its
+    stream's own numbers from 3 on; the end follows the last of them. States that left no entry are read off the
+    record.
+    """
+
+    def __init__(self, job_id: str, tenant: str, keyring: Keyring, after: int) -> None:
+        self.last = after
+        self.is_over = False
+        self._job_id = job_id
+        self._tenant = tenant
+        self._keyring = keyring
+        self._ends_at = 0
+
+    @property
+    def awaits_record(self) -> bool:
+        """Whether the stream has announced the end: feed the record next."""
+        return self._ends_at > 0 and not self.is_over
+
+    def entries(self, entries: Iterable[StreamEntry]) -> Iterator[JobEvent]:
+        """The events that stream entries bring."""
+        for entry in entries:
+            seq = int(entry.entry_id.partition("-")[0])
+            if seq <= self.last or self.is_over:
+                continue
+            kind, sealed = entry.fields[1], entry.fields[3]
+            if kind in _BY_LETTER:
+                self._ends_at = seq
+                continue
+            yield from self._up_to(seq, has_started=True)
+            self.last = seq
+            yield self._event(seq, kind.decode(), sealed)
+
+    def standing(self, standing: Standing) -> Iterator[JobEvent]:
+        """The events that the record brings; call it after `entries` with what was read later than the record."""
+        if self.is_over:
+            return
+        if standing.state is State.QUEUED:
+            if standing.tenant != self._tenant:
+                raise unknown_job(self._job_id)
+            yield from self._up_to(3 if standing.is_claimed else 2, has_started=standing.is_claimed)
+            return
+        outcome = open_outcome(self._job_id, self._tenant, standing, self._keyring)
+        end = self._ends_at or _LONE_END
+        # A subscriber that has seen the end already asks for what follows it: nothing.
+        if self.last < end:
+            yield from self._up_to(end, has_started=outcome.has_run)
+            self.last = end
+            yield self._end(end, outcome)
+        self.is_over = True
+
+    def _up_to(self, seq: int, *, has_started: bool) -> Iterator[JobEvent]:
+        if self.last < 1 < seq:
+            self.last = 1
+            yield JobEvent(1, "queued")
+        if self.last < 2 < seq and has_started:
+            self.last = 2
+            yield JobEvent(2, "started")
+        if self.last + 1 < seq and self.last >= 2:
+            self.last = seq - 1
+            yield JobEvent(seq - 1, "reset", "trimmed")
+
+    def _event(self, seq: int, kind: str, sealed: bytes) -> JobEvent:
+        if kind == "reset":
+            return JobEvent(seq, kind, "redelivered")
+        if kind == "started":
+            return JobEvent(seq, kind)
+        header, body = open_event(sealed, self._keyring)
+        if header.id != self._job_id:
+            raise BadSignature("the event belongs to another job")
+        return JobEvent(seq, kind, header.fraction if kind == "progress" else decode(header.content, body))
+
+    def _end(self, seq: int, outcome: Outcome) -> JobEvent:
+        failure = outcome.header.error
+        data = outcome.outputs() if failure is None else job_failure(failure.code, failure.message)
+        return JobEvent(seq, _TERMINAL_NAMES[outcome.state], data)

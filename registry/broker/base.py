@@ -1,0 +1,309 @@
+"""The seam between Penstock and a broker, both ends side by side.
+
+    producer                      broker                                worker
+    publish ---------------> record + queue entry ---- claim ----------> holds a lease
+                             record + lease       <--- renew ----------- while it holds the job in memory
+                             events               <--- emit ------------ chunks and progress, holder only
+    read, records <--------- record becomes result <-- commit ---------- holder only, first commit wins
+
+Rules that every broker keeps, and that tests/conformance checks:
+  * publish is one step: a record and a queue entry for each accepted job, nothing at all for a refused one;
+    publishing the same job id again changes nothing.
+  * A claimed job belongs to one consumer until it is committed, released, or `lease_ms` have passed by the
+    broker's clock since it was claimed or last renewed; then `take_over` gives it to the consumer that asks.
+  * commit is one step: the record turns into the result, the entry leaves the queue, the client is told. It has
+    no effect for a job that the consumer no longer holds.
+Times are the broker's own, in ms since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from registry.queues import Priority
+
+__all__ = [
+    "Broker",
+    "CancelOutcome",
+    "Claim",
+    "Commit",
+    "Delivery",
+    "Depth",
+    "Event",
+    "Held",
+    "Limits",
+    "Publication",
+    "Receipt",
+    "Renewal",
+    "Reply",
+    "Standing",
+    "State",
+    "StreamEntry",
+    "Verdict",
+]
+
+
+class State(Enum):
+    """A job's state; the value is the first byte of its record. All but QUEUED are terminal."""
+
+    QUEUED = "Q"
+    COMPLETED = "C"
+    FAILED = "F"
+    CANCELLED = "X"
+    EXPIRED = "E"
+    DEAD = "D"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Admission: what `publish` refuses beyond. Times in ms; 0 in flight means no limit."""
+
+    max_depth: int
+    tenant_max_in_flight: int
+    job_ttl_ms: int
+
+
+class Publication(NamedTuple):
+    """One sealed job on its way in. `once` is the digest of (tenant, idempotency key), empty without one;
+    `fingerprint` tells the same payload from another under that key."""
+
+    job_id: str
+    priority: Priority
+    sealed: bytes
+    tenant: str
+    reply: str = ""
+    once: str = ""
+    fingerprint: str = ""
+
+
+class Receipt(NamedTuple):
+    """What became of a publication: `outcome` is accepted, known (the key's first job answers), conflict,
+    full or tenant-full. `job_id` is the job that answers for it; `retry_after_s` goes with a refusal for room."""
+
+    outcome: str
+    job_id: str
+    retry_after_s: float = 0.0
+
+
+class Standing(NamedTuple):
+    """A job as its record shows it: `result` is the sealed result of a terminal job, else empty;
+    `is_claimed` says whether a worker holds it; `deliveries` how often it was handed out. `tenant` is empty for a
+    terminal job: its sealed result says."""
+
+    state: State
+    tenant: str
+    result: bytes = b""
+    is_claimed: bool = False
+    deliveries: int = 0
+    cancel_requested: bool = False
+
+
+class CancelOutcome(Enum):
+    """`CANCELLED`: it will never run. `REQUESTED`: a worker holds it and is told to stop. `SETTLED`: too late.
+    `UNKNOWN`: no such job."""
+
+    CANCELLED = "cancelled"
+    REQUESTED = "requested"
+    SETTLED = "settled"
+    UNKNOWN = "unknown"
+
+
+class StreamEntry(NamedTuple):
+    """One entry of a reply or event stream; `fields` alternate name, value."""
+
+    key: str
+    entry_id: str
+    fields: list[bytes]
+
+
+class Reply(NamedTuple):
+    """One finished job as a reply stream names it: `record` is its whole record, or empty when it was too large
+    to travel here and is to be fetched by id."""
+
+    local_id: str
+    record: bytes
+
+
+class Event(NamedTuple):
+    """One event to emit: `sealed` is an event envelope, or empty for a bare state."""
+
+    type: str
+    sealed: bytes = b""
+
+
+class Claim(NamedTuple):
+    """A worker's wish: up to `credit` jobs of `slot`, `reserve` of them kept for the oldest lower band
+    once that has waited longer than `ageing_ms`."""
+
+    slot: str
+    credit: int
+    reserve: int
+    ageing_ms: int
+
+
+class Delivery(NamedTuple):
+    """One claimed job. `entry_id` is `<ms>-<n>`: the ms at which the broker accepted it."""
+
+    slot: str
+    priority: Priority
+    entry_id: bytes
+    sealed: bytes
+    attempt: int = 1
+
+    @property
+    def accepted_ms(self) -> int:
+        """When the broker accepted the job, by the broker's clock."""
+        return int(self.entry_id.partition(b"-")[0])
+
+
+class Held(NamedTuple):
+    """A job that a worker holds in memory."""
+
+    slot: str
+    priority: Priority
+    entry_id: bytes
+    job_id: str
+
+
+class Renewal(NamedTuple):
+    """`lost`: entry ids that now belong to another consumer or to none; `cancelled`: job ids whose
+    cancellation was asked for."""
+
+    lost: frozenset[bytes]
+    cancelled: frozenset[str]
+
+
+class Commit(NamedTuple):
+    """How one held job ended; `sealed` is the result envelope."""
+
+    slot: str
+    priority: Priority
+    entry_id: bytes
+    job_id: str
+    state: State
+    sealed: bytes
+    tenant: str
+    reply: str = ""
+    once: str = ""
+
+
+class Verdict(Enum):
+    """`COMMITTED`: this commit is the job's result. `FENCED`: the consumer no longer holds the job.
+    `GONE`: it held the job, but the record had expired; there is nobody left to tell."""
+
+    COMMITTED = "committed"
+    FENCED = "fenced"
+    GONE = "gone"
+
+
+class Depth(NamedTuple):
+    """One queue: jobs waiting or running, jobs running, and the age of the oldest waiting one."""
+
+    slot: str
+    priority: Priority
+    jobs: int
+    running: int
+    oldest_waiting_s: float
+
+
+class ProducerEnd(Protocol):
+    """What clients need. Calls raise BrokerUnavailable when the broker does not answer in time."""
+
+    def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        """Accept or refuse each job, in order and in one step. The caller bounds bytes and count of a call."""
+
+    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+        """The jobs' records; None for those that have none. `is_claimed` is not filled in."""
+
+    def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+        """One job, with `is_claimed`; `subscribe` makes its terminal event appear on its event stream."""
+
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+        """Withdraw a waiting job, with `sealed` as its result; of a running one, ask its worker to stop."""
+
+    def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
+        """Entries after each stream's cursor, waiting up to `block_ms` for the first."""
+
+    def trim(self, key: str, before: str) -> None:
+        """Forget the entries of a reply stream up to and including `before`."""
+
+    def nudge(self, key: str) -> None:
+        """Append an empty entry to a reply stream, so that a blocked `read` of it returns."""
+
+    def spec(self, slot: str) -> bytes | None:
+        """The model's spec as JSON."""
+
+
+class WorkerEnd(Protocol):
+    """What workers need. `consumer` is unique to one boot of one worker."""
+
+    def prepare(self, slots: Sequence[str]) -> None:
+        """Make the queues of these slots ready to be claimed from. Repeating it changes nothing."""
+
+    def exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        """Commit and claim in one round trip; verdicts in the order of `commits`."""
+
+    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+        """Ask to be handed up to `count` jobs per queue when some arrive; `fileno` becomes readable then."""
+
+    def fileno(self) -> int:
+        """Readable once an armed claim has an answer."""
+
+    def collect(self) -> list[Delivery]:
+        """The answer of the armed claim, empty when its time ran out; it is no longer armed."""
+
+    def disarm(self) -> list[Delivery]:
+        """Withdraw the armed claim; what it had been handed meanwhile is returned."""
+
+    def drop_armed(self) -> None:
+        """Forget the armed claim after an error on it; leases bring back what it may have been handed."""
+
+    def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
+        """Extend the leases of jobs that the consumer still owns."""
+
+    def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        """Claim jobs whose lease has lapsed or that were released."""
+
+    def release(self, consumer: str, held: Sequence[Held]) -> None:
+        """Give held jobs back at once; the next `take_over` of anyone finds them. Not an attempt that failed."""
+
+    def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
+        """Append to a running job's event stream; returns the sequence number of its last event.
+
+        `after` is what the attempt's previous call returned, 0 on its first: that one begins with a `started`
+        entry, or `reset` where an earlier attempt left events. A call that is repeated because its answer was lost
+        appends nothing. Returns 0, and nothing happens, when the consumer lost the job.
+        """
+
+    def bury(self, consumer: str, delivery: Delivery, reason: str) -> bool:
+        """Move undecodable bytes to the dead letters with the reason; False when the consumer lost the entry."""
+
+    def put_spec(self, slot: str, spec: bytes) -> None:
+        """Publish a model's spec."""
+
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
+        """Say that this worker lives, with its report as JSON; an empty report withdraws it."""
+
+    def now_ms(self) -> float:
+        """The broker's clock."""
+
+
+class Broker(ProducerEnd, WorkerEnd, Protocol):
+    """Both ends, and what operators look at."""
+
+    def models(self) -> list[str]:
+        """Names of the models that have a spec."""
+
+    def depths(self, slot: str) -> list[Depth]:
+        """The four queues of a slot, most urgent first."""
+
+    def workers(self) -> list[bytes]:
+        """The reports of live workers."""
+
+    def close(self) -> None:
+        """Give the connections back."""

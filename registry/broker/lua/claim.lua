@@ -1,0 +1,52 @@
+-- Take up to `credit` jobs, most urgent first. `reserve` of them are kept for the lower band whose head has
+-- waited longest, once that is longer than `ageing_ms`, so that no band starves.
+-- KEYS  1-4 streams by priority
+-- ARGV  group, consumer, credit, reserve, ageing_ms
+-- Returns seconds, microseconds, then pairs: band 1-4, entries.
+local time = redis.call('TIME')
+local out = { time[1], time[2] }
+local credit, reserve, ageing = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+
+local function take(band, count)
+  local reply = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', count, 'STREAMS', KEYS[band], '>')
+  if not reply then return 0 end
+  local entries = reply[1][2]
+  out[#out + 1] = band
+  out[#out + 1] = entries
+  return #entries
+end
+
+-- Accepted-at ms of the first job of a band that nobody was handed yet.
+local function head_ms(band)
+  if redis.call('XLEN', KEYS[band]) == 0 then return nil end
+  local delivered = '0-0'
+  for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[band])) do
+    for field = 1, #group, 2 do
+      if group[field] == 'last-delivered-id' then delivered = group[field + 1] end
+    end
+  end
+  local head = redis.call('XRANGE', KEYS[band], '(' .. delivered, '+', 'COUNT', 1)[1]
+  return head and tonumber(string.match(head[1], '^%d+'))
+end
+
+local left, band = credit - reserve, 0
+while left > 0 and band < 4 do
+  band = band + 1
+  left = left - take(band, left)
+end
+if left > 0 then return out end
+
+left = reserve
+local oldest, oldest_ms
+local aged_before = time[1] * 1000 + math.floor(time[2] / 1000) - ageing
+if left > 0 then
+  for lower = band + 1, 4 do
+    local ms = head_ms(lower)
+    if ms and ms <= aged_before and (not oldest or ms < oldest_ms) then oldest, oldest_ms = lower, ms end
+  end
+  if oldest then left = left - take(oldest, left) end
+end
+for any = math.max(band, 1), 4 do
+  if left > 0 then left = left - take(any, left) end
+end
+return out

@@ -1,0 +1,37 @@
+-- Claim jobs whose lease has lapsed.
+-- KEYS  1-4 streams by priority
+-- ARGV  group, consumer, lease_ms, count
+-- Returns triples: band 1-4, entries, their counts of deliveries. Consumers that left are forgotten.
+local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
+local FORGET_MS = 3600000
+local out = {}
+for band = 1, 4 do
+  local stream, cursor = KEYS[band], '0-0'
+  while left > 0 do
+    -- The reply has two parts on Redis 6.2 and three from 7.0 on.
+    local reply = redis.call('XAUTOCLAIM', stream, group, consumer, ARGV[3], cursor, 'COUNT', left)
+    local entries, deliveries = {}, {}
+    for _, entry in ipairs(reply[2]) do
+      if entry and entry[2] then
+        table.insert(entries, entry)
+        table.insert(deliveries, redis.call('XPENDING', stream, group, entry[1], entry[1], 1)[1][4])
+      end
+    end
+    if #entries > 0 then
+      out[#out + 1] = band
+      out[#out + 1] = entries
+      out[#out + 1] = deliveries
+      left = left - #entries
+    end
+    cursor = reply[1]
+    if cursor == '0-0' then break end
+  end
+  for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', stream, group)) do
+    local seen = {}
+    for field = 1, #info, 2 do seen[info[field]] = info[field + 1] end
+    if seen['pending'] == 0 and seen['idle'] > FORGET_MS then
+      redis.call('XGROUP', 'DELCONSUMER', stream, group, seen['name'])
+    end
+  end
+end
+return out

@@ -1,0 +1,105 @@
+"""The producers' end of Redis Streams for asyncio: the same scripts as redis_streams, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from registry.broker import redis_scripts as scripts
+from registry.broker.base import CancelOutcome, Limits, Publication, Receipt, Standing, StreamEntry
+from registry.broker.redis_streams import RETRY_PAUSE_S, as_it_comes, connection_options, why_unavailable
+from registry.errors import BrokerUnavailable, ConfigurationError
+from registry.queues import record_key, spec_key
+
+__all__ = ["AsyncRedisStreams"]
+
+
+class AsyncRedisStreams:
+    """ProducerEnd, awaited. Belongs to one event loop."""
+
+    def __init__(self, client: redis.asyncio.Redis, *, timeout_s: float, result_ttl_ms: int) -> None:
+        self.timeout_s = timeout_s
+        self._redis = client
+        self._result_ttl_ms = result_ttl_ms
+        client.set_response_callback("XREAD", as_it_comes)
+
+    @classmethod
+    def from_url(cls, url: str, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> AsyncRedisStreams:
+        """From redis://, rediss:// or unix://. Raises ConfigurationError for another scheme; connects later."""
+        try:
+            client = redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **connection_options(timeout_s))
+        except ValueError:
+            raise ConfigurationError(
+                "The broker's URL is not usable. Expected redis://host:port/db, rediss://... or unix:///path?db=0"
+            ) from None
+        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+
+    async def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        """See ProducerEnd.publish."""
+        return scripts.receipts(slot, jobs, await self._run(scripts.publish(slot, jobs, limits)))
+
+    async def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+        """See ProducerEnd.standings."""
+        if not job_ids:
+            return []
+        records = await self._run(["MGET", *map(record_key, job_ids)])
+        return [None if record is None else scripts.record_standing(record) for record in records]
+
+    async def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+        """See ProducerEnd.standing."""
+        return scripts.stood(await self._run(scripts.standing(job_id, subscribe=subscribe)))
+
+    async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+        """See ProducerEnd.cancel."""
+        return scripts.cancelled(await self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
+
+    async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
+        """See ProducerEnd.read."""
+        return scripts.entries(await self._run(scripts.read(cursors, block_ms, count)))
+
+    async def trim(self, key: str, before: str) -> None:
+        """See ProducerEnd.trim."""
+        await self._run(scripts.trim(key, before))
+
+    async def nudge(self, key: str) -> None:
+        """See ProducerEnd.nudge."""
+        for command in scripts.nudge(key):
+            await self._run(command)
+
+    async def spec(self, slot: str) -> bytes | None:
+        """See ProducerEnd.spec."""
+        found: bytes | None = await self._run(["GET", spec_key(slot)])
+        return found
+
+    async def aclose(self) -> None:
+        """Give the connections back."""
+        await self._redis.aclose()
+
+    async def _run(self, command: scripts.Call) -> Any:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return await self._once(command)
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                if deadline - time.monotonic() <= RETRY_PAUSE_S:
+                    raise BrokerUnavailable(
+                        f"The broker did not answer within {self.timeout_s:g} s: {why_unavailable(error)}"
+                    ) from error
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _once(self, command: scripts.Call) -> Any:
+        try:
+            return await self._redis.execute_command(*command)
+        except NoScriptError:
+            for source in scripts.SOURCES.values():
+                await self._redis.execute_command("SCRIPT", "LOAD", source)
+            return await self._redis.execute_command(*command)

@@ -1,0 +1,402 @@
+"""Redis Streams as the broker: both ends over redis-py, one Lua script per step that must not be torn.
+
+Commands time out; what goes wrong with the connection becomes BrokerUnavailable. Every call here may be repeated
+when its answer was lost: publishing goes by job id, commits are fenced, the rest reads or extends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.retry import Retry
+
+from registry.broker import redis_scripts as scripts
+from registry.broker.base import (
+    CancelOutcome,
+    Claim,
+    Commit,
+    Delivery,
+    Depth,
+    Event,
+    Held,
+    Limits,
+    Publication,
+    Receipt,
+    Renewal,
+    Standing,
+    StreamEntry,
+    Verdict,
+)
+from registry.errors import BrokerUnavailable, ConfigurationError
+from registry.queues import GROUP, MODELS_KEY, WORKERS_KEY, record_key, spec_key, stream_keys, worker_key
+
+__all__ = ["RedisStreams"]
+
+Answer = TypeVar("Answer")
+RETRY_PAUSE_S = 0.05
+_SLOT_BY_SLOT = 256
+"""Jobs per call of the scripts that work through a list, so that no call holds the server for long."""
+
+
+def connection_options(timeout_s: float) -> dict[str, Any]:
+    """What both clients of Redis are made with: we retry, not the library, so that `timeout_s` is a promise."""
+    return {
+        "protocol": 2,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "decode_responses": False,
+    }
+
+
+def as_it_comes(answer: Any, **_: Any) -> Any:
+    """A response callback that leaves the answer alone: redis-py's own for XREAD would make dicts of the fields,
+    and lose their order and repeats."""
+    return answer
+
+
+class RedisStreams:
+    """A broker on one Redis. Thread-safe, except for arm, fileno, collect and disarm: one thread owns those.
+
+    Attributes:
+        clock_offset_ms: the broker's clock minus this machine's, as of the last claim.
+    """
+
+    def __init__(self, client: redis.Redis, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> None:
+        self.timeout_s = timeout_s
+        self.clock_offset_ms = 0.0
+        self._redis = client
+        self._result_ttl_ms = result_ttl_ms
+        self._armed: _ArmedClaim | None = None
+        client.set_response_callback("XREAD", as_it_comes)
+
+    @classmethod
+    def from_url(cls, url: str, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> RedisStreams:
+        """From redis://, rediss:// or unix://. Raises ConfigurationError for another scheme; connects later."""
+        try:
+            client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **connection_options(timeout_s))
+        except ValueError:
+            raise ConfigurationError(
+                "The broker's URL is not usable. Expected redis://host:port/db, rediss://... or unix:///path?db=0"
+            ) from None
+        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+
+    # Producers' end
+
+    def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        """See ProducerEnd.publish."""
+        return scripts.receipts(slot, jobs, self._run(scripts.publish(slot, jobs, limits)))
+
+    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+        """See ProducerEnd.standings."""
+        if not job_ids:
+            return []
+        records = self._run(["MGET", *map(record_key, job_ids)])
+        return [None if record is None else scripts.record_standing(record) for record in records]
+
+    def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+        """See ProducerEnd.standing."""
+        return scripts.stood(self._run(scripts.standing(job_id, subscribe=subscribe)))
+
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+        """See ProducerEnd.cancel."""
+        return scripts.cancelled(self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
+
+    def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
+        """See ProducerEnd.read."""
+        return scripts.entries(self._run(scripts.read(cursors, block_ms, count)))
+
+    def trim(self, key: str, before: str) -> None:
+        """See ProducerEnd.trim."""
+        self._run(scripts.trim(key, before))
+
+    def nudge(self, key: str) -> None:
+        """See ProducerEnd.nudge."""
+        for command in scripts.nudge(key):
+            self._run(command)
+
+    def spec(self, slot: str) -> bytes | None:
+        """See ProducerEnd.spec."""
+        found: bytes | None = self._run(["GET", spec_key(slot)])
+        return found
+
+    # Workers' end
+
+    def prepare(self, slots: Sequence[str]) -> None:
+        """See WorkerEnd.prepare."""
+        for slot in slots:
+            for key in stream_keys(slot):
+                try:
+                    self._run(["XGROUP", "CREATE", key, GROUP, "0", "MKSTREAM"])
+                except ResponseError as error:
+                    if not str(error).startswith("BUSYGROUP"):
+                        raise
+
+    def exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        """See WorkerEnd.exchange."""
+        by_slot: defaultdict[str, list[int]] = defaultdict(list)
+        for index, commit in enumerate(commits):
+            by_slot[commit.slot].append(index)
+        chunks = [
+            (slot, indices[start : start + _SLOT_BY_SLOT])
+            for slot, indices in by_slot.items()
+            for start in range(0, len(indices), _SLOT_BY_SLOT)
+        ]
+        calls = [
+            scripts.commit(consumer, slot, [commits[index] for index in indices], result_ttl_ms)
+            for slot, indices in chunks
+        ]
+        calls += [scripts.claim(consumer, wish) for wish in claims]
+        answers = self._run_all(calls)
+        if refused := [index for index, answer in enumerate(answers) if isinstance(answer, ResponseError)]:
+            # Somebody emptied the broker: what was to be committed is no longer ours.
+            self.prepare([*by_slot, *(wish.slot for wish in claims)])
+            for index, answer in zip(refused, self._run_all([calls[index] for index in refused]), strict=True):
+                answers[index] = answer
+        verdicts: list[Verdict] = [Verdict.FENCED] * len(commits)
+        for (_, indices), answer in zip(chunks, answers, strict=False):
+            for index, verdict in zip(indices, scripts.verdicts(answer), strict=True):
+                verdicts[index] = verdict
+        deliveries: list[Delivery] = []
+        for wish, answer in zip(claims, answers[len(chunks) :], strict=True):
+            now_ms, found = scripts.claimed(wish.slot, answer)
+            self.clock_offset_ms = now_ms - time.time() * 1000
+            deliveries += found
+        return verdicts, deliveries
+
+    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+        """See WorkerEnd.arm."""
+        if self._armed is None:
+            self._armed = self._guard(lambda: _ArmedClaim(self._redis))
+        self._guard_armed(lambda armed: armed.send(consumer, slots, count, block_ms))
+
+    def fileno(self) -> int:
+        """See WorkerEnd.fileno. -1 before the first arm and after a lost connection."""
+        return -1 if self._armed is None else self._armed.fileno
+
+    def collect(self) -> list[Delivery]:
+        """See WorkerEnd.collect."""
+        try:
+            return self._guard_armed(lambda armed: armed.receive())
+        except ResponseError as error:
+            if not _is_no_group(error):
+                raise
+            return []
+
+    def disarm(self) -> list[Delivery]:
+        """See WorkerEnd.disarm."""
+        if self._armed is None:
+            return []
+        # A claim that was served a moment ago has nothing left to unblock, and its answer is on the way.
+        self._run(["CLIENT", "UNBLOCK", self._armed.client_id])
+        return self.collect()
+
+    def drop_armed(self) -> None:
+        """Forget the armed connection after an error on it; the next arm makes another."""
+        if self._armed is not None:
+            self._armed.close()
+            self._armed = None
+
+    def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
+        """See WorkerEnd.renew."""
+        lost: set[bytes] = set()
+        cancelled: set[str] = set()
+        for slot, jobs in _by_slot(held):
+            renewal = scripts.renewed(jobs, self._run(scripts.renew(consumer, slot, jobs)))
+            lost |= renewal.lost
+            cancelled |= renewal.cancelled
+        return Renewal(frozenset(lost), frozenset(cancelled))
+
+    def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        """See WorkerEnd.take_over."""
+        return scripts.taken_over(slot, self._run(scripts.take_over(consumer, slot, lease_ms, count)))
+
+    def release(self, consumer: str, held: Sequence[Held]) -> None:
+        """See WorkerEnd.release."""
+        for slot, jobs in _by_slot(held):
+            self._run(scripts.release(consumer, slot, jobs))
+
+    def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
+        """See WorkerEnd.emit."""
+        return int(self._run(scripts.emit(consumer, held, events, ttl_ms, after)))
+
+    def bury(self, consumer: str, delivery: Delivery, reason: str) -> bool:
+        """See WorkerEnd.bury."""
+        return bool(self._run(scripts.bury(consumer, delivery, reason)))
+
+    def put_spec(self, slot: str, spec: bytes) -> None:
+        """See WorkerEnd.put_spec."""
+        self._run(["SET", spec_key(slot), spec])
+        self._run(["SADD", MODELS_KEY, slot])
+
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
+        """See WorkerEnd.report."""
+        if report:
+            self._run(["SET", worker_key(worker), report, "PX", ttl_ms])
+            self._run(["ZADD", WORKERS_KEY, self.now_ms(), worker])
+        else:
+            self._run(["DEL", worker_key(worker)])
+            self._run(["ZREM", WORKERS_KEY, worker])
+
+    def now_ms(self) -> float:
+        """See WorkerEnd.now_ms; as of the last claim, without asking."""
+        return time.time() * 1000 + self.clock_offset_ms
+
+    # Operators
+
+    def models(self) -> list[str]:
+        """See Broker.models."""
+        return sorted(name.decode() for name in self._run(["SMEMBERS", MODELS_KEY]))
+
+    def depths(self, slot: str) -> list[Depth]:
+        """See Broker.depths."""
+        return scripts.measured(slot, self._run(scripts.depths(slot)))
+
+    def workers(self) -> list[bytes]:
+        """See Broker.workers."""
+        names = [name.decode() for name in self._run(["ZRANGE", WORKERS_KEY, 0, -1])]
+        if not names:
+            return []
+        reports = self._run(["MGET", *map(worker_key, names)])
+        gone = [name for name, report in zip(names, reports, strict=True) if report is None]
+        if gone:
+            self._run(["ZREM", WORKERS_KEY, *gone])
+        return [report for report in reports if report is not None]
+
+    def close(self) -> None:
+        """See Broker.close."""
+        self.drop_armed()
+        self._redis.close()
+
+    def forget_connections(self) -> None:
+        """After a fork: drop what the parent opened without saying goodbye on its sockets."""
+        self._armed = None
+        self._redis.connection_pool.reset()
+
+    # Connections
+
+    def _guard(self, step: Callable[[], Answer]) -> Answer:
+        try:
+            return step()
+        except OutOfMemoryError as error:
+            raise BrokerUnavailable("The broker refuses to write: it is out of memory") from error
+        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            raise BrokerUnavailable(f"The broker does not answer: {why_unavailable(error)}") from error
+
+    def _guard_armed(self, step: Callable[[_ArmedClaim], Answer]) -> Answer:
+        armed = self._armed
+        if armed is None:
+            raise BrokerUnavailable("The broker does not answer: the connection was lost")
+        try:
+            return self._guard(lambda: step(armed))
+        except BrokerUnavailable:
+            self.drop_armed()
+            raise
+
+    def _run(self, command: scripts.Call) -> Any:
+        """One command, repeated on a new connection while the time-out lasts."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return self._once(command)
+            except OutOfMemoryError as error:
+                raise BrokerUnavailable("The broker refuses to write: it is out of memory") from error
+            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+                left = deadline - time.monotonic()
+                if left <= RETRY_PAUSE_S:
+                    raise BrokerUnavailable(
+                        f"The broker did not answer within {self.timeout_s:g} s: {why_unavailable(error)}"
+                    ) from error
+                time.sleep(RETRY_PAUSE_S)
+
+    def _once(self, command: scripts.Call) -> Any:
+        try:
+            return self._redis.execute_command(*command)
+        except NoScriptError:
+            self._load()
+            return self._redis.execute_command(*command)
+
+    def _run_all(self, calls: Sequence[scripts.Call]) -> list[Any]:
+        """Several calls in one round trip; a worker repeats the step itself, so no retry here."""
+        if len(calls) == 1:
+            return [self._guard(lambda: _tolerating_no_group(lambda: self._once(calls[0])))]
+        return self._guard(lambda: self._pipeline(calls))
+
+    def _pipeline(self, calls: Sequence[scripts.Call]) -> list[Any]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for call in calls:
+            pipeline.execute_command(*call)
+        answers = pipeline.execute(raise_on_error=False)
+        for index, answer in enumerate(answers):
+            if isinstance(answer, NoScriptError):
+                answers[index] = _tolerating_no_group(lambda call=calls[index]: self._once(call))
+            elif isinstance(answer, RedisError) and not _is_no_group(answer):
+                raise answer
+        return answers
+
+    def _load(self) -> None:
+        for source in scripts.SOURCES.values():
+            self._redis.execute_command("SCRIPT", "LOAD", source)
+
+
+class _ArmedClaim:
+    """A connection of its own on which one blocking XREADGROUP is outstanding."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._connection: AbstractConnection = client.connection_pool.make_connection()
+        self._connection.connect()
+        self._slots: Sequence[str] = ()
+        self._connection.send_command("CLIENT", "ID")
+        self.client_id: int = self._connection.read_response()
+
+    @property
+    def fileno(self) -> int:
+        return self._connection._sock.fileno() if self._connection._sock else -1  # type: ignore[attr-defined]
+
+    def send(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+        self._slots = tuple(slots)
+        self._connection.send_command(*scripts.armed(consumer, slots, count, block_ms))
+
+    def receive(self) -> list[Delivery]:
+        return scripts.armed_deliveries(self._slots, self._connection.read_response())
+
+    def close(self) -> None:
+        with contextlib.suppress(redis.RedisError, OSError):
+            self._connection.disconnect()
+
+
+def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
+    found: defaultdict[str, list[Held]] = defaultdict(list)
+    for job in held:
+        found[job.slot].append(job)
+    for slot, jobs in found.items():
+        for start in range(0, len(jobs), _SLOT_BY_SLOT):
+            yield slot, jobs[start : start + _SLOT_BY_SLOT]
+
+
+def _is_no_group(error: object) -> bool:
+    return isinstance(error, ResponseError) and "NOGROUP" in str(error)
+
+
+def _tolerating_no_group(step: Callable[[], Any]) -> Any:
+    """The step's answer, or its error when that says that the consumer group is missing."""
+    try:
+        return step()
+    except ResponseError as error:
+        if not _is_no_group(error):
+            raise
+        return error
+
+
+def why_unavailable(error: BaseException) -> str:
+    """What to tell a user about a lost connection: no addresses, no credentials."""
+    return "timed out" if isinstance(error, TimeoutError | redis.TimeoutError) else "no connection"

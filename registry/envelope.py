@@ -1,0 +1,261 @@
+"""What crosses a process: jobs, results and events, sealed as one run of bytes.
+
+    "PS"  protocol  kind  header length (uint32 LE)  header (msgpack map)  body (registry/tensors.py)  [HMAC-SHA256]
+
+The MAC covers everything before it and is there exactly when the header names a key id; jobs and results are
+signed with different keys, both derived from the key that the operator set, so that neither passes for the
+other. Nothing here decodes a body: that is the reader's choice, after the signature has held.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
+from registry.tensors import MAX_BYTES, Tensor
+
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "PROTOCOL",
+    "EventHeader",
+    "Failure",
+    "JobHeader",
+    "Keyring",
+    "Options",
+    "RequestContext",
+    "ResultHeader",
+    "Timings",
+    "open_event",
+    "open_job",
+    "open_result",
+    "seal",
+]
+
+PROTOCOL: Final = 1
+MAX_HEADER_BYTES: Final = 64 * 1024
+_MAGIC: Final = b"PS"
+_MAC_BYTES: Final = 32
+_FIXED: Final = 8
+"""Bytes before the header: magic, protocol, kind, header length."""
+
+Kind = Literal["job", "result", "event"]
+_LETTER: Final[dict[Kind, bytes]] = {"job": b"J", "result": b"R", "event": b"E"}
+_PREFIX: Final = {kind: _MAGIC + bytes([PROTOCOL]) + letter for kind, letter in _LETTER.items()}
+
+
+class Options(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a producer may ask for beyond the inputs."""
+
+    outputs: tuple[str, ...] = ()
+    """The outputs wanted; empty means all that the model declares."""
+    lane: bool = False
+    """The job came through Celery's `send_task`: its result is also stored in Celery's backend."""
+
+
+class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who asked and under which trace; goes from producer to worker to result unchanged."""
+
+    tenant: str
+    traceparent: str = ""
+
+
+class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job without its body. Times are the broker's: a deadline counts from acceptance."""
+
+    id: str
+    tenant: str
+    model: str
+    priority: str
+    content: tuple[Tensor, ...]
+    version: str = ""
+    """Empty unless the caller fixed one."""
+    deadline_ms: int = 0
+    """Milliseconds after acceptance within which the job must have started; 0 means no deadline."""
+    reply: str = ""
+    once: str = ""
+    """Digest of the idempotency key, when one was given; see producers/publish.py."""
+    traceparent: str = ""
+    options: Options = Options()
+    key: str = ""
+    """Id of the signing key; empty means unsigned."""
+
+    @property
+    def context(self) -> RequestContext:
+        """The part that flows through to the result."""
+        return RequestContext(self.tenant, self.traceparent)
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A JobFailed as plain data: its class name and its text."""
+
+    code: str
+    message: str
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Where a job's time went, in milliseconds; `queue_ms` by the broker's clock, the rest by the worker's."""
+
+    queue_ms: float = 0.0
+    """Accepted until claimed."""
+    batch_ms: float = 0.0
+    """Claimed until its forward began."""
+    compute_ms: float = 0.0
+    """The forward of its batch."""
+
+
+class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a job ended, without its outputs."""
+
+    id: str
+    context: RequestContext
+    version: str = ""
+    worker: str = ""
+    content: tuple[Tensor, ...] = ()
+    error: Failure | None = None
+    attempt: int = 1
+    batch_size: int = 0
+    """Rows of the micro-batch that answered."""
+    timings: Timings = Timings()
+    key: str = ""
+
+
+class EventHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A chunk or a progress report of a running job."""
+
+    id: str
+    type: str
+    content: tuple[Tensor, ...] = ()
+    fraction: float | None = None
+    attempt: int = 1
+    key: str = ""
+
+
+Header = TypeVar("Header", JobHeader, ResultHeader, EventHeader)
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_job_decoder: Final = msgspec.msgpack.Decoder(JobHeader)
+_result_decoder: Final = msgspec.msgpack.Decoder(ResultHeader)
+_event_decoder: Final = msgspec.msgpack.Decoder(EventHeader)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """The signing keys that are live: the first signs, all verify. Empty means signing is off.
+
+    Rotation: put the new key first, wait until every process has both, then drop the old one.
+    """
+
+    ids: tuple[str, ...]
+    job_keys: dict[str, bytes] = field(repr=False)
+    result_keys: dict[str, bytes] = field(repr=False)
+
+    @classmethod
+    def parse(cls, text: str | None) -> Keyring:
+        """From `id:base64[,id:base64]`, each key 32 bytes or more. Raises ConfigurationError; never shows a key."""
+        ids: list[str] = []
+        secrets: dict[str, bytes] = {}
+        for position, item in enumerate(filter(None, (text or "").split(",")), 1):
+            key_id, colon, encoded = item.strip().partition(":")
+            try:
+                secret = base64.b64decode(encoded, validate=True)
+            except binascii.Error:
+                secret = b""
+            if not colon or not key_id or len(key_id) > 64 or len(secret) < 32 or key_id in secrets:
+                raise ConfigurationError(
+                    f"Signing key {position} is not usable. Expected id:base64[,id:base64] with distinct ids and "
+                    "keys of at least 32 bytes"
+                )
+            ids.append(key_id)
+            secrets[key_id] = secret
+        return cls(
+            tuple(ids),
+            {key_id: hmac.digest(secret, b"penstock job v1", "sha256") for key_id, secret in secrets.items()},
+            {key_id: hmac.digest(secret, b"penstock result v1", "sha256") for key_id, secret in secrets.items()},
+        )
+
+    @property
+    def signs(self) -> bool:
+        """Whether envelopes are signed, and unsigned ones refused."""
+        return bool(self.ids)
+
+    @property
+    def signing_id(self) -> str:
+        """The id to put into a header before it is sealed; empty when signing is off."""
+        return self.ids[0] if self.ids else ""
+
+
+def seal(kind: Kind, header: JobHeader | ResultHeader | EventHeader, body: bytes, keyring: Keyring) -> bytes:
+    """The envelope of a header and its body. `header.key` names the key, or is empty for none.
+
+    Raises KeyError for a key that the ring does not hold: take it from `keyring.signing_id`.
+    """
+    head = _encode(header)
+    sealed = b"".join((_PREFIX[kind], len(head).to_bytes(4, "little"), head, body))
+    if not header.key:
+        return sealed
+    keys = keyring.job_keys if kind == "job" else keyring.result_keys
+    return sealed + hmac.digest(keys[header.key], sealed, "sha256")
+
+
+def open_job(sealed: bytes, keyring: Keyring) -> tuple[JobHeader, memoryview]:
+    """(header, body) of a job. Raises UndecodableEnvelope or BadSignature."""
+    return _open("job", sealed, keyring, _job_decoder)
+
+
+def open_result(sealed: bytes, keyring: Keyring) -> tuple[ResultHeader, memoryview]:
+    """(header, body) of a result. Raises UndecodableEnvelope or BadSignature."""
+    return _open("result", sealed, keyring, _result_decoder)
+
+
+def open_event(sealed: bytes, keyring: Keyring) -> tuple[EventHeader, memoryview]:
+    """(header, body) of a chunk or progress event. Raises UndecodableEnvelope or BadSignature."""
+    return _open("event", sealed, keyring, _event_decoder)
+
+
+def _open(
+    kind: Kind, sealed: bytes, keyring: Keyring, decoder: msgspec.msgpack.Decoder[Header]
+) -> tuple[Header, memoryview]:
+    if sealed[:4] != _PREFIX[kind]:
+        raise UndecodableEnvelope(_foreign(sealed, kind))
+    size = int.from_bytes(sealed[4:_FIXED], "little")
+    if size > MAX_HEADER_BYTES or _FIXED + size > len(sealed):
+        raise UndecodableEnvelope(f"its header claims {size} bytes")
+    if len(sealed) > MAX_BYTES + size + _FIXED + _MAC_BYTES:
+        raise UndecodableEnvelope(f"its {len(sealed)} bytes exceed the cap of {MAX_BYTES}")
+    view = memoryview(sealed)
+    try:
+        header = decoder.decode(view[_FIXED : _FIXED + size])
+    except (msgspec.DecodeError, RecursionError):
+        raise UndecodableEnvelope(f"its header is not that of a {kind}") from None
+    end = len(sealed)
+    if header.key:
+        end -= _MAC_BYTES
+        _verify(kind, header.key, view, end, keyring)
+    elif keyring.signs:
+        raise BadSignature(f"an unsigned {kind}, and signatures are required here")
+    if end < _FIXED + size:
+        raise UndecodableEnvelope("it ends before its signature")
+    return header, view[_FIXED + size : end]
+
+
+def _verify(kind: Kind, key_id: str, sealed: memoryview, end: int, keyring: Keyring) -> None:
+    keys = keyring.job_keys if kind == "job" else keyring.result_keys
+    secret = keys.get(key_id)
+    if secret is None:
+        raise BadSignature(f"signed with a key that is not known here: {key_id!r:.80}")
+    if end < _FIXED or not hmac.compare_digest(hmac.digest(secret, sealed[:end], "sha256"), sealed[end:]):
+        raise BadSignature(f"the signature of this {kind} does not hold")
+
+
+def _foreign(sealed: bytes, kind: Kind) -> str:
+    if sealed[:2] != _MAGIC or len(sealed) < _FIXED:
+        return "not a Penstock envelope"
+    if sealed[2] != PROTOCOL:
+        return f"protocol {sealed[2]}; expected {PROTOCOL}"
+    return f"not a {kind}"

@@ -1,0 +1,199 @@
+"""Every error that crosses a seam, and what becomes of the job that met it.
+
+    PenstockError
+      Rejected                 refused before anything is written
+        InvalidInput             names, dtype, shape, range or size against the model's signature
+        UnknownModel             no spec in the broker and no package under the models root
+        UnknownJob               no such job, or another tenant's
+        DeadlineExceeded         the deadline had passed when the job was offered
+        IdempotencyConflict      the key is taken by a job with other inputs
+        Unauthorized  Forbidden
+        QueueFull                carries retry_after_s
+      Retryable                goes back to the queue
+        BrokerUnavailable  ModelNotReady  OutOfMemory
+      Corrupt                  goes to the dead letters, bytes kept
+        UndecodableEnvelope  BadSignature
+      JobFailed                what result() raises
+        ModelError  NonFiniteOutput  ForwardTimeout  DeadLettered  Cancelled  Expired
+      ResultGone               read after its expiry
+      ResultTimeout            not there yet (also a TimeoutError)
+      ConfigurationError       a setting, a model package or a machine that cannot work; processes exit on it
+
+The class carries the disposition, the instance the facts. Messages are seen by clients: they say what was
+wrong and what was expected, and never contain payloads, paths or secrets.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Disposition = Literal["reject", "retry", "dead-letter", "fail", "stop"]
+
+__all__ = [
+    "BadSignature",
+    "BrokerUnavailable",
+    "Cancelled",
+    "ConfigurationError",
+    "Corrupt",
+    "DeadLettered",
+    "DeadlineExceeded",
+    "Disposition",
+    "Expired",
+    "Forbidden",
+    "ForwardTimeout",
+    "IdempotencyConflict",
+    "InvalidInput",
+    "JobFailed",
+    "ModelError",
+    "ModelNotReady",
+    "NonFiniteOutput",
+    "OutOfMemory",
+    "PenstockError",
+    "QueueFull",
+    "Rejected",
+    "ResultGone",
+    "ResultTimeout",
+    "Retryable",
+    "Unauthorized",
+    "UndecodableEnvelope",
+    "UnknownJob",
+    "UnknownModel",
+    "job_failure",
+]
+
+
+class PenstockError(Exception):
+    """The root; `disposition` says what becomes of the job."""
+
+    disposition: ClassVar[Disposition] = "fail"
+
+
+class Rejected(PenstockError):
+    """Refused before anything was written."""
+
+    disposition = "reject"
+
+
+class InvalidInput(Rejected, ValueError):
+    """The inputs do not fit the model's signature, or an argument is not one of those expected."""
+
+
+class UnknownModel(Rejected, LookupError):
+    """No spec in the broker and no package under the models root."""
+
+
+class UnknownJob(Rejected, LookupError):
+    """No such job; a job of another tenant looks exactly the same."""
+
+
+class DeadlineExceeded(Rejected):
+    """The deadline had passed when the job was offered."""
+
+
+class IdempotencyConflict(Rejected):
+    """The idempotency key belongs to a job with another model version or other inputs."""
+
+
+class Unauthorized(Rejected):
+    """No credential, or one that is not known."""
+
+
+class Forbidden(Rejected):
+    """A known credential without the scope that this needs."""
+
+
+class QueueFull(Rejected):
+    """The queue or the tenant's share of it is full; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Retryable(PenstockError):
+    """Nothing is wrong with the job: it goes back to the queue."""
+
+    disposition = "retry"
+
+
+class BrokerUnavailable(Retryable, ConnectionError):
+    """The broker did not answer within the time-out."""
+
+
+class ModelNotReady(Retryable):
+    """The model is being loaded or was unloaded."""
+
+
+class OutOfMemory(Retryable, MemoryError):
+    """The batch did not fit the device; the caller splits it."""
+
+
+class Corrupt(PenstockError):
+    """The bytes cannot be a job: they are kept in the dead letters."""
+
+    disposition = "dead-letter"
+
+
+class UndecodableEnvelope(Corrupt):
+    """Not an envelope, another protocol version, or one that contradicts itself."""
+
+
+class BadSignature(Corrupt):
+    """Unsigned where signatures are required, an unknown key, or bytes that were changed."""
+
+
+class JobFailed(PenstockError):
+    """The job ended without a result; `result()` raises it."""
+
+
+class ModelError(JobFailed):
+    """The model raised; the text carries the exception's class and message."""
+
+
+class NonFiniteOutput(JobFailed):
+    """The model answered with NaN or infinity."""
+
+
+class ForwardTimeout(JobFailed):
+    """The forward took longer than its limit."""
+
+
+class DeadLettered(JobFailed):
+    """The job went to the dead letters; the text carries the reason."""
+
+
+class Cancelled(JobFailed):
+    """The job was cancelled or revoked before it ran."""
+
+
+class Expired(JobFailed):
+    """The deadline or the job's lifetime passed before it ran."""
+
+
+class ResultGone(PenstockError):
+    """The result existed and its retention has ended."""
+
+
+class ResultTimeout(PenstockError, TimeoutError):
+    """The result is not there yet; the job goes on."""
+
+
+class ConfigurationError(PenstockError):
+    """A setting, a model package or a machine that cannot work; the process says so in one line and exits."""
+
+    disposition = "stop"
+
+
+_FAILURES: dict[str, type[JobFailed]] = {
+    error.__name__: error
+    for error in (ModelError, NonFiniteOutput, ForwardTimeout, DeadLettered, Cancelled, Expired)
+}
+
+
+def job_failure(code: str, message: str) -> JobFailed:
+    """The exception for a failure that travelled as plain data: `code` is the class name.
+
+    An unknown code (a newer worker's) becomes a plain JobFailed that keeps the code in its text.
+    """
+    error = _FAILURES.get(code)
+    return error(message) if error else JobFailed(f"{code}: {message}")

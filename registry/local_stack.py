@@ -1,0 +1,113 @@
+"""Where the embedded stack of a home runs: written by compose/local.py, read by everything that connects.
+
+`<home>/stack.json` (mode 0600) names the addresses; `<home>/stack.lock` is locked for as long as the stack's
+process lives, so a file left behind by a killed stack is never believed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+from registry.errors import ConfigurationError
+
+__all__ = ["RunningStack", "hold", "read", "remove", "write", "write_private"]
+
+_FILE: Final = "stack.json"
+_LOCK: Final = "stack.lock"
+_HOLD_TIMEOUT_S: Final = 0.5
+"""A reader holds the lock for some microseconds; whoever holds it for longer is a stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """An embedded stack and how to reach it; Flower's fields are empty when it runs without Flower."""
+
+    pid: int
+    redis_url: str
+    keys_file: str
+    flower_url: str = ""
+    flower_user: str = ""
+    flower_password: str = field(default="", repr=False)
+
+    def signing_keys(self) -> str:
+        """The live keys, as PENSTOCK_SIGNING_KEYS spells them. Raises ConfigurationError when they cannot be read."""
+        try:
+            return Path(self.keys_file).read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            raise ConfigurationError("The signing keys of the running stack cannot be read by this user") from None
+
+
+def read(home: Path) -> RunningStack | None:
+    """The stack that runs on `home`, or None."""
+    if not _is_held(home):
+        return None
+    try:
+        return RunningStack(**json.loads((home / _FILE).read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        raise ConfigurationError(
+            "The stack that runs on this home wrote a stack.json that cannot be read here. Expected one of the same "
+            "user and the same version of Penstock"
+        ) from None
+
+
+def write(home: Path, stack: RunningStack) -> None:
+    """Tell the others of this home where `stack` is. The caller holds the home."""
+    write_private(home / _FILE, json.dumps(asdict(stack)))
+
+
+def remove(home: Path) -> None:
+    """Withdraw what `write` said."""
+    (home / _FILE).unlink(missing_ok=True)
+
+
+def write_private(path: Path, text: str) -> None:
+    """A file that only this user may read (mode 0600): there as a whole, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+@contextmanager
+def hold(home: Path) -> Iterator[None]:
+    """Be the one stack of `home`, which must exist. Raises ConfigurationError that names the one that has it."""
+    with open(home / _LOCK, "a+b") as lock:
+        deadline = time.monotonic() + _HOLD_TIMEOUT_S
+        while not _try_lock(lock.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                other = read(home)
+                raise ConfigurationError(
+                    f"A stack already runs on this home{f' (process {other.pid})' if other else ''}. "
+                    "Stop it first, or choose another home with PENSTOCK_HOME"
+                )
+            time.sleep(0.01)
+        yield
+
+
+def _is_held(home: Path) -> bool:
+    try:
+        with open(home / _LOCK, "rb") as lock:
+            return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        raise ConfigurationError("The home folder cannot be read by this user; PENSTOCK_HOME names another") from None
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""Every metric in one table: name, kind, unit, labels, help. Nothing else spells a metric's name.
+
+`infer_*`, `model_loaded` and `READY` keep the names and labels that dashboards of other servers know. `penstock_*`
+metrics of a model carry model_name, model_version and endpoint; the last two are empty where they are not yet
+known, as for jobs that still wait: which version answers is decided when a job is claimed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = [
+    "BATCH_ROWS",
+    "BATCH_SIZE",
+    "BATCH_WAIT",
+    "COMMIT",
+    "COMPUTE",
+    "EXCEPTIONS",
+    "FENCED",
+    "JOBS",
+    "LATENCY",
+    "METRICS",
+    "MODEL_LOADED",
+    "Metric",
+    "PADDING",
+    "QUARANTINED",
+    "QUEUE_AGE",
+    "QUEUE_DEPTH",
+    "QUEUE_WAIT",
+    "READY",
+    "REQUESTS",
+    "SINGLE_FLIGHT",
+    "TAKEN_OVER",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One line of the table. `buckets`: upper edges of a histogram; empty: those of the setting metrics_buckets."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+
+_MODEL: Final = ("model_name", "model_version", "endpoint")
+_SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+_DURATIONS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""From a small model's forward to the limit of a long one, in seconds."""
+_WAITS: Final = (*_DURATIONS, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
+"""Up to the lifetime of a queued job."""
+
+REQUESTS: Final = Metric("infer_requests_total", "counter", "requests", ("model", "route"), "Requests, failed ones too")
+LATENCY: Final = Metric(
+    "infer_latency_seconds", "histogram", "seconds", ("model",), "From a job's acceptance to its committed result"
+)
+BATCH_SIZE: Final = Metric("infer_batch_size", "histogram", "jobs", ("model",), "Jobs of one forward", _SIZES)
+EXCEPTIONS: Final = Metric(
+    "infer_exceptions_total", "counter", "exceptions", ("model", "exception"), "Exceptions by class"
+)
+MODEL_LOADED: Final = Metric("model_loaded", "gauge", "", ("model", "version"), "1 while the version is loaded")
+READY: Final = Metric("READY", "gauge", "", (), "1 while the worker takes jobs")
+
+JOBS: Final = Metric("penstock_jobs_total", "counter", "jobs", (*_MODEL, "outcome"), "Jobs by how they ended")
+QUEUE_WAIT: Final = Metric(
+    "penstock_queue_wait_seconds", "histogram", "seconds", _MODEL, "From a job's acceptance to its claim", _WAITS
+)
+BATCH_WAIT: Final = Metric(
+    "penstock_batch_wait_seconds", "histogram", "seconds", _MODEL, "From a job's claim to its forward", _DURATIONS
+)
+COMPUTE: Final = Metric(
+    "penstock_compute_seconds", "histogram", "seconds", _MODEL, "The forward of a batch", _DURATIONS
+)
+COMMIT: Final = Metric("penstock_commit_seconds", "histogram", "seconds", _MODEL, "The commit of a batch", _DURATIONS)
+BATCH_ROWS: Final = Metric("penstock_batch_rows", "histogram", "rows", _MODEL, "Rows of a batch", _SIZES)
+PADDING: Final = Metric(
+    "penstock_padding_ratio",
+    "histogram",
+    "ratio",
+    _MODEL,
+    "Share of a batch's tokens that are padding",
+    (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+)
+QUEUE_DEPTH: Final = Metric("penstock_queue_depth", "gauge", "jobs", (*_MODEL, "priority"), "Jobs waiting or running")
+QUEUE_AGE: Final = Metric(
+    "penstock_queue_age_seconds", "gauge", "seconds", (*_MODEL, "priority"), "Age of the oldest waiting job"
+)
+FENCED: Final = Metric("penstock_fenced_total", "counter", "jobs", _MODEL, "Late commits of lost jobs, discarded")
+TAKEN_OVER: Final = Metric("penstock_taken_over_total", "counter", "jobs", _MODEL, "Jobs claimed from another worker")
+QUARANTINED: Final = Metric("penstock_quarantined_total", "counter", "jobs", _MODEL, "Bytes moved to the dead letters")
+SINGLE_FLIGHT: Final = Metric(
+    "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs answered by the forward of an equal one"
+)
+
+METRICS: Final = (
+    *(REQUESTS, LATENCY, BATCH_SIZE, EXCEPTIONS, MODEL_LOADED, READY),
+    *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
+    *(FENCED, TAKEN_OVER, QUARANTINED, SINGLE_FLIGHT),
+)
+"""The whole table, in the order in which it is shown."""

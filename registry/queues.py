@@ -1,0 +1,183 @@
+"""Every name that two processes share: priorities, job ids, Redis keys, Celery's queue and task.
+
+A job id is `<model>.<uuid7>`: whoever holds one knows the slot of its keys, and its age tells a result that is
+gone from one that never was. Every key that one script touches carries the hash tag `{model}`, so that a script
+stays on one node of a Redis Cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from enum import IntEnum
+from typing import Final
+
+from registry.errors import InvalidInput
+
+__all__ = [
+    "CELERY_QUEUE",
+    "CELERY_TASK",
+    "GROUP",
+    "MODELS_KEY",
+    "WORKERS_KEY",
+    "Priority",
+    "dead_key",
+    "events_key",
+    "flow_key",
+    "idempotency_key",
+    "job_time_ms",
+    "lane_key",
+    "new_job_id",
+    "parse_name",
+    "parse_priority",
+    "record_key",
+    "reply_key",
+    "slot_of",
+    "spec_key",
+    "split_job_id",
+    "stream_key",
+    "stream_keys",
+    "worker_key",
+]
+
+GROUP: Final = "penstock"
+"""The consumer group on every stream of jobs."""
+CELERY_QUEUE: Final = "penstock"
+CELERY_TASK: Final = "penstock.infer"
+MODELS_KEY: Final = "penstock:models"
+"""Set: the names of the models that have a spec."""
+WORKERS_KEY: Final = "penstock:workers"
+"""Sorted set: worker name by the broker time of its last sign of life, in ms."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
+_LOCAL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,127}\Z")
+_UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\Z")
+
+
+class Priority(IntEnum):
+    """Drained in this order; numbers are ours alone, users see the names."""
+
+    CRITICAL = 0
+    HIGH = 1
+    NORMAL = 2
+    LOW = 3
+
+    @property
+    def label(self) -> str:
+        """The name that users see: `critical`, `high`, `normal` or `low`."""
+        return _LABELS[self]
+
+
+_LABELS: Final = tuple(priority.name.lower() for priority in Priority)
+_BY_LABEL: Final = {priority.label: priority for priority in Priority}
+
+
+def parse_priority(name: str) -> Priority:
+    """The priority called `name`. Raises InvalidInput that lists the four names."""
+    try:
+        return _BY_LABEL[name]
+    except (KeyError, TypeError):
+        raise InvalidInput(f"Unknown priority {name!r}. Expected one of: {', '.join(_LABELS)}") from None
+
+
+def parse_name(kind: str, name: object) -> str:
+    """`name` if it may name a model or a tenant (`kind` says which, for the error)."""
+    if isinstance(name, str) and _NAME.match(name):
+        return name
+    shown = repr(name)[:80]
+    raise InvalidInput(
+        f"Bad {kind} name {shown}. Expected 1 to 64 characters of a-z, 0-9, '.', '_' or '-', "
+        "starting with a letter or digit"
+    )
+
+
+def new_job_id(model: str) -> str:
+    """`<model>.<uuid7>`; the UUID follows RFC 9562, section 5.7 (48 bits of unix ms, 74 random bits)."""
+    random = int.from_bytes(os.urandom(10), "big")
+    value = (time.time_ns() // 1_000_000) << 80 | 0x7 << 76 | (random >> 68 & 0xFFF) << 64
+    value |= 0x2 << 62 | random & 0x3FFF_FFFF_FFFF_FFFF
+    digits = f"{value:032x}"
+    return f"{model}.{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def split_job_id(job_id: str) -> tuple[str, str]:
+    """(slot, local id) of a job id; a local id is a UUIDv7, or the task id of a job that came through Celery.
+
+    Raises InvalidInput for anything else.
+    """
+    slot, dot, local = job_id.rpartition(".") if isinstance(job_id, str) else ("", "", "")
+    if not dot or not _NAME.match(slot) or not _LOCAL_ID.match(local):
+        raise InvalidInput(f"Bad job id {job_id!r:.80}. Expected <model>.<uuid>")
+    return slot, local
+
+
+def job_time_ms(job_id: str) -> int | None:
+    """Unix ms at which the id was made, by its maker's clock; None for ids that carry no time."""
+    local = job_id.rpartition(".")[2]
+    return int(local[:8] + local[9:13], 16) if _UUID7.match(local) else None
+
+
+def slot_of(job_id: str) -> str:
+    """The slot (hash tag) that a job id belongs to."""
+    return split_job_id(job_id)[0]
+
+
+def stream_key(slot: str, priority: Priority) -> str:
+    """The stream of waiting and running jobs: `infer.{minilm}.high`."""
+    return f"infer.{{{slot}}}.{priority.label}"
+
+
+def stream_keys(slot: str) -> tuple[str, str, str, str]:
+    """The four streams of a slot, most urgent first: index them by Priority."""
+    critical, high, normal, low = (stream_key(slot, priority) for priority in Priority)
+    return critical, high, normal, low
+
+
+def dead_key(slot: str) -> str:
+    """The stream of dead letters."""
+    return f"infer.{{{slot}}}.dead"
+
+
+def spec_key(slot: str) -> str:
+    """The model's spec, as JSON."""
+    return f"{{{slot}}}:spec"
+
+
+def flow_key(slot: str) -> str:
+    """Hash: jobs in flight per tenant, jobs drained, and the drain rate that `retry_after_s` comes from."""
+    return f"{{{slot}}}:flow"
+
+
+def record_key(job_id: str) -> str:
+    """The job's one key: its record while it lives, its result afterwards."""
+    slot, local = split_job_id(job_id)
+    return f"{{{slot}}}:job:{local}"
+
+
+def events_key(job_id: str) -> str:
+    """The stream of a job's events; exists only for jobs that emit or are subscribed to.
+
+    The scripts derive it from the record's key: keep the two in step.
+    """
+    return record_key(job_id) + ":events"
+
+
+def idempotency_key(slot: str, digest: str) -> str:
+    """Where the first job of an idempotency key is remembered."""
+    return f"{{{slot}}}:once:{digest}"
+
+
+def reply_key(slot: str, client_id: str) -> str:
+    """The stream on which one client hears of its finished jobs of one slot."""
+    return f"{{{slot}}}:reply:{client_id}"
+
+
+def lane_key(slot: str) -> str:
+    """The reply stream of jobs that came through Celery; shared by the workers, kept until stored."""
+    return f"{{{slot}}}:lane"
+
+
+def worker_key(name: str) -> str:
+    """One worker's last report, as JSON, expiring."""
+    return f"penstock:worker:{name}"

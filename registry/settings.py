@@ -1,0 +1,525 @@
+"""Every setting: its key, its variable, its default, and where its value came from.
+
+    constructor > environment > --config YAML > [tool.penstock.inference] of pyproject.toml > default
+
+decided key by key. A source says only what it wants to change. A name that nobody reads is an error wherever it
+stands, because a misspelt setting that is silently ignored is worse than a process that does not start. Secrets
+come from the environment or the constructor only, and are shown nowhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_origin
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from registry.envelope import Keyring
+from registry.errors import ConfigurationError
+from registry.queues import parse_name
+
+__all__ = [
+    "BatchingConfig",
+    "CacheConfig",
+    "CeleryConfig",
+    "CompilationConfig",
+    "InferenceConfig",
+    "METRICS_PORT",
+    "PrivacyConfig",
+    "PrivacyMode",
+    "QueueConfig",
+    "Setting",
+    "Settings",
+    "WorkerSettings",
+    "catalogue",
+]
+
+METRICS_PORT: Final = 9464
+"""The metrics port of device 0; device N has METRICS_PORT + N."""
+CONFIG_VARIABLE: Final = "PENSTOCK_CONFIG"
+_PREFIX: Final = "PENSTOCK_"
+
+PrivacyMode = Literal["ephemeral", "hashes_only", "persisted_encrypted"]
+
+
+def _redis_url(url: str) -> str:
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("expected a URL that begins with redis://, rediss:// or unix://")
+    return url
+
+
+def _increasing(edges: tuple[float, ...]) -> tuple[float, ...]:
+    if not edges or edges[0] <= 0 or any(low >= high for low, high in pairwise(edges)):
+        raise ValueError("expected positive numbers of seconds in increasing order, such as 0.01,0.1,1")
+    return edges
+
+
+def _pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as problem:
+        raise ValueError(f"expected a regular expression: {problem}") from None
+    return pattern
+
+
+def _tenant(name: str) -> str:
+    return parse_name("tenant", name)
+
+
+def _model(name: str) -> str:
+    return parse_name("model", name)
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError("expected auto, cpu, cuda or cuda:N")
+    return name
+
+
+RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+Regex = Annotated[str, AfterValidator(_pattern)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans_as_numbers(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("expected something other than a boolean")
+        return value
+
+
+class BatchingConfig(_Section):
+    """How jobs become micro-batches."""
+
+    enabled: bool = Field(default=True, description="Off: every forward has exactly one row")
+    max_batch_size: int = Field(default=0, ge=0, description="Rows of one batch; 0: calibrated on a GPU, 32 on a CPU")
+    max_queue_depth: int = Field(default=1024, ge=1, description="Jobs that one worker holds in memory")
+    max_wait_ms: float = Field(
+        default=50.0, ge=0, description="How long a job may wait for company; never on an idle device"
+    )
+    target_latency_ms: float = Field(
+        default=100.0, gt=0, description="The p95 that batch size and wait are steered towards"
+    )
+    gpu_headroom_pct: int = Field(
+        default=20, ge=0, lt=100, description="Device memory that calibration leaves free, in %"
+    )
+    single_flight: bool = Field(
+        default=True, description="Equal jobs of one tenant that are in flight together run once"
+    )
+
+
+class CompilationConfig(_Section):
+    """torch.compile, and the gate that a compiled model passes before it serves."""
+
+    enabled: bool = Field(default=True, description="Compile models where the level allows it")
+    backend: Literal["auto", "inductor", "cudagraphs"] = Field(default="auto", description="auto: chosen by device")
+    cache_dir: Folder = Field(
+        default=Path("~/.penstock/inference_cache"), description="Where compiled artefacts are kept; follows `home`"
+    )
+    warmup_requests: int = Field(default=3, ge=0, description="Forwards before a model counts as ready")
+    tolerance: float = Field(default=1e-5, ge=0, description="Largest change of an output, as atol + rtol * |y|")
+
+
+class CacheConfig(_Section):
+    """The tiers in front of the models."""
+
+    enabled: bool = Field(default=True, description="Off: a repeated input runs the model again")
+    l1_size: int = Field(default=10_000, ge=1, description="Entries in memory")
+    l2_max_bytes: int = Field(default=1 << 30, ge=1, description="Bytes on disk")
+    ttl_seconds: float = Field(default=86_400.0, gt=0, description="Lifetime of an entry on every tier")
+    privacy_mode: PrivacyMode = Field(default="ephemeral", description="The stricter of this and privacy.mode holds")
+    redis_url: RedisUrl = Field(default="", repr=False, description="The shared tier; empty: none")
+
+
+class PrivacyConfig(_Section):
+    """What may be kept, where, and in which form."""
+
+    mode: PrivacyMode = Field(default="ephemeral", description="What may outlive the process")
+    redact_patterns: tuple[Regex, ...] = Field(default=(), description="Scrubbed before anything is written")
+    cache_tenant_isolation: bool = Field(default=True, description="Off: tenants share cache entries")
+    audit_log_enabled: bool = Field(default=True, description="Record gate decisions, cache accesses and state changes")
+    audit_log_path: Folder = Field(
+        default=Path("~/.penstock/audit"), description="Folder of the audit log; follows `home`"
+    )
+    encrypt_at_rest: bool = Field(default=True, description="Seal what lies on disk")
+    encryption_key_source: Literal["env", "file", "hsm"] = Field(default="env", description="Where the key comes from")
+
+
+class QueueConfig(_Section):
+    """Leases, limits and lifetimes of jobs in the broker."""
+
+    lease_s: float = Field(default=5.0, gt=0, description="A worker silent for so long loses its jobs to another")
+    max_crashes: int = Field(default=3, ge=1, description="Crashes of its worker after which a job is a dead letter")
+    drain_grace_s: float = Field(default=10.0, ge=0, description="How long a stopping worker may finish its batch")
+    ageing_s: float = Field(
+        default=2.0, ge=0, description="Wait after which a lower priority gets its share of a batch"
+    )
+    max_depth: int = Field(default=100_000, ge=1, description="Jobs in one queue, per model and priority")
+    tenant_max_in_flight: int = Field(
+        default=0, ge=0, description="Unfinished jobs of one tenant and model; 0: no limit"
+    )
+    job_ttl_s: float = Field(default=86_400.0, gt=0, description="Lifetime of a job that nobody ran")
+    result_ttl_s: float = Field(default=3_600.0, gt=0, description="How long results and idempotency keys are kept")
+
+
+class CeleryConfig(_Section):
+    """What Celery and Flower see and may do."""
+
+    lane: Literal["auto", "trusted", "off"] = Field(
+        default="auto", description="send_task; auto: only while signing is off"
+    )
+    events: bool = Field(default=True, description="Send task events, so that Flower shows every job")
+    events_interval_ms: int = Field(default=50, ge=1, description="How often the collected events are sent")
+    remote_control: bool = Field(default=False, description="Allow shutdown, pool and consumer commands over the wire")
+
+
+class InferenceConfig(_Section):
+    """How models are served: `PENSTOCK_INFERENCE_*`, one section per concern."""
+
+    enabled: bool = Field(default=True, description="Off: pass-through, without cache, batches or compilation")
+    max_level: int = Field(default=2, ge=0, le=4, description="Enhancement level that models may rise to")
+    frameworks: tuple[Literal["pytorch", "transformers", "onnxruntime"], ...] = Field(
+        default=("pytorch", "transformers", "onnxruntime"), description="Frameworks that models may use"
+    )
+    device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    repo_root: Folder = Field(default=Path("models"), description="The models root: <name>/<version>/model.yaml")
+    preload: bool = Field(default=True, description="Load models at start, not at their first job")
+    timeout_seconds: float = Field(default=30.0, gt=0, description="Limit of one forward")
+    max_request_size_mb: int = Field(default=10, ge=1, description="Largest request, in MiB")
+    uvicorn_access_log: bool = Field(default=False, description="One line per HTTP request")
+    metrics_buckets: Annotated[tuple[float, ...], AfterValidator(_increasing)] = Field(
+        default=(0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28),
+        description="Upper edges of infer_latency_seconds, in seconds",
+    )
+    state_redis_url: RedisUrl = Field(default="", repr=False, description="Store of model states; empty: the broker")
+    state_prefix: str = Field(default="penstock:model_state", min_length=1, description="Prefix of its keys")
+    state_reconcile_enabled: bool = Field(default=True, description="Sweep for models that should be loaded")
+    state_reconcile_interval_s: float = Field(default=5.0, gt=0, description="Time between two sweeps")
+    batching: BatchingConfig = BatchingConfig()
+    compilation: CompilationConfig = CompilationConfig()
+    cache: CacheConfig = CacheConfig()
+    privacy: PrivacyConfig = PrivacyConfig()
+    queue: QueueConfig = QueueConfig()
+    celery: CeleryConfig = CeleryConfig()
+
+
+class WorkerSettings(_Section):
+    """What a supervisor tells one worker process."""
+
+    index: int | None = Field(default=None, ge=0, description="Device index; unset: the first that is free")
+    models: tuple[Annotated[str, AfterValidator(_model)], ...] = Field(default=(), description="Models; empty: all")
+    heartbeat_fd: int | None = Field(default=None, ge=0, description="Pipe on which the supervisor waits for beats")
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, description="Off loopback only with a bearer file")
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535, description="Unset: 9464 + index; 0: any free port")
+    metrics_bearer_file: Folder | None = Field(
+        default=None, description="File with the token that readers must present"
+    )
+
+    def probe_port(self, index: int) -> int:
+        """The port of the metrics and health probe of the worker on device `index`; 0 means any free one."""
+        return METRICS_PORT + index if self.metrics_port is None else self.metrics_port
+
+
+class Settings(_Section):
+    """Where things are, how models are served (`inference`), and which worker this is (`worker`)."""
+
+    inference: InferenceConfig = InferenceConfig()
+    worker: WorkerSettings = WorkerSettings()
+    redis_url: RedisUrl | None = Field(default=None, repr=False, description="The broker; unset: the embedded stack's")
+    celery_url: str | None = Field(
+        default_factory=lambda known: known["redis_url"],
+        repr=False,
+        description="Celery's broker; unset: the same as redis_url",
+    )
+    home: Folder = Field(default=Path("~/.penstock"), description="Where Penstock keeps its own files")
+    registry_url: str = Field(
+        default_factory=lambda known: f"sqlite:///{known['home'] / 'registry.db'}",
+        repr=False,
+        description="Database of the model registry; unset: SQLite in `home`",
+    )
+    tenant_id: Annotated[str, AfterValidator(_tenant)] = Field(
+        default="default", description="Tenant of unnamed callers"
+    )
+    trusted_roots: tuple[Folder, ...] = Field(
+        default_factory=lambda known: (known["inference"].repo_root,),
+        description="Folders whose Python packages may run; unset: the models root",
+    )
+    signing_keys: SecretStr | None = Field(
+        default=None, description="id:base64[,id:base64], the first signs; unset: signing is off"
+    )
+    audit_key: SecretStr | None = Field(default=None, description="Key of the audit log's chain")
+    l2_encryption_key: SecretStr | None = Field(default=None, description="Key of the cache on disk")
+
+    @field_validator("signing_keys")
+    @classmethod
+    def _refuse_unusable_keys(cls, secret: SecretStr | None) -> SecretStr | None:
+        try:
+            Keyring.parse(secret.get_secret_value() if secret else None)
+        except ConfigurationError as problem:
+            raise ValueError(str(problem)) from None
+        return secret
+
+    @classmethod
+    def load(
+        cls,
+        config_file: Path | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        overrides: Mapping[str, object] | None = None,
+    ) -> Settings:
+        """The effective settings of this process.
+
+        `config_file` is YAML and wins over the one that PENSTOCK_CONFIG names; `overrides` is the constructor's
+        part, by dotted key or nested: {"batching.max_wait_ms": 5} or {"batching": {"max_wait_ms": 5}}; what is
+        None there was not given.
+        Raises ConfigurationError, in one line, for a name that no setting has and for a value that does not fit.
+        """
+        environ = os.environ if environ is None else environ
+        config_file = config_file or _named_config(environ)
+        found: dict[str, _Found] = {}
+        for layer in (
+            _from_pyproject((cwd or Path.cwd()) / "pyproject.toml"),
+            _from_yaml(config_file) if config_file else (),
+            _from_environment(environ),
+            _from_overrides(overrides or {}),
+        ):
+            found.update((each.key, each) for each in layer)
+        return _build(found)
+
+    @property
+    def keyring(self) -> Keyring:
+        """The live signing keys; empty while signing is off."""
+        return Keyring.parse(self.signing_keys.get_secret_value() if self.signing_keys else None)
+
+    @property
+    def is_lane_open(self) -> bool:
+        """Whether jobs may come through Celery's send_task, which nobody signs."""
+        lane = self.inference.celery.lane
+        return lane == "trusted" or (lane == "auto" and not self.keyring.signs)
+
+
+class Setting(NamedTuple):
+    """One line of the settings table. `default` is None for what is unset or follows another setting."""
+
+    key: str
+    variable: str
+    default: object
+    description: str
+    is_list: bool
+    is_secret: bool
+
+
+class _Found(NamedTuple):
+    key: str
+    value: object
+    origin: str
+
+
+_WORKER_VARIABLES: Final = {
+    "worker.heartbeat_fd": "PENSTOCK_HEARTBEAT_FD",
+    "worker.metrics_host": "PENSTOCK_METRICS_HOST",
+    "worker.metrics_port": "PENSTOCK_METRICS_PORT",
+    "worker.metrics_bearer_file": "PENSTOCK_METRICS_BEARER_FILE",
+}
+_ALIASES: Final = {
+    "batching.max_batch_latency_ms": "batching.max_wait_ms",
+    "batching.batch_timeout_ms": "batching.max_wait_ms",
+    "inference_timeout_s": "timeout_seconds",
+    "model.device": "device",
+    "performance.max_batch_size": "batching.max_batch_size",
+    "performance.max_batch_latency_ms": "batching.max_wait_ms",
+    "performance.batch_timeout_ms": "batching.max_wait_ms",
+    "performance.inference_timeout_s": "timeout_seconds",
+    "safeguards.max_request_size_mb": "max_request_size_mb",
+}
+_UNDER_HOME: Final = {"compilation.cache_dir": "inference_cache", "privacy.audit_log_path": "audit"}
+
+
+def catalogue() -> Iterator[Setting]:
+    """Every setting there is, in the order of the sections."""
+    yield from _settings_of(InferenceConfig, "", f"{_PREFIX}INFERENCE_")
+    yield from _settings_of(Settings, "", _PREFIX)
+    yield from _settings_of(WorkerSettings, "worker.", f"{_PREFIX}WORKER_")
+
+
+def _settings_of(section: type[_Section], path: str, prefix: str) -> Iterator[Setting]:
+    for name, field in section.model_fields.items():
+        key, variable = path + name, prefix + name.upper()
+        if isinstance(field.default, _Section):
+            if section is InferenceConfig:
+                yield from _settings_of(type(field.default), f"{key}.", f"{variable}_")
+            continue
+        default = None if field.default_factory else field.default
+        yield Setting(
+            key,
+            _WORKER_VARIABLES.get(key, variable),
+            default,
+            field.description or "",
+            is_list=get_origin(field.annotation) is tuple,
+            is_secret=SecretStr in get_args(field.annotation),
+        )
+
+
+_SETTINGS: Final = {setting.key: setting for setting in catalogue()}
+_KEYS_BY_VARIABLE: Final = {setting.variable: setting.key for setting in _SETTINGS.values()}
+_SECTIONS: Final = frozenset(name.rpartition(".")[0] for name in (*_SETTINGS, *_ALIASES)) - {""}
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Found]:
+    for variable, text in environ.items():
+        if not variable.startswith(_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        key = _KEYS_BY_VARIABLE.get(variable)
+        if key is None:
+            raise _unknown("variable", variable, (*_KEYS_BY_VARIABLE, CONFIG_VARIABLE))
+        # Compose files pass `${NAME:-}` on, so an empty variable means that nobody set it.
+        if text:
+            yield _Found(key, _split(text) if _SETTINGS[key].is_list else text, variable)
+
+
+def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Found]:
+    for key, value in _flat(overrides):
+        if key not in _SETTINGS:
+            raise _unknown("setting", key, _SETTINGS)
+        if value is not None:
+            yield _Found(key, value, key)
+
+
+def _from_yaml(path: Path) -> list[_Found]:
+    try:
+        document = yaml.safe_load(_read(path))
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)
+        where = f" near line {mark.line + 1}" if mark else ""
+        raise ConfigurationError(f"{path.name} is not valid YAML{where}") from None
+    return _from_table({} if document is None else document, path.name)
+
+
+def _from_pyproject(path: Path) -> list[_Found]:
+    if not path.is_file():
+        return []
+    try:
+        tools = tomllib.loads(_read(path)).get("tool")
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigurationError(f"{path.name} is not valid TOML: {problem}") from None
+    penstock = tools.get("penstock") if isinstance(tools, dict) else None
+    if not isinstance(penstock, dict):
+        return []
+    for table in penstock:
+        if table != "inference":
+            raise _unknown("table", f"tool.penstock.{table} in {path.name}", ("tool.penstock.inference",))
+    return _from_table(penstock.get("inference", {}), path.name)
+
+
+def _from_table(table: object, source: str) -> list[_Found]:
+    if not isinstance(table, Mapping):
+        raise ConfigurationError(f"{source} holds {type(table).__name__}. Expected a table of settings")
+    found: dict[str, _Found] = {}
+    for name, value in _flat(table):
+        key, origin = _ALIASES.get(name, name), f"{name} in {source}"
+        if key not in _SETTINGS:
+            raise _unknown("setting", origin, _SETTINGS)
+        if _SETTINGS[key].is_secret:
+            raise ConfigurationError(f"{origin} is a secret. Expected it in {_SETTINGS[key].variable} only")
+        if key in found:
+            raise ConfigurationError(f"{origin} and {found[key].origin} are the same setting. Expected one of them")
+        found[key] = _Found(key, value, origin)
+    return list(found.values())
+
+
+def _flat(table: Mapping[Any, object], path: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        key = f"{path}{name}"
+        if isinstance(value, Mapping) and (value or key in _SECTIONS):
+            yield from _flat(value, f"{key}.")
+        elif value is not None or key not in _SECTIONS:
+            yield key, value
+
+
+def _split(text: str) -> list[object]:
+    """A list in a variable: JSON, for items that contain commas, or separated by commas."""
+    if text.startswith("["):
+        try:
+            items = json.loads(text)
+        except json.JSONDecodeError:
+            pass  # A single pattern such as `[0-9]+` also begins like this.
+        else:
+            return list(items)
+    return [item for item in map(str.strip, text.split(",")) if item]
+
+
+def _build(found: dict[str, _Found]) -> Settings:
+    values: dict[str, Any] = {"inference": {}, "worker": {}}
+    if home := found.get("home"):
+        for key, folder in _UNDER_HOME.items():
+            found.setdefault(key, _Found(key, Path(str(home.value)) / folder, home.origin))
+    for key, value, _ in found.values():
+        *path, name = _place(key)
+        section = values
+        for step in path:
+            section = section.setdefault(step, {})
+        section[name] = value
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as problem:
+        raise _misfit(problem, found) from None
+
+
+def _place(key: str) -> list[str]:
+    path = key.split(".")
+    return path if path[0] == "worker" or key in Settings.model_fields else ["inference", *path]
+
+
+def _misfit(problem: ValidationError, found: Mapping[str, _Found]) -> ConfigurationError:
+    first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(step) for step in first["loc"] if step != "inference"]
+    key = next(key for length in (2, 1) if (key := ".".join(path[:length])) in found)
+    expectation = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    value = found[key].value
+    # URLs may carry a password.
+    is_shown = not _SETTINGS[key].is_secret and not key.endswith("url")
+    shown = f"; found {value!r:.80}" if is_shown else ""
+    return ConfigurationError(f"Bad value of {found[key].origin}: {expectation.replace('tuple', 'list')}{shown}")
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> ConfigurationError:
+    nearest = difflib.get_close_matches(name.partition(" in ")[0], known, n=1, cutoff=0.0)
+    return ConfigurationError(f"Unknown {kind} {name}. The nearest that exists is {nearest[0]}")
+
+
+def _named_config(environ: Mapping[str, str]) -> Path | None:
+    name = environ.get(CONFIG_VARIABLE)
+    return Path(name) if name else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise ConfigurationError(f"Cannot read {path.name}: {problem.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path.name} is not UTF-8 text") from None

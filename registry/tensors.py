@@ -1,0 +1,160 @@
+"""Named arrays <-> (description, bytes). Numbers travel as raw little-endian bytes, strings as UTF-8.
+
+A string tensor's bytes are its elements' lengths (uint32) followed by their UTF-8. In memory it is an object
+array of `str`, so that shapes mean the same for every dtype. Sizes come from `math.prod`, never from
+`np.prod`, which wraps around.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from registry.errors import InvalidInput, UndecodableEnvelope
+
+__all__ = [
+    "DTYPES",
+    "MAX_BYTES",
+    "MAX_DIMS",
+    "MAX_TENSORS",
+    "Array",
+    "Tensor",
+    "decode",
+    "encode",
+    "encoded_size",
+    "lists",
+]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+MAX_BYTES: Final = 10 * 1024 * 1024
+"""The largest body of a job, in bytes."""
+MAX_TENSORS: Final = 64
+MAX_DIMS: Final = 8
+STRING: Final = "string"
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
+    )
+} | {STRING: np.dtype(object)}
+"""The dtypes that travel, by name."""
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH: Final = np.dtype("<u4")
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """What a body contains, in order: `name`, `dtype` (a key of DTYPES), `shape`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _strings(values: Array) -> bytes:
+    try:
+        parts = [value.encode() for value in values.ravel().tolist()]
+    except AttributeError:
+        raise InvalidInput("A string tensor holds str elements only") from None
+    except UnicodeEncodeError:
+        raise InvalidInput("A string tensor holds text that UTF-8 can encode; found a lone surrogate") from None
+    return np.fromiter(map(len, parts), _LENGTH, len(parts)).tobytes() + b"".join(parts)
+
+
+def encode(tensors: Mapping[str, Array]) -> tuple[tuple[Tensor, ...], bytes]:
+    """(descriptions, body) of arrays whose dtypes are among DTYPES (object arrays hold str).
+
+    Raises InvalidInput for another dtype.
+    """
+    described = []
+    parts = []
+    for name, values in tensors.items():
+        dtype = _NAMES.get(values.dtype)
+        if dtype is None:
+            raise InvalidInput(f"{name}: dtype {values.dtype} cannot travel. Expected one of: {', '.join(DTYPES)}")
+        described.append(Tensor(name, dtype, values.shape))
+        parts.append(_strings(values) if dtype == STRING else values.tobytes())
+    return tuple(described), parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def encoded_size(tensors: Mapping[str, Array]) -> int:
+    """Bytes that `encode` would need, without building them; exact for numbers, a lower bound for text."""
+    size = 0
+    for values in tensors.values():
+        if values.dtype == object:
+            size += sum(4 + len(value) for value in values.ravel().tolist() if isinstance(value, str))
+        else:
+            size += values.nbytes
+    return size
+
+
+def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, Array]:
+    """The arrays of a body, read-only views where the dtype allows.
+
+    Raises UndecodableEnvelope when descriptions and bytes do not fit each other exactly.
+    """
+    if len(described) == 1:
+        only = described[0]
+        if (dtype := DTYPES.get(only.dtype)) is not None and only.dtype != STRING:
+            return {only.name: _numbers(only, dtype, body)}
+    if len(described) > MAX_TENSORS:
+        raise UndecodableEnvelope(f"{len(described)} tensors; at most {MAX_TENSORS} may travel together")
+    view = memoryview(body)
+    arrays: dict[str, Array] = {}
+    for tensor in described:
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise UndecodableEnvelope(f"{tensor.name!r:.80} has an unknown dtype")
+        if tensor.dtype == STRING:
+            arrays[tensor.name], view = _take_strings(tensor, view)
+        else:
+            size = _count(tensor) * dtype.itemsize
+            arrays[tensor.name], view = _numbers(tensor, dtype, view[:size]), view[size:]
+    if len(view):
+        raise UndecodableEnvelope(f"{len(view)} bytes follow the last tensor")
+    if len(arrays) != len(described):
+        raise UndecodableEnvelope("two tensors share a name")
+    return arrays
+
+
+def _count(tensor: Tensor) -> int:
+    if len(tensor.shape) > MAX_DIMS or any(extent < 0 for extent in tensor.shape):
+        raise UndecodableEnvelope(f"{tensor.name!r:.80} has an impossible shape")
+    return math.prod(tensor.shape)
+
+
+def _numbers(tensor: Tensor, dtype: np.dtype[Any], body: memoryview | bytes) -> Array:
+    if _count(tensor) * dtype.itemsize != len(body):
+        raise UndecodableEnvelope(f"{tensor.name!r:.80}: shape and dtype do not fit its {len(body)} bytes")
+    return np.frombuffer(body, dtype).reshape(tensor.shape)
+
+
+def _take_strings(tensor: Tensor, view: memoryview) -> tuple[Array, memoryview]:
+    count = _count(tensor)
+    if count * 4 > len(view):
+        raise UndecodableEnvelope(f"{tensor.name!r:.80}: fewer bytes than its {count} lengths need")
+    ends = np.cumsum(np.frombuffer(view[: count * 4], _LENGTH), dtype=np.uint64).tolist()
+    text = view[count * 4 :]
+    total = ends[-1] if ends else 0
+    if total > len(text):
+        raise UndecodableEnvelope(f"{tensor.name!r:.80}: its lengths exceed its bytes")
+    values = np.empty(count, object)
+    try:
+        start = 0
+        for index, end in enumerate(ends):
+            values[index] = str(text[start:end], "utf-8")
+            start = end
+    except UnicodeDecodeError:
+        raise UndecodableEnvelope(f"{tensor.name!r:.80} is not UTF-8") from None
+    return values.reshape(tensor.shape), text[total:]
+
+
+def lists(tensors: Mapping[str, Array]) -> dict[str, Any]:
+    """Nested plain lists, for JSON."""
+    return {name: values.tolist() for name, values in tensors.items()}

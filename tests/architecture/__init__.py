@@ -1,0 +1,1 @@
+"""What holds for the whole tree, whoever writes in it."""

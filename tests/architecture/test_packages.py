@@ -1,0 +1,89 @@
+"""What every package shows: a sorted `__all__`, types, and an import that costs little."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.servers import ROOT
+
+TOP = ["compose", "producers", "registry", "workers"]
+HEAVY = ["celery", "numpy", "pydantic", "redis", "torch", "transformers"]
+IMPORT_BUDGET_MS = 50
+
+
+def packages() -> list[str]:
+    """Every package of the distribution, by its dotted name."""
+    found = [source.parent.relative_to(ROOT) for top in TOP for source in (ROOT / top).rglob("__init__.py")]
+    return sorted(".".join(folder.parts) for folder in found)
+
+
+def own_names(package: ModuleType) -> set[str]:
+    """Public names that a package's `__init__` binds to something other than a module."""
+    bound = {name: value for name, value in vars(package).items() if not name.startswith("_")}
+    return {name for name, value in bound.items() if not isinstance(value, ModuleType)} - {"annotations"}
+
+
+@pytest.mark.parametrize("name", packages())
+def test_all_is_sorted_and_complete(name: str):
+    """`__all__` is in plain order, each of its names exists, and no public name of the `__init__` is missing."""
+    package = importlib.import_module(name)
+    listed = list(package.__all__)
+    assert listed == sorted(set(listed))
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    missing = [entry for entry in listed if entry not in modules and not hasattr(package, entry)]
+    assert missing == []
+    ignored = {"TYPE_CHECKING", "Any", "Final"}
+    imported_names = {entry for entry in own_names(package) - ignored if entry not in listed}
+    assert imported_names == set()
+
+
+@pytest.mark.parametrize("name", TOP)
+def test_package_is_typed(name: str):
+    """Type checkers of users read our annotations."""
+    assert (ROOT / name / "py.typed").exists()
+
+
+def import_ms(statement: str) -> float:
+    """The quickest of several fresh interpreters that run the statement, in milliseconds."""
+    program = f"import time; began = time.perf_counter(); {statement}; print((time.perf_counter() - began) * 1000)"
+    tries = [
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for _ in range(7)
+    ]
+    return min(map(float, tries))
+
+
+def test_importing_producers_costs_little():
+    """At most 50 ms more than Python itself: a backend imports the client whether or not it submits."""
+    assert import_ms("import producers") <= IMPORT_BUDGET_MS
+
+
+def test_importing_producers_loads_nothing_heavy():
+    """Frameworks, NumPy and the broker's client come with the first use."""
+    program = f"import sys, producers; print([name for name in {HEAVY} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_using_the_client_loads_no_framework():
+    """A process that submits jobs never loads torch, transformers, onnxruntime or Celery."""
+    program = (
+        "import sys; from producers import AsyncClient, Client; "
+        "print([name for name in ('torch', 'transformers', 'onnxruntime', 'celery') if name in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_no_file_names_a_path_of_one_machine():
+    """Nothing that is shipped knows where it was written."""
+    home = str(Path.home())
+    shipped = [path for top in TOP for path in (ROOT / top).rglob("*.py")]
+    assert [str(path) for path in shipped if str(ROOT) in path.read_text() or f"{home}/" in path.read_text()] == []

@@ -1,0 +1,1 @@
+"""One suite per seam, run over every implementation of it."""

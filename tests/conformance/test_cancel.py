@@ -1,0 +1,102 @@
+"""Cancelling: in every state of a job, and with everyone told who needs to know."""
+
+from __future__ import annotations
+
+import pytest
+
+from registry.broker.base import Broker, CancelOutcome, Renewal, Standing, State
+from registry.queues import reply_key
+from tests.conformance.conftest import Brokerage
+from tests.conformance.jobs import ROOMY, claim, commit_of, held, ids, publication, publish, queued, settle
+
+
+def test_waiting_job_is_withdrawn(broker: Broker, slot: str):
+    """A cancelled job that nobody was handed never is; its result is the canceller's."""
+    first, second = publish(broker, slot, 2)
+    assert broker.cancel(first, "acme", b"cancelled") is CancelOutcome.CANCELLED
+    assert broker.standing(first) == Standing(State.CANCELLED, "", b"cancelled")
+    assert ids(claim(broker, "w", slot)) == [second]
+    assert queued(broker, slot) == 1
+
+
+def test_running_job_is_asked_to_stop(broker: Broker, slot: str):
+    """The holder hears of it with its next renewal, and what it commits is the end."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    assert broker.renew("w", [held(delivery)]).cancelled == frozenset()
+    assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.REQUESTED
+    assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.REQUESTED
+    standing = broker.standing(job_id)
+    assert standing is not None
+    assert (standing.state, standing.tenant, standing.cancel_requested) == (State.QUEUED, "acme", True)
+    renewal = broker.renew("w", [held(delivery)])
+    assert renewal == Renewal(lost=frozenset(), cancelled=frozenset({job_id}))
+    settle(broker, "w", commit_of(delivery, b"stopped", state=State.CANCELLED))
+    assert broker.standing(job_id) == Standing(State.CANCELLED, "", b"stopped")
+
+
+def test_asked_job_that_still_finishes_is_completed(broker: Broker, slot: str):
+    """A request to stop that came too late for the worker changes nothing about the result."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    broker.cancel(job_id, "acme", b"cancelled")
+    settle(broker, "w", commit_of(delivery, b"done"))
+    assert broker.standing(job_id) == Standing(State.COMPLETED, "", b"done")
+
+
+def test_request_survives_the_worker(brokerage: Brokerage, broker: Broker, slot: str):
+    """The next holder of a job whose cancellation was asked for hears of it too."""
+    (job_id,) = publish(broker, slot)
+    claim(broker, "w1", slot)
+    broker.cancel(job_id, "acme", b"cancelled")
+    brokerage.elapse(60)
+    (delivery,) = broker.take_over("w2", slot, 50, 8)
+    assert broker.renew("w2", [held(delivery)]).cancelled == {job_id}
+
+
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED, State.CANCELLED, State.EXPIRED, State.DEAD])
+def test_finished_job_is_settled(broker: Broker, slot: str, state: State):
+    """Too late: the result stays."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    settle(broker, "w", commit_of(delivery, b"result", state=state))
+    assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.SETTLED
+    assert broker.standing(job_id) == Standing(state, "", b"result")
+
+
+def test_released_job_is_withdrawn(broker: Broker, slot: str):
+    """A job that a worker gave back waits again: cancelled, nobody takes it over."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    broker.release("w1", [held(delivery)])
+    assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.CANCELLED
+    assert broker.take_over("w2", slot, 0, 8) == []
+    assert queued(broker, slot) == 0
+
+
+def test_unknown_job_and_another_tenants_look_the_same(broker: Broker, slot: str):
+    """Nobody learns from a refusal whether a job exists, and another tenant's job goes on."""
+    (job_id,) = publish(broker, slot)
+    assert broker.cancel(job_id, "rival", b"cancelled") is CancelOutcome.UNKNOWN
+    assert broker.cancel(publication(slot).job_id, "acme", b"cancelled") is CancelOutcome.UNKNOWN
+    claim(broker, "w", slot)
+    assert broker.cancel(job_id, "rival", b"cancelled") is CancelOutcome.UNKNOWN
+    assert broker.standings([job_id]) == [Standing(State.QUEUED, "acme")]
+
+
+def test_submitter_hears_of_a_cancellation(broker: Broker, slot: str):
+    """Whoever waits for the job's reply is told, whoever cancelled it."""
+    reply = reply_key(slot, "client")
+    (job_id,) = publish(broker, slot, reply=reply)
+    broker.cancel(job_id, "acme", b"cancelled")
+    (entry,) = broker.read({reply: "0-0"}, 0)
+    assert entry.fields == [job_id.rpartition(".")[2].encode(), b"X-cancelled"]
+
+
+def test_cancelled_job_still_answers_for_its_idempotency_key(broker: Broker, slot: str):
+    """Cancelling does not free the key: the same request again is the cancelled job."""
+    job = publication(slot, once="k", fingerprint="p")
+    broker.publish(slot, [job], ROOMY)
+    broker.cancel(job.job_id, "acme", b"cancelled")
+    (receipt,) = broker.publish(slot, [publication(slot, once="k", fingerprint="p")], ROOMY)
+    assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)

@@ -1,0 +1,216 @@
+"""Claiming: priority order, ageing, credit, and the armed claim of an idle worker."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from registry.broker.base import Broker, Claim
+from registry.queues import Priority
+from tests.conformance.conftest import Brokerage
+from tests.conformance.jobs import TTL_MS, claim, commit_of, held, ids, publish, queued, settle
+
+
+@pytest.fixture
+def worker(brokerage: Brokerage) -> Iterator[Broker]:
+    """A worker's own end: the armed claim belongs to it."""
+    end = brokerage.connect()
+    yield end
+    end.close()
+
+
+def is_readable(broker: Broker, timeout_s: float = 2.0) -> bool:
+    """Whether the armed claim has an answer within the time."""
+    return bool(select.select([broker.fileno()], [], [], timeout_s)[0])
+
+
+def test_claimed_job_is_the_published_one(broker: Broker, slot: str):
+    """A delivery carries the sealed bytes, its queue, the first attempt and the broker's time of acceptance."""
+    (job_id,) = publish(broker, slot, priority=Priority.LOW)
+    (delivery,) = claim(broker, "w", slot)
+    assert (delivery.slot, delivery.priority, delivery.sealed) == (slot, Priority.LOW, job_id.encode())
+    assert delivery.attempt == 1
+    assert abs(delivery.accepted_ms - broker.now_ms()) < 2000
+    standing = broker.standing(job_id)
+    assert standing is not None
+    assert (standing.is_claimed, standing.deliveries) == (True, 1)
+
+
+def test_jobs_of_one_priority_are_claimed_in_order(broker: Broker, slot: str):
+    """First published, first claimed, and never more than the credit."""
+    published = publish(broker, slot, 10)
+    assert ids(claim(broker, "w", slot, credit=4)) == published[:4]
+    assert ids(claim(broker, "w", slot, credit=40)) == published[4:]
+
+
+def test_two_consumers_never_share_a_job(brokerage: Brokerage, slot: str):
+    """What one consumer was handed the other is not."""
+    one, other = brokerage.connect(), brokerage.connect()
+    published = publish(one, slot, 20)
+    first, second = ids(claim(one, "w1", slot, credit=8)), ids(claim(other, "w2", slot, credit=20))
+    assert first + second == published
+    one.close()
+    other.close()
+
+
+def test_urgent_job_overtakes_a_thousand_low_ones(broker: Broker, slot: str):
+    """Jobs are claimed most urgent first, however many others were there before."""
+    low = publish(broker, slot, 1000, Priority.LOW)
+    (normal,), (high,), (critical,) = (
+        publish(broker, slot, 1, priority) for priority in (Priority.NORMAL, Priority.HIGH, Priority.CRITICAL)
+    )
+    assert ids(claim(broker, "w", slot, credit=5)) == [critical, high, normal, *low[:2]]
+
+
+def test_aged_lower_band_gets_its_share(brokerage: Brokerage, broker: Broker, slot: str):
+    """Under a flood of urgent jobs the reserve goes to the lower band whose head has waited longest."""
+    low = publish(broker, slot, 5, Priority.LOW)
+    brokerage.elapse(30)
+    normal = publish(broker, slot, 5, Priority.NORMAL)
+    high = publish(broker, slot, 20, Priority.HIGH)
+    assert ids(claim(broker, "w", slot, credit=4, reserve=1, ageing_ms=10_000)) == high[:4]
+    brokerage.elapse(60)
+    assert ids(claim(broker, "w", slot, credit=4, reserve=1, ageing_ms=50)) == [*high[4:7], low[0]]
+    assert ids(claim(broker, "w", slot, credit=4, reserve=2, ageing_ms=50)) == [*high[7:9], *low[1:3]]
+    assert ids(claim(broker, "w", slot, credit=6, reserve=4, ageing_ms=50)) == [*high[9:11], *low[3:], *high[11:13]]
+    assert ids(claim(broker, "w", slot, credit=2, reserve=1, ageing_ms=0)) == [high[13], normal[0]]
+
+
+def test_reserve_is_not_wasted(broker: Broker, slot: str):
+    """A reserve that no aged band claims goes to the most urgent jobs there are."""
+    normal, low = publish(broker, slot, 3), publish(broker, slot, 3, Priority.LOW)
+    assert ids(claim(broker, "w", slot, credit=5, reserve=2)) == [*normal, *low[:2]]
+    assert ids(claim(broker, "w", slot, credit=1, reserve=1)) == low[2:]
+
+
+def test_one_exchange_commits_and_claims_for_several_models(broker: Broker, slot: str):
+    """Verdicts come in the order of the commits, deliveries in that of the claims, in one call."""
+    other = slot + "-b"
+    publish(broker, slot, 2)
+    publish(broker, other, 2)
+    mine, theirs = claim(broker, "w", slot, credit=1), claim(broker, "w", other, credit=1)
+    stranger = commit_of(mine[0]._replace(entry_id=b"1-1"))
+    commits = [commit_of(theirs[0]), stranger, commit_of(mine[0])]
+    verdicts, deliveries = broker.exchange("w", commits, [Claim(slot, 4, 0, 0), Claim(other, 4, 0, 0)], TTL_MS)
+    assert [verdict.value for verdict in verdicts] == ["committed", "fenced", "committed"]
+    assert [delivery.slot for delivery in deliveries] == [slot, other]
+
+
+def test_preparing_again_changes_nothing(broker: Broker, slot: str):
+    """A second worker that prepares the same queues neither loses nor repeats a job."""
+    published = publish(broker, slot, 3)
+    assert ids(claim(broker, "w", slot, credit=1)) == published[:1]
+    broker.prepare([slot])
+    assert ids(claim(broker, "w", slot)) == published[1:]
+
+
+def test_depths_tell_waiting_from_running(brokerage: Brokerage, broker: Broker, slot: str):
+    """A queue's depth counts both, `running` the claimed ones, and the age is that of the oldest that waits."""
+    publish(broker, slot, 3)
+    claim(broker, "w", slot, credit=1)
+    brokerage.elapse(200)
+    claim(broker, "w", slot, credit=1)
+    depth = broker.depths(slot)[Priority.NORMAL]
+    assert (depth.slot, depth.priority, depth.jobs, depth.running) == (slot, Priority.NORMAL, 3, 2)
+    assert 0.19 <= depth.oldest_waiting_s < 5
+    claim(broker, "w", slot)
+    assert broker.depths(slot)[Priority.NORMAL].oldest_waiting_s == 0
+    assert [depth.jobs for depth in broker.depths(slot + "-unheard-of")] == [0, 0, 0, 0]
+
+
+def test_armed_claim_is_answered_by_the_next_job(broker: Broker, worker: Broker, slot: str):
+    """An idle worker is woken by a job of any of its models and priorities, and then holds it."""
+    worker.prepare([slot, slot + "-b"])
+    worker.arm("w", [slot, slot + "-b"], 8, 5000)
+    assert not is_readable(worker, 0.02)
+    (job_id,) = publish(broker, slot + "-b", priority=Priority.LOW)
+    assert is_readable(worker)
+    (delivery,) = worker.collect()
+    assert (delivery.slot, delivery.priority, ids([delivery])) == (slot + "-b", Priority.LOW, [job_id])
+    assert broker.renew("w", [held(delivery)]).lost == frozenset()
+    assert claim(broker, "w2", slot + "-b") == []
+
+
+def test_armed_claim_is_answered_at_once_when_jobs_wait(broker: Broker, worker: Broker, slot: str):
+    """Jobs that were there before are handed over, up to the count per queue."""
+    published = publish(broker, slot, 5)
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 5000)
+    assert is_readable(worker)
+    assert ids(worker.collect()) == published[:3]
+    worker.arm("w", [slot], 3, 5000)
+    assert is_readable(worker)
+    assert ids(worker.collect()) == published[3:]
+    worker.arm("w", [slot], 3, 5000)
+    assert not is_readable(worker, 0.02)
+
+
+def test_armed_claim_whose_time_ran_out_is_empty(brokerage: Brokerage, broker: Broker, worker: Broker, slot: str):
+    """Nothing came: the answer is empty, and a later job is nobody's."""
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 50)
+    brokerage.elapse(80)
+    published = publish(broker, slot)
+    assert worker.collect() == []
+    assert ids(claim(broker, "w2", slot)) == published
+
+
+def test_disarmed_claim_takes_nothing_more(broker: Broker, worker: Broker, slot: str):
+    """A withdrawn claim returns what it was handed; a job that comes later is somebody else's."""
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 5000)
+    assert worker.disarm() == []
+    worker.arm("w", [slot], 3, 5000)
+    handed = publish(broker, slot)
+    assert is_readable(worker)
+    assert ids(worker.disarm()) == handed
+    later = publish(broker, slot)
+    assert ids(claim(broker, "w2", slot)) == later
+
+
+def test_disarming_without_an_armed_claim_is_harmless(worker: Broker, slot: str):
+    """Before the first claim was armed, and after an answer was collected, there is nothing to withdraw."""
+    assert worker.disarm() == []
+    publish(worker, slot)
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 5000)
+    assert is_readable(worker)
+    assert len(worker.collect()) == 1
+    assert worker.disarm() == []
+
+
+def test_two_armed_workers_share_what_comes(brokerage: Brokerage, broker: Broker, slot: str):
+    """Two idle workers, two bursts: each job goes to exactly one of them."""
+    workers = {name: brokerage.connect() for name in ("w1", "w2")}
+    broker.prepare([slot])
+    for name, end in workers.items():
+        end.arm(name, [slot], 1, 5000)
+    published = publish(broker, slot) + publish(broker, slot)
+    assert all(is_readable(end) for end in workers.values())
+    assert sorted(job for end in workers.values() for job in ids(end.collect())) == sorted(published)
+    assert queued(broker, slot) == 2
+    for end in workers.values():
+        end.close()
+
+
+def test_dropped_armed_claim_can_be_armed_again(broker: Broker, worker: Broker, slot: str):
+    """After an error a worker starts over with a claim that works."""
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 50)
+    worker.drop_armed()
+    published = publish(broker, slot)
+    worker.arm("w", [slot], 3, 5000)
+    assert is_readable(worker)
+    assert ids(worker.collect()) == published
+
+
+def test_commit_of_an_armed_claims_job_counts(broker: Broker, worker: Broker, slot: str):
+    """A job that came through an armed claim is held like any other."""
+    publish(broker, slot)
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 5000)
+    assert is_readable(worker)
+    (delivery,) = worker.collect()
+    assert [verdict.value for verdict in settle(broker, "w", commit_of(delivery))] == ["committed"]

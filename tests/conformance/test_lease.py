@@ -1,0 +1,216 @@
+"""Leases, the fence and the commit: one holder at a time, one effect per job."""
+
+from __future__ import annotations
+
+import pytest
+
+from registry.broker.base import Broker, Delivery, Limits, Renewal, Standing, State, Verdict
+from registry.queues import Priority
+from tests.conformance.conftest import Brokerage
+from tests.conformance.jobs import (
+    LEASE_MS,
+    claim,
+    commit_of,
+    held,
+    ids,
+    publication,
+    publish,
+    queued,
+    settle,
+)
+
+NOTHING = Renewal(frozenset(), frozenset())
+
+
+def test_lapsed_lease_passes_to_whoever_asks(brokerage: Brokerage, broker: Broker, slot: str):
+    """A job whose holder fell silent is taken over after the lease, not before, as the next attempt."""
+    (job_id,) = publish(broker, slot)
+    (first,) = claim(broker, "w1", slot)
+    assert broker.take_over("w2", slot, 60_000, 8) == []
+    brokerage.elapse(LEASE_MS + 10)
+    (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
+    assert second == first._replace(attempt=2)
+    assert broker.take_over("w3", slot, LEASE_MS, 8) == []
+    standing = broker.standing(job_id)
+    assert standing is not None
+    assert (standing.is_claimed, standing.deliveries) == (True, 2)
+
+
+def test_renewed_lease_does_not_lapse(brokerage: Brokerage, broker: Broker, slot: str):
+    """A lease counts from its last renewal, and renewing counts as no attempt."""
+    publish(broker, slot, 2)
+    kept, silent = claim(broker, "w1", slot)
+    for _ in range(3):
+        brokerage.elapse(LEASE_MS // 2)
+        assert broker.renew("w1", [held(kept)]) == NOTHING
+    taken = broker.take_over("w2", slot, LEASE_MS, 8)
+    assert taken == [silent._replace(attempt=2)]
+    brokerage.elapse(LEASE_MS + 10)
+    assert broker.take_over("w2", slot, LEASE_MS, 1) == [kept._replace(attempt=2)]
+
+
+def test_renewal_names_what_was_lost(brokerage: Brokerage, broker: Broker, slot: str):
+    """A consumer hears which of its jobs belong to another, or to nobody, and does not win them back."""
+    publish(broker, slot, 3)
+    taken, finished, kept = claim(broker, "w1", slot)
+    settle(broker, "w1", commit_of(finished))
+    brokerage.elapse(LEASE_MS + 10)
+    assert broker.renew("w1", [held(kept)]) == NOTHING
+    assert broker.take_over("w2", slot, LEASE_MS, 8) == [taken._replace(attempt=2)]
+    lost = broker.renew("w1", [held(taken), held(finished), held(kept)]).lost
+    assert lost == {taken.entry_id, finished.entry_id}
+    assert broker.renew("w2", [held(taken)]) == NOTHING
+
+
+def test_late_commit_has_no_effect(brokerage: Brokerage, broker: Broker, slot: str):
+    """A worker that woke up after its lease is fenced, before and after the new holder's commit: one effect."""
+    (job_id,) = publish(broker, slot)
+    (first,) = claim(broker, "w1", slot)
+    brokerage.elapse(LEASE_MS + 10)
+    (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
+    assert settle(broker, "w1", commit_of(first, b"late")) == [Verdict.FENCED]
+    assert settle(broker, "w2", commit_of(second, b"in time")) == [Verdict.COMMITTED]
+    assert settle(broker, "w1", commit_of(first, b"later")) == [Verdict.FENCED]
+    assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"in time")]
+
+
+def test_lapsed_lease_still_commits_while_nobody_took_over(brokerage: Brokerage, broker: Broker, slot: str):
+    """The fence asks who holds the job, not how late it is: work that nobody repeated is not thrown away."""
+    publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    brokerage.elapse(LEASE_MS + 10)
+    assert settle(broker, "w1", commit_of(delivery)) == [Verdict.COMMITTED]
+
+
+def test_first_commit_wins(broker: Broker, slot: str):
+    """A commit that is repeated, since its answer was lost, changes nothing."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
+    assert settle(broker, "w", commit_of(delivery, b"2")) == [Verdict.FENCED]
+    assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"1")]
+
+
+def test_another_boot_of_a_worker_is_another_consumer(broker: Broker, slot: str):
+    """The consumer's name carries its boot: a restarted worker holds nothing of what it held before."""
+    publish(broker, slot)
+    (delivery,) = claim(broker, "gpu0@host:boot1", slot)
+    assert settle(broker, "gpu0@host:boot2", commit_of(delivery)) == [Verdict.FENCED]
+    assert broker.renew("gpu0@host:boot2", [held(delivery)]).lost == {delivery.entry_id}
+
+
+def test_released_job_is_taken_over_at_once(broker: Broker, slot: str):
+    """Giving a job back is no failed attempt: the next holder's has the same number, and it does not wait."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    broker.release("w1", [held(delivery)])
+    standing = broker.standing(job_id)
+    assert standing is not None
+    assert (standing.state, standing.is_claimed) == (State.QUEUED, False)
+    assert settle(broker, "w1", commit_of(delivery)) == [Verdict.FENCED]
+    assert broker.take_over("w2", slot, 60_000, 8) == [delivery]
+    assert settle(broker, "w2", commit_of(delivery)) == [Verdict.COMMITTED]
+
+
+def test_only_the_holder_can_release(brokerage: Brokerage, broker: Broker, slot: str):
+    """A release by somebody else, or of a job that is gone, does nothing."""
+    publish(broker, slot, 2)
+    mine, finished = claim(broker, "w1", slot)
+    settle(broker, "w1", commit_of(finished))
+    broker.release("w2", [held(mine)])
+    broker.release("w1", [held(finished)])
+    assert broker.take_over("w3", slot, 60_000, 8) == []
+    assert broker.renew("w1", [held(mine)]) == NOTHING
+
+
+def test_take_over_keeps_to_its_count_and_to_urgency(brokerage: Brokerage, broker: Broker, slot: str):
+    """Lapsed jobs come most urgent first, oldest first, and no more than asked for."""
+    low, high = publish(broker, slot, 12, Priority.LOW), publish(broker, slot, 3, Priority.HIGH)
+    claim(broker, "w1", slot)
+    brokerage.elapse(LEASE_MS + 10)
+    assert ids(broker.take_over("w2", slot, LEASE_MS, 4)) == [*high, low[0]]
+    assert ids(broker.take_over("w2", slot, LEASE_MS, 20)) == low[1:]
+
+
+def test_take_over_of_an_idle_model_finds_nothing(broker: Broker, slot: str):
+    """Neither waiting jobs nor an empty queue have anything to take over."""
+    broker.prepare([slot])
+    assert broker.take_over("w", slot, 0, 8) == []
+    publish(broker, slot)
+    assert broker.take_over("w", slot, 0, 8) == []
+
+
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED, State.CANCELLED, State.EXPIRED, State.DEAD])
+def test_commit_turns_the_record_into_the_result(broker: Broker, slot: str, state: State):
+    """Every terminal state keeps its result and leaves the queue empty."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    assert settle(broker, "w", commit_of(delivery, b"result\x00\n\xff", state=state)) == [Verdict.COMMITTED]
+    assert broker.standing(job_id) == Standing(state, "", b"result\x00\n\xff")
+    assert queued(broker, slot) == 0
+
+
+def test_result_is_readable_until_its_expiry(brokerage: Brokerage, broker: Broker, slot: str):
+    """A result lives for the time that its commit gave, counted from the commit."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    settle(broker, "w", commit_of(delivery), result_ttl_ms=100)
+    assert broker.standing(job_id) is not None
+    brokerage.elapse(120)
+    assert broker.standing(job_id) is None
+
+
+def test_commit_after_the_record_expired_tells_nobody(brokerage: Brokerage, broker: Broker, slot: str):
+    """A job whose lifetime ended while it ran is gone: its entry leaves the queue, and its tenant's place is free."""
+    limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=100)
+    broker.publish(slot, [publication(slot)], limits)
+    (delivery,) = claim(broker, "w", slot)
+    brokerage.elapse(120)
+    assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
+    assert settle(broker, "w", commit_of(delivery)) == [Verdict.GONE]
+    assert queued(broker, slot) == 0
+    assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "accepted"
+
+
+def test_large_commit_is_one_step(broker: Broker, slot: str):
+    """A batch far above the usual size commits as a whole, in the order of its verdicts."""
+    published = publish(broker, slot, 1500)
+    deliveries = claim(broker, "w", slot, credit=1500)
+    stranger = Delivery(slot, Priority.NORMAL, b"1-1", publication(slot).job_id.encode())
+    verdicts = settle(broker, "w", *(commit_of(delivery) for delivery in [*deliveries, stranger]))
+    assert verdicts == [Verdict.COMMITTED] * 1500 + [Verdict.FENCED]
+    assert queued(broker, slot) == 0
+    assert all(standing and standing.result == b"result" for standing in broker.standings(published))
+
+
+def test_undecodable_bytes_go_to_the_dead_letters(brokerage: Brokerage, broker: Broker, slot: str):
+    """Bytes that no worker can open leave the queue, with the reason and as they were; only their holder may."""
+    publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    assert not broker.bury("w2", delivery, "not mine")
+    assert broker.bury("w1", delivery, "not an envelope")
+    assert not broker.bury("w1", delivery, "again")
+    assert brokerage.dead_letters(slot) == [("not an envelope", delivery.sealed)]
+    assert queued(broker, slot) == 0
+
+
+def test_workers_are_listed_while_they_report(brokerage: Brokerage, broker: Broker, slot: str):
+    """A report lives for its time; an empty one withdraws it."""
+    broker.report(f"{slot}-a", b'{"n": "a"}', 60_000)
+    broker.report(f"{slot}-b", b'{"n": "b"}', 100)
+    assert [report for report in broker.workers() if report in (b'{"n": "a"}', b'{"n": "b"}')] == [
+        b'{"n": "a"}',
+        b'{"n": "b"}',
+    ]
+    brokerage.elapse(120)
+    assert b'{"n": "b"}' not in broker.workers()
+    broker.report(f"{slot}-a", b"", 60_000)
+    assert b'{"n": "a"}' not in broker.workers()
+
+
+def test_holding_nothing_is_fine(broker: Broker, slot: str):
+    """Empty lists are no calls at all."""
+    broker.prepare([])
+    broker.release("w", [])
+    assert broker.exchange("w", [], [], 1000) == ([], [])
+    assert broker.renew("w", []) == NOTHING

@@ -1,0 +1,68 @@
+"""What only Redis has: every key that one script touches lies in one hash slot of a cluster."""
+
+from __future__ import annotations
+
+import re
+from binascii import crc_hqx
+
+import pytest
+
+from registry.broker import redis_scripts
+from registry.broker.base import Claim, Event
+from registry.queues import reply_key
+from tests.conformance.conftest import OnRedis
+from tests.conformance.jobs import ROOMY, TTL_MS, claim, commit_of, held, ids, publication, settle
+
+CLUSTER_SLOTS = 16384
+_KEY_IN_SCRIPT = re.compile(r"\S*\{[^}]+\}\S*")
+
+
+def cluster_slot(key: str) -> int:
+    """The slot of a key, by the Redis Cluster specification: CRC16 of the hash tag, if there is one."""
+    tag = re.search(r"\{([^}]+)\}", key)
+    return crc_hqx((tag.group(1) if tag else key).encode(), 0) % CLUSTER_SLOTS
+
+
+def test_cluster_slot_follows_the_specification():
+    """The specification's own example, and the tag alone counts."""
+    assert crc_hqx(b"123456789", 0) == 0x31C3
+    assert cluster_slot("infer.{minilm}.high") == cluster_slot("{minilm}:flow") == cluster_slot("minilm")
+
+
+@pytest.mark.parametrize("name", ["minilm", "a.b_c-3", "7"])
+def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, slot: str, name: str):
+    """Declared or derived, every key of a script's commands carries the tag of its model."""
+    model = f"{slot}.{name}"
+    broker = redis_brokerage.connect()
+    broker.prepare([model])
+    with redis_brokerage.server.monitor() as commands:
+        jobs = [publication(model, reply=reply_key(model, "me"), once=f"k{n}", fingerprint="p") for n in range(4)]
+        broker.publish(model, jobs, ROOMY)
+        broker.standing(jobs[0].job_id, subscribe=True)
+        broker.cancel(jobs[0].job_id, "acme", b"")
+        first, second, third = claim(broker, "w", model)
+        broker.emit("w", held(first), [Event("chunk", b"")], TTL_MS, after=0)
+        broker.renew("w", [held(first), held(second)])
+        broker.release("w", [held(second)])
+        assert ids(broker.take_over("w2", model, 1000, 8)) == [jobs[2].job_id]
+        broker.bury("w", third, "reason")
+        settle(broker, "w", commit_of(first, reply=reply_key(model, "me"), once="k1"))
+        broker.depths(model)
+    broker.close()
+    calls = [command for command in commands if command.startswith("EVALSHA")]
+    assert {call.split()[1] for call in calls} == set(map(redis_scripts.sha_of, redis_scripts.SOURCES))
+    keys = [key for command in commands for key in _KEY_IN_SCRIPT.findall(command)]
+    assert len(keys) > 100
+    assert {cluster_slot(key) for key in keys} == {cluster_slot(model)}
+
+
+def test_claims_of_two_models_are_two_calls(redis_brokerage: OnRedis, slot: str):
+    """One exchange over two models never mixes their keys in one script."""
+    broker = redis_brokerage.connect()
+    broker.prepare([slot, f"{slot}-b"])
+    with redis_brokerage.server.monitor() as commands:
+        broker.exchange("w", [], [Claim(slot, 1, 0, 0), Claim(f"{slot}-b", 1, 0, 0)], TTL_MS)
+    broker.close()
+    calls = [command for command in commands if command.startswith("EVALSHA")]
+    assert len(calls) == 2
+    assert all(len({cluster_slot(key) for key in _KEY_IN_SCRIPT.findall(call)}) == 1 for call in calls)

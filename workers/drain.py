@@ -1,0 +1,639 @@
+"""How work leaves: claim -> open -> batch -> execute -> commit. Read this file first.
+
+    broker -- claim --> open, verify --> batcher --> executor (model threads) --> results --> commit --> broker
+                           |  equal jobs follow one                                              ^
+                           '---- expired, revoked, cancelled, invalid ---------------------------'
+
+One I/O thread does everything but the forwards and the leases. It gives an idle model thread its next batch before
+anything else, then commits what is done and claims what there is room for in one round trip; when the queues are
+empty it leaves a blocking claim with the broker, and sleeps until that or a model thread wakes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from registry.broker.base import Broker, Claim, Commit, Delivery, State, Verdict
+from registry.envelope import Failure, JobHeader, open_job
+from registry.errors import BadSignature, BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput
+from registry.package import Package
+from registry.queues import Priority
+from registry.settings import Settings
+from registry.tensors import decode
+from workers.executor import Executor, Work
+from workers.job import ClaimedJob
+from workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
+from workers.observe.metrics import InferenceMetrics
+from workers.observe.watcher import Ended, Watcher
+from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
+from workers.served import ENDPOINT, ServedModel
+from workers.streaming import EventStream
+
+__all__ = ["Drain"]
+
+logger = logging.getLogger("server")
+
+_BLOCK_MS: Final = 1000
+_SHORT_BLOCK_MS: Final = 20
+_TICK_S: Final = 0.25
+_LONGEST_PAUSE_S: Final = 1.0
+_STUCK_S: Final = 30.0
+"""An I/O or lease thread that has not come round for so long hangs."""
+_REPORT_TTL_MS: Final = 5000
+
+
+class Drain:
+    """Serves the models of `packages` from the broker until told to stop. Call load, then start, then stop.
+
+    name: the worker's, unique on the broker. device, threads: see Runtime.load. probe_url: where its probe answers,
+    for its report. checkpoint: called with the name of each point at which a crash is worth testing.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        broker: Broker,
+        packages: Sequence[Package],
+        *,
+        name: str,
+        device: str,
+        threads: int,
+        watcher: Watcher,
+        metrics: InferenceMetrics,
+        probe_url: str = "",
+        checkpoint: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        if not packages:
+            raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
+        queue = settings.inference.queue
+        self.name = name
+        # A restarted worker must not pass its predecessor's fence.
+        self.consumer = f"{name}:{secrets.token_hex(4)}"
+        self._keyring = settings.keyring
+        self._broker = broker
+        self._device = device
+        self._threads = threads
+        self._watcher = watcher
+        self._metrics = metrics
+        self._probe_url = probe_url
+        self._checkpoint = checkpoint
+        self._job_ttl_ms = int(queue.job_ttl_s * 1000)
+        self._result_ttl_ms = int(queue.result_ttl_s * 1000)
+        self._ageing_ms = int(queue.ageing_s * 1000)
+        self._max_in_memory = settings.inference.batching.max_queue_depth
+        self._served = {package.spec.name: ServedModel(package, settings.inference) for package in packages}
+        self._turns = deque(self._served.values())
+        self._lower_share = LowerShare()
+        self._holdings = Holdings()
+        self._leaders: dict[bytes, ClaimedJob] = {}
+        self._concluded: list[Conclusion] = []
+        self._uncommitted: list[tuple[Conclusion, Commit]] = []
+        self._news: deque[LeaseNews] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._executor = Executor(max(model.spec.concurrency for model in self._turns), self._ring, checkpoint)
+        self._leases = LeaseKeeper(
+            broker,
+            self.consumer,
+            list(self._served),
+            self._holdings,
+            lease_s=queue.lease_s,
+            room=self._room_to_take_over,
+            news=self._hear,
+            report=self._report,
+        )
+        self._is_stopping = False
+        self._stop_at = float("inf")
+        self._ticked = time.monotonic()
+        self._is_armed = False
+        self._armed_count = 0
+        self._were_queues_empty = False
+        self._is_ready = False
+        self._batches = 0
+        self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
+
+    # Life
+
+    def load(self) -> None:
+        """Loads every model and announces its spec. Raises ConfigurationError, BrokerUnavailable."""
+        for model in self._turns:
+            model.runtime.load(self._device, self._threads)
+            self._metrics.loaded(model.name, model.runtime.version, True)
+            logger.info("model loaded", extra={"model": model.name, "version": model.runtime.version})
+        for model in self._turns:
+            self._broker.put_spec(model.name, model.spec.to_json())
+        self._broker.prepare(list(self._served))
+
+    def start(self) -> None:
+        """Begins to claim."""
+        self._executor.start()
+        self._leases.start()
+        self._thread.start()
+        self._is_ready = True
+        self._metrics.ready(True)
+
+    def stop(self, grace_s: float) -> None:
+        """Claims nothing more, lets running batches finish for up to `grace_s`, gives the rest back at once."""
+        self._metrics.ready(False)
+        self._is_ready = False
+        self._stop_at = time.monotonic() + grace_s
+        self._is_stopping = True
+        self._ring()
+        if self._thread.ident is not None:
+            # A last commit may have to wait for the broker once.
+            self._thread.join(grace_s + 6.0)
+            self._leases.stop(1.0)
+            self._executor.stop()
+        for model in self._turns:
+            model.runtime.close()
+            self._metrics.loaded(model.name, model.runtime.version, False)
+
+    @property
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Whether jobs are being served, and the details for a probe."""
+        problem = self.is_healthy() or (None if self._leases.is_in_touch else "the broker does not answer")
+        is_ready = self._is_ready and problem is None
+        return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._holdings)}
+
+    def is_healthy(self) -> str | None:
+        """None, or why this process should be replaced: a thread has died or hangs."""
+        if not self._is_ready:
+            return None
+        now = time.monotonic()
+        for name, is_alive, ticked in (
+            ("drain", self._thread.is_alive(), self._ticked),
+            ("lease", self._leases.is_alive(), self._leases.ticked),
+            ("model", self._executor.is_alive(), now),
+        ):
+            if not is_alive:
+                return f"the {name} thread has died"
+            if now - ticked > _STUCK_S:
+                return f"the {name} thread hangs"
+        return None
+
+    def active(self) -> list[JobHeader]:
+        """The jobs whose forward runs now."""
+        return [item.job.header for work in self._executor.running() for item in work.batch.items]
+
+    def reserved(self) -> list[JobHeader]:
+        """The jobs in memory that wait for their forward."""
+        return [item.job.header for model in tuple(self._turns) for item in model.batcher.pending()]
+
+    # The loop
+
+    def _run(self) -> None:
+        pause_s = 0.05
+        while True:
+            self._ticked = time.monotonic()
+            try:
+                if self._is_stopping:
+                    self._wind_up()
+                    return
+                self._step()
+                pause_s = 0.05
+            except BrokerUnavailable as error:
+                logger.warning("the broker is away: %s", error)
+                self._broker.drop_armed()
+                self._is_armed = False
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+    def _step(self) -> None:
+        self._take_in_done()
+        self._follow_news()
+        self._give_up_hung_work()
+        self._dispatch()
+        self._exchange(self._wishes())
+        self._dispatch()
+        self._arm()
+        self._sleep()
+
+    def _take_in_done(self) -> None:
+        for work in self._executor.take_done():
+            self._conclude(work)
+
+    def _exchange(self, wishes: list[Claim]) -> None:
+        """Commits what is done and claims what there is room for."""
+        self._seal_concluded()
+        if not (wishes or self._uncommitted):
+            return
+        pending = self._uncommitted
+        self._checkpoint("before-commit" if pending else "before-claim")
+        begun = time.monotonic()
+        verdicts, deliveries = self._broker.exchange(
+            self.consumer, [commit for _, commit in pending], wishes, self._result_ttl_ms
+        )
+        self._uncommitted = []
+        if pending:
+            self._checkpoint("after-commit")
+            self._settle(pending, verdicts, begun)
+        if wishes:
+            self._were_queues_empty = len(deliveries) < sum(wish.credit for wish in wishes)
+            self._admit(deliveries)
+
+    def _wishes(self) -> list[Claim]:
+        """What to claim now; nothing while the broker is still to answer the blocking claim."""
+        if self._is_armed or self._is_stopping:
+            return []
+        room = self._max_in_memory - len(self._holdings)
+        wishes = []
+        for model in self._turns:
+            credit = min(model.free, room)
+            if credit > 0:
+                room -= credit
+                wishes.append(Claim(model.name, credit, self._lower_share.of(credit), self._ageing_ms))
+        return wishes
+
+    def _arm(self) -> None:
+        """Leaves a blocking claim for the queues with room, once they were seen empty."""
+        if self._is_armed or not self._were_queues_empty or self._is_stopping:
+            return
+        slots = [model.name for model in self._turns if model.free > 0]
+        if not slots:
+            return
+        # COUNT holds for each of the queues, and several may answer at once.
+        room = (self._max_in_memory - len(self._holdings)) // (len(slots) * len(Priority))
+        count = min([room, *(self._served[slot].free for slot in slots)])
+        if count > 0:
+            self._armed_count = count
+            # A model that is left out may get room meanwhile: then look again soon.
+            block_ms = _BLOCK_MS if len(slots) == len(self._served) else _SHORT_BLOCK_MS
+            self._broker.arm(self.consumer, slots, count, block_ms)
+            self._is_armed = True
+
+    def _sleep(self) -> None:
+        """Until the broker or a model thread has something, or a batch has waited long enough."""
+        timeout_s = _TICK_S
+        if self._uncommitted or self._concluded:
+            timeout_s = 0.0
+        elif not self._is_armed and not self._executor.running():
+            timeout_s = 0.001
+        for model in self._turns:
+            flush_at = model.batcher.next_flush_at()
+            if flush_at is not None and self._executor.idle >= 0:
+                timeout_s = min(timeout_s, max(0.0, flush_at - time.monotonic()) + 0.0005)
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        if self._is_armed:
+            poller.register(self._broker.fileno(), select.POLLIN)
+        for fd, _ in poller.poll(timeout_s * 1000):
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._is_armed = False
+                deliveries = self._broker.collect()
+                self._were_queues_empty = len(deliveries) < self._armed_count
+                self._admit(deliveries)
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    # Claim and open
+
+    def _admit(self, deliveries: Sequence[Delivery]) -> None:
+        """Opens claimed jobs and puts them before the batchers; what cannot run is concluded at once."""
+        if not deliveries:
+            return
+        self._checkpoint("after-claim")
+        now, broker_now = time.monotonic(), self._broker.now_ms()
+        opened = [job for delivery in deliveries if (job := self._open(delivery, now, broker_now)) is not None]
+        self._holdings.take([job.held for job in opened])
+        self._watcher.received([job.header for job in opened], time.time())
+        runnable: defaultdict[str, list[ClaimedJob]] = defaultdict(list)
+        for job in opened:
+            model = self._served[job.delivery.slot]
+            model.in_memory += 1
+            failure = self._refusal(job, model, broker_now)
+            if failure is not None:
+                self._concluded.append(Conclusion(job, failure))
+            elif not self._joins_another(job, model):
+                runnable[model.name].append(job)
+        for name, jobs in runnable.items():
+            self._metrics.requests(name, ENDPOINT, len(jobs))
+            self._served[name].add(jobs)
+        self._checkpoint("before-batch")
+
+    def _open(self, delivery: Delivery, now: float, broker_now: float) -> ClaimedJob | None:
+        try:
+            header, body = open_job(delivery.sealed, self._keyring)
+            if header.model != delivery.slot or header.priority != delivery.priority.label:
+                raise BadSignature("the envelope was made for another queue")
+            inputs = decode(header.content, body)
+        except Corrupt as error:
+            logger.warning("quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()})
+            self._metrics.quarantined(delivery.slot)
+            self._broker.bury(self.consumer, delivery, f"{type(error).__name__}: {error}")
+            return None
+        return ClaimedJob(delivery, header, inputs, 1, now, max(0.0, broker_now - delivery.accepted_ms))
+
+    def _refusal(self, job: ClaimedJob, model: ServedModel, broker_now: float) -> Failure | None:
+        """Why the job must not run, if it must not."""
+        if self._has_expired(job, broker_now):
+            return EXPIRED
+        if self._watcher.is_revoked(job.header.id):
+            return REVOKED
+        version = job.header.version
+        if version and version != model.runtime.version:
+            return Failure("ModelError", f"Version {version} is not served here. Served is {model.runtime.version}")
+        try:
+            job.inputs = model.signature.check(job.inputs)
+        except InvalidInput as error:
+            # The producer checked against another spec than the one that is served now.
+            return Failure("ModelError", f"InvalidInput: {error}")
+        job.rows = model.signature.rows(job.inputs)
+        return None
+
+    def _has_expired(self, job: ClaimedJob, broker_now: float) -> bool:
+        lifetime_ms = min(job.header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
+        return broker_now - job.delivery.accepted_ms > lifetime_ms
+
+    def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:
+        """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
+        if not model.shares_flights:
+            return False
+        job.digest = _digest(job.header, job.delivery.sealed)
+        leader = self._leaders.setdefault(job.digest, job)
+        if leader is job:
+            return False
+        leader.followers = [*(leader.followers or ()), job]
+        self._metrics.single_flight(model.name)
+        return True
+
+    # Batch and execute
+
+    def _dispatch(self) -> None:
+        """Gives every idle model thread a batch, and forms the next full one while they are busy."""
+        self._recall_for_urgent()
+        while (idle := self._executor.idle) >= 0:
+            work = self._next_work(is_idle=idle > 0)
+            if work is None:
+                return
+            self._watcher.started([item.job.header for item in work.batch.items], time.time())
+            tokenises = self._served[work.batch.key.model].tokenises
+            self._executor.submit(work, prepare_apart=idle == 0 and tokenises)
+
+    def _next_work(self, *, is_idle: bool) -> Work | None:
+        """The next batch, model by model in turn, without the jobs whose deadline has passed meanwhile."""
+        now = time.monotonic()
+        for _ in range(len(self._turns)):
+            model = self._turns[0]
+            self._turns.rotate(-1)
+            may_start = model.may_start
+            if may_start < 0 or (may_start == 0 and is_idle and self._executor.threads > 1):
+                continue
+            while (batch := model.batcher.next(now, device_idle=is_idle and may_start > 0)) is not None:
+                broker_now = self._broker.now_ms()
+                late = [item.job for item in batch.items if self._has_expired(item.job, broker_now)]
+                if not late:
+                    model.in_flight += 1
+                    return model.work(batch, self._open_stream)
+                self._concluded += [Conclusion(job, EXPIRED) for job in late]
+                model.batcher.put_back(batch)
+                model.batcher.discard(lambda item, late=late: item.job in late)
+        return None
+
+    def _recall_for_urgent(self) -> None:
+        """A batch that is ready but has not begun is dissolved when a more urgent job has come."""
+        if self._executor.idle >= 0:
+            return
+        urgent = [priority for model in self._turns if (priority := model.batcher.most_urgent()) is not None]
+        if urgent and (work := self._executor.recall(more_urgent=min(urgent))) is not None:
+            model = self._served[work.batch.key.model]
+            model.batcher.put_back(work.batch)
+            model.in_flight -= 1
+
+    def _open_stream(self, job: ClaimedJob) -> EventStream:
+        return EventStream(
+            job,
+            self._broker,
+            self.consumer,
+            self._keyring,
+            self._job_ttl_ms,
+            may_wait=lambda: time.monotonic() < self._stop_at,
+        )
+
+    def _give_up_hung_work(self) -> None:
+        now = time.monotonic()
+        for work in self._executor.running():
+            limit = self._served[work.batch.key.model].timeout_s
+            if work.alive_at and now - work.alive_at > limit:
+                self._executor.abandon(work)
+                text = f"The forward took longer than its limit of {limit:g} s"
+                work.answers = [Failure("ForwardTimeout", text) for _ in work.batch.items]
+                work.ended = now
+                logger.error("a forward was given up", extra={"model": work.batch.key.model, "limit_s": limit})
+                self._conclude(work)
+
+    # Conclude and commit
+
+    def _conclude(self, work: Work) -> None:
+        self._served[work.batch.key.model].in_flight -= 1
+        self._concluded += [
+            Conclusion(item.job, answer, work) for item, answer in zip(work.batch.items, work.answers, strict=True)
+        ]
+
+    def _seal_concluded(self) -> None:
+        """Every concluded job, and those that follow it, becomes a commit."""
+        concluded, self._concluded = self._concluded, []
+        for end in concluded:
+            job = end.job
+            if job.digest and self._leaders.get(job.digest) is job:
+                del self._leaders[job.digest]
+            followers, job.followers = job.followers or [], None
+            if job.is_lost:
+                self._let_go([job])
+            else:
+                self._uncommitted.append((end, self._commit_of(end)))
+            # That the leader was lost, cancelled or late says nothing about its equals.
+            if job.is_lost or end.state in (State.CANCELLED, State.EXPIRED):
+                self._rejoin(followers)
+                continue
+            for follower in followers:
+                shared = Conclusion(follower, end.answer, end.work)
+                self._uncommitted.append((shared, self._commit_of(shared)))
+
+    def _commit_of(self, end: Conclusion) -> Commit:
+        version = self._served[end.job.delivery.slot].runtime.version
+        return commit_of(end, version=version, worker=self.name, keyring=self._keyring)
+
+    def _rejoin(self, followers: Iterable[ClaimedJob]) -> None:
+        for follower in followers:
+            model = self._served[follower.delivery.slot]
+            if not self._joins_another(follower, model):
+                model.add([follower])
+
+    def _settle(self, pending: Sequence[tuple[Conclusion, Commit]], verdicts: Sequence[Verdict], begun: float) -> None:
+        """The broker has answered: the jobs leave this worker's memory, and everybody is told."""
+        now = time.monotonic()
+        self._let_go([end.job for end, _ in pending])
+        committed: list[Conclusion] = []
+        for (end, commit), verdict in zip(pending, verdicts, strict=True):
+            if verdict is Verdict.COMMITTED:
+                committed.append(end)
+            elif verdict is Verdict.FENCED:
+                self._metrics.fenced(commit.slot)
+                logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
+        self._watcher.finished([self._ended(end, now) for end in committed], time.time())
+        self._measure(committed, now - begun, now)
+
+    def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
+        for job in jobs:
+            self._served[job.delivery.slot].in_memory -= 1
+        self._holdings.drop([job.held for job in jobs])
+
+    def _ended(self, end: Conclusion, now: float) -> Ended:
+        version = self._served[end.job.delivery.slot].runtime.version
+        begun = end.work.started if end.work else end.job.claimed
+        return Ended(end.job.header, end.state, max(0.0, now - begun), end.failure, version)
+
+    def _measure(self, committed: Sequence[Conclusion], commit_s: float, now: float) -> None:
+        by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
+        outcomes: Counter[tuple[str, str]] = Counter()
+        for end in committed:
+            by_work[id(end.work)].append(end)
+            outcomes[end.job.delivery.slot, end.state.name.lower()] += 1
+            if end.failure is not None and end.state is State.FAILED:
+                self._metrics.exception(end.job.delivery.slot, _exception_of(end.failure))
+        for (name, outcome), count in outcomes.items():
+            self._metrics.outcome(name, self._served[name].runtime.version, ENDPOINT, outcome, count)
+        for ends in by_work.values():
+            if (work := ends[0].work) is not None:
+                self._measure_batch(work, [end.job for end in ends], commit_s, now)
+
+    def _measure_batch(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
+        name, version = work.batch.key.model, work.batch.key.version
+        self._batches += 1
+        self._metrics.batch(
+            name,
+            version,
+            ENDPOINT,
+            work.batch.rows,
+            len(jobs),
+            [job.queue_ms / 1000 for job in jobs],
+            [max(0.0, work.started - job.claimed) for job in jobs],
+            work.ended - work.started,
+            commit_s,
+            [job.queue_ms / 1000 + now - job.claimed for job in jobs],
+        )
+        if work.padded_tokens:
+            self._metrics.padding(name, version, ENDPOINT, 1 - work.tokens / work.padded_tokens)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "batch committed",
+                extra={
+                    "model": name,
+                    "batch": self._batches,
+                    "size": work.batch.rows,
+                    "compute_ms": round((work.ended - work.started) * 1e3, 3),
+                    "job_ids": [job.header.id for job in jobs],
+                },
+            )
+
+    # Leases
+
+    def _room_to_take_over(self) -> int:
+        return 0 if self._is_stopping else self._max_in_memory - len(self._holdings)
+
+    def _hear(self, news: LeaseNews) -> None:
+        self._news.append(news)
+        self._ring()
+
+    def _follow_news(self) -> None:
+        while self._news:
+            renewal, taken_over = self._news.popleft()
+            for delivery in taken_over:
+                self._metrics.taken_over(delivery.slot)
+            self._admit(taken_over)
+            if renewal.lost or renewal.cancelled:
+                self._drop_unwanted(renewal.lost, renewal.cancelled)
+
+    def _drop_unwanted(self, lost: frozenset[bytes], cancelled: frozenset[str]) -> None:
+        """Lost jobs are forgotten, cancelled ones concluded; those that run are told, and concluded when they end."""
+
+        def is_unwanted(job: ClaimedJob) -> bool:
+            job.is_lost = job.is_lost or job.delivery.entry_id in lost
+            job.is_cancelled = job.is_cancelled or job.header.id in cancelled
+            return job.is_lost or job.is_cancelled
+
+        for work in self._executor.running():
+            for item in work.batch.items:
+                is_unwanted(item.job)
+        for model in self._turns:
+            for item in model.batcher.discard(lambda item: is_unwanted(item.job)):
+                self._concluded.append(Conclusion(item.job, CANCELLED))
+
+    def _report(self) -> None:
+        """Once a second, on the lease thread: queue metrics, and this worker's entry for `penstock status`."""
+        for name in self._served:
+            for depth in self._broker.depths(name):
+                self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)
+        report = {
+            "name": self.name,
+            "pid": os.getpid(),
+            "device": self._device,
+            "models": {name: model.runtime.version for name, model in self._served.items()},
+            "ready": self.readiness[0],
+            "in_memory": len(self._holdings),
+            "batches": self._batches,
+            "probe": self._probe_url,
+        }
+        self._broker.report(self.name, json.dumps(report).encode(), _REPORT_TTL_MS)
+
+    # Stop
+
+    def _wind_up(self) -> None:
+        """Finishes what runs, within the grace period, and gives everything else back."""
+        self._checkpoint("mid-drain")
+        if self._is_armed:
+            self._is_armed = False
+            self._admit(self._broker.disarm())
+        self._follow_news()
+        waiting: list[ClaimedJob] = []
+        while (work := self._executor.recall()) is not None:
+            waiting += [item.job for item in work.batch.items]
+        for model in self._turns:
+            waiting += [item.job for item in model.batcher.discard(lambda _: True)]
+        self._give_back(waiting)
+        while self._executor.running() and time.monotonic() < self._stop_at:
+            self._ticked = time.monotonic()
+            self._give_up_hung_work()
+            self._take_in_done()
+            self._exchange([])
+            self._sleep()
+        self._take_in_done()
+        self._exchange([])
+        self._give_back([item.job for work in self._executor.running() for item in work.batch.items])
+        self._broker.report(self.name, b"", 1)
+        logger.info("drained", extra={"released": len(waiting)})
+
+    def _give_back(self, jobs: Iterable[ClaimedJob]) -> None:
+        everybody = [each for job in jobs for each in (job, *(job.followers or ()))]
+        for job in everybody:
+            job.is_lost = True
+            job.followers = None
+        self._broker.release(self.consumer, [job.held for job in everybody])
+        self._let_go(everybody)
+
+
+def _digest(header: JobHeader, sealed: bytes) -> bytes:
+    """Equal for jobs of one tenant that ask the same of the same model."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(repr((header.tenant, header.model, header.version, header.content, header.options.outputs)).encode())
+    end = len(sealed) - (32 if header.key else 0)
+    digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])
+    return digest.digest()
+
+
+def _exception_of(failure: Failure) -> str:
+    """The class of what the model raised, where the failure says it."""
+    name = failure.message.partition(":")[0]
+    return name if failure.code == "ModelError" and name.isidentifier() else failure.code

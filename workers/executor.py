@@ -1,0 +1,256 @@
+"""The model threads: micro-batches in, outputs out, one entry per job.
+
+    I/O thread -- submit --> ready --> model thread: prepare, run --> done -- wake --> I/O thread
+                  recall <--'   `--> prepare thread, for a batch that waits while another one runs
+
+An exception bisects a batch, so that one bad job fails alone; a batch that does not fit the device is halved.
+Nothing here talks to a broker, but for the events of streaming jobs, which their context sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import numpy as np
+
+from registry.envelope import Failure
+from registry.errors import JobFailed, OutOfMemory
+from registry.tensors import Array
+from workers.batching.batcher import Batch
+from workers.job import ClaimedJob
+from workers.runtime.base import Prepared, Runtime, StreamContext
+
+__all__ = ["Executor", "Outputs", "Work"]
+
+logger = logging.getLogger("runtime")
+
+Outputs: TypeAlias = dict[str, Array]
+_LONGEST_MESSAGE = 500
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One micro-batch on its way through a model. Times are monotonic seconds."""
+
+    batch: Batch[ClaimedJob]
+    runtime: Runtime
+    max_rows: int
+    open_context: Callable[[ClaimedJob], StreamContext] | None = None
+    """For streaming models: makes the job's context and sends its chunks."""
+    answers: list[Outputs | Failure] = field(default_factory=list)
+    """One per job of the batch once it is done, in order."""
+    started: float = 0.0
+    ended: float = 0.0
+    alive_at: float = 0.0
+    """When it last showed progress; a forward's limit counts from here."""
+    is_abandoned: bool = False
+    """The forward took too long: its jobs have been answered, and whatever it returns is thrown away."""
+    tokens: int = 0
+    padded_tokens: int = 0
+    prepared: Prepared | None = None
+    error: Exception | None = None
+    is_prepared: threading.Event | None = None
+    """Set for work that the prepare thread looks after."""
+
+
+class Executor:
+    """Runs work on `threads` model threads, in the order of submission. `on_done` is called on a model thread."""
+
+    def __init__(self, threads: int, on_done: Callable[[], None], checkpoint: Callable[[str], None]) -> None:
+        self.threads = threads
+        self._on_done = on_done
+        self._checkpoint = checkpoint
+        self._ready: deque[Work] = deque()
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        self._unprepared: SimpleQueue[Work | None] = SimpleQueue()
+        self._done: deque[Work] = deque()
+        self._running: dict[threading.Thread, Work | None] = {}
+        self._model_threads: set[threading.Thread] = set()
+        self._preparer = threading.Thread(target=self._prepare_ahead, name="prepare", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._preparer.start()
+        for _ in range(self.threads):
+            self._add_thread()
+
+    def stop(self) -> None:
+        """Ends the threads as they become idle."""
+        self._unprepared.put(None)
+        for _ in self._model_threads:
+            self._tokens.put(False)
+
+    def is_alive(self) -> bool:
+        """Whether every thread runs."""
+        return self._preparer.is_alive() and all(thread.is_alive() for thread in tuple(self._model_threads))
+
+    @property
+    def idle(self) -> int:
+        """Model threads without work, less the work that waits for one."""
+        return self.threads - len(self._ready) - len(self.running())
+
+    def running(self) -> list[Work]:
+        """The work on the model threads now."""
+        return [work for work in tuple(self._running.values()) if work is not None]
+
+    def submit(self, work: Work, *, prepare_apart: bool) -> None:
+        """Queue work; `prepare_apart` has its texts tokenised while the model threads are busy."""
+        if prepare_apart:
+            work.is_prepared = threading.Event()
+            self._unprepared.put(work)
+        self._ready.append(work)
+        self._tokens.put(True)
+
+    def recall(self, *, more_urgent: int = -1) -> Work | None:
+        """The last submitted work that has not begun, if any: it will not run.
+
+        more_urgent: only work whose leader is less urgent than this priority.
+        """
+        try:
+            work = self._ready.pop()
+        except IndexError:
+            return None
+        if work.batch.priority > more_urgent:
+            return work
+        # A model thread that came for it meanwhile has gone to sleep again.
+        self._ready.append(work)
+        self._tokens.put(True)
+        return None
+
+    def take_done(self) -> list[Work]:
+        """Work that has ended since the last call."""
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def abandon(self, work: Work) -> None:
+        """Give up on work that runs for too long, and put a fresh thread in the place of its own."""
+        work.is_abandoned = True
+        for thread, current in tuple(self._running.items()):
+            if current is work:
+                self._running.pop(thread)
+                self._model_threads.discard(thread)
+                self._add_thread()
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._serve, name="model", daemon=True)
+        self._model_threads.add(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        this = threading.current_thread()
+        while self._tokens.get():
+            try:
+                work = self._ready.popleft()
+            except IndexError:
+                # It was recalled.
+                continue
+            self._running[this] = work
+            work.started = work.alive_at = time.monotonic()
+            _answer(work, self._checkpoint)
+            work.ended = time.monotonic()
+            if work.is_abandoned:
+                return
+            self._done.append(work)
+            self._running[this] = None
+            self._on_done()
+
+    def _prepare_ahead(self) -> None:
+        while (work := self._unprepared.get()) is not None:
+            try:
+                work.prepared = work.runtime.prepare([item.job.inputs for item in work.batch.items])
+            except Exception as error:  # the model thread meets it again, job by job
+                work.error = error
+            if work.is_prepared is not None:
+                work.is_prepared.set()
+
+
+def _answer(work: Work, checkpoint: Callable[[str], None]) -> None:
+    jobs = [item.job for item in work.batch.items]
+    if work.open_context is not None:
+        work.answers = [_stream(work, job, work.open_context(job)) for job in jobs]
+        return
+    if work.is_prepared is not None:
+        work.is_prepared.wait()
+    checkpoint("mid-forward")
+    work.answers = _run(work, jobs, work.prepared)
+    checkpoint("after-forward")
+
+
+def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[Outputs | Failure]:
+    try:
+        if prepared is None:
+            prepared = work.runtime.prepare([job.inputs for job in jobs])
+        if prepared.rows > work.max_rows:
+            return [_run_in_slices(work, job) for job in jobs]
+        outputs = work.runtime.run(prepared)
+        work.tokens += prepared.tokens
+        work.padded_tokens += prepared.padded_tokens
+        return _by_job(outputs, jobs)
+    except Exception as error:  # a model may raise anything, and its neighbours must not pay for it
+        if len(jobs) > 1:
+            if not isinstance(error, OutOfMemory):
+                logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
+            middle = len(jobs) // 2
+            work.alive_at = time.monotonic()
+            return _run(work, jobs[:middle], None) + _run(work, jobs[middle:], None)
+        return [_failure(error, jobs[0])]
+
+
+def _run_in_slices(work: Work, job: ClaimedJob) -> Outputs | Failure:
+    """A job with more rows than a batch may have."""
+    rows = job.rows
+    parts: list[Outputs] = []
+    for start in range(0, rows, work.max_rows):
+        stop = min(start + work.max_rows, rows)
+        inputs = {name: values[start:stop] for name, values in job.inputs.items()}
+        parts.append(work.runtime.run(work.runtime.prepare([inputs])))
+        work.alive_at = time.monotonic()
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _by_job(outputs: Mapping[str, Array], jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
+    rows = sum(job.rows for job in jobs)
+    for name, values in outputs.items():
+        if values.shape[:1] != (rows,):
+            raise ValueError(f"output {name} has shape {values.shape}, expected {rows} rows")
+    answers: list[Outputs | Failure] = []
+    start = 0
+    for job in jobs:
+        stop = start + job.rows
+        answers.append({name: values[start:stop] for name, values in outputs.items()})
+        start = stop
+    return answers
+
+
+def _stream(work: Work, job: ClaimedJob, context: StreamContext) -> Outputs | Failure:
+    steps = work.runtime.stream(job.inputs, context)
+    try:
+        while True:
+            chunk = next(steps)
+            work.alive_at = time.monotonic()
+            context.chunk(chunk)
+    except StopIteration as end:
+        outputs: Outputs = end.value
+        return Failure("Cancelled", "The job was cancelled while it ran") if context.is_cancelled else outputs
+    except Exception as error:  # as in _run
+        return _failure(error, job)
+    finally:
+        steps.close()
+
+
+def _failure(error: Exception, job: ClaimedJob) -> Failure:
+    if isinstance(error, JobFailed):
+        return Failure(type(error).__name__, str(error)[:_LONGEST_MESSAGE])
+    logger.warning(
+        "a job failed", extra={"job_id": job.header.id, "model": job.header.model, "error": repr(error)[:200]}
+    )
+    return Failure("ModelError", f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE])

@@ -1,0 +1,34 @@
+"""One claimed job in a worker's memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from registry.broker.base import Delivery, Held
+from registry.envelope import JobHeader
+from registry.tensors import Array
+
+__all__ = ["ClaimedJob"]
+
+
+class ClaimedJob(msgspec.Struct, eq=False):
+    """A job that was opened and verified. `claimed` is monotonic seconds, `queue_ms` by the broker's clock."""
+
+    delivery: Delivery
+    header: JobHeader
+    inputs: dict[str, Array]
+    rows: int
+    claimed: float
+    queue_ms: float
+    digest: bytes = b""
+    """What equal jobs of one tenant share; empty where each runs by itself."""
+    followers: list[ClaimedJob] | None = None
+    """Equal jobs that get this one's answer."""
+    is_cancelled: bool = False
+    is_lost: bool = False
+
+    @property
+    def held(self) -> Held:
+        """The job as the broker knows it."""
+        delivery = self.delivery
+        return Held(delivery.slot, delivery.priority, delivery.entry_id, self.header.id)

@@ -1,0 +1,182 @@
+"""What a worker holds and how it keeps it: the share of lower priorities, and the leases.
+
+    drain (I/O thread) -- takes, drops --> Holdings <-- renews -- LeaseKeeper (a thread of its own)
+                       <-- lost, cancelled, taken over -----------'
+
+Leases are renewed for the ids in memory only: a job that was claimed but never arrived here lapses and comes back.
+After a gap in its view of the broker a worker waits one lease before it takes over anything: the living ones, who
+could not renew either, come first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from registry.broker.base import Delivery, Held, Renewal, WorkerEnd
+from registry.errors import BrokerUnavailable
+
+__all__ = ["LOWER_SHARE", "Holdings", "LeaseKeeper", "LeaseNews", "LowerShare"]
+
+LOWER_SHARE: Final = 1 / 8
+"""The share of claims that is kept for a lower priority which has waited too long."""
+_RELEASED_MS: Final = 3_600_000
+"""Jobs that were released look idle for a day; no lease that lapsed by itself is left alone for an hour."""
+
+_OUT_OF_TOUCH_S: Final = 2.0
+
+logger = logging.getLogger("server")
+
+
+class LowerShare:
+    """How many of the next jobs are kept for lower priorities: over time LOWER_SHARE of them, also one by one.
+
+    >>> share = LowerShare()
+    >>> sum(share.of(1) for _ in range(16))
+    2
+    """
+
+    def __init__(self) -> None:
+        self._owed = 0.0
+
+    def of(self, credit: int) -> int:
+        """The reserve within `credit`."""
+        self._owed += credit * LOWER_SHARE
+        reserved = min(int(self._owed), credit)
+        self._owed -= reserved
+        return reserved
+
+
+class Holdings:
+    """The jobs in this worker's memory, by entry. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, bytes], Held] = {}
+        self._lock = threading.Lock()
+
+    def take(self, jobs: Sequence[Held]) -> None:
+        """These jobs are in memory now."""
+        with self._lock:
+            for job in jobs:
+                self._held[job.slot, job.entry_id] = job
+
+    def drop(self, jobs: Sequence[Held]) -> None:
+        """These jobs are no longer our business."""
+        with self._lock:
+            for job in jobs:
+                self._held.pop((job.slot, job.entry_id), None)
+
+    def snapshot(self) -> list[Held]:
+        """The jobs held at this moment."""
+        with self._lock:
+            return list(self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class LeaseNews(NamedTuple):
+    """What the lease keeper found out: job entries lost, jobs to stop, jobs taken over from others."""
+
+    renewal: Renewal
+    taken_over: list[Delivery]
+
+
+class LeaseKeeper:
+    """Renews leases, takes over lapsed ones, and calls `report` once a second.
+
+    news: called with what was found, on this thread. room: how many jobs may be taken over now.
+    """
+
+    def __init__(
+        self,
+        broker: WorkerEnd,
+        consumer: str,
+        slots: Sequence[str],
+        holdings: Holdings,
+        *,
+        lease_s: float,
+        room: Callable[[], int],
+        news: Callable[[LeaseNews], None],
+        report: Callable[[], None],
+    ) -> None:
+        self._broker = broker
+        self._consumer = consumer
+        self._slots = slots
+        self._holdings = holdings
+        self._lease_s = lease_s
+        self._room = room
+        self._news = news
+        self._report = report
+        self._is_stopping = threading.Event()
+        self._may_take_over_at = time.monotonic() + lease_s
+        self._last_contact = time.monotonic()
+        self.ticked = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends; what is held is no longer renewed."""
+        self._is_stopping.set()
+        self._thread.join(timeout_s)
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def is_in_touch(self) -> bool:
+        """Whether the broker answered lately."""
+        return time.monotonic() - self._last_contact < max(_OUT_OF_TOUCH_S, self._lease_s)
+
+    def _run(self) -> None:
+        renew_every, look_every = self._lease_s / 3, min(0.5, self._lease_s / 4)
+        renew_at = look_at = report_at = 0.0
+        while not self._is_stopping.is_set():
+            now = self.ticked = time.monotonic()
+            try:
+                if now >= renew_at:
+                    self._renew()
+                    renew_at = now + renew_every
+                if now >= look_at:
+                    self._take_over(now)
+                    look_at = now + look_every
+                if now >= report_at:
+                    self._report()
+                    report_at = now + 1.0
+                self._note_contact()
+            except BrokerUnavailable as error:
+                logger.warning("leases are not renewed: %s", error)
+                self._is_stopping.wait(min(0.2, look_every))
+            self._is_stopping.wait(max(0.0, min(renew_at, look_at, report_at) - time.monotonic()))
+
+    def _note_contact(self) -> None:
+        now = time.monotonic()
+        if now - self._last_contact > max(1.0, self._lease_s / 2):
+            self._may_take_over_at = now + self._lease_s
+        self._last_contact = now
+
+    def _renew(self) -> None:
+        renewal = self._broker.renew(self._consumer, self._holdings.snapshot())
+        # The first answer after a silence must close the gap before anybody is taken over from.
+        self._note_contact()
+        if renewal.lost or renewal.cancelled:
+            self._news(LeaseNews(renewal, []))
+
+    def _take_over(self, now: float) -> None:
+        lease_ms = int(self._lease_s * 1000) if now >= self._may_take_over_at else _RELEASED_MS
+        for slot in self._slots:
+            room = self._room()
+            found = self._broker.take_over(self._consumer, slot, lease_ms, room) if room > 0 else []
+            if found:
+                logger.info("jobs taken over", extra={"model": slot, "jobs": len(found)})
+                self._news(LeaseNews(_NOTHING, found))
+
+
+_NOTHING: Final = Renewal(frozenset(), frozenset())

@@ -1,0 +1,307 @@
+"""What a worker counts. The drain reports once per batch; a scrape of /metrics reads the sums.
+
+prometheus_client's own histograms cost a lock and a search for every value, which is too much for every job of a
+batch. Here a report only appends to lists; they are folded into the buckets some hundred values at a time, with
+NumPy, and whenever somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from registry import metrics as table
+from registry.metrics import Metric
+
+__all__ = ["InferenceMetrics"]
+
+Labels: TypeAlias = tuple[str, ...]
+
+_FOLD_AT: Final = 1024
+"""Values that wait at most in one list."""
+_RECENT: Final = 8192
+"""Values that quantiles are taken over."""
+_MAX_SERIES: Final = 64
+"""Combinations of model, version and endpoint; later ones count as "other", so that nothing grows without end."""
+_MAX_LABEL_SETS: Final = 512
+"""The same for the label sets of one counter or gauge."""
+_MAX_EXACT_SIZE: Final = 1024
+"""Batch sizes above are rounded up to a power of two, for the same reason."""
+_SPLITS: Final = {
+    "queue": table.QUEUE_WAIT,
+    "batch": table.BATCH_WAIT,
+    "compute": table.COMPUTE,
+    "commit": table.COMMIT,
+    "total": table.LATENCY,
+}
+
+
+class _Histogram:
+    """Values of one metric under one label set: `fresh` ones are appended by the drain, `fold` sorts them in."""
+
+    __slots__ = ("counts", "edges", "fresh", "recent", "total")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self.edges: Final = np.asarray(edges, dtype=np.float64)
+        self.counts = np.zeros(len(edges) + 1, dtype=np.int64)
+        self.total = 0.0
+        self.fresh: list[float] = []
+        self.recent: npt.NDArray[np.float64] = np.empty(0)
+
+    def fold(self) -> None:
+        if not self.fresh:
+            return
+        # A wait that spans the broker's clock and ours can come out below zero.
+        values = np.maximum(np.array(self.fresh, dtype=np.float64), 0.0)
+        self.fresh.clear()
+        self.counts += np.bincount(self.edges.searchsorted(values), minlength=len(self.counts))
+        self.total += float(values.sum())
+        self.recent = np.concatenate((self.recent, values))[-_RECENT:]
+
+
+class _Series:
+    """The histograms of one (model, version, endpoint)."""
+
+    __slots__ = (
+        "all",
+        "batch",
+        "commit",
+        "compute",
+        "jobs",
+        "latency",
+        "padding",
+        "queue",
+        "rows",
+        "sizes",
+        "unfolded",
+    )
+
+    def __init__(self, latency_edges: Sequence[float]) -> None:
+        self.queue = _Histogram(table.QUEUE_WAIT.buckets)
+        self.batch = _Histogram(table.BATCH_WAIT.buckets)
+        self.compute = _Histogram(table.COMPUTE.buckets)
+        self.commit = _Histogram(table.COMMIT.buckets)
+        self.latency = _Histogram(latency_edges)
+        self.jobs = _Histogram(table.BATCH_SIZE.buckets)
+        self.rows = _Histogram(table.BATCH_ROWS.buckets)
+        self.padding = _Histogram(table.PADDING.buckets)
+        self.sizes: Counter[int] = Counter()
+        self.unfolded = 0
+        self.all: Final = {
+            table.QUEUE_WAIT.name: self.queue,
+            table.BATCH_WAIT.name: self.batch,
+            table.COMPUTE.name: self.compute,
+            table.COMMIT.name: self.commit,
+            table.LATENCY.name: self.latency,
+            table.BATCH_SIZE.name: self.jobs,
+            table.BATCH_ROWS.name: self.rows,
+            table.PADDING.name: self.padding,
+        }
+
+    def fold(self) -> None:
+        self.unfolded = 0
+        for histogram in self.all.values():
+            histogram.fold()
+
+
+class InferenceMetrics(Collector):
+    """The core collector: counts, gauges and histograms of one worker, for Prometheus and for `penstock status`.
+
+    Safe to call from any thread. `buckets` are the upper edges of infer_latency_seconds, in seconds, increasing.
+    """
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._buckets: Final = tuple(buckets)
+        self._lock: Final = threading.Lock()
+        self._series: Final[dict[Labels, _Series]] = {}
+        self._values: Final[dict[str, dict[Labels, float]]] = {
+            metric.name: {} for metric in table.METRICS if metric.kind != "histogram"
+        }
+        self._values[table.READY.name][()] = 0.0
+
+    def batch(
+        self,
+        model: str,
+        version: str,
+        endpoint: str,
+        rows: int,
+        jobs: int,
+        queue_s: Sequence[float],
+        batch_s: Sequence[float],
+        compute_s: float,
+        commit_s: float,
+        total_s: Sequence[float],
+    ) -> None:
+        """One committed batch. The three sequences have one value per job, all times are in seconds:
+
+        `queue_s` from acceptance to claim, `batch_s` from claim to forward, `total_s` from acceptance to commit.
+        """
+        with self._lock:
+            series = self._series_of((model, version, endpoint))
+            series.queue.fresh.extend(queue_s)
+            series.batch.fresh.extend(batch_s)
+            series.latency.fresh.extend(total_s)
+            series.compute.fresh.append(compute_s)
+            series.commit.fresh.append(commit_s)
+            series.jobs.fresh.append(jobs)
+            series.rows.fresh.append(rows)
+            series.sizes[rows if rows <= _MAX_EXACT_SIZE else 1 << (rows - 1).bit_length()] += 1
+            series.unfolded += jobs + 1
+            if series.unfolded >= _FOLD_AT:
+                series.fold()
+
+    def padding(self, model: str, version: str, endpoint: str, ratio: float) -> None:
+        """The share of one batch's tokens that was padding, 0 to 1."""
+        with self._lock:
+            series = self._series_of((model, version, endpoint))
+            series.padding.fresh.append(ratio)
+
+    def requests(self, model: str, route: str, count: int = 1) -> None:
+        """Jobs that came in by `route`, whatever became of them."""
+        self._add(table.REQUESTS, (model, route), count)
+
+    def exception(self, model: str, exception_class: str, count: int = 1) -> None:
+        """Exceptions that a model raised, by the name of their class."""
+        self._add(table.EXCEPTIONS, (model, exception_class), count)
+
+    def outcome(self, model: str, version: str, endpoint: str, outcome: str, count: int = 1) -> None:
+        """Jobs that ended, by how: completed, failed, cancelled, expired or dead."""
+        self._add(table.JOBS, (model, version, endpoint, outcome), count)
+
+    def fenced(self, model: str, count: int = 1) -> None:
+        """Commits that were discarded because the job had gone to another worker."""
+        self._add(table.FENCED, (model, "", ""), count)
+
+    def taken_over(self, model: str, count: int = 1) -> None:
+        """Jobs claimed after another worker's lease had lapsed or was given back."""
+        self._add(table.TAKEN_OVER, (model, "", ""), count)
+
+    def quarantined(self, model: str, count: int = 1) -> None:
+        """Entries that were no jobs and went to the dead letters."""
+        self._add(table.QUARANTINED, (model, "", ""), count)
+
+    def single_flight(self, model: str, count: int = 1) -> None:
+        """Jobs that were answered by the forward of an equal one."""
+        self._add(table.SINGLE_FLIGHT, (model, "", ""), count)
+
+    def loaded(self, model: str, version: str, is_loaded: bool) -> None:
+        """A version was loaded, or unloaded."""
+        self._set(table.MODEL_LOADED, (model, version), float(is_loaded))
+
+    def ready(self, is_ready: bool) -> None:
+        """Whether the worker takes jobs."""
+        self._set(table.READY, (), float(is_ready))
+
+    def queue(self, model: str, priority: str, depth: int, oldest_s: float) -> None:
+        """One queue as the broker sees it: jobs waiting or running, and the age of the oldest waiting one."""
+        self._set(table.QUEUE_DEPTH, (model, "", "", priority), depth)
+        self._set(table.QUEUE_AGE, (model, "", "", priority), oldest_s)
+
+    def collect(self) -> Iterator[Family]:
+        """Every metric of the table, for a prometheus_client registry; counters and buckets are cumulative."""
+        with self._lock:
+            self._fold()
+            families = [self._family(metric) for metric in table.METRICS]
+        return iter(families)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The worker in numbers, ready for JSON; models without a batch so far are left out.
+
+        {"ready": bool, "models": {name: {"jobs": int, "batches": int, "batch_sizes": {rows: batches},
+        "outcomes": {outcome: jobs}, "latency_ms": {part: {"p50": ms, "p99": ms}}}}}, where the parts are queue,
+        batch, compute, commit and total, over the last 8192 values of each version and endpoint.
+        """
+        with self._lock:
+            self._fold()
+            by_model = groupby(sorted(self._series), key=lambda labels: labels[0])
+            models = {model: self._model_snapshot(model, labels) for model, labels in by_model}
+            return {"ready": bool(self._values[table.READY.name][()]), "models": models}
+
+    def _add(self, metric: Metric, labels: Labels, count: float) -> None:
+        with self._lock:
+            values = self._values[metric.name]
+            labels = _bounded(values, labels, _MAX_LABEL_SETS)
+            values[labels] = values.get(labels, 0.0) + count
+
+    def _set(self, metric: Metric, labels: Labels, value: float) -> None:
+        with self._lock:
+            values = self._values[metric.name]
+            values[_bounded(values, labels, _MAX_LABEL_SETS)] = value
+
+    def _series_of(self, labels: Labels) -> _Series:
+        series = self._series.get(labels)
+        if series is None:
+            labels = _bounded(self._series, labels, _MAX_SERIES)
+            series = self._series.get(labels) or _Series(self._buckets)
+            self._series[labels] = series
+        return series
+
+    def _fold(self) -> None:
+        for series in self._series.values():
+            series.fold()
+
+    def _family(self, metric: Metric) -> Family:
+        unit = metric.unit if metric.name.endswith(f"_{metric.unit}") else ""
+        if metric.kind == "histogram":
+            histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels, unit=unit)
+            for labels, (counts, total, edges) in self._histograms(metric).items():
+                names = [*map(floatToGoString, edges), "+Inf"]
+                histogram.add_metric(labels, list(zip(names, counts.cumsum().tolist(), strict=True)), total)
+            return histogram
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = kind(metric.name, metric.help, labels=metric.labels, unit=unit)
+        for labels, value in self._values[metric.name].items():
+            family.add_metric(labels, value)
+        return family
+
+    def _histograms(self, metric: Metric) -> dict[Labels, tuple[npt.NDArray[np.int64], float, list[float]]]:
+        """Counts, sum and edges by label set; series that differ only in labels the metric lacks are added up."""
+        added: dict[Labels, tuple[npt.NDArray[np.int64], float, list[float]]] = {}
+        for labels, series in self._series.items():
+            histogram = series.all[metric.name]
+            key = labels[: len(metric.labels)]
+            counts, total, edges = added.get(key, (0, 0.0, histogram.edges.tolist()))
+            added[key] = (histogram.counts + counts, histogram.total + total, edges)
+        return added
+
+    def _model_snapshot(self, model: str, labels: Iterable[Labels]) -> dict[str, Any]:
+        series = [self._series[each] for each in labels]
+        sizes = sum((each.sizes for each in series), Counter[int]())
+        outcomes: Counter[str] = Counter()
+        for (name, _, _, outcome), count in self._values[table.JOBS.name].items():
+            if name == model:
+                outcomes[outcome] += int(count)
+        return {
+            "jobs": sum(int(each.latency.counts.sum()) for each in series),
+            "batches": sizes.total(),
+            "batch_sizes": dict(sorted(sizes.items())),
+            "outcomes": dict(outcomes),
+            "latency_ms": {
+                part: _quantiles_ms([each.all[metric.name].recent for each in series])
+                for part, metric in _SPLITS.items()
+            },
+        }
+
+
+def _bounded(known: Mapping[Labels, object], labels: Labels, limit: int) -> Labels:
+    if labels in known or len(known) < limit:
+        return labels
+    return ("other",) * len(labels)
+
+
+def _quantiles_ms(recent: Sequence[npt.NDArray[np.float64]]) -> dict[str, float]:
+    values = np.concatenate(recent)
+    if not values.size:
+        return {}
+    p50, p99 = np.percentile(values, (50, 99)) * 1e3
+    return {"p50": round(float(p50), 3), "p99": round(float(p99), 3)}

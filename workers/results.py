@@ -1,0 +1,80 @@
+"""Answers -> sealed results. The last step before the commit; no broker, no clock."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from registry.broker.base import Commit, State
+from registry.envelope import Failure, Keyring, ResultHeader, Timings, seal
+from registry.tensors import Tensor, encode
+from workers.executor import Outputs, Work
+from workers.job import ClaimedJob
+
+__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "commit_of"]
+
+EXPIRED: Final = Failure("Expired", "The job's deadline or lifetime had passed before it ran")
+REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
+CANCELLED: Final = Failure("Cancelled", "The job was cancelled before it ran")
+_STATES: Final = {"Cancelled": State.CANCELLED, "Expired": State.EXPIRED, "DeadLettered": State.DEAD}
+
+
+class Conclusion(NamedTuple):
+    """How one job ended here; `work` is the batch that answered, None for a job that did not run."""
+
+    job: ClaimedJob
+    answer: Outputs | Failure
+    work: Work | None = None
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why there are no outputs."""
+        return self.answer if isinstance(self.answer, Failure) else None
+
+    @property
+    def state(self) -> State:
+        """What the job's record will say."""
+        failure = self.failure
+        return State.COMPLETED if failure is None else _STATES.get(failure.code, State.FAILED)
+
+
+def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -> Commit:
+    """The commit that turns the job's record into this result."""
+    job, answer, work = end.job, end.answer, end.work
+    header, delivery = job.header, job.delivery
+    content: tuple[Tensor, ...] = ()
+    body = b""
+    failure = answer if isinstance(answer, Failure) else None
+    if not isinstance(answer, Failure):
+        wanted = header.options.outputs
+        content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
+    result = ResultHeader(
+        id=header.id,
+        context=header.context,
+        version=version,
+        worker=worker,
+        content=content,
+        error=failure,
+        attempt=delivery.attempt,
+        batch_size=work.batch.rows if work else 0,
+        timings=_timings(job, work),
+        key=keyring.signing_id,
+    )
+    return Commit(
+        delivery.slot,
+        delivery.priority,
+        delivery.entry_id,
+        header.id,
+        end.state,
+        seal("result", result, body, keyring),
+        header.tenant,
+        header.reply,
+        header.once,
+    )
+
+
+def _timings(job: ClaimedJob, work: Work | None) -> Timings:
+    if work is None:
+        return Timings(round(job.queue_ms, 3))
+    # A job that joined an equal one after that had begun did not wait for a batch.
+    batch_ms = max(0.0, work.started - job.claimed) * 1e3
+    return Timings(round(job.queue_ms, 3), round(batch_ms, 3), round((work.ended - work.started) * 1e3, 3))

@@ -1,0 +1,141 @@
+"""Packages of format `python`: any callable over NumPy arrays, batched or streaming.
+
+A batched entry point is `(inputs) -> outputs`: mappings of arrays with the rows of all jobs. A streaming one is a
+generator function `(inputs, ctx)` that runs one job: each mapping it yields is a chunk, and the mapping it returns
+holds the declared outputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from registry.errors import ConfigurationError, ModelError
+from registry.package import ModelSpec, Package
+from registry.tensors import Array
+from workers.runtime.base import Prepared, StreamContext, concatenate, stream_whole, warm_up
+from workers.runtime.entrypoint import build_model, forget_modules
+
+__all__ = ["PythonRuntime"]
+
+
+class PythonRuntime:
+    """Runs a package's own Python code."""
+
+    def __init__(self, package: Package) -> None:
+        self._package = package
+        self.model: Callable[..., Any] | None = None
+        """What `build()` returned; None until loaded."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the package declares."""
+        return self._package.spec
+
+    @property
+    def version(self) -> str:
+        """The model version that answers."""
+        return self._package.spec.version
+
+    def load(self, device: str, threads: int) -> None:
+        """Builds the entry point and, unless it streams, runs it once; device and threads are its own affair."""
+        model = build_model(self._package)
+        self._check_kind(model)
+        if getattr(model, "training", False) and callable(getattr(model, "eval", None)):
+            model.eval()
+        self.model = model
+        if not self.spec.streams:
+            warm_up(self)
+
+    def length(self, inputs: Mapping[str, Array]) -> int:
+        """Characters or extent of `length_input`; 1 without one."""
+        return self.spec.signature.length(inputs)
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        """Concatenates the rows of jobs; a streaming entry point takes one job."""
+        inputs = concatenate(jobs)
+        return Prepared(self.spec.signature.rows(inputs), inputs)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """One call of a batched entry point; of a streaming one, the result without its chunks."""
+        if self.spec.streams:
+            return _result_of(self.stream(prepared.payload, _Unheard()))
+        outputs = _arrays(self._loaded(prepared.payload))
+        self.spec.signature.check_outputs(outputs, prepared.rows)
+        return outputs
+
+    def stream(
+        self, inputs: Mapping[str, Array], context: StreamContext
+    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
+        """The chunks that a streaming entry point yields, then the outputs that it returns."""
+        if not self.spec.streams:
+            return (yield from stream_whole(self, inputs))
+        generator = self._loaded(concatenate([inputs]), context)
+        try:
+            while True:
+                try:
+                    chunk = next(generator)
+                except StopIteration as end:
+                    outputs = _arrays({} if end.value is None else end.value)
+                    self.spec.signature.check_outputs(outputs, self.spec.signature.rows(inputs))
+                    return outputs
+                yield _arrays(chunk)
+        finally:
+            generator.close()
+
+    def close(self) -> None:
+        """Lets go of the entry point and its modules."""
+        self.model = None
+        forget_modules(self._package)
+
+    @property
+    def _loaded(self) -> Callable[..., Any]:
+        if self.model is None:
+            raise RuntimeError(f"{self.spec.reference} is not loaded")
+        return self.model
+
+    def _check_kind(self, model: object) -> None:
+        is_generator = inspect.isgeneratorfunction(model) or inspect.isgeneratorfunction(
+            getattr(model, "__call__", None)  # noqa: B004 - a generator method is told only by the method itself
+        )
+        if not callable(model) or is_generator != self.spec.streams:
+            expected = "a generator function (inputs, ctx)" if self.spec.streams else "a function (inputs) -> outputs"
+            found = "a generator function" if is_generator else type(model).__name__
+            raise ConfigurationError(
+                f"{self.spec.reference}: entrypoint {self.spec.entrypoint}: build() returned {found}, "
+                f"expected {expected} as streams says"
+            )
+
+
+class _Unheard:
+    """The context of a job that nobody subscribed to and nobody can cancel."""
+
+    job_id = ""
+    tenant = ""
+    is_cancelled = False
+
+    def progress(self, fraction: float) -> None:
+        """Reports to nobody."""
+
+
+def _result_of(stream: Generator[dict[str, Array], None, dict[str, Array]]) -> dict[str, Array]:
+    while True:
+        try:
+            next(stream)
+        except StopIteration as end:
+            outputs: dict[str, Array] = end.value
+            return outputs
+
+
+def _arrays(values: object) -> dict[str, Array]:
+    if not isinstance(values, Mapping):
+        raise ModelError(f"The entry point gave {type(values).__name__}. Expected a mapping of names to arrays")
+    return {str(name): _array(value) for name, value in values.items()}
+
+
+def _array(value: object) -> Array:
+    array = np.asarray(value)
+    return array.astype(object) if array.dtype.kind in "UT" else array

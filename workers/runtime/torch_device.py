@@ -1,0 +1,84 @@
+"""One torch device: threads, placement, copies in and out, and what its out-of-memory errors look like.
+
+Importing this module does not import torch; making a TorchDevice does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from registry.errors import ConfigurationError, OutOfMemory
+from registry.tensors import Array
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TorchDevice"]
+
+_CPU_EXHAUSTED = ("can't allocate memory", "not enough memory")
+
+
+class TorchDevice:
+    """Where a torch model runs. `name` is `cpu` or `cuda[:n]`."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        """Imports torch and sets its CPU threads. Raises ConfigurationError for a device that is not here."""
+        try:
+            import torch
+        except ImportError:
+            raise ConfigurationError("torch is not installed. Expected: pip install 'penstock[torch]'") from None
+        self._torch = torch
+        torch.set_num_threads(threads)
+        try:
+            self.device = torch.device(name)
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                f"Device {name!r} cannot be used ({reason:.120}). Expected cpu or cuda:N"
+            ) from None
+        self.is_cuda = self.device.type == "cuda"
+
+    def place(self, model: object, reference: str) -> torch.nn.Module:
+        """The same module object, on this device, in evaluation mode. Raises ConfigurationError for anything else."""
+        if not isinstance(model, self._torch.nn.Module):
+            raise ConfigurationError(f"{reference}: found a {type(model).__name__}, expected a torch.nn.Module")
+        return model.to(self.device).eval()
+
+    def host_tensor(self, array: Array) -> torch.Tensor:
+        """A tensor over a writable array's memory, or a pinned copy of it when the device is a GPU."""
+        tensor = self._torch.from_numpy(array)
+        return tensor.pin_memory() if self.is_cuda else tensor
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on this device; the copy overlaps what the device is doing."""
+        return tensor.to(self.device, non_blocking=True) if self.is_cuda else tensor
+
+    def download(self, tensor: torch.Tensor) -> Array:
+        """The tensor's values on the host, waiting for the device."""
+        array: Array = tensor.detach().cpu().numpy()
+        return array
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Runs its body without autograd. Raises OutOfMemory in place of the device's own error."""
+        try:
+            with self._torch.inference_mode():
+                yield
+        except (self._torch.OutOfMemoryError, MemoryError) as error:
+            raise self._out_of_memory(error) from error
+        except RuntimeError as error:
+            if not any(phrase in str(error) for phrase in _CPU_EXHAUSTED):
+                raise
+            raise self._out_of_memory(error) from error
+
+    def release_memory(self) -> None:
+        """Gives cached device memory back."""
+        if self.is_cuda:
+            self._torch.cuda.empty_cache()
+
+    def _out_of_memory(self, error: BaseException) -> OutOfMemory:
+        self.release_memory()
+        return OutOfMemory(f"The batch does not fit {self.device} ({type(error).__name__})")

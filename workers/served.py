@@ -1,0 +1,108 @@
+"""One model in a worker: its runtime, its pending jobs, and how many more of them it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from registry.broker.base import Delivery
+from registry.envelope import JobHeader
+from registry.package import ModelSpec, Package
+from registry.settings import InferenceConfig
+from registry.signature import Signature
+from registry.tensors import Array
+from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
+from workers.executor import Work
+from workers.job import ClaimedJob
+from workers.runtime.base import Runtime, StreamContext
+from workers.runtime.open import open_runtime
+
+__all__ = ["ENDPOINT", "ServedModel", "batch_limits"]
+
+ENDPOINT: Final = "infer"
+"""The endpoint label of jobs that are plain forwards."""
+_CPU_BATCH: Final = 32
+"""Rows of a batch where neither the package nor a setting says: what a CPU gains from more is little."""
+_BATCHES_HELD: Final = 2
+"""One running, one ready; a model that sorts by length holds its window as well."""
+
+
+def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
+    """The limits of a model's batches: the package's own, else the settings'."""
+    batching, own = config.batching, spec.batching
+    may_batch = config.enabled and batching.enabled and not spec.streams
+    wait_ms = batching.max_wait_ms if own.max_wait_ms is None else own.max_wait_ms
+    return BatchLimits(
+        max_rows=(own.max_batch_size or batching.max_batch_size or _CPU_BATCH) if may_batch else 1,
+        max_wait_s=wait_ms / 1000,
+        max_tokens=own.max_tokens or 0,
+        max_bytes=own.max_bytes or 0,
+        sort_window=own.sort_window if may_batch else 1,
+        ageing_s=config.queue.ageing_s,
+    )
+
+
+class ServedModel:
+    """A model while this worker serves it. The I/O thread owns it, but for the runtime's forwards."""
+
+    def __init__(self, package: Package, config: InferenceConfig) -> None:
+        self.spec: Final = package.spec
+        self.name: Final = package.spec.name
+        self.signature: Final[Signature] = package.spec.signature
+        self.runtime: Final[Runtime] = open_runtime(package)
+        self.limits: Final = batch_limits(self.spec, config)
+        self.batcher: Final[Batcher[ClaimedJob]] = Batcher(self.limits)
+        self.timeout_s: Final = float(self.spec.timeout_s or config.timeout_seconds)
+        self.shares_flights: Final = (
+            config.enabled and config.batching.single_flight and self.spec.deterministic and not self.spec.streams
+        )
+        window = self.limits.max_rows * self.limits.sort_window if self.limits.sort_window > 1 else 0
+        self.capacity: Final = self.limits.max_rows * _BATCHES_HELD * self.spec.concurrency + window
+        self.in_memory = 0
+        self.in_flight = 0
+        """Batches handed to the model threads."""
+
+    @property
+    def free(self) -> int:
+        """Jobs that may be claimed now."""
+        return max(0, self.capacity - self.in_memory)
+
+    @property
+    def may_start(self) -> int:
+        """Forwards that the model's concurrency still allows."""
+        return self.spec.concurrency - self.in_flight
+
+    @property
+    def tokenises(self) -> bool:
+        """Whether preparing a batch is worth doing beside another forward."""
+        return self.spec.format == "transformers"
+
+    def open(
+        self, delivery: Delivery, header: JobHeader, inputs: dict[str, Array], claimed: float, queue_ms: float
+    ) -> ClaimedJob:
+        """A job in memory. Raises InvalidInput when its inputs are not what the signature says."""
+        checked = self.signature.check(inputs)
+        return ClaimedJob(delivery, header, checked, self.signature.rows(checked), claimed, queue_ms)
+
+    def add(self, jobs: list[ClaimedJob]) -> None:
+        """Puts jobs before the batcher, in their order of arrival."""
+        self.batcher.extend([self._pending(job) for job in jobs])
+
+    def _pending(self, job: ClaimedJob) -> Pending[ClaimedJob]:
+        inputs = job.inputs
+        shape = self.signature.batch_key(inputs)
+        # Strings are measured where the limit counts: in the runtime's padded tokens.
+        nbytes = sum(values.nbytes for values in inputs.values()) if self.limits.max_bytes else 0
+        return Pending(
+            BatchKey(self.name, self.runtime.version, ENDPOINT, shape),
+            int(job.delivery.priority),
+            job.rows,
+            self.runtime.length(inputs),
+            nbytes,
+            job.claimed,
+            job,
+        )
+
+    def work(self, batch: Batch[ClaimedJob], open_stream: Callable[[ClaimedJob], StreamContext]) -> Work:
+        """A batch ready for the model threads."""
+        return Work(batch, self.runtime, self.limits.max_rows, open_stream if self.spec.streams else None)

@@ -1,0 +1,85 @@
+"""The context of one streaming job: chunks and progress on their way to its event stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from registry.broker.base import Event, WorkerEnd
+from registry.envelope import EventHeader, Keyring, seal
+from registry.errors import BrokerUnavailable, InvalidInput
+from registry.tensors import Array, encode
+from workers.job import ClaimedJob
+
+__all__ = ["EventStream"]
+
+_RETRY_S = 0.2
+
+
+class EventStream:
+    """Sends a running job's events as its lease holder; see StreamContext for what an entry point may use.
+
+    While the broker is away an event waits, and the entry point with it. Once the lease is lost nothing is sent any
+    more and `is_cancelled` turns true: the job runs elsewhere.
+    """
+
+    def __init__(
+        self,
+        job: ClaimedJob,
+        broker: WorkerEnd,
+        consumer: str,
+        keyring: Keyring,
+        ttl_ms: int,
+        may_wait: Callable[[], bool],
+    ) -> None:
+        self._job = job
+        self._broker = broker
+        self._consumer = consumer
+        self._keyring = keyring
+        self._ttl_ms = ttl_ms
+        self._may_wait = may_wait
+        self._last = 0
+
+    @property
+    def job_id(self) -> str:
+        """`<model>.<uuid7>`."""
+        return self._job.header.id
+
+    @property
+    def tenant(self) -> str:
+        """Whose job it is."""
+        return self._job.header.tenant
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether to return early: the job was cancelled, or another worker has it."""
+        return self._job.is_cancelled or self._job.is_lost
+
+    def progress(self, fraction: float) -> None:
+        """Tells subscribers how far the job is. Raises InvalidInput outside 0 to 1."""
+        if not 0 <= fraction <= 1:
+            raise InvalidInput(f"progress is {fraction!r:.40}. Expected a number from 0 to 1")
+        self._emit("progress", fraction=float(fraction))
+
+    def chunk(self, values: Mapping[str, Array]) -> None:
+        """Sends what the entry point yielded."""
+        self._emit("chunk", values=values)
+
+    def _emit(self, kind: str, *, values: Mapping[str, Array] | None = None, fraction: float | None = None) -> None:
+        content, body = encode(values) if values else ((), b"")
+        header = EventHeader(
+            self.job_id, kind, content, fraction, self._job.delivery.attempt, key=self._keyring.signing_id
+        )
+        event = Event(kind, seal("event", header, body, self._keyring))
+        while not self._job.is_lost:
+            try:
+                last = self._broker.emit(self._consumer, self._job.held, [event], self._ttl_ms, after=self._last)
+            except BrokerUnavailable:
+                if not self._may_wait():
+                    self._job.is_lost = True
+                    return
+                time.sleep(_RETRY_S)
+                continue
+            self._last = last
+            self._job.is_lost = last == 0
+            return
