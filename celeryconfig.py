@@ -3,14 +3,16 @@
 One process per device and no pool: CUDA does not survive a fork, and the drain has threads of its own.
 """
 
+from registry.local_stack import with_broker
 from registry.queues import CELERY_QUEUE
-from workers.boot import celery_url, connected_settings
+from registry.settings import Settings
+from workers.boot import celery_url
 
-_settings = connected_settings()
-_redis_url = celery_url(_settings.redis_url or "")
+_settings = with_broker(Settings.load())
 
-broker_url = celery_url(_settings.celery_url or _settings.redis_url or "")
-result_backend = _redis_url
+broker_url = celery_url(_settings.celery_url or "")
+# Other brokers than Redis keep no results: those go to ours.
+result_backend = broker_url if broker_url.startswith("redis") else celery_url(_settings.redis_url or "")
 result_expires = _settings.inference.queue.result_ttl_s
 
 worker_pool = "solo"

@@ -36,6 +36,10 @@ _PRIORITIES: Final = click.Choice(["critical", "high", "normal", "low"])
 _json = click.option("--json", "as_json", is_flag=True, help="Print data for programs.")
 
 
+class _Misconfigured(click.ClickException):
+    exit_code = EXIT_CONFIGURATION
+
+
 class _Commands(click.Group):
     """Turns Penstock's errors into one line and an exit status, for every command."""
 
@@ -43,9 +47,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(context)
         except PenstockError as error:
-            refusal = click.ClickException(str(error))
-            refusal.exit_code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else 1
-            raise refusal from error
+            refusal = _Misconfigured if isinstance(error, ConfigurationError) else click.ClickException
+            raise refusal(str(error)) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -101,9 +104,8 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
             )
         console.print(f"Logs     {stack.log_folder}\nCtrl-C stops everything; jobs that wait are kept.")
         _until_interrupted(lambda: stack.has_failed)
-        complaint = stack.complaint()
-    if complaint:
-        raise ConfigurationError(complaint)
+        if stack.has_failed:
+            raise ConfigurationError(stack.complaint())
 
 
 @main.command()
@@ -133,7 +135,7 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     logs.configure()
     programs = [worker_program(each, settings, children, None) for each in choose(settings, environ)]
     supervisor = Supervisor(programs, worker_patience(settings))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: supervisor.stop())
     sys.exit(supervisor.run())
 
@@ -303,10 +305,9 @@ def _settings(environ: Mapping[str, str], overrides: Mapping[str, object] | None
 
 
 def _connected(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Settings:
-    """Settings with a broker in them: the one that is configured, else the running embedded stack's."""
-    from producers.client import settings_with_broker
+    from registry.local_stack import with_broker
 
-    return settings_with_broker(_settings(environ, overrides))
+    return with_broker(_settings(environ, overrides))
 
 
 @contextmanager

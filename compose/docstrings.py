@@ -81,9 +81,15 @@ def _beginning(docstring: str | None) -> str:
         if len(kept) >= _MIN_CHARACTERS:
             break
     kept = _ARROW.sub("", kept, count=1)
-    if len(kept) > _MAX_CHARACTERS:
-        kept = kept[:_MAX_CHARACTERS].rpartition(" ")[0] + " ..."
-    return kept if len(kept) >= _MIN_CHARACTERS else ""
+    return _cut(kept) if len(kept) >= _MIN_CHARACTERS else ""
+
+
+def _cut(text: str) -> str:
+    """Whole sentences up to _MAX_CHARACTERS, or as many words as fit."""
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    end = text.rfind(". ", _MIN_CHARACTERS, _MAX_CHARACTERS)
+    return text[: end + 1] if end > 0 else text[:_MAX_CHARACTERS].rpartition(" ")[0] + " ..."
 
 
 def _from_sources() -> Iterator[Passage]:

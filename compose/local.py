@@ -38,15 +38,23 @@ from registry.errors import BrokerUnavailable, ConfigurationError
 from registry.local_stack import RunningStack
 from registry.settings import Settings
 
-__all__ = ["LocalStack", "redis_binary"]
+__all__ = ["LocalStack", "private_settings", "redis_binary"]
 
 _SOCKET_PATH_LIMIT: Final = 107
 _OLDEST_REDIS: Final = (6, 2)
 _REDIS_TIMEOUT_S: Final = 60.0
 _WORKER_TIMEOUT_S: Final = 180.0
 _FLOWER_TIMEOUT_S: Final = 60.0
+_FAILED_STARTS: Final = 3
+"""Starts in a row that may fail before a part is given up."""
 _POLL_S: Final = 0.05
 _FLOWER_USER: Final = "penstock"
+_MODELS_ROOT: Final = Path(__file__).resolve().parent.parent / "models"
+_WHERE_THINGS_ARE: Final = (
+    *("PENSTOCK_REDIS_URL", "PENSTOCK_CELERY_URL", "PENSTOCK_REGISTRY_URL", "PENSTOCK_SIGNING_KEYS"),
+    *("PENSTOCK_TRUSTED_ROOTS", "PENSTOCK_WORKER_INDEX", "PENSTOCK_METRICS_HOST", "PENSTOCK_METRICS_BEARER_FILE"),
+)
+"""Left out of a private stack's environment: how models are served is the user's, where things are is not."""
 
 
 def redis_binary() -> Path:
@@ -123,11 +131,12 @@ class LocalStack:
             return [json.loads(report) for report in broker.workers()]
 
     def complaint(self) -> str:
-        """The line in which the part that gave up said why; empty when none did."""
+        """Which part gave up, and its own last line; empty when none did."""
         for part, supervisor in self._supervisors.items():
-            if supervisor.has_failed:
+            if supervisor.has_failed or supervisor.failures >= _FAILED_STARTS:
                 names = [device.name for device in self._devices] if part == "worker" else [part]
-                return next(filter(None, map(self._last_words, names)), f"{part} gave up")
+                reason = next(filter(None, map(self._last_words, names)), "it gave no reason")
+                return f"{part} gave up: {reason}"
         return ""
 
     def __enter__(self) -> LocalStack:
@@ -147,6 +156,8 @@ class LocalStack:
         _private_folder(home)
         exits.enter_context(local_stack.hold(home))
         _private_folder(self.log_folder)
+        for old in self.log_folder.glob("*.log"):
+            old.unlink()
         address = exits.enter_context(_socket(home))
         url = f"unix://{address}"
         self._on_progress("Redis starts")
@@ -177,7 +188,7 @@ class LocalStack:
     def _await(self, part: str, timeout_s: float, is_ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_ready():
-            if self.has_failed:
+            if self.has_failed or self._supervisors[part].failures >= _FAILED_STARTS:
                 raise ConfigurationError(self.complaint())
             if time.monotonic() > deadline:
                 raise ConfigurationError(
@@ -268,6 +279,22 @@ class LocalStack:
         return next((line for line in reversed(lines) if line.strip() and not line.startswith("{")), "")
 
 
+@contextmanager
+def private_settings(environ: Mapping[str, str], models: Sequence[str]) -> Iterator[tuple[Settings, dict[str, str]]]:
+    """Settings and environment of a stack of its own in a temporary home, with the models of this checkout."""
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as home:
+        own = {
+            **{name: value for name, value in environ.items() if name not in _WHERE_THINGS_ARE},
+            "PENSTOCK_HOME": home,
+            "PENSTOCK_INFERENCE_REPO_ROOT": str(_MODELS_ROOT),
+            "PENSTOCK_WORKER_MODELS": ",".join(models),
+            "PENSTOCK_METRICS_PORT": "0",
+            # torch makes this folder in the temporary one otherwise, and leaves it there.
+            "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
+        }
+        yield Settings.load(environ=own), own
+
+
 def _private_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -304,10 +331,11 @@ def _answers(url: str) -> bool:
 
 
 def _serves(stack: RunningStack) -> bool:
-    access = base64.b64encode(f"{stack.flower_user}:{stack.flower_password}".encode()).decode()
-    request = urllib.request.Request(f"{stack.flower_url}/healthcheck", headers={"Authorization": f"Basic {access}"})  # noqa: S310 - our own address
+    login = base64.b64encode(f"{stack.flower_user}:{stack.flower_password}".encode()).decode()
+    headers = {"Authorization": f"Basic {login}"}
+    request = urllib.request.Request(f"{stack.flower_url}/healthcheck", headers=headers)  # noqa: S310 - our own address
     try:
-        with urllib.request.urlopen(request, timeout=2) as answer:  # noqa: S310 - our own address
+        with urllib.request.urlopen(request, timeout=2) as answer:  # noqa: S310 - the same
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

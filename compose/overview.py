@@ -20,7 +20,18 @@ from registry.broker.base import Broker
 from registry.package import ModelSpec
 from registry.signature import TensorSpec
 
-__all__ = ["batch_sizes", "draw_batches", "draw_latency", "draw_models", "draw_status", "models", "snapshots", "status"]
+__all__ = [
+    "batch_sizes",
+    "draw_batches",
+    "draw_latency",
+    "draw_models",
+    "draw_status",
+    "latency_ms",
+    "models",
+    "snapshots",
+    "status",
+    "worker_pids",
+]
 
 PARTS: Final = {
     "queue": "queue wait: in the broker",
@@ -71,18 +82,41 @@ def _kind(tensor: TensorSpec) -> str:
 
 
 def snapshots(reports: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the probes of this machine's workers answer to /snapshot; workers elsewhere are left out."""
-    here = "@" + socket.gethostname()
-    ports = [report["probe_port"] for report in reports if report["name"].endswith(here) and "probe_port" in report]
+    """What the probes of this machine's workers answer to /snapshot; others listen on their own loopback."""
     found = []
-    for port in ports:
+    for report in filter(_is_here, reports):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/snapshot", timeout=_PROBE_TIMEOUT_S) as answer:
+            with urllib.request.urlopen(report["probe"] + "/snapshot", timeout=_PROBE_TIMEOUT_S) as answer:  # noqa: S310 - http
                 found.append(json.load(answer))
         except (urllib.error.URLError, OSError):
-            # The worker ended a moment ago.
+            # It ended a moment ago, or wants a bearer token.
             continue
     return found
+
+
+def batch_sizes(found: Iterable[Mapping[str, Any]], model: str) -> dict[int, int]:
+    """The batch sizes of one model over all workers."""
+    sizes: dict[int, int] = {}
+    for snapshot in found:
+        for rows, batches in snapshot["models"].get(model, {}).get("batch_sizes", {}).items():
+            sizes[int(rows)] = sizes.get(int(rows), 0) + batches
+    return sizes
+
+
+def latency_ms(found: Sequence[Mapping[str, Any]], model: str) -> dict[str, dict[str, float]]:
+    """p50 and p99 of each part of a job's time, from the worker that did most of the model's jobs."""
+    states = [snapshot["models"][model] for snapshot in found if model in snapshot["models"]]
+    return max(states, key=lambda state: int(state["jobs"]))["latency_ms"] if states else {}
+
+
+def worker_pids(broker: Broker) -> list[int]:
+    """The processes of this machine's workers."""
+    reports = map(json.loads, broker.workers())
+    return [report["pid"] for report in reports if _is_here(report)]
+
+
+def _is_here(report: Mapping[str, Any]) -> bool:
+    return str(report["name"]).endswith("@" + socket.gethostname())
 
 
 def draw_status(state: Mapping[str, Any]) -> RenderableType:
@@ -95,9 +129,8 @@ def draw_status(state: Mapping[str, Any]) -> RenderableType:
             queues.add_row(queue["model"], queue["priority"], f"{waiting:,}", f"{queue['running']:,}", age)
     workers = _table("worker", "device", "state", "models")
     for report in state["workers"]:
-        workers.add_row(
-            report.get("name", "?"), report.get("device", "?"), condition, ", ".join(report.get("models", []))
-        )
+        loaded = ", ".join(f"{name}/{version}" for name, version in report["models"].items())
+        workers.add_row(report["name"], report["device"], "ready" if report["ready"] else "not ready", loaded)
     return Group(
         queues if queues.row_count else Text("No job waits or runs."),
         Text(),
@@ -155,12 +188,3 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left")
     return table
-
-
-def batch_sizes(found: Sequence[Mapping[str, Any]], model: str) -> dict[int, int]:
-    """The batch sizes of one model over all workers."""
-    sizes: dict[int, int] = {}
-    for snapshot in found:
-        for rows, batches in snapshot["models"].get(model, {}).get("batch_sizes", {}).items():
-            sizes[int(rows)] = sizes.get(int(rows), 0) + batches
-    return sizes

@@ -95,8 +95,9 @@ class Vigil:
 
     def __init__(self, patience: Patience, *, beats: bool) -> None:
         self._patience = patience
+        self.failures = 0
+        """Ends in a row, of runs that were not steady."""
         self._beats = beats
-        self._failures = 0
         self._started = 0.0
         self._last_beat: float | None = None
         self._complaint = ""
@@ -126,8 +127,8 @@ class Vigil:
 
     def ended(self, now: float, jitter: float) -> float:
         """The child is gone: when to start the next one."""
-        self._failures = 1 if now - self._started >= self._patience.steady_s else self._failures + 1
-        return now + restart_delay_s(self._failures, self._patience, jitter)
+        self.failures = 1 if now - self._started >= self._patience.steady_s else self.failures + 1
+        return now + restart_delay_s(self.failures, self._patience, jitter)
 
 
 class _Child:
@@ -238,6 +239,11 @@ class Supervisor:
     def has_failed(self) -> bool:
         """Whether a child that cannot work as it is configured ended this supervisor."""
         return self._status != 0
+
+    @property
+    def failures(self) -> int:
+        """How often in a row the least lucky child ended before it had run steadily."""
+        return max((child.vigil.failures for child in self._children), default=0)
 
     def pids(self) -> dict[str, int]:
         """The processes that run, by program name."""

@@ -9,32 +9,37 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from pydantic import SecretStr
-
-from producers.publish import Press, SpecCache, accepted, cancellation, limits_of, parcels
+from producers.connection import (
+    LONGEST_PAUSE_S,
+    client_settings,
+    new_client_id,
+    press_of,
+    settings_with_broker,
+)
+from producers.publish import SpecCache, accepted, cancellation, limits_of, parcels
 from producers.replies import (
     SILENCE_S,
     EventMerger,
     Inbox,
     JobEvent,
     Outcome,
-    is_gone,
+    is_end,
+    missing,
     open_outcome,
     unknown_job,
 )
+from producers.rows import RowShape, Tracker
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_streams import RedisStreams
-from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultGone, ResultTimeout
-from registry.local_stack import read as read_local_stack
+from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultTimeout
 from registry.package import ModelSpec
 from registry.queues import slot_of
 from registry.settings import Settings
@@ -46,7 +51,6 @@ logger = logging.getLogger("client")
 
 Inputs = Mapping[str, object]
 _MAP_WINDOW = 512
-_LONGEST_PAUSE_S = 1.0
 
 
 class Client:
@@ -176,14 +180,14 @@ class Client:
         """
         if on_error not in ("raise", "return"):
             raise ConfigurationError(f"on_error is {on_error!r:.80}. Expected 'raise' or 'return'")
-        shape = _RowShape(self._spec(model))
+        shape = RowShape(self._spec(model))
         results: list[Any] = []
         outstanding: deque[tuple[JobHandle, bool]] = deque()
         source, chunk = iter(items), max(1, window // 4)
-        with _progress(progress, items) as advance:
+        with Tracker(progress, items) as advance:
             try:
                 while True:
-                    if len(outstanding) <= window - chunk and (taken := _take(source, chunk)):
+                    if len(outstanding) <= window - chunk and (taken := shape.take(source, chunk)):
                         inputs = [shape.inputs(item) for item in taken]
                         handles = self.submit_many(model, inputs, priority=priority)
                         outstanding.extend(
@@ -309,22 +313,20 @@ class JobHandle:
         May be called at any time, also after completion, and from any process. Raises as `result` does, but for a
         failed job: that is the last event.
         """
-        client = self._client
-        slot = slot_of(self.id)
-        merger = EventMerger(self.id, self.tenant, client._press.keyring, after)
-        subscription = client._inbox.subscribe(self.id, slot, after)
+        inbox = self._client._inbox
+        merger = EventMerger(self.id, self.tenant, self._client._press.keyring, after)
+        subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
                 standing = self._stand(subscribe=True)
-                client._inbox.wait(lambda: bool(subscription), 0.001)
-                yield from merger.entries(_drained(subscription))
+                yield from merger.entries(inbox.read_now(self.id, merger.last))
                 yield from merger.standing(standing)
                 while not (merger.is_over or merger.awaits_record):
-                    if not client._inbox.wait(lambda: bool(subscription), SILENCE_S):
+                    if not inbox.wait(lambda: bool(subscription), SILENCE_S):
                         break
                     yield from merger.entries(_drained(subscription))
         finally:
-            client._inbox.unsubscribe(self.id, subscription)
+            inbox.unsubscribe(self.id, subscription)
 
     def cancel(self) -> bool:
         """Whether the job will never run. A running job is asked to stop, which False does not promise."""
@@ -340,13 +342,12 @@ class JobHandle:
     def _await_end(self, deadline: float | None, timeout: float | None) -> None:
         inbox = self._client._inbox
         subscription = None
-        slot = slot_of(self.id)
         try:
             while self._standing is None:
                 left = SILENCE_S if deadline is None else min(SILENCE_S, deadline - time.monotonic())
                 if left > 0 and not self._is_ours and subscription is None:
                     # Somebody else's job tells us of its end only through its event stream.
-                    subscription = inbox.subscribe(self.id, slot, 0)
+                    subscription = inbox.subscribe(self.id, 0)
                     self._ask(subscribe=True)
                     continue
                 if left > 0 and inbox.wait(lambda: not self._is_waiting(subscription), left):
@@ -364,7 +365,7 @@ class JobHandle:
 
     def _is_waiting(self, subscription: deque[Any] | None) -> bool:
         if subscription is not None:
-            return not any(entry.fields[1] in _ENDS for entry in tuple(subscription))
+            return not any(is_end(entry) for entry in tuple(subscription))
         return self._is_ours
 
     def _ask(self, *, subscribe: bool = False) -> Standing:
@@ -385,9 +386,7 @@ class JobHandle:
         return standing
 
     def _missing(self) -> Exception:
-        if self._is_known or is_gone(self.id, self._client._result_ttl_s):
-            return ResultGone(f"The result of job {self.id} is gone: results are kept for a limited time")
-        return unknown_job(self.id)
+        return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
 
     def _opened_or_asked(self) -> Outcome:
         if self._standing is None:
@@ -400,44 +399,6 @@ class JobHandle:
                 raise self._missing()
             self._outcome = open_outcome(self.id, self.tenant, self._standing, self._client._press.keyring)
         return self._outcome
-
-
-_ENDS = frozenset(state.value.encode() for state in State if state is not State.QUEUED)
-
-
-def client_settings(
-    settings: Settings | None, *, tenant: str | None, signing_keys: str | None, models_root: str | Path | None
-) -> Settings:
-    """The settings of a client: given ones as they are, else the environment's, with what the caller named."""
-    if settings is not None and (tenant, signing_keys, models_root) == (None, None, None):
-        return settings
-    named = {"tenant_id": tenant, "signing_keys": signing_keys}
-    return Settings.load(overrides={**named, "repo_root": None if models_root is None else str(models_root)})
-
-
-def press_of(settings: Settings) -> Press:
-    """What a client seals its jobs with."""
-    max_bytes = settings.inference.max_request_size_mb * 1024 * 1024
-    return Press(tenant=settings.tenant_id, keyring=settings.keyring, max_bytes=max_bytes)
-
-
-def settings_with_broker(settings: Settings) -> Settings:
-    """The settings with a broker in them: an explicit URL wins, else the embedded stack's with its keys."""
-    if settings.redis_url is not None:
-        return settings
-    stack = read_local_stack(settings.home)
-    if stack is None:
-        raise ConfigurationError(
-            "No broker is configured and no embedded stack runs. Expected PENSTOCK_REDIS_URL, or `penstock up`"
-        )
-    found = {"redis_url": stack.redis_url, "celery_url": settings.celery_url or stack.redis_url}
-    keys = settings.signing_keys or SecretStr(stack.signing_keys())
-    return settings.model_copy(update={**found, "signing_keys": keys})
-
-
-def new_client_id() -> str:
-    """Names the reply streams of one client in one process."""
-    return secrets.token_hex(6)
 
 
 def _start_over() -> None:
@@ -456,10 +417,6 @@ def _drained(entries: deque[Any]) -> list[Any]:
     return taken
 
 
-def _take(source: Iterator[Any], count: int) -> list[Any]:
-    return [item for _, item in zip(range(count), source, strict=False)]
-
-
 def _wait_for_room(
     refused: Sequence[Receipt],
     model: str,
@@ -472,7 +429,7 @@ def _wait_for_room(
         for receipt in refused:
             accepted(receipt, model)
     except QueueFull as full:
-        pause = min(full.retry_after_s, _LONGEST_PAUSE_S)
+        pause = min(full.retry_after_s, LONGEST_PAUSE_S)
         if deadline is not None and time.monotonic() + pause > deadline:
             outside = {id(handle) for _, handle in waiting}
             full.accepted = [handle for handle in handles if id(handle) not in outside]
@@ -480,30 +437,7 @@ def _wait_for_room(
         time.sleep(pause)
 
 
-class _RowShape:
-    """How `map` turns an item into inputs and outputs into a row."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        required = [tensor.name for tensor in spec.inputs if not tensor.optional]
-        self._only_input = required[0] if len(required) == 1 else None
-        self._dtype = next((tensor.dtype for tensor in spec.inputs if tensor.name == self._only_input), "")
-        self._only_output = spec.outputs[0].name if len(spec.outputs) == 1 else None
-        self._model = spec.name
-
-    def inputs(self, item: Any) -> Inputs:
-        if isinstance(item, Mapping):
-            return item
-        if self._only_input is None:
-            raise ConfigurationError(f"Model {self._model} has several inputs. Expected items that are mappings")
-        return {self._only_input: item[None] if hasattr(item, "__array__") and item.ndim else [item]}
-
-    def row(self, outputs: dict[str, Array]) -> Any:
-        if self._only_output is not None and self._only_output in outputs:
-            return outputs[self._only_output][0]
-        return {name: values[0] for name, values in outputs.items()}
-
-
-def _row_of(handle: JobHandle, shape: _RowShape, is_whole: bool, on_error: str) -> Any:
+def _row_of(handle: JobHandle, shape: RowShape, is_whole: bool, on_error: str) -> Any:
     try:
         outputs = handle.result()
     except JobFailed as failure:
@@ -511,28 +445,3 @@ def _row_of(handle: JobHandle, shape: _RowShape, is_whole: bool, on_error: str) 
             raise
         return failure
     return outputs if is_whole else shape.row(outputs)
-
-
-class _progress:
-    """A progress bar, a caller's callable, or nothing."""
-
-    def __init__(self, wish: bool | Callable[[int], None], items: Iterable[Any]) -> None:
-        self._wish = wish
-        self._total = len(items) if isinstance(items, Sequence) else None
-        self._bar: Any = None
-
-    def __enter__(self) -> Callable[[int], None]:
-        if callable(self._wish):
-            return self._wish
-        if not self._wish:
-            return lambda _: None
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        self._bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar.start()
-        task = self._bar.add_task("jobs", total=self._total)
-        return lambda done: self._bar.update(task, completed=done)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

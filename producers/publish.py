@@ -163,7 +163,9 @@ def accepted(receipt: Receipt, model: str) -> str:
             "The idempotency key belongs to a job with another version or other inputs. "
             "Expected the same inputs, or a new key"
         )
-    whose = "The tenant has as many jobs in flight as it may" if receipt.outcome == "tenant-full" else "The queue is full"
+    whose = (
+        "The tenant has as many jobs in flight as it may" if receipt.outcome == "tenant-full" else "The queue is full"
+    )
     raise QueueFull(
         f"{whose} (model {model}). Expected a retry after {receipt.retry_after_s:.2f} s", receipt.retry_after_s
     )

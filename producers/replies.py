@@ -14,22 +14,34 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from registry.broker.base import ProducerEnd, Standing, State, StreamEntry
 from registry.broker.redis_scripts import record_standing
 from registry.envelope import Keyring, ResultHeader, open_event, open_result
-from registry.errors import BadSignature, BrokerUnavailable, UndecodableEnvelope, UnknownJob, job_failure
-from registry.queues import events_key, job_time_ms, reply_key
+from registry.errors import BadSignature, ResultGone, UnknownJob, job_failure
+from registry.queues import events_key, job_time_ms, reply_key, slot_of
 from registry.tensors import Array, decode
 
-__all__ = ["SILENCE_S", "EventMerger", "Inbox", "JobEvent", "Outcome", "Postbox", "is_gone", "open_outcome"]
+__all__ = [
+    "SILENCE_S",
+    "EventMerger",
+    "Inbox",
+    "JobEvent",
+    "Outcome",
+    "Postbox",
+    "is_end",
+    "missing",
+    "open_outcome",
+    "unknown_job",
+]
 
 SILENCE_S: Final = 1.0
 """After so long without a word the record is asked."""
 _TRIM_EVERY: Final = 64
+_ALL: Final = 1_000_000
 _LONE_END: Final = 3
 """The end's sequence number in a job that emitted nothing."""
 _TERMINAL_NAMES: Final = {
@@ -97,10 +109,24 @@ def unknown_job(job_id: str) -> UnknownJob:
     return UnknownJob(f"Unknown job {job_id!r:.120}. Expected the id of a job of this tenant")
 
 
-def is_gone(job_id: str, result_ttl_s: float) -> bool:
-    """Whether a job without a record may have existed: its id is older than results are kept."""
+def missing(job_id: str, *, is_known: bool, result_ttl_s: float) -> UnknownJob | ResultGone:
+    """The error for a job without a record: gone, when it existed or its id is older than results are kept."""
     made_ms = job_time_ms(job_id)
-    return made_ms is not None and made_ms < time.time() * 1000 - result_ttl_s * 1000
+    if is_known or (made_ms is not None and made_ms < (time.time() - result_ttl_s) * 1000):
+        return ResultGone(f"The result of job {job_id} is gone. Results are kept for {result_ttl_s:g} s")
+    return unknown_job(job_id)
+
+
+def is_end(entry: StreamEntry) -> bool:
+    """Whether an entry of an event stream says that the job has ended."""
+    return entry.fields[1] in _BY_LETTER
+
+
+class Sink(Protocol):
+    """Where the entries of one subscription go: a deque, or what an event loop wants to be woken by."""
+
+    def append(self, entry: StreamEntry, /) -> object:
+        """Takes in an entry."""
 
 
 class Recipient(Protocol):
@@ -117,8 +143,13 @@ class Postbox:
         self._client_id = client_id
         self._cursors: dict[str, str] = {}
         self._recipients: weakref.WeakValueDictionary[str, Recipient] = weakref.WeakValueDictionary()
-        self._subscriptions: dict[str, list[deque[StreamEntry]]] = {}
-        self._unread: dict[str, int] = {}
+        self._subscriptions: dict[str, list[Sink]] = {}
+        self._untrimmed: dict[str, int] = {}
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody could still be interested in what comes."""
+        return bool(self._recipients or self._subscriptions)
 
     def address(self, slot: str) -> str:
         """The reply stream for jobs of a slot; read from now on."""
@@ -130,20 +161,17 @@ class Postbox:
         """Replies about the job go to `recipient`, for as long as somebody else keeps that alive."""
         self._recipients[job_id.rpartition(".")[2]] = recipient
 
-    def subscribe(self, job_id: str, after: int) -> deque[StreamEntry]:
-        """Where the job's events will appear, from `after` + 1 on."""
+    def subscribe(self, job_id: str, after: int, sink: Sink) -> None:
+        """The job's events go to `sink`, from `after` + 1 on, or from where they are read already."""
+        self.address(slot_of(job_id))
         key = events_key(job_id)
-        entries: deque[StreamEntry] = deque()
-        # Readers of one job share a cursor: an earlier one than theirs only repeats what they know to skip.
-        current = self._cursors.get(key)
-        self._cursors[key] = f"{min(after, int(current.partition('-')[0])) if current else after}-0"
-        self._subscriptions.setdefault(key, []).append(entries)
-        return entries
+        self._cursors.setdefault(key, f"{after}-0")
+        self._subscriptions.setdefault(key, []).append(sink)
 
-    def unsubscribe(self, job_id: str, entries: deque[StreamEntry]) -> None:
+    def unsubscribe(self, job_id: str, sink: Sink) -> None:
         """Ends a subscription."""
         key = events_key(job_id)
-        remaining = [other for other in self._subscriptions.get(key, ()) if other is not entries]
+        remaining = [other for other in self._subscriptions.get(key, ()) if other is not sink]
         if remaining:
             self._subscriptions[key] = remaining
         else:
@@ -154,6 +182,12 @@ class Postbox:
         """What to read, and after which entry."""
         return dict(self._cursors)
 
+    def wake_key(self, reading: Mapping[str, str]) -> str | None:
+        """A reply stream through which a reader of `reading` is woken, when that misses a stream by now."""
+        if self._cursors.keys() <= reading.keys():
+            return None
+        return next((key for key in reading if key not in self._subscriptions), None)
+
     def deliver(self, entries: Iterable[StreamEntry]) -> list[tuple[str, str]]:
         """Hands entries out; returns the (stream, last entry) pairs that may now be trimmed."""
         trims: list[tuple[str, str]] = []
@@ -162,14 +196,14 @@ class Postbox:
             if key not in self._cursors:
                 continue
             self._cursors[key] = entry_id
-            if (subscribers := self._subscriptions.get(key)) is not None:
-                for subscriber in subscribers:
-                    subscriber.append(entry)
+            if (sinks := self._subscriptions.get(key)) is not None:
+                for sink in sinks:
+                    sink.append(entry)
                 continue
             self._hand_out(fields)
-            self._unread[key] = self._unread.get(key, 0) + 1
-            if self._unread[key] >= _TRIM_EVERY:
-                self._unread[key] = 0
+            self._untrimmed[key] = self._untrimmed.get(key, 0) + 1
+            if self._untrimmed[key] >= _TRIM_EVERY:
+                self._untrimmed[key] = 0
                 trims.append((key, entry_id))
         return trims
 
@@ -194,30 +228,33 @@ class Inbox:
     def address(self, slot: str) -> str:
         """The reply stream for jobs of a slot."""
         with self._changed:
-            return self._postbox.address(slot)
+            key = self._postbox.address(slot)
+            wake = self._wake_key()
+        self._wake(wake)
+        return key
 
     def expect(self, job_id: str, recipient: Recipient) -> None:
         """See Postbox.expect."""
         with self._changed:
             self._postbox.expect(job_id, recipient)
 
-    def subscribe(self, job_id: str, slot: str, after: int) -> deque[StreamEntry]:
-        """See Postbox.subscribe; whoever is reading now is made to include it."""
+    def subscribe(self, job_id: str, after: int) -> deque[StreamEntry]:
+        """Where the job's events will appear, see Postbox.subscribe."""
+        entries: deque[StreamEntry] = deque()
         with self._changed:
-            # The reply stream of the slot is what the reader can be woken through.
-            self._postbox.address(slot)
-            entries = self._postbox.subscribe(job_id, after)
-            reading = self._reading
-        if reading is not None and events_key(job_id) not in reading:
-            replies = [key for key in reading if key not in self._postbox._subscriptions]
-            if replies:
-                self._broker.nudge(replies[0])
+            self._postbox.subscribe(job_id, after, entries)
+            wake = self._wake_key()
+        self._wake(wake)
         return entries
 
     def unsubscribe(self, job_id: str, entries: deque[StreamEntry]) -> None:
-        """See Postbox.unsubscribe."""
+        """Ends a subscription."""
         with self._changed:
             self._postbox.unsubscribe(job_id, entries)
+
+    def read_now(self, job_id: str, after: int) -> list[StreamEntry]:
+        """The job's events after a sequence number, as they are now."""
+        return self._broker.read({events_key(job_id): f"{after}-0"}, 0, _ALL)
 
     def wait(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Reads, or lets another thread read, until `is_done` or the time is up; says whether it is done.
@@ -237,14 +274,12 @@ class Inbox:
         return True
 
     def _read_once(self, seconds: float) -> None:
+        """One read without the lock; the caller holds it before and after."""
         cursors = self._reading = self._postbox.cursors()
         entries: list[StreamEntry] = []
         self._changed.release()
         try:
-            if cursors:
-                entries = self._broker.read(cursors, max(1, int(seconds * 1000)))
-            else:
-                time.sleep(seconds)
+            entries = self._broker.read(cursors, max(1, int(seconds * 1000)))
         finally:
             self._changed.acquire()
             self._reading = None
@@ -252,6 +287,13 @@ class Inbox:
             self._changed.notify_all()
         for key, last in trims:
             self._broker.trim(key, last)
+
+    def _wake_key(self) -> str | None:
+        return None if self._reading is None else self._postbox.wake_key(self._reading)
+
+    def _wake(self, key: str | None) -> None:
+        if key is not None:
+            self._broker.nudge(key)
 
 
 class EventMerger:

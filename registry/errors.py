@@ -25,6 +25,7 @@ wrong and what was expected, and never contain payloads, paths or secrets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 Disposition = Literal["reject", "retry", "dead-letter", "fail", "stop"]
@@ -103,11 +104,15 @@ class Forbidden(Rejected):
 
 
 class QueueFull(Rejected):
-    """The queue or the tenant's share of it is full; try again after `retry_after_s` seconds."""
+    """The queue or the tenant's share of it is full; try again after `retry_after_s` seconds.
+
+    accepted: the handles of the jobs that a `submit_many` had published before its time ran out.
+    """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.accepted: Sequence[object] = ()
 
 
 class Retryable(PenstockError):
@@ -185,8 +190,7 @@ class ConfigurationError(PenstockError):
 
 
 _FAILURES: dict[str, type[JobFailed]] = {
-    error.__name__: error
-    for error in (ModelError, NonFiniteOutput, ForwardTimeout, DeadLettered, Cancelled, Expired)
+    error.__name__: error for error in (ModelError, NonFiniteOutput, ForwardTimeout, DeadLettered, Cancelled, Expired)
 }
 
 

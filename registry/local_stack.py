@@ -16,9 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from registry.errors import ConfigurationError
+from pydantic import SecretStr
 
-__all__ = ["RunningStack", "hold", "read", "remove", "write", "write_private"]
+from registry.errors import ConfigurationError
+from registry.settings import Settings
+
+__all__ = ["RunningStack", "hold", "read", "remove", "with_broker", "write", "write_private"]
 
 _FILE: Final = "stack.json"
 _LOCK: Final = "stack.lock"
@@ -58,6 +61,28 @@ def read(home: Path) -> RunningStack | None:
             "The stack that runs on this home wrote a stack.json that cannot be read here. Expected one of the same "
             "user and the same version of Penstock"
         ) from None
+
+
+def with_broker(settings: Settings) -> Settings:
+    """The settings with a broker in them: the URL that was given wins, else the running stack's with its keys.
+
+    Raises ConfigurationError when there is neither.
+    """
+    if settings.redis_url:
+        return settings
+    stack = read(settings.home)
+    if stack is None:
+        raise ConfigurationError(
+            "No broker is configured and no embedded stack runs. Expected PENSTOCK_REDIS_URL, or `penstock up`"
+        )
+    keys = settings.signing_keys or SecretStr(stack.signing_keys())
+    return settings.model_copy(
+        update={
+            "redis_url": stack.redis_url,
+            "celery_url": settings.celery_url or stack.redis_url,
+            "signing_keys": keys,
+        }
+    )
 
 
 def write(home: Path, stack: RunningStack) -> None:

@@ -49,7 +49,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH: Final = np.dtype("<u4")
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a body contains, in order: `name`, `dtype` (a key of DTYPES), `shape`."""
 
     name: str

@@ -8,6 +8,7 @@ The drain is a step of the worker, not of Celery's consumer, whose steps stop wh
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -25,11 +26,12 @@ from registry import logs
 from registry.broker.base import Limits
 from registry.broker.redis_streams import RedisStreams
 from registry.errors import BrokerUnavailable, ConfigurationError, QueueFull, Rejected, UnknownModel
+from registry.local_stack import with_broker
 from registry.package import Package, discover, find, load_package
 from registry.queues import CELERY_TASK
 from registry.settings import Settings
 from workers import heartbeat
-from workers.boot import connected_settings, refuse
+from workers.boot import refuse
 from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, show_drain, withdraw_commands
 from workers.device import Pin, granted_threads, pin
 from workers.drain import Drain
@@ -41,6 +43,7 @@ __all__ = ["EXIT_UNHEALTHY", "DrainStep", "app"]
 
 EXIT_UNHEALTHY: Final = 70
 """EX_SOFTWARE of sysexits.h: a thread died or hangs, and the supervisor is to start another process."""
+_COLLECT_AFTER: Final = 10_000
 _WATCH_S: Final = 0.1
 _HEALTH_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 0.25
@@ -106,65 +109,81 @@ class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
 lane_task = app.register_task(LaneTask())
 
 
+class Readiness:
+    """What the probe asks, which listens before there is a drain."""
+
+    drain: Drain | None = None
+
+    def __call__(self) -> tuple[bool, Mapping[str, Any]]:
+        """See the Readiness of workers/observe/probe.py."""
+        return self.drain.readiness if self.drain else (False, {"problem": "starting"})
+
+
+def _spare_the_collector() -> None:
+    """Leaves the framework's half a million objects out of every garbage collection from now on.
+
+    Jobs allocate a few thousand containers a second and free them by reference count; with the default thresholds
+    the full collections that they trigger took a sixth of the worker's time per job.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, 10, 10)
+
+
 class WorkerParts:
-    """Everything that runs beside Celery's loop in one worker process."""
+    """Everything that runs beside Celery's loop in one worker process.
+
+    Raises ConfigurationError for a model without a package, and for a metrics port that is taken.
+    """
 
     def __init__(self, settings: Settings, device: Pin, worker: Any) -> None:
-        queue = settings.inference.queue
-        url = settings.redis_url or ""
+        queue, celery = settings.inference.queue, settings.inference.celery
         hostname = str(worker.hostname)
         self._settings = settings
         self._broker = RedisStreams.from_url(
-            url, timeout_s=_REDIS_TIMEOUT_S, result_ttl_ms=int(queue.result_ttl_s * 1000)
+            settings.redis_url or "", timeout_s=_REDIS_TIMEOUT_S, result_ttl_ms=int(queue.result_ttl_s * 1000)
         )
-        self._metrics = InferenceMetrics(settings.inference.metrics_buckets)
-        celery = settings.inference.celery
         self._watcher = CeleryWatcher(
             app, hostname, interval_s=celery.events_interval_ms / 1000, is_wanted=EventSwitch(worker)
         )
-        self._drain = Drain(
-            settings,
-            self._broker,
-            packages_to_serve(settings),
-            name=hostname,
-            device=device.device,
-            threads=granted_threads(device.device, os.environ),
-            watcher=self._watcher,
-            metrics=self._metrics,
-        )
+        metrics = InferenceMetrics(settings.inference.metrics_buckets)
+        readiness = Readiness()
+        packages = packages_to_serve(settings)
         self._probe = Probe(
-            self._metrics,
-            lambda: self._drain.readiness,
+            metrics,
+            readiness,
             host=settings.worker.metrics_host,
             port=settings.worker.probe_port(device.index),
             bearer_file=settings.worker.metrics_bearer_file,
         )
-        client = redis.Redis.from_url(
-            url, protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+        self._probe.start()
+        self._drain = readiness.drain = Drain(
+            settings,
+            self._broker,
+            packages,
+            name=hostname,
+            device=device.device,
+            threads=granted_threads(device.device, os.environ),
+            watcher=self._watcher,
+            metrics=metrics,
+            probe_url=f"http://{settings.worker.metrics_host}:{self._probe.port}",
         )
-        self._replies = LaneReplies(client, self._broker, settings.keyring, ResultStore(app), worker=hostname)
+        self._replies = LaneReplies(
+            _redis_client(settings), self._broker, settings.keyring, ResultStore(app), worker=hostname
+        )
         self._grace_s: float | None = None
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        lane_task.door = _lane_door(settings, self._broker)
         show_drain(self._drain, self._watcher, hostname)
         if not celery.remote_control:
             withdraw_commands()
-        lane_task.door = LaneDoor(
-            self._broker,
-            settings.keyring,
-            Limits(queue.max_depth, queue.tenant_max_in_flight, int(queue.job_ttl_s * 1000)),
-            default_tenant=settings.tenant_id,
-            max_bytes=settings.inference.max_request_size_mb * 1024 * 1024,
-            is_open=settings.is_lane_open,
-        )
 
     def start(self) -> None:
-        """Load the models, and run. Raises ConfigurationError for a model that cannot be loaded or a port that is
-        taken, and BrokerUnavailable.
-        """
-        self._probe.start()
+        """Load the models, and run. Raises ConfigurationError for a model that cannot be loaded; BrokerUnavailable."""
         if self._settings.worker.heartbeat_fd is not None:
             heartbeat.start(self._settings.worker.heartbeat_fd, self._ailment)
         self._drain.load()
+        _spare_the_collector()
         self._watcher.start()
         self._drain.start()
         self._replies.start()
@@ -199,6 +218,24 @@ class WorkerParts:
         if self._guard.is_alive() and self._grace_s is None and not self._replies.is_alive():
             return "the thread of lane results has ended"
         return self._drain.is_healthy()
+
+
+def _redis_client(settings: Settings) -> redis.Redis:
+    return redis.Redis.from_url(
+        settings.redis_url or "", protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+    )
+
+
+def _lane_door(settings: Settings, broker: RedisStreams) -> LaneDoor:
+    queue = settings.inference.queue
+    return LaneDoor(
+        broker,
+        settings.keyring,
+        Limits(queue.max_depth, queue.tenant_max_in_flight, int(queue.job_ttl_s * 1000)),
+        default_tenant=settings.tenant_id,
+        max_bytes=settings.inference.max_request_size_mb * 1024 * 1024,
+        is_open=settings.is_lane_open,
+    )
 
 
 class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is untyped
@@ -241,7 +278,7 @@ app.steps["worker"].add(DrainStep)
 def _parts(worker: Any) -> WorkerParts:
     if not issubclass(worker.pool_cls, TaskPool):
         raise ConfigurationError("A worker is one process with threads of its own. Expected the pool `-P solo`")
-    settings = connected_settings()
+    settings = with_broker(Settings.load())
     device = pin(settings.inference.device, settings.worker.index, settings.home, os.environ)
     name, _, host = worker.hostname.partition("@")
     if name == "celery":

@@ -1,8 +1,6 @@
-"""What every process of a worker settles first: its settings, and the broker that they lead to.
+"""How a worker process begins and ends: Celery's spelling of the broker's URL, and a refusal in one line.
 
-    settings -> PENSTOCK_REDIS_URL, or the embedded stack that runs on this home -> settings that can connect
-
-A process that cannot work says so in one line, and exits: with EXIT_CONFIGURATION a supervisor does not try again.
+A process that cannot work says so and exits: after EXIT_CONFIGURATION a supervisor does not try again.
 """
 
 from __future__ import annotations
@@ -11,29 +9,14 @@ import sys
 from typing import Final, NoReturn
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from registry import local_stack
 from registry.errors import ConfigurationError, PenstockError
-from registry.settings import Settings
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "celery_url", "connected_settings", "refuse"]
+__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "celery_url", "refuse"]
 
 EXIT_CONFIGURATION: Final = 78
 """EX_CONFIG of sysexits.h."""
 EXIT_TEMPORARY: Final = 75
 """EX_TEMPFAIL: the same process may work later."""
-
-
-def connected_settings() -> Settings:
-    """The settings of this process, with a broker in them. Raises ConfigurationError when there is none."""
-    settings = Settings.load()
-    if settings.redis_url:
-        return settings
-    stack = local_stack.read(settings.home)
-    if stack is None:
-        raise ConfigurationError(
-            "No broker. Expected its URL in PENSTOCK_REDIS_URL, or a stack that `penstock up` runs"
-        )
-    return Settings.load(overrides={"redis_url": stack.redis_url, "signing_keys": stack.signing_keys()})
 
 
 def celery_url(url: str) -> str:

@@ -131,7 +131,7 @@ class CeleryWatcher:
         self._hostname = hostname
         self._interval_s = interval_s
         self._is_wanted = is_wanted
-        self._sends = is_wanted()
+        self._sends = False
         self._buffer: list[Callable[[int], Iterator[_TaskEvent]]] = []
         self._buffered = 0
         self._lock = threading.Lock()
@@ -144,6 +144,7 @@ class CeleryWatcher:
 
     def start(self) -> None:
         """Begin to send."""
+        self._sends = self._is_wanted()
         self._thread.start()
 
     def stop(self, timeout_s: float = 3.0) -> None:

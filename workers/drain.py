@@ -306,7 +306,7 @@ class Drain:
         self._checkpoint("after-claim")
         now, broker_now = time.monotonic(), self._broker.now_ms()
         opened = [job for delivery in deliveries if (job := self._open(delivery, now, broker_now)) is not None]
-        self._holdings.take([job.held for job in opened])
+        self._holdings.take(opened)
         self._watcher.received([job.header for job in opened], time.time())
         runnable: defaultdict[str, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
@@ -329,15 +329,21 @@ class Drain:
                 raise BadSignature("the envelope was made for another queue")
             inputs = decode(header.content, body)
         except Corrupt as error:
-            logger.warning("quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()})
+            logger.warning(
+                "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
+            )
             self._metrics.quarantined(delivery.slot)
             self._broker.bury(self.consumer, delivery, f"{type(error).__name__}: {error}")
             return None
-        return ClaimedJob(delivery, header, inputs, 1, now, max(0.0, broker_now - delivery.accepted_ms))
+        accepted_ms = delivery.accepted_ms
+        lifetime_ms = min(header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
+        return ClaimedJob(
+            delivery, header, inputs, 1, now, max(0.0, broker_now - accepted_ms), accepted_ms + lifetime_ms
+        )
 
     def _refusal(self, job: ClaimedJob, model: ServedModel, broker_now: float) -> Failure | None:
         """Why the job must not run, if it must not."""
-        if self._has_expired(job, broker_now):
+        if broker_now > job.expires_ms:
             return EXPIRED
         if self._watcher.is_revoked(job.header.id):
             return REVOKED
@@ -351,10 +357,6 @@ class Drain:
             return Failure("ModelError", f"InvalidInput: {error}")
         job.rows = model.signature.rows(job.inputs)
         return None
-
-    def _has_expired(self, job: ClaimedJob, broker_now: float) -> bool:
-        lifetime_ms = min(job.header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
-        return broker_now - job.delivery.accepted_ms > lifetime_ms
 
     def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
@@ -392,7 +394,7 @@ class Drain:
                 continue
             while (batch := model.batcher.next(now, device_idle=is_idle and may_start > 0)) is not None:
                 broker_now = self._broker.now_ms()
-                late = [item.job for item in batch.items if self._has_expired(item.job, broker_now)]
+                late = [item.job for item in batch.items if broker_now > item.job.expires_ms]
                 if not late:
                     model.in_flight += 1
                     return model.work(batch, self._open_stream)
@@ -475,39 +477,36 @@ class Drain:
         """The broker has answered: the jobs leave this worker's memory, and everybody is told."""
         now = time.monotonic()
         self._let_go([end.job for end, _ in pending])
-        committed: list[Conclusion] = []
+        ended: list[Ended] = []
+        by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
         for (end, commit), verdict in zip(pending, verdicts, strict=True):
             if verdict is Verdict.COMMITTED:
-                committed.append(end)
+                work = end.work
+                by_work[id(work)].append(end)
+                begun_at = work.started if work else end.job.claimed
+                version = self._served[commit.slot].runtime.version
+                ended.append(Ended(end.job.header, commit.state, max(0.0, now - begun_at), end.failure, version))
             elif verdict is Verdict.FENCED:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
-        self._watcher.finished([self._ended(end, now) for end in committed], time.time())
-        self._measure(committed, now - begun, now)
+        self._watcher.finished(ended, time.time())
+        self._count_outcomes(ended)
+        for ends in by_work.values():
+            if ends[0].work is not None:
+                self._measure_batch(ends[0].work, [end.job for end in ends], now - begun, now)
 
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
             self._served[job.delivery.slot].in_memory -= 1
-        self._holdings.drop([job.held for job in jobs])
+        self._holdings.drop(jobs)
 
-    def _ended(self, end: Conclusion, now: float) -> Ended:
-        version = self._served[end.job.delivery.slot].runtime.version
-        begun = end.work.started if end.work else end.job.claimed
-        return Ended(end.job.header, end.state, max(0.0, now - begun), end.failure, version)
-
-    def _measure(self, committed: Sequence[Conclusion], commit_s: float, now: float) -> None:
-        by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
-        outcomes: Counter[tuple[str, str]] = Counter()
-        for end in committed:
-            by_work[id(end.work)].append(end)
-            outcomes[end.job.delivery.slot, end.state.name.lower()] += 1
-            if end.failure is not None and end.state is State.FAILED:
-                self._metrics.exception(end.job.delivery.slot, _exception_of(end.failure))
-        for (name, outcome), count in outcomes.items():
-            self._metrics.outcome(name, self._served[name].runtime.version, ENDPOINT, outcome, count)
-        for ends in by_work.values():
-            if (work := ends[0].work) is not None:
-                self._measure_batch(work, [end.job for end in ends], commit_s, now)
+    def _count_outcomes(self, ended: Sequence[Ended]) -> None:
+        outcomes = Counter((end.header.model, end.state) for end in ended)
+        for (name, state), count in outcomes.items():
+            self._metrics.outcome(name, self._served[name].runtime.version, ENDPOINT, state.name.lower(), count)
+        for end in ended:
+            if end.error is not None and end.state is State.FAILED:
+                self._metrics.exception(end.header.model, _exception_of(end.error))
 
     def _measure_batch(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
         name, version = work.batch.key.model, work.batch.key.version

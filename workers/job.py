@@ -20,6 +20,8 @@ class ClaimedJob(msgspec.Struct, eq=False):
     rows: int
     claimed: float
     queue_ms: float
+    expires_ms: int
+    """When it is too late to begin, by the broker's clock."""
     digest: bytes = b""
     """What equal jobs of one tenant share; empty where each runs by itself."""
     followers: list[ClaimedJob] | None = None

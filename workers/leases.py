@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from registry.broker.base import Delivery, Held, Renewal, WorkerEnd
 from registry.errors import BrokerUnavailable
+from workers.job import ClaimedJob
 
 __all__ = ["LOWER_SHARE", "Holdings", "LeaseKeeper", "LeaseNews", "LowerShare"]
 
@@ -54,25 +55,26 @@ class Holdings:
     """The jobs in this worker's memory, by entry. Thread-safe."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, bytes], Held] = {}
+        self._held: dict[tuple[str, bytes], ClaimedJob] = {}
         self._lock = threading.Lock()
 
-    def take(self, jobs: Sequence[Held]) -> None:
+    def take(self, jobs: Sequence[ClaimedJob]) -> None:
         """These jobs are in memory now."""
         with self._lock:
             for job in jobs:
-                self._held[job.slot, job.entry_id] = job
+                self._held[job.delivery.slot, job.delivery.entry_id] = job
 
-    def drop(self, jobs: Sequence[Held]) -> None:
+    def drop(self, jobs: Sequence[ClaimedJob]) -> None:
         """These jobs are no longer our business."""
         with self._lock:
             for job in jobs:
-                self._held.pop((job.slot, job.entry_id), None)
+                self._held.pop((job.delivery.slot, job.delivery.entry_id), None)
 
     def snapshot(self) -> list[Held]:
         """The jobs held at this moment."""
         with self._lock:
-            return list(self._held.values())
+            jobs = list(self._held.values())
+        return [job.held for job in jobs]
 
     def __len__(self) -> int:
         return len(self._held)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from registry.broker.base import Commit, State
 from registry.envelope import Failure, Keyring, ResultHeader, Timings, seal
@@ -18,7 +20,7 @@ CANCELLED: Final = Failure("Cancelled", "The job was cancelled before it ran")
 _STATES: Final = {"Cancelled": State.CANCELLED, "Expired": State.EXPIRED, "DeadLettered": State.DEAD}
 
 
-class Conclusion(NamedTuple):
+class Conclusion(msgspec.Struct, frozen=True, gc=False):
     """How one job ended here; `work` is the batch that answered, None for a job that did not run."""
 
     job: ClaimedJob
@@ -43,8 +45,11 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
     header, delivery = job.header, job.delivery
     content: tuple[Tensor, ...] = ()
     body = b""
-    failure = answer if isinstance(answer, Failure) else None
-    if not isinstance(answer, Failure):
+    failure = None
+    state = State.COMPLETED
+    if isinstance(answer, Failure):
+        failure, state = answer, end.state
+    else:
         wanted = header.options.outputs
         content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
     result = ResultHeader(
@@ -64,7 +69,7 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
         delivery.priority,
         delivery.entry_id,
         header.id,
-        end.state,
+        state,
         seal("result", result, body, keyring),
         header.tenant,
         header.reply,
@@ -74,7 +79,7 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
 
 def _timings(job: ClaimedJob, work: Work | None) -> Timings:
     if work is None:
-        return Timings(round(job.queue_ms, 3))
+        return Timings(job.queue_ms)
     # A job that joined an equal one after that had begun did not wait for a batch.
     batch_ms = max(0.0, work.started - job.claimed) * 1e3
-    return Timings(round(job.queue_ms, 3), round(batch_ms, 3), round((work.ended - work.started) * 1e3, 3))
+    return Timings(job.queue_ms, batch_ms, (work.ended - work.started) * 1e3)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from registry.queues import Priority
 
 __all__ = [
@@ -38,7 +40,6 @@ __all__ = [
     "Publication",
     "Receipt",
     "Renewal",
-    "Reply",
     "Standing",
     "State",
     "StreamEntry",
@@ -66,7 +67,7 @@ class Limits:
     job_ttl_ms: int
 
 
-class Publication(NamedTuple):
+class Publication(msgspec.Struct, frozen=True, gc=False):
     """One sealed job on its way in. `once` is the digest of (tenant, idempotency key), empty without one;
     `fingerprint` tells the same payload from another under that key."""
 
@@ -79,7 +80,7 @@ class Publication(NamedTuple):
     fingerprint: str = ""
 
 
-class Receipt(NamedTuple):
+class Receipt(msgspec.Struct, frozen=True, gc=False):
     """What became of a publication: `outcome` is accepted, known (the key's first job answers), conflict,
     full or tenant-full. `job_id` is the job that answers for it; `retry_after_s` goes with a refusal for room."""
 
@@ -88,7 +89,7 @@ class Receipt(NamedTuple):
     retry_after_s: float = 0.0
 
 
-class Standing(NamedTuple):
+class Standing(msgspec.Struct, frozen=True, gc=False):
     """A job as its record shows it: `result` is the sealed result of a terminal job, else empty;
     `is_claimed` says whether a worker holds it; `deliveries` how often it was handed out. `tenant` is empty for a
     terminal job: its sealed result says."""
@@ -119,14 +120,6 @@ class StreamEntry(NamedTuple):
     fields: list[bytes]
 
 
-class Reply(NamedTuple):
-    """One finished job as a reply stream names it: `record` is its whole record, or empty when it was too large
-    to travel here and is to be fetched by id."""
-
-    local_id: str
-    record: bytes
-
-
 class Event(NamedTuple):
     """One event to emit: `sealed` is an event envelope, or empty for a bare state."""
 
@@ -144,7 +137,7 @@ class Claim(NamedTuple):
     ageing_ms: int
 
 
-class Delivery(NamedTuple):
+class Delivery(msgspec.Struct, frozen=True, gc=False):
     """One claimed job. `entry_id` is `<ms>-<n>`: the ms at which the broker accepted it."""
 
     slot: str
@@ -176,7 +169,7 @@ class Renewal(NamedTuple):
     cancelled: frozenset[str]
 
 
-class Commit(NamedTuple):
+class Commit(msgspec.Struct, frozen=True, gc=False):
     """How one held job ended; `sealed` is the result envelope."""
 
     slot: str

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from msgspec import structs
+
 from registry.broker.base import (
     CancelOutcome,
     Claim,
@@ -102,7 +104,7 @@ class MemoryBroker:
             lease = self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
             if lease is None:
                 return record.standing()
-            return record.standing()._replace(is_claimed=lease.owner != _NOBODY, deliveries=lease.deliveries)
+            return structs.replace(record.standing(), is_claimed=lease.owner != _NOBODY, deliveries=lease.deliveries)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -274,7 +276,7 @@ class MemoryBroker:
     def bury(self, consumer: str, delivery: Delivery, reason: str) -> bool:
         """See WorkerEnd.bury."""
         with self._changed:
-            slot, priority, entry_id, sealed, _ = delivery
+            slot, priority, entry_id, sealed = delivery.slot, delivery.priority, delivery.entry_id, delivery.sealed
             if self._state.lease_of(consumer, slot, priority, entry_id) is None:
                 return False
             self._state.queue(slot, priority).remove(entry_id)

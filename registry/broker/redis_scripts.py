@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Final, TypeAlias
 
+from msgspec import structs
+
 from registry.broker.base import (
     CancelOutcome,
     Claim,
@@ -35,6 +37,7 @@ from registry.queues import (
     flow_key,
     idempotency_key,
     lane_key,
+    local_record_key,
     record_key,
     slot_of,
     stream_key,
@@ -85,26 +88,40 @@ def _local(job_id: str) -> str:
 
 
 def _record(state: State, sealed: bytes) -> bytes:
-    return state.value.encode() + b"-" + sealed
+    return _RECORD_HEADS[state] + sealed
+
+
+_RECORD_HEADS: Final = {state: state.value.encode() + b"-" for state in State}
 
 
 def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     """One call that accepts or refuses `jobs`."""
     once_keys: list[str] = []
     args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, limits.job_ttl_ms, len(jobs)]
-    for job_id, priority, sealed, tenant, reply, once, fingerprint in jobs:
+    records: list[str] = []
+    for job in jobs:
+        once = job.once
         if once:
             once_keys.append(idempotency_key(slot, once))
-        local = _local(job_id)
-        args += (int(priority), sealed, local, tenant, reply, once, len(once_keys) if once else 0, fingerprint)
-    records = [f"{{{slot}}}:job:{_local(job[0])}" for job in jobs]
+        local = _local(job.job_id)
+        records.append(local_record_key(slot, local))
+        args += (
+            int(job.priority),
+            job.sealed,
+            local,
+            job.tenant,
+            job.reply,
+            once,
+            len(once_keys) if once else 0,
+            job.fingerprint,
+        )
     return _call("publish", [flow_key(slot), *stream_keys(slot), *records, *once_keys], args)
 
 
 def receipts(slot: str, jobs: Sequence[Publication], answer: Sequence[bytes]) -> list[Receipt]:
     """The answer of `publish`."""
     return [
-        Receipt("accepted", job[0]) if letter == b"a" else _receipt(slot, job[0], letter)
+        Receipt("accepted", job.job_id) if letter == b"a" else _receipt(slot, job.job_id, letter)
         for job, letter in zip(jobs, answer, strict=True)
     ]
 
@@ -150,9 +167,7 @@ def armed_deliveries(slots: Sequence[str], answer: Sequence[Any] | None) -> list
     """The answer of `armed`, None when its time ran out; most urgent first."""
     if not answer:
         return []
-    owners = {
-        stream_key(slot, priority).encode(): (slot, priority) for slot in slots for priority in _PRIORITIES
-    }
+    owners = {stream_key(slot, priority).encode(): (slot, priority) for slot in slots for priority in _PRIORITIES}
     deliveries: list[Delivery] = []
     for key, entries in answer:
         slot, priority = owners[key]
@@ -167,20 +182,20 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
     records: list[str] = []
     spans: list[list[bytes]] = [[], [], [], []]
     jobs: list[Any] = []
-    for _, priority, entry_id, job_id, state, sealed, tenant, reply, once in commits:
-        index = reply_index.setdefault(reply, len(reply_index))
+    for commit in commits:
+        once, priority = commit.once, int(commit.priority)
         if once:
             once_keys.append(idempotency_key(slot, once))
-        spans[priority].append(entry_id)
-        local = _local(job_id)
-        records.append(f"{{{slot}}}:job:{local}")
+        spans[priority].append(commit.entry_id)
+        local = _local(commit.job_id)
+        records.append(local_record_key(slot, local))
         jobs += (
-            int(priority),
-            entry_id,
+            priority,
+            commit.entry_id,
             local,
-            _record(state, sealed),
-            tenant,
-            index,
+            _record(commit.state, commit.sealed),
+            commit.tenant,
+            reply_index.setdefault(commit.reply, len(reply_index)),
             len(once_keys) if once else 0,
         )
     del reply_index[""]
@@ -246,7 +261,8 @@ def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
     for index in range(0, len(answer), 3):
         found = _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1])
         deliveries += [
-            delivery._replace(attempt=attempt) for delivery, attempt in zip(found, answer[index + 2], strict=True)
+            structs.replace(delivery, attempt=attempt)
+            for delivery, attempt in zip(found, answer[index + 2], strict=True)
         ]
     return deliveries
 
@@ -290,7 +306,7 @@ def stood(answer: Sequence[Any] | None) -> Standing | None:
     if answer is None:
         return None
     record, consumer, deliveries = answer
-    return record_standing(record)._replace(is_claimed=bool(consumer), deliveries=deliveries)
+    return structs.replace(record_standing(record), is_claimed=bool(consumer), deliveries=deliveries)
 
 
 def record_standing(record: bytes) -> Standing:

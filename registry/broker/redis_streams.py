@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
 from redis.retry import Retry
 
 from registry.broker import redis_scripts as scripts
@@ -63,7 +63,7 @@ def as_it_comes(answer: Any, **_: Any) -> Any:
 
 
 class RedisStreams:
-    """A broker on one Redis. Thread-safe, except for arm, fileno, collect and disarm: one thread owns those.
+    """A broker on one Redis. Thread-safe, except for exchange, arm, fileno, collect and disarm: one thread's own.
 
     Attributes:
         clock_offset_ms: the broker's clock minus this machine's, as of the last claim.
@@ -75,6 +75,7 @@ class RedisStreams:
         self._redis = client
         self._result_ttl_ms = result_ttl_ms
         self._armed: _ArmedClaim | None = None
+        self._line: _Line | None = None
         client.set_response_callback("XREAD", as_it_comes)
 
     @classmethod
@@ -194,7 +195,7 @@ class RedisStreams:
 
     def disarm(self) -> list[Delivery]:
         """See WorkerEnd.disarm."""
-        if self._armed is None:
+        if self._armed is None or not self._armed.is_outstanding:
             return []
         # A claim that was served a moment ago has nothing left to unblock, and its answer is on the way.
         self._run(["CLIENT", "UNBLOCK", self._armed.client_id])
@@ -275,11 +276,13 @@ class RedisStreams:
     def close(self) -> None:
         """See Broker.close."""
         self.drop_armed()
+        if self._line is not None:
+            self._line.close()
         self._redis.close()
 
     def forget_connections(self) -> None:
         """After a fork: drop what the parent opened without saying goodbye on its sockets."""
-        self._armed = None
+        self._armed = self._line = None
         self._redis.connection_pool.reset()
 
     # Connections
@@ -326,37 +329,63 @@ class RedisStreams:
             return self._redis.execute_command(*command)
 
     def _run_all(self, calls: Sequence[scripts.Call]) -> list[Any]:
-        """Several calls in one round trip; a worker repeats the step itself, so no retry here."""
-        if len(calls) == 1:
-            return [self._guard(lambda: _tolerating_no_group(lambda: self._once(calls[0])))]
-        return self._guard(lambda: self._pipeline(calls))
+        """Several calls in one round trip on the worker's own line; it repeats the step itself, so no retry here."""
+        if self._line is None:
+            self._line = self._guard(lambda: _Line(self._redis))
+        try:
+            answers = self._guard(lambda line=self._line: line.ask(calls))
+            return [self._second_try(call, answer) for call, answer in zip(calls, answers, strict=True)]
+        except BrokerUnavailable:
+            self._line.close()
+            self._line = None
+            raise
 
-    def _pipeline(self, calls: Sequence[scripts.Call]) -> list[Any]:
-        pipeline = self._redis.pipeline(transaction=False)
-        for call in calls:
-            pipeline.execute_command(*call)
-        answers = pipeline.execute(raise_on_error=False)
-        for index, answer in enumerate(answers):
-            if isinstance(answer, NoScriptError):
-                answers[index] = _tolerating_no_group(lambda call=calls[index]: self._once(call))
-            elif isinstance(answer, RedisError) and not _is_no_group(answer):
-                raise answer
-        return answers
+    def _second_try(self, call: scripts.Call, answer: Any) -> Any:
+        """The answer, unless the script was not loaded; errors but for a missing group are raised."""
+        if isinstance(answer, NoScriptError):
+            self._load()
+            answer = self._guard(lambda: _tolerating_no_group(lambda: self._once(call)))
+        if isinstance(answer, ResponseError) and not _is_no_group(answer):
+            self._guard(lambda: _raise(answer))
+        return answer
 
     def _load(self) -> None:
         for source in scripts.SOURCES.values():
             self._redis.execute_command("SCRIPT", "LOAD", source)
 
 
-class _ArmedClaim:
-    """A connection of its own on which one blocking XREADGROUP is outstanding."""
+class _Line:
+    """A connection that one thread has to itself: no pool, and no answer is looked at twice."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._connection: AbstractConnection = client.connection_pool.make_connection()
         self._connection.connect()
+
+    def ask(self, calls: Sequence[scripts.Call]) -> list[Any]:
+        """The answers to several commands sent at once; an error of Redis stands in its command's place."""
+        connection = self._connection
+        connection.send_packed_command(connection.pack_commands(calls), check_health=False)
+        return [self._answer() for _ in calls]
+
+    def _answer(self) -> Any:
+        try:
+            return self._connection.read_response()
+        except ResponseError as error:
+            return error
+
+    def close(self) -> None:
+        with contextlib.suppress(redis.RedisError, OSError):
+            self._connection.disconnect()
+
+
+class _ArmedClaim(_Line):
+    """The line on which one blocking XREADGROUP is outstanding."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        super().__init__(client)
         self._slots: Sequence[str] = ()
-        self._connection.send_command("CLIENT", "ID")
-        self.client_id: int = self._connection.read_response()
+        self.is_outstanding = False
+        self.client_id: int = self.ask([["CLIENT", "ID"]])[0]
 
     @property
     def fileno(self) -> int:
@@ -364,14 +393,13 @@ class _ArmedClaim:
 
     def send(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         self._slots = tuple(slots)
-        self._connection.send_command(*scripts.armed(consumer, slots, count, block_ms))
+        self.is_outstanding = True
+        command = scripts.armed(consumer, slots, count, block_ms)
+        self._connection.send_packed_command(self._connection.pack_commands([command]), check_health=False)
 
     def receive(self) -> list[Delivery]:
+        self.is_outstanding = False
         return scripts.armed_deliveries(self._slots, self._connection.read_response())
-
-    def close(self) -> None:
-        with contextlib.suppress(redis.RedisError, OSError):
-            self._connection.disconnect()
 
 
 def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
@@ -381,6 +409,10 @@ def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
     for slot, jobs in found.items():
         for start in range(0, len(jobs), _SLOT_BY_SLOT):
             yield slot, jobs[start : start + _SLOT_BY_SLOT]
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _is_no_group(error: object) -> bool:

@@ -231,7 +231,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        wait_until(lambda: b"sleep(600)" in Path(f"/proc/{child}/cmdline").read_bytes(), 20, "the program runs")
+        wait_until(lambda: b"launch.py" not in Path(f"/proc/{child}/cmdline").read_bytes(), 20, "the program runs")
         assert os.getsid(child) != os.getsid(parent.pid)
         parent.kill()
     wait_until(lambda: not is_alive(child), 5, "the child is gone")

@@ -6,6 +6,7 @@ import select
 from collections.abc import Iterator
 
 import pytest
+from msgspec import structs
 
 from registry.broker.base import Broker, Claim
 from registry.queues import Priority
@@ -91,7 +92,7 @@ def test_one_exchange_commits_and_claims_for_several_models(broker: Broker, slot
     publish(broker, slot, 2)
     publish(broker, other, 2)
     mine, theirs = claim(broker, "w", slot, credit=1), claim(broker, "w", other, credit=1)
-    stranger = commit_of(mine[0]._replace(entry_id=b"1-1"))
+    stranger = commit_of(structs.replace(mine[0], entry_id=b"1-1"))
     commits = [commit_of(theirs[0]), stranger, commit_of(mine[0])]
     verdicts, deliveries = broker.exchange("w", commits, [Claim(slot, 4, 0, 0), Claim(other, 4, 0, 0)], TTL_MS)
     assert [verdict.value for verdict in verdicts] == ["committed", "fenced", "committed"]

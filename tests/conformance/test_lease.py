@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from registry.broker.base import Broker, Delivery, Limits, Renewal, Standing, State, Verdict
 from registry.queues import Priority
@@ -29,7 +30,7 @@ def test_lapsed_lease_passes_to_whoever_asks(brokerage: Brokerage, broker: Broke
     assert broker.take_over("w2", slot, 60_000, 8) == []
     brokerage.elapse(LEASE_MS + 10)
     (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
-    assert second == first._replace(attempt=2)
+    assert second == structs.replace(first, attempt=2)
     assert broker.take_over("w3", slot, LEASE_MS, 8) == []
     standing = broker.standing(job_id)
     assert standing is not None
@@ -44,9 +45,9 @@ def test_renewed_lease_does_not_lapse(brokerage: Brokerage, broker: Broker, slot
         brokerage.elapse(LEASE_MS // 2)
         assert broker.renew("w1", [held(kept)]) == NOTHING
     taken = broker.take_over("w2", slot, LEASE_MS, 8)
-    assert taken == [silent._replace(attempt=2)]
+    assert taken == [structs.replace(silent, attempt=2)]
     brokerage.elapse(LEASE_MS + 10)
-    assert broker.take_over("w2", slot, LEASE_MS, 1) == [kept._replace(attempt=2)]
+    assert broker.take_over("w2", slot, LEASE_MS, 1) == [structs.replace(kept, attempt=2)]
 
 
 def test_renewal_names_what_was_lost(brokerage: Brokerage, broker: Broker, slot: str):
@@ -56,7 +57,7 @@ def test_renewal_names_what_was_lost(brokerage: Brokerage, broker: Broker, slot:
     settle(broker, "w1", commit_of(finished))
     brokerage.elapse(LEASE_MS + 10)
     assert broker.renew("w1", [held(kept)]) == NOTHING
-    assert broker.take_over("w2", slot, LEASE_MS, 8) == [taken._replace(attempt=2)]
+    assert broker.take_over("w2", slot, LEASE_MS, 8) == [structs.replace(taken, attempt=2)]
     lost = broker.renew("w1", [held(taken), held(finished), held(kept)]).lost
     assert lost == {taken.entry_id, finished.entry_id}
     assert broker.renew("w2", [held(taken)]) == NOTHING
@@ -181,6 +182,16 @@ def test_large_commit_is_one_step(broker: Broker, slot: str):
     assert verdicts == [Verdict.COMMITTED] * 1500 + [Verdict.FENCED]
     assert queued(broker, slot) == 0
     assert all(standing and standing.result == b"result" for standing in broker.standings(published))
+
+
+def test_commit_spans_moments_of_acceptance(brokerage: Brokerage, broker: Broker, slot: str):
+    """A batch of jobs accepted at several moments, many of them at the same one, is held as a whole."""
+    publish(broker, slot, 12)
+    brokerage.elapse(5)
+    publish(broker, slot, 1)
+    deliveries = claim(broker, "w", slot)
+    verdicts = settle(broker, "w", *(commit_of(delivery) for delivery in reversed(deliveries)))
+    assert verdicts == [Verdict.COMMITTED] * 13
 
 
 def test_undecodable_bytes_go_to_the_dead_letters(brokerage: Brokerage, broker: Broker, slot: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import warnings
@@ -207,6 +208,42 @@ def test_minilm_length_grows_with_the_text_up_to_what_is_read(minilm: EncoderRun
     assert minilm.length({"text": np.array(["short", "word " * 9000], object)}) == 256
 
 
+def write_encoder(root: Path, **batching: object) -> Path:
+    """MiniLM as a package with its own weights folder; returns its folder."""
+    sample = load_package(SAMPLES / "minilm" / "1")
+    folder = root / "encoder" / "1"
+    shutil.copytree(sample.source_folder(), folder / "weights")
+    document = yaml.safe_load((sample.folder / "model.yaml").read_text())
+    document |= {"name": "encoder", "source": {"path": "weights"}}
+    document["batching"] |= batching
+    (folder / "model.yaml").write_text(yaml.safe_dump(document))
+    return folder
+
+
+def test_unreadable_weights_are_one_clear_line(models_root: Path):
+    """A download that broke off is told at load, without a path."""
+    folder = write_encoder(models_root)
+    (folder / "weights" / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(ConfigurationError, match=r"^encoder/1: the weights or the tokenizer cannot be read \(\w+\)$"):
+        opened(load_package(folder))
+
+
+def test_limit_beyond_what_the_model_can_read_is_refused(models_root: Path):
+    """More tokens than the model has positions would fail on the first long text."""
+    folder = write_encoder(models_root, max_length=513)
+    with pytest.raises(ConfigurationError, match=r"^encoder/1: batching\.max_length: found 513, expected at most 512"):
+        opened(load_package(folder))
+
+
+def test_weights_that_are_pooled_in_another_way_are_refused(models_root: Path):
+    """A model trained for another pooling would answer with plausible nonsense."""
+    folder = write_encoder(models_root)
+    pooling = '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}'
+    (folder / "weights" / "1_Pooling" / "config.json").write_text(pooling)
+    with pytest.raises(ConfigurationError, match="pooled by cls_token, expected mean_tokens"):
+        opened(load_package(folder))
+
+
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=64), st.integers(0, 512))
 def test_slices_hold_every_row_once_and_pad_within_the_cost_of_a_forward(lengths: list[int], forward_tokens: int):
     """No row is lost or doubled; within a slice lengths ascend and padding stays below what a forward costs."""
@@ -276,7 +313,12 @@ def test_abandoned_stream_runs_the_entry_points_cleanup(models_root: Path):
     assert isinstance(runtime, PythonRuntime)
     assert runtime.model is not None
     forever, kept = runtime.model, []
-    runtime.model = lambda inputs, ctx: kept.append(forever(inputs, ctx)) or kept[-1]
+
+    def keeping(inputs, ctx):
+        kept.append(forever(inputs, ctx))
+        return kept[-1]
+
+    runtime.model = keeping
     stream = runtime.stream({"x": np.zeros((1, 4), np.float32)}, Listener())
     next(stream)
     stream.close()

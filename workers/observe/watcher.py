@@ -6,7 +6,9 @@ The drain calls a watcher on its I/O thread, once per batch: a watcher neither b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from registry.broker.base import State
 from registry.envelope import Failure, JobHeader
@@ -14,7 +16,7 @@ from registry.envelope import Failure, JobHeader
 __all__ = ["Ended", "Unwatched", "Watcher"]
 
 
-class Ended(NamedTuple):
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """How one job ended: `runtime_s` is its share of the wall-clock, from the start of its batch to its result;
     `version` is the model version that answered."""
 

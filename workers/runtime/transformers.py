@@ -84,7 +84,9 @@ class EncoderRuntime:
         _check_pooling(folder, self.spec.reference)
         try:
             self._load_from(folder)
-        except (OSError, ValueError) as error:
+        except ConfigurationError:
+            raise
+        except Exception as error:
             raise ConfigurationError(
                 f"{self.spec.reference}: the weights or the tokenizer cannot be read ({type(error).__name__})"
             ) from error
@@ -149,7 +151,13 @@ class EncoderRuntime:
                 f"{self.spec.reference}: {self._output} is declared {self._width} wide, "
                 f"expected {model.config.hidden_size} as the weights say"
             )
-        self._max_tokens = self.spec.batching.max_length or model.config.max_position_embeddings
+        positions = int(model.config.max_position_embeddings)
+        self._max_tokens = self.spec.batching.max_length or positions
+        if self._max_tokens > positions:
+            raise ConfigurationError(
+                f"{self.spec.reference}: batching.max_length: found {self._max_tokens}, expected at most {positions} "
+                "as the weights say"
+            )
         self._max_characters = self._max_tokens * _MOST_CHARACTERS_PER_TOKEN
         self._pad_id = tokenizer.pad_token_id or 0
         self._tokenizer = tokenizer.backend_tokenizer

@@ -21,9 +21,11 @@ local function head_ms(band)
   if redis.call('XLEN', KEYS[band]) == 0 then return nil end
   local delivered = '0-0'
   for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[band])) do
+    local info = {}
     for field = 1, #group, 2 do
-      if group[field] == 'last-delivered-id' then delivered = group[field + 1] end
+      info[group[field]] = group[field + 1]
     end
+    if info['name'] == ARGV[1] then delivered = info['last-delivered-id'] end
   end
   local head = redis.call('XRANGE', KEYS[band], '(' .. delivered, '+', 'COUNT', 1)[1]
   return head and tonumber(string.match(head[1], '^%d+'))

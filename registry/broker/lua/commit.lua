@@ -15,7 +15,7 @@ for stream = 1, 4 do
   local low, high = ARGV[5 + stream * 2], ARGV[6 + stream * 2]
   owned[stream] = {}
   if low ~= '' then
-    for _, pending in ipairs(redis.call('XPENDING', KEYS[1 + stream], group, low, high, 4096, consumer)) do
+    for _, pending in ipairs(redis.call('XPENDING', KEYS[1 + stream], group, low, high, 100000, consumer)) do
       owned[stream][pending[1]] = true
     end
   end
@@ -29,7 +29,7 @@ local function tell(index, id, record)
     told[index] = reply
   end
   if #record > INLINE_BYTES then record = '' end
-  if reply.bytes + #record > ENTRY_BYTES or #reply >= CHUNK then
+  if reply.fields and (reply.bytes + #record > ENTRY_BYTES or #reply.fields >= CHUNK) then
     reply.full = reply.full or {}
     table.insert(reply.full, reply.fields)
     reply.fields, reply.bytes = nil, 0
@@ -58,6 +58,8 @@ for job = 1, jobs do
   if not owned[stream][entry] then
     verdicts[job] = 'F'
   else
+    -- Named twice in one call, a job counts once.
+    owned[stream][entry] = nil
     done[stream] = done[stream] or {}
     table.insert(done[stream], entry)
     left[ARGV[a + 5]] = (left[ARGV[a + 5]] or 0) + 1

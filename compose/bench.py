@@ -1,0 +1,203 @@
+"""`penstock bench`: what a stack does with one model, measured from outside.
+
+    distinct random inputs -> saturation: `outstanding` jobs in flight -> jobs/s, latency, CPU per job
+                           -> idle system: one job at a time           -> the shortest time a job can take
+
+CPU comes from the books of the kernel and of Redis, before and after: the client is this process, workers count
+when they run on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import redis
+from rich.table import Table
+
+from compose import fleet
+from compose.local import LocalStack, private_settings
+from compose.overview import worker_pids
+from producers import Client, JobHandle
+from registry import local_stack
+from registry.broker.redis_streams import RedisStreams
+from registry.errors import UnknownModel
+from registry.package import ModelSpec
+from registry.settings import Settings
+from registry.signature import TensorSpec
+from registry.tensors import DTYPES, STRING, Array
+
+__all__ = ["Figures", "draw", "measure", "stack_for"]
+
+_WARM_UP: Final = 512
+_ALONE: Final = 200
+_PARTS: Final = 4
+"""The window of outstanding jobs is refilled in so many parts."""
+_TIMEOUT_S: Final = 120.0
+_SYMBOLIC_EXTENT: Final = 16
+_WORDS: Final = ("valve", "river", "turbine", "reservoir", "gate", "pressure", "flow", "dam", "pipe", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Latencies in ms, CPU in microseconds per job; a worker's is None when none runs on this machine."""
+
+    model: str
+    jobs: int
+    outstanding: int
+    jobs_per_s: float
+    saturated_p50_ms: float
+    saturated_p99_ms: float
+    alone_p50_ms: float
+    alone_p99_ms: float
+    client_cpu_us: float
+    worker_cpu_us: float | None
+    redis_cpu_us: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+class _Spent(NamedTuple):
+    """CPU seconds so far."""
+
+    client_s: float
+    workers_s: float | None
+    redis_s: float
+
+
+@contextmanager
+def stack_for(environ: Mapping[str, str], model: str, on_progress: Callable[[str], None]) -> Iterator[Settings]:
+    """Settings that lead to the configured broker or the running stack; to a private stack when there is neither."""
+    settings = Settings.load(environ=environ)
+    if settings.redis_url or local_stack.read(settings.home):
+        yield local_stack.with_broker(settings)
+        return
+    with private_settings(environ, [model]) as (private, own):
+        devices = fleet.choose(private, own)
+        with LocalStack(private, devices, environ=own, with_flower=False, on_progress=on_progress):
+            yield local_stack.with_broker(private)
+
+
+def measure(settings: Settings, model: str, count: int, outstanding: int) -> Figures:
+    """Run `count` jobs with `outstanding` in flight, then a few one at a time. Raises UnknownModel and JobFailed."""
+    with (
+        closing(RedisStreams.from_url(settings.redis_url or "")) as broker,
+        Client.from_env(settings=settings) as client,
+    ):
+        sealed = broker.spec(model)
+        if sealed is None:
+            raise UnknownModel(f"Unknown model {model!r:.80}. Expected one that a worker serves or that is registered")
+        signature = ModelSpec.from_json(sealed).inputs
+        inputs = list(_distinct(signature, count, np.random.default_rng(0)))
+        _saturate(client, model, inputs[:_WARM_UP], outstanding)
+        before = _spent(settings, broker)
+        begin = time.perf_counter()
+        saturated_s = _saturate(client, model, inputs, outstanding)
+        seconds = time.perf_counter() - begin
+        after = _spent(settings, broker)
+        alone_s = [_one(client, model, each) for each in inputs[:_ALONE]]
+    is_local = before.workers_s is not None and after.workers_s is not None
+    return Figures(
+        model,
+        count,
+        outstanding,
+        count / seconds,
+        *_percentiles_ms(saturated_s),
+        *_percentiles_ms(alone_s),
+        (after.client_s - before.client_s) / count * 1e6,
+        ((after.workers_s or 0.0) - (before.workers_s or 0.0)) / count * 1e6 if is_local else None,
+        (after.redis_s - before.redis_s) / count * 1e6,
+    )
+
+
+def draw(figures: Figures) -> Table:
+    """The figures, one a line."""
+    worker = "runs elsewhere" if figures.worker_cpu_us is None else f"{figures.worker_cpu_us:,.0f} us"
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row(f"[bold]{figures.model}[/]", f"{figures.jobs:,} jobs with distinct inputs")
+    table.add_row("throughput", f"{figures.jobs_per_s:,.0f} jobs/s, {figures.outstanding} outstanding")
+    table.add_row("latency then", f"p50 {figures.saturated_p50_ms:,.2f} ms, p99 {figures.saturated_p99_ms:,.2f} ms")
+    table.add_row("one at a time", f"p50 {figures.alone_p50_ms:,.2f} ms, p99 {figures.alone_p99_ms:,.2f} ms")
+    table.add_row(
+        "CPU per job", f"worker {worker}, client {figures.client_cpu_us:,.0f} us, Redis {figures.redis_cpu_us:,.0f} us"
+    )
+    return table
+
+
+def _saturate(client: Client, model: str, inputs: Sequence[Mapping[str, Array]], outstanding: int) -> list[float]:
+    """Seconds from submit to result of each job; results are read in the order of submission."""
+    waiting: deque[tuple[JobHandle, float]] = deque()
+    latencies: list[float] = []
+    part = max(1, outstanding // _PARTS)
+
+    def finish(down_to: int) -> None:
+        while len(waiting) > down_to:
+            handle, submitted = waiting.popleft()
+            handle.result(timeout=_TIMEOUT_S)
+            latencies.append(time.perf_counter() - submitted)
+
+    for start in range(0, len(inputs), part):
+        finish(outstanding - part)
+        submitted = time.perf_counter()
+        waiting.extend((handle, submitted) for handle in client.submit_many(model, inputs[start : start + part]))
+    finish(0)
+    return latencies
+
+
+def _one(client: Client, model: str, inputs: Mapping[str, Array]) -> float:
+    begin = time.perf_counter()
+    client.submit(model, inputs).result(timeout=_TIMEOUT_S)
+    return time.perf_counter() - begin
+
+
+def _percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
+    p50, p99 = (np.percentile(seconds, [50, 99]) * 1000).tolist()
+    return p50, p99
+
+
+def _spent(settings: Settings, broker: RedisStreams) -> _Spent:
+    with redis.Redis.from_url(settings.redis_url or "") as client:
+        books = client.info("cpu")
+    workers = [_cpu_of(pid) for pid in worker_pids(broker)]
+    return _Spent(
+        time.process_time(), sum(workers) if workers else None, books["used_cpu_user"] + books["used_cpu_sys"]
+    )
+
+
+def _cpu_of(pid: int) -> float:
+    """User and system seconds of a process of this machine, by proc(5); 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _distinct(signature: Sequence[TensorSpec], count: int, random: np.random.Generator) -> Iterator[dict[str, Array]]:
+    """`count` jobs of one row with random inputs that fit the signature."""
+    for number in range(count):
+        yield {tensor.name: _random(tensor, number, random) for tensor in signature if not tensor.optional}
+
+
+def _random(tensor: TensorSpec, number: int, random: np.random.Generator) -> Array:
+    shape = [extent if isinstance(extent, int) else _SYMBOLIC_EXTENT for extent in tensor.shape]
+    if tensor.is_batched:
+        shape[0] = 1
+    if tensor.dtype == STRING:
+        text = f"{number} {' '.join(random.choice(_WORDS, 12))}"
+        return np.full(shape, text, dtype=object)
+    low = 0.0 if tensor.min is None else float(tensor.min)
+    high = low + 1.0 if tensor.max is None else float(tensor.max)
+    dtype = DTYPES[tensor.dtype]
+    if dtype.kind == "f":
+        return random.uniform(low, high, shape).astype(dtype)
+    return random.integers(int(low), min(int(high), int(low) + 100), shape, endpoint=True).astype(dtype)

@@ -1,0 +1,540 @@
+"""The asyncio client: what producers/client.py does, awaited.
+
+Submits of one turn of the event loop travel in one call, and those that come while that call is out in the next:
+the more callers there are, the fewer round trips each costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from producers.connection import (
+    LONGEST_PAUSE_S,
+    client_settings,
+    new_client_id,
+    press_of,
+    settings_with_broker,
+)
+from producers.publish import SpecCache, accepted, cancellation, limits_of, parcels
+from producers.replies import SILENCE_S, EventMerger, JobEvent, Outcome, Postbox, missing, open_outcome, unknown_job
+from producers.rows import RowShape, Tracker
+from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State, StreamEntry
+from registry.broker.redis_async import AsyncRedisStreams
+from registry.errors import BrokerUnavailable, ConfigurationError, JobFailed, QueueFull, ResultTimeout
+from registry.package import ModelSpec
+from registry.queues import events_key, slot_of
+from registry.settings import Settings
+from registry.tensors import Array
+
+__all__ = ["AsyncClient", "AsyncJobHandle"]
+
+logger = logging.getLogger("client")
+
+Inputs = Mapping[str, object]
+_MAP_WINDOW = 512
+_RECORDS_AT_ONCE = 256
+
+
+class AsyncClient:
+    """Submits jobs and reads their results, for one event loop. Arguments as for Client; end it with `aclose`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tenant: str | None = None,
+        signing_keys: str | None = None,
+        timeout_s: float = 5.0,
+        models_root: str | Path | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        settings = client_settings(settings, tenant=tenant, signing_keys=signing_keys, models_root=models_root)
+        queue = settings.inference.queue
+        self.tenant = settings.tenant_id
+        self._result_ttl_s = queue.result_ttl_s
+        self._limits = limits_of(queue)
+        self._press = press_of(settings)
+        self._specs = SpecCache(settings.inference.repo_root)
+        self._broker = AsyncRedisStreams.from_url(
+            url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000)
+        )
+        self._inbox = _AsyncInbox(self._broker)
+        self._outboxes: dict[str, _Outbox] = {}
+
+    @classmethod
+    def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> AsyncClient:
+        """The broker that the settings name; without one, the embedded stack that runs on this home."""
+        settings = settings_with_broker(settings or Settings.load())
+        return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
+
+    async def submit(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        priority: str = "normal",
+        deadline_s: float | None = None,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+    ) -> AsyncJobHandle:
+        """Publishes one job; see Client.submit."""
+        publication = self._press.publication(
+            self._specs.fresh(model) or await self._spec(model),
+            inputs,
+            priority=priority,
+            deadline_s=deadline_s,
+            idempotency_key=idempotency_key,
+            tenant=tenant,
+            version=version,
+            outputs=outputs,
+            traceparent=traceparent,
+            reply=self._inbox.address(model),
+        )
+        handle = self._handle(publication)
+        outbox = self._outboxes.get(model)
+        if outbox is None:
+            outbox = self._outboxes[model] = _Outbox(model, self._broker, self._limits)
+        receipt = await outbox.send(publication)
+        return self._answered(handle, receipt, model)
+
+    async def submit_many(
+        self,
+        model: str,
+        batches: Iterable[Inputs],
+        *,
+        priority: str = "normal",
+        deadline_s: float | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        timeout_s: float | None = None,
+    ) -> list[AsyncJobHandle]:
+        """Publishes one job per item and waits for room; see Client.submit_many."""
+        spec, reply = await self._spec(model), self._inbox.address(model)
+        publications = [
+            self._press.publication(
+                spec,
+                inputs,
+                priority=priority,
+                deadline_s=deadline_s,
+                tenant=tenant,
+                version=version,
+                outputs=outputs,
+                traceparent=traceparent,
+                reply=reply,
+            )
+            for inputs in batches
+        ]
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        handles: list[AsyncJobHandle] = []
+        for parcel in parcels(publications):
+            waiting = [(job, self._handle(job)) for job in parcel]
+            while waiting:
+                receipts = await self._broker.publish(model, [job for job, _ in waiting], self._limits)
+                refused = []
+                for pair, receipt in zip(waiting, receipts, strict=True):
+                    if receipt.outcome == "accepted":
+                        handles.append(pair[1])
+                    else:
+                        refused.append((pair, receipt))
+                waiting = [pair for pair, _ in refused]
+                if refused:
+                    await _room([receipt for _, receipt in refused], model, deadline, handles)
+        return handles
+
+    async def map(
+        self,
+        model: str,
+        items: Iterable[Any],
+        *,
+        priority: str = "normal",
+        progress: bool | Callable[[int], None] = False,
+        on_error: Literal["raise", "return"] = "raise",
+        window: int = _MAP_WINDOW,
+    ) -> list[Any]:
+        """One job per item, results in the items' order; see Client.map."""
+        if on_error not in ("raise", "return"):
+            raise ConfigurationError(f"on_error is {on_error!r:.80}. Expected 'raise' or 'return'")
+        shape = RowShape(await self._spec(model))
+        results: list[Any] = []
+        outstanding: deque[tuple[AsyncJobHandle, bool]] = deque()
+        source, chunk = iter(items), max(1, window // 4)
+        with Tracker(progress, items) as advance:
+            try:
+                while True:
+                    taken = shape.take(source, chunk) if len(outstanding) <= window - chunk else []
+                    if taken:
+                        handles = await self.submit_many(
+                            model, [shape.inputs(item) for item in taken], priority=priority
+                        )
+                        outstanding.extend(
+                            (handle, isinstance(item, Mapping)) for handle, item in zip(handles, taken, strict=True)
+                        )
+                    elif not outstanding:
+                        return results
+                    else:
+                        handle, is_whole = outstanding.popleft()
+                        try:
+                            outputs = await handle.result()
+                            results.append(outputs if is_whole else shape.row(outputs))
+                        except JobFailed as failure:
+                            if on_error == "raise":
+                                raise
+                            results.append(failure)
+                        advance(len(results))
+            finally:
+                for handle, _ in outstanding:
+                    await handle.cancel()
+
+    def job(self, job_id: str, *, tenant: str | None = None) -> AsyncJobHandle:
+        """The handle of a job that anybody submitted, from its id; nothing is asked yet."""
+        slot_of(job_id)
+        return AsyncJobHandle(self, job_id, tenant or self.tenant, is_ours=False)
+
+    async def aclose(self) -> None:
+        """Gives the connections back; jobs go on."""
+        await self._inbox.aclose()
+        await self._broker.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _spec(self, model: str) -> ModelSpec:
+        return self._specs.fresh(model) or self._specs.store(model, await self._broker.spec(model))
+
+    def _handle(self, publication: Publication) -> AsyncJobHandle:
+        handle = AsyncJobHandle(self, publication.job_id, publication.tenant, is_ours=True)
+        self._inbox.expect(publication.job_id, handle)
+        return handle
+
+    def _answered(self, handle: AsyncJobHandle, receipt: Receipt, model: str) -> AsyncJobHandle:
+        job_id = accepted(receipt, model)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("job submitted", extra={"job_id": job_id, "model": model})
+        return handle if job_id == handle.id else AsyncJobHandle(self, job_id, handle.tenant, is_ours=False)
+
+
+class AsyncJobHandle:
+    """One job: `id`, and what became of it; see JobHandle."""
+
+    __slots__ = (
+        "__weakref__",
+        "_client",
+        "_is_known",
+        "_outcome",
+        "_standing",
+        "id",
+        "is_ours",
+        "tenant",
+    )
+
+    def __init__(self, client: AsyncClient, job_id: str, tenant: str, *, is_ours: bool) -> None:
+        self.id = job_id
+        self.tenant = tenant
+        self._client = client
+        self.is_ours = is_ours
+        """Whether this client will be told on its reply stream, and has not been yet."""
+        self._is_known = is_ours
+        self._standing: Standing | None = None
+        self._outcome: Outcome | None = None
+
+    def __repr__(self) -> str:
+        return f"<AsyncJobHandle {self.id}>"
+
+    def receive(self, standing: Standing | None) -> None:
+        """The reply has come; see Recipient."""
+        self._standing = standing
+        self.is_ours = False
+        self._client._inbox.answered(self)
+
+    async def status(self) -> str:
+        """See JobHandle.status."""
+        if self._standing is None:
+            standing = await self._ask()
+            if standing.state is State.QUEUED:
+                return "running" if standing.is_claimed else "queued"
+        return self._opened().state.name.lower()
+
+    async def result(self, timeout: float | None = None) -> dict[str, Array]:
+        """See JobHandle.result."""
+        if self._standing is None and timeout is None:
+            if self.is_ours:
+                await self._client._inbox.reply_to(self)
+            if self._standing is None:
+                await self._end()
+        elif self._standing is None:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._end()
+            except TimeoutError:
+                # Time is up; the record has the last word.
+                await self._ask()
+                if self._standing is None:
+                    raise ResultTimeout(f"No result within {timeout:g} s; the job goes on") from None
+        return self._opened().outputs()
+
+    async def stream(self, after: int = 0) -> AsyncIterator[JobEvent]:
+        """See JobHandle.stream."""
+        inbox = self._client._inbox
+        merger = EventMerger(self.id, self.tenant, self._client._press.keyring, after)
+        subscription = inbox.subscribe(self.id, after)
+        try:
+            while not merger.is_over:
+                standing = await self._stand(subscribe=True)
+                for event in (*merger.entries(await inbox.read_now(self.id, merger.last)), *merger.standing(standing)):
+                    yield event
+                while not (merger.is_over or merger.awaits_record):
+                    entries = await subscription.next(SILENCE_S)
+                    if not entries:
+                        break
+                    for event in merger.entries(entries):
+                        yield event
+        finally:
+            inbox.unsubscribe(self.id, subscription)
+
+    async def cancel(self) -> bool:
+        """See JobHandle.cancel."""
+        sealed = cancellation(self.id, self.tenant, self._client._press.keyring)
+        outcome = await self._client._broker.cancel(self.id, self.tenant, sealed)
+        if outcome is CancelOutcome.UNKNOWN:
+            raise self._missing()
+        if outcome is CancelOutcome.SETTLED:
+            await self._ask()
+            return self._opened().state is State.CANCELLED
+        return outcome is CancelOutcome.CANCELLED
+
+    async def _end(self) -> None:
+        """Waits for the reply, or for somebody else's job the end of its stream."""
+        if self.is_ours:
+            await self._client._inbox.reply_to(self)
+        if self._standing is None:
+            await self._ask()
+        if self._standing is None:
+            async for _ in self.stream():
+                pass
+            await self._ask()
+
+    async def _ask(self) -> Standing:
+        standing = await self._stand(subscribe=False)
+        if standing.state is not State.QUEUED:
+            self._standing = standing
+            self._opened()
+        elif standing.tenant != self.tenant:
+            raise unknown_job(self.id)
+        return standing
+
+    async def _stand(self, *, subscribe: bool) -> Standing:
+        standing = await self._client._broker.standing(self.id, subscribe=subscribe)
+        if standing is None:
+            raise self._missing()
+        self._is_known = True
+        return standing
+
+    def _missing(self) -> Exception:
+        return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
+
+    def _opened(self) -> Outcome:
+        if self._outcome is None:
+            if self._standing is None:
+                raise self._missing()
+            self._outcome = open_outcome(self.id, self.tenant, self._standing, self._client._press.keyring)
+        return self._outcome
+
+
+class _Outbox:
+    """Publications of one slot on their way: one call is out at a time, and takes along what gathered meanwhile."""
+
+    def __init__(self, slot: str, broker: AsyncRedisStreams, limits: Any) -> None:
+        self._slot = slot
+        self._broker = broker
+        self._limits = limits
+        self._gathered: list[tuple[Publication, asyncio.Future[Receipt]]] = []
+        self._sender: asyncio.Task[None] | None = None
+
+    def send(self, publication: Publication) -> asyncio.Future[Receipt]:
+        """The broker's answer. A caller that is cancelled meanwhile does not stop the call for the others."""
+        answer: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        self._gathered.append((publication, answer))
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_all())
+        return answer
+
+    async def _send_all(self) -> None:
+        try:
+            while self._gathered:
+                gathered, self._gathered = self._gathered, []
+                answers = iter([answer for _, answer in gathered])
+                for parcel in parcels([publication for publication, _ in gathered]):
+                    await self._send(parcel, [next(answers) for _ in parcel])
+        finally:
+            self._sender = None
+
+    async def _send(self, parcel: Sequence[Publication], answers: Sequence[asyncio.Future[Receipt]]) -> None:
+        try:
+            receipts = await self._broker.publish(self._slot, parcel, self._limits)
+        except Exception as error:  # whatever it is, it belongs to those who wait for the answer
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for answer, receipt in zip(answers, receipts, strict=True):
+            if not answer.done():
+                answer.set_result(receipt)
+
+
+class _Subscription(deque[StreamEntry]):
+    """The entries of one subscriber that it has not seen yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrived = asyncio.Event()
+
+    def append(self, entry: StreamEntry) -> None:
+        super().append(entry)
+        self._arrived.set()
+
+    async def next(self, timeout_s: float) -> list[StreamEntry]:
+        """What has come, waiting for the first of it; empty after a silence."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+        self._arrived.clear()
+        entries = list(self)
+        self.clear()
+        return entries
+
+
+class _AsyncInbox:
+    """One reading task for all replies and subscriptions of a client; it runs while somebody waits."""
+
+    def __init__(self, broker: AsyncRedisStreams) -> None:
+        self._broker = broker
+        self._postbox = Postbox(new_client_id())
+        self._reader: asyncio.Task[None] | None = None
+        self._waker: asyncio.Task[None] | None = None
+        self._waiters: dict[AsyncJobHandle, list[asyncio.Future[None]]] = {}
+        self._reading: dict[str, str] = {}
+        self._is_closing = False
+
+    def address(self, slot: str) -> str:
+        """The reply stream for jobs of a slot."""
+        key = self._postbox.address(slot)
+        self._wake_if_behind()
+        return key
+
+    def expect(self, job_id: str, handle: AsyncJobHandle) -> None:
+        """See Postbox.expect."""
+        self._postbox.expect(job_id, handle)
+
+    def reply_to(self, handle: AsyncJobHandle) -> asyncio.Future[None]:
+        """Done once the reply about a job of ours has come; it may raise BrokerUnavailable."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(handle, []).append(waiter)
+        self.listen()
+        return waiter
+
+    def answered(self, handle: AsyncJobHandle) -> None:
+        """Wakes those who wait for the job."""
+        for waiter in self._waiters.pop(handle, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def listen(self) -> None:
+        """Makes sure that somebody reads."""
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.create_task(self._read())
+
+    def subscribe(self, job_id: str, after: int) -> _Subscription:
+        """Where the job's events will appear, see Postbox.subscribe."""
+        subscription = _Subscription()
+        self._postbox.subscribe(job_id, after, subscription)
+        self.listen()
+        self._wake_if_behind()
+        return subscription
+
+    def unsubscribe(self, job_id: str, subscription: _Subscription) -> None:
+        """Ends a subscription."""
+        self._postbox.unsubscribe(job_id, subscription)
+
+    async def read_now(self, job_id: str, after: int) -> list[StreamEntry]:
+        """A job's events after a sequence number, as they are now."""
+        return await self._broker.read({events_key(job_id): f"{after}-0"}, 0, 1_000_000)
+
+    async def _read(self) -> None:
+        while not self._is_closing and self._postbox.is_awaited:
+            self._reading = self._postbox.cursors()
+            try:
+                entries = await self._broker.read(self._reading, int(SILENCE_S * 1000))
+                for key, last in self._postbox.deliver(entries):
+                    await self._broker.trim(key, last)
+                if not entries:
+                    await self._ask_records()
+            except BrokerUnavailable as error:
+                self._fail(error)
+            finally:
+                self._reading = {}
+
+    async def _ask_records(self) -> None:
+        """After a silence: the streams are hints, the records are the truth."""
+        waiting = [handle for handle in self._waiters if handle.is_ours]
+        for start in range(0, len(waiting), _RECORDS_AT_ONCE):
+            handles = waiting[start : start + _RECORDS_AT_ONCE]
+            standings = await self._broker.standings([handle.id for handle in handles])
+            for handle, standing in zip(handles, standings, strict=True):
+                if standing is None or standing.state is not State.QUEUED:
+                    handle.receive(standing)
+
+    def _fail(self, error: BrokerUnavailable) -> None:
+        waiters, self._waiters = self._waiters, {}
+        for waiter in chain.from_iterable(waiters.values()):
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def _wake_if_behind(self) -> None:
+        key = self._postbox.wake_key(self._reading) if self._reading else None
+        if key is not None and (self._waker is None or self._waker.done()):
+            self._waker = asyncio.create_task(self._nudge(key))
+
+    async def _nudge(self, key: str) -> None:
+        with contextlib.suppress(BrokerUnavailable):
+            await self._broker.nudge(key)
+
+    async def aclose(self) -> None:
+        """Ends the reader by word, not by cancellation: redis-py's reader may not survive that."""
+        self._is_closing = True
+        if self._waker is not None:
+            await self._waker
+        if self._reader is not None and not self._reader.done():
+            if key := next(iter(self._reading), None):
+                await self._nudge(key)
+            await asyncio.wait([self._reader], timeout=2 * SILENCE_S)
+
+
+async def _room(receipts: Sequence[Receipt], model: str, deadline: float | None, handles: list[AsyncJobHandle]) -> None:
+    try:
+        for receipt in receipts:
+            accepted(receipt, model)
+    except QueueFull as full:
+        pause = min(full.retry_after_s, LONGEST_PAUSE_S)
+        if deadline is not None and time.monotonic() + pause > deadline:
+            full.accepted = handles
+            raise
+        await asyncio.sleep(pause)

@@ -1,0 +1,256 @@
+"""The client's side of a measurement, in a process of its own: `python -m tests.benchmarks.clients KIND URL`.
+
+    order (a line of JSON on stdin) -> inputs from the seed -> KIND's client runs them -> figures (a line on stdout)
+                                                                                        + answers in a file
+
+Time and CPU are taken around the jobs only: inputs are made before, answers are kept and compared by whoever asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+import redis
+from celery import Celery
+from celery.result import AsyncResult
+
+from producers import AsyncClient, Client, JobHandle
+from tests.benchmarks import meter, mlp
+from tests.benchmarks.celery_mlp import CLASSIFY
+from tests.benchmarks.mlp import Float32Array
+from tests.benchmarks.raw_worker import ECHO, JOBS, REPLIES
+
+__all__ = ["KINDS", "Answers"]
+
+_TIMEOUT_S: Final = 60.0
+_PARTS: Final = 4
+"""A window of outstanding jobs is refilled in so many parts."""
+_CLASSES: Final = 10
+
+
+class Answers(NamedTuple):
+    """`logits` (jobs, 10) float32, and `latencies_s`, from a job's submission until its result was read."""
+
+    logits: Float32Array
+    latencies_s: npt.NDArray[np.float64]
+
+
+class ClientKind(Protocol):
+    """One way to get jobs done."""
+
+    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+        """One job per row, at most `outstanding` of them in flight."""
+
+
+class PenstockAsync:
+    """AsyncClient, with as many coroutines as jobs may be outstanding; each submits one and awaits its result."""
+
+    def __init__(self, url: str) -> None:
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(_opened(url))
+
+    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+        """See ClientKind.run."""
+        return self._runner.run(self._run(rows, outstanding))
+
+    async def _run(self, rows: Float32Array, outstanding: int) -> Answers:
+        answers = _blank(len(rows))
+        todo = iter(range(len(rows)))
+
+        async def caller() -> None:
+            for index in todo:
+                begun = time.perf_counter()
+                job = await self._client.submit("mlp", {"x": rows[index : index + 1]})
+                answers.logits[index] = (await job.result(timeout=_TIMEOUT_S))["logits"][0]
+                answers.latencies_s[index] = time.perf_counter() - begun
+
+        await asyncio.gather(*(caller() for _ in range(outstanding)))
+        return answers
+
+
+async def _opened(url: str) -> AsyncClient:
+    return AsyncClient(url)
+
+
+class PenstockMany:
+    """Client.submit_many in a sliding window; one job at a time when only one may be outstanding."""
+
+    def __init__(self, url: str) -> None:
+        self._client = Client(url)
+
+    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+        """See ClientKind.run."""
+        if outstanding == 1:
+            return self._run_alone(rows)
+        answers, part = _blank(len(rows)), outstanding // _PARTS
+        waiting: deque[tuple[int, float, JobHandle]] = deque()
+        for start in range(0, len(rows) + outstanding, part):
+            while len(waiting) > outstanding - part or (start >= len(rows) and waiting):
+                index, begun, job = waiting.popleft()
+                answers.logits[index] = job.result(timeout=_TIMEOUT_S)["logits"][0]
+                answers.latencies_s[index] = time.perf_counter() - begun
+            begun = time.perf_counter()
+            batches = [{"x": rows[index : index + 1]} for index in range(start, min(start + part, len(rows)))]
+            jobs = self._client.submit_many("mlp", batches)
+            waiting.extend((start + offset, begun, job) for offset, job in enumerate(jobs))
+        return answers
+
+    def _run_alone(self, rows: Float32Array) -> Answers:
+        answers = _blank(len(rows))
+        for index in range(len(rows)):
+            begun = time.perf_counter()
+            job = self._client.submit("mlp", {"x": rows[index : index + 1]})
+            answers.logits[index] = job.result(timeout=_TIMEOUT_S)["logits"][0]
+            answers.latencies_s[index] = time.perf_counter() - begun
+        return answers
+
+
+class PlainCelery:
+    """A Celery task per job, with JSON lists in and out; results by AsyncResult.get, oldest first."""
+
+    def __init__(self, url: str) -> None:
+        self._app = Celery("client", broker=url, backend=url)
+
+    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+        """See ClientKind.run."""
+        answers = _blank(len(rows))
+        waiting: deque[tuple[int, float, AsyncResult]] = deque()
+
+        def finish_one() -> None:
+            index, begun, result = waiting.popleft()
+            answers.logits[index] = result.get(timeout=_TIMEOUT_S)
+            answers.latencies_s[index] = time.perf_counter() - begun
+
+        for index, row in enumerate(rows):
+            if len(waiting) == outstanding:
+                finish_one()
+            begun = time.perf_counter()
+            waiting.append((index, begun, self._app.send_task(CLASSIFY, args=[row.tolist()])))
+        while waiting:
+            finish_one()
+        return answers
+
+
+class RawRedis:
+    """Two streams and nothing else: pipelined XADD there, XREAD here; the bound of what Redis allows.
+
+    With one job outstanding the worker only echoes: the bound of one round trip.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._redis = redis.Redis.from_url(url)
+        self._last = b"$"
+
+    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+        """See ClientKind.run."""
+        key = ECHO if outstanding == 1 else JOBS
+        answers, part = _blank(len(rows)), max(1, outstanding // _PARTS)
+        begun = np.empty(len(rows))
+        sent = done = 0
+        self._last = self._newest()
+        while done < len(rows):
+            while sent < len(rows) and sent - done <= outstanding - part:
+                begun[sent : sent + part] = time.perf_counter()
+                sent = self._send(key, rows, sent, part)
+            entries = self._redis.xread({REPLIES: self._last}, block=1000, count=outstanding)
+            for entry_id, fields in entries[0][1] if entries else ():
+                index = int(fields[b"n"])
+                answers.logits[index] = np.frombuffer(fields[b"y"], np.float32)
+                answers.latencies_s[index] = time.perf_counter() - begun[index]
+                self._last, done = entry_id, done + 1
+        self._redis.xtrim(REPLIES, minid=self._last)
+        return answers
+
+    def _newest(self) -> bytes:
+        newest: list[Any] = self._redis.xrevrange(REPLIES, count=1)
+        return newest[0][0] if newest else b"0"
+
+    def _send(self, key: str, rows: Float32Array, start: int, count: int) -> int:
+        stop = min(start + count, len(rows))
+        pipeline = self._redis.pipeline(transaction=False)
+        for index in range(start, stop):
+            pipeline.xadd(key, {"n": index, "x": rows[index].tobytes()})
+        pipeline.execute()
+        return stop
+
+
+class JsonOverHttp:
+    """One kept-alive connection per outstanding job, JSON lists in and out: what a model server's clients do."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._address = (parts.hostname, parts.port)
+        self._head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        self._runner = asyncio.Runner()
+
+    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+        """See ClientKind.run."""
+        return self._runner.run(self._run(rows, outstanding))
+
+    async def _run(self, rows: Float32Array, outstanding: int) -> Answers:
+        answers = _blank(len(rows))
+        todo = iter(range(len(rows)))
+
+        async def caller() -> None:
+            reader, writer = await asyncio.open_connection(*self._address)
+            for index in todo:
+                begun = time.perf_counter()
+                body = json.dumps({"x": rows[index].tolist()}).encode()
+                writer.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                answers.logits[index] = json.loads(await _body(reader))["logits"]
+                answers.latencies_s[index] = time.perf_counter() - begun
+            writer.close()
+
+        await asyncio.gather(*(caller() for _ in range(outstanding)))
+        return answers
+
+
+async def _body(reader: asyncio.StreamReader) -> bytes:
+    status, *headers = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+    if status.split()[1] != b"200":
+        raise ConnectionError(f"The model server answered {status!r}")
+    length = next(int(line.partition(b":")[2]) for line in headers if line.startswith(b"content-length:"))
+    return await reader.readexactly(length)
+
+
+KINDS: Final[dict[str, Callable[[str], ClientKind]]] = {
+    "async": PenstockAsync,
+    "submit_many": PenstockMany,
+    "celery": PlainCelery,
+    "raw": RawRedis,
+    "http": JsonOverHttp,
+}
+
+
+def _blank(jobs: int) -> Answers:
+    return Answers(np.full((jobs, _CLASSES), np.nan, np.float32), np.full(jobs, np.nan))
+
+
+def serve(kind: ClientKind) -> None:
+    """Carries out orders until stdin ends: {"jobs", "outstanding", "seed", "answers": file to write}."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        rows = mlp.inputs(order["jobs"], order["seed"])
+        gc.collect()
+        cpu_s, begun = time.process_time(), time.perf_counter()
+        answers = kind.run(rows, order["outstanding"])
+        seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
+        np.savez(order["answers"], logits=answers.logits, latencies_s=answers.latencies_s)
+        del rows, answers
+        figures = {"seconds": seconds, "cpu_s": cpu_s, "resident_bytes": meter.resident_bytes(os.getpid())}
+        print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    serve(KINDS[sys.argv[1]](sys.argv[2]))

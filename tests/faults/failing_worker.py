@@ -1,0 +1,59 @@
+"""A worker as users run it, but for one fail point: `python -m tests.faults.failing_worker HOW POINT NTH NAME`.
+
+At the NTH time that the drain passes POINT, the process kills (`kill`) or stops (`stop`) itself. Passes are counted
+from the first claimed job on: before that nothing is at stake.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from typing import Final
+
+from workers.drain import Drain
+
+__all__ = ["POINTS", "FailPoint"]
+
+POINTS: Final = (
+    *("before-claim", "after-claim", "before-batch", "mid-forward"),
+    *("after-forward", "before-commit", "after-commit", "mid-drain"),
+)
+"""Every point that a drain passes, in the order of a job's way."""
+_SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class FailPoint:
+    """A drain's `checkpoint` that ends or stops its own process, once."""
+
+    def __init__(self, how: str, point: str, nth: int) -> None:
+        if point not in POINTS:
+            raise ValueError(f"Unknown point {point!r}. Expected one of: {', '.join(POINTS)}")
+        self._signal = _SIGNALS[how]
+        self._point = point
+        self._passes_left = nth
+        self._has_claimed = False
+
+    def __call__(self, point: str) -> None:
+        """Called by the drain and its model threads."""
+        self._has_claimed = self._has_claimed or point == "after-claim"
+        if point != self._point or not self._has_claimed:
+            return
+        self._passes_left -= 1
+        if self._passes_left == 0:
+            os.kill(os.getpid(), self._signal)
+
+
+def main(how: str, point: str, nth: str, name: str) -> None:
+    """Runs the worker until its fail point or a signal ends it."""
+    # Importing it needs a broker's URL, which tests that only want POINTS do not have.
+    from workers import app as worker_app
+
+    checkpoint = FailPoint(how, point, int(nth))
+    worker_app.Drain = partial(Drain, checkpoint=checkpoint)  # type: ignore[misc,assignment]  # nothing else differs
+    worker_app.app.worker_main(["worker", "-P", "solo", "-c", "1", "-n", name])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

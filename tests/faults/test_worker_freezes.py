@@ -1,0 +1,102 @@
+"""F2: a worker stops answering without dying. Its connections stay open, and its leases lapse."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from registry.metrics import FENCED
+from registry.queues import GROUP, Priority, stream_key
+from tests.faults.conftest import StartFailing, StartLoad
+from tests.faults.history import check
+from tests.packages import write_recorder
+from tests.servers import RedisServer, WorkerProcess, wait_until
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recorder model notes its forwards; its package lies beside it."""
+    folder = tmp_path_factory.mktemp("recorder")
+    write_recorder(folder / "models", folder / "ledger")
+    return folder / "ledger"
+
+
+@pytest.fixture(scope="module")
+def survivor(
+    ledger: Path, tmp_path_factory: pytest.TempPathFactory, shared_redis: RedisServer
+) -> Iterator[WorkerProcess]:
+    """A sound worker beside the one that freezes."""
+    worker = WorkerProcess(
+        shared_redis, ledger.parent / "models", tmp_path_factory.mktemp("survivor"), name="beside@test"
+    )
+    yield worker.start()
+    worker.stop()
+
+
+def _held_by(server: RedisServer, worker: WorkerProcess) -> int:
+    with server.client() as client:
+        consumers = client.xinfo_consumers(stream_key("recorder", Priority.NORMAL), GROUP)
+    return sum(each["pending"] for each in consumers if each["name"].decode().startswith(f"{worker.name}:"))
+
+
+def _fenced(worker: WorkerProcess) -> float:
+    with urllib.request.urlopen(worker.report()["probe"] + "/metrics", timeout=5) as page:  # noqa: S310  # loopback
+        families = text_string_to_metric_families(page.read().decode())
+    return sum(sample.value for family in families for sample in family.samples if sample.name == FENCED.name)
+
+
+def test_jobs_handed_to_a_frozen_worker_survive_its_death(
+    shared_redis: RedisServer, ledger: Path, survivor: WorkerProcess, start_worker, start_load: StartLoad
+):
+    """Jobs published after the freeze, some of them handed to the frozen worker, all end once after kill -9."""
+    worker = start_worker(shared_redis, ledger.parent / "models")
+    load = start_load(shared_redis, ledger)
+    worker.freeze()
+
+    def hand_out() -> bool:
+        load.publish(4)
+        return _held_by(shared_redis, worker) > 0
+
+    wait_until(hand_out, 5, "the frozen worker was handed a job")
+    worker.kill()
+    assert check(load.history()).violations == {}
+    assert [result for result in load.results.values() if result.attempt > 1]
+    load.check_answers()
+
+
+@pytest.mark.parametrize("point", ["mid-forward", "before-commit"])
+def test_results_after_a_lapsed_lease_are_discarded(
+    point,
+    shared_redis: RedisServer,
+    ledger: Path,
+    survivor: WorkerProcess,
+    start_failing: StartFailing,
+    start_load: StartLoad,
+):
+    """A worker that slept past its lease and goes on changes nothing with its late results, and serves again."""
+    worker = start_failing(shared_redis, ledger.parent / "models", how="stop", point=point)
+    load = start_load(shared_redis, ledger)
+    with load.running():
+        wait_until(lambda: "T (stopped)" in Path(f"/proc/{worker.pid}/status").read_text(), 20, "the worker freezes")
+    assert check(load.history()).violations == {}
+    assert [result for result in load.results.values() if result.attempt > 1], "the frozen worker held nothing"
+
+    worker.thaw()
+    if point == "before-commit":
+        # At the other point it may hear of its loss in time, and not even try.
+        wait_until(lambda: worker.report() and _fenced(worker) > 0, 10, "the late commit is fenced")
+        assert [line for line in worker.logs() if line["msg"] == "a late commit was discarded"]
+    survivor.freeze()
+    try:
+        later = start_load(shared_redis, ledger)
+        later.publish(8)
+        assert check(later.history()).violations == {}
+        assert {result.worker for result in later.results.values()} == {worker.name}
+    finally:
+        survivor.thaw()
+    assert check(load.history()).violations == {}
+    load.check_answers()

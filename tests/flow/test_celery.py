@@ -1,0 +1,586 @@
+"""A worker as Celery and Flower see it: send_task and get, inspect, revoke, events, shutdown, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+
+from producers import Client
+from registry.envelope import Keyring
+from registry.errors import Cancelled, ModelError
+from registry.queues import lane_key
+from tests.conftest import StartWorker
+from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
+from tests.servers import ROOT, Process, RedisServer, WorkerProcess, free_port, require, wait_until
+
+ROW = [[1.0, 2.0, 3.0, 4.0]]
+TWICE = [[2.0, 4.0, 6.0, 8.0]]
+CANARY = 987654.25
+"""A number that must appear in no log, event or inspection."""
+pytestmark = pytest.mark.slow
+
+
+def celery_of(server: RedisServer) -> Celery:
+    """Any Celery program: it knows the broker and nothing of Penstock."""
+    return Celery("anybody", broker=server.celery_url, backend=server.celery_url, set_as_current=False)
+
+
+def send(app: Celery, model: str, x: Any = ROW, **kwargs: Any) -> Any:
+    task_id = str(uuid4())
+    app.send_task(
+        "penstock.infer", task_id=task_id, queue="penstock", kwargs={"model": model, "inputs": {"x": x}, **kwargs}
+    ).forget()
+    return task_id
+
+
+def outcome(app: Celery, task_id: str, timeout_s: float = 20) -> Any:
+    """What AsyncResult.get returns or raises; as a value, so that no exception keeps the result alive."""
+    return app.AsyncResult(task_id).get(timeout=timeout_s, propagate=False)
+
+
+def consumes(app: Celery, worker: WorkerProcess) -> None:
+    """Wait until Celery's side of the worker answers: it begins after the drain."""
+
+    def answers() -> Any:
+        # Not from the pool, whose connections may be to a server that has died since.
+        with app.connection_for_write() as connection:
+            return app.control.ping(destination=[worker.name], timeout=0.5, connection=connection)
+
+    wait_until(answers, 20, "the worker answers a ping")
+
+
+def test_any_celery_program_sends_a_task_and_gets_the_outputs(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """send_task and get: JSON with the job's id, model, version and outputs; the same for failures and bad input."""
+    write_double(models_root, "lane-double")
+    write_raiser(models_root, "lane-raiser")
+    app = celery_of(shared_redis)
+    worker = start_worker(shared_redis, models_root)
+
+    done = send(app, "lane-double", priority="high", tenant="acme")
+    assert outcome(app, done) == {
+        "job_id": f"lane-double.{done}",
+        "model": "lane-double",
+        "version": "1",
+        "outputs": {"y": TWICE},
+    }
+    with Client(shared_redis.url, tenant="acme") as client:
+        assert client.job(f"lane-double.{done}").result(timeout=5)["y"].tolist() == TWICE
+
+    failure = outcome(app, send(app, "lane-raiser", [[-1.0, 0.0, 0.0, 0.0]]))
+    assert isinstance(failure, ModelError)
+    assert str(failure) == "ValueError: a negative row"
+    for change, text in (
+        ({"model": "nobody"}, "Unknown model 'nobody'"),
+        ({"model": "lane-double", "priority": "urgent"}, "Unknown priority 'urgent'"),
+        ({"model": "lane-double", "x": [[1.0, CANARY]]}, "x: shape (1, 2). Expected (batch, 4)"),
+        ({"model": "lane-double", "surprise": 1}, "unexpected keyword argument 'surprise'"),
+    ):
+        refused = outcome(app, send(app, **change))
+        assert isinstance(refused, Exception)
+        assert text in str(refused)
+    assert str(CANARY) not in worker.output.read_text()
+
+
+def test_a_task_that_celery_delivers_twice_runs_once(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
+):
+    """The job's id comes from the task's, so a message that comes again is known."""
+    ledger = tmp_path / "ledger"
+    write_recorder(models_root, ledger, "lane-recorder")
+    app = celery_of(shared_redis)
+    start_worker(shared_redis, models_root)
+    kwargs = {"model": "lane-recorder", "inputs": {"x": ROW}}
+    for _ in range(3):
+        app.send_task("penstock.infer", task_id="same-task", queue="penstock", kwargs=kwargs).forget()
+    last = send(app, "lane-recorder", [[5.0, 0.0, 0.0, 0.0]])
+    assert outcome(app, last)["outputs"] == {"y": [[10.0, 0.0, 0.0, 0.0]]}
+    assert outcome(app, "same-task")["outputs"] == {"y": TWICE}
+    assert sum(rows.count(1.0) for rows in recorded_forwards(ledger)) == 1
+
+
+def test_results_of_the_lane_survive_the_worker(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """Kill -9 with jobs of the lane running and waiting: another worker ends them, and every get returns."""
+    write_sleeper(models_root, "lane-sleeper", forward_s=0.2, max_batch_size=2)
+    app = celery_of(redis_server)
+    first = start_worker(redis_server, models_root)
+    sent = [send(app, "lane-sleeper", [[float(n), 0.0, 0.0, 0.0]]) for n in range(12)]
+    outcome(app, sent[0])
+    first.kill()
+    start_worker(redis_server, models_root)
+    answers = [outcome(app, task_id, 30) for task_id in sent]
+    assert [answer["outputs"]["y"][0][0] for answer in answers] == [2.0 * n for n in range(12)]
+    with redis_server.client() as client:
+        wait_until(lambda: client.xlen(lane_key("lane-sleeper")) == 0, 15, "the lane is empty")
+
+
+def test_the_lane_is_closed_while_jobs_are_signed(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """With signing keys a task is refused with the reason, unless the operator trusts Celery's broker."""
+    keys = "k1:" + base64.b64encode(b"k" * 32).decode()
+    assert Keyring.parse(keys).signs
+    write_double(models_root, "signed-double")
+    app = celery_of(shared_redis)
+    closed = start_worker(shared_redis, models_root, environment={"PENSTOCK_SIGNING_KEYS": keys})
+    refused = outcome(app, send(app, "signed-double"))
+    assert "send_task is off here" in str(refused)
+    closed.terminate()
+    assert closed.wait(15) == 0
+    trusted = {"PENSTOCK_SIGNING_KEYS": keys, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
+    start_worker(shared_redis, models_root, environment=trusted)
+    assert outcome(app, send(app, "signed-double"))["outputs"] == {"y": TWICE}
+
+
+class FlowerProcess(Process):
+    """Flower with a password, on a free loopback port."""
+
+    def __init__(self, server: RedisServer, folder: Path) -> None:
+        super().__init__(folder)
+        self._server = server
+        self._access = f"someone:{uuid4().hex}"
+        self._port = free_port()
+
+    def start(self) -> FlowerProcess:
+        """Start it and wait until it answers."""
+        command = [sys.executable, "-m", "celery", "-A", "workers.app", "flower", "--address=127.0.0.1"]
+        command += [f"--port={self._port}", f"--basic-auth={self._access}", "--inspect_timeout=2000"]
+
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PENSTOCK_HOME": str(self.folder / "home"),
+            "PENSTOCK_REDIS_URL": self._server.url,
+        }
+        self._spawn(command, environment)
+        wait_until(lambda: self.get("/api/workers") is not None, 30, "Flower answers")
+        return self
+
+    def get(self, path: str, *, access: str | None = None) -> Any:
+        """The JSON that Flower's API answers; None while it does not."""
+        encoded = base64.b64encode((access or self._access).encode()).decode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}", headers={"Authorization": f"Basic {encoded}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - our own address
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code == 401:
+                raise
+            return None
+        except (urllib.error.URLError, TimeoutError):
+            return None
+
+    def stop(self) -> None:
+        """Kill it."""
+        if self._child is not None:
+            self.kill()
+
+
+@contextmanager
+def flower_on(server: RedisServer, folder: Path) -> Iterator[FlowerProcess]:
+    require(_flower_version(), "Flower")
+    folder.mkdir()
+    flower = FlowerProcess(server, folder)
+    try:
+        yield flower.start()
+    finally:
+        flower.stop()
+
+
+def _flower_version() -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version("flower")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def test_flower_shows_every_worker_and_every_job(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
+):
+    """SH-008: 200 jobs of a run and a failure, each with its model, state and runtime; payloads nowhere; behind a
+    password.
+    """
+    write_double(models_root)
+    write_raiser(models_root)
+    with flower_on(redis_server, tmp_path / "flower") as flower, Client(redis_server.url) as client:
+        workers = [start_worker(redis_server, models_root) for _ in range(2)]
+        rows = [{"x": np.array([[n, CANARY, 0, 0]], np.float32)} for n in range(200)]
+        jobs = client.submit_many("double", rows)
+        bad = client.submit("raiser", {"x": [[-1.0, 0.0, 0.0, 0.0]]})
+        for job in jobs:
+            job.result(timeout=20)
+        with pytest.raises(ModelError):
+            bad.result(timeout=20)
+
+        def tasks() -> dict[str, Any]:
+            return flower.get("/api/tasks") or {}
+
+        wait_until(
+            lambda: sum(task["state"] in ("SUCCESS", "FAILURE") for task in tasks().values()) == 201,
+            20,
+            "Flower shows all",
+        )
+        shown = tasks()
+        assert {job.id for job in jobs} < set(shown)
+        for job in jobs:
+            task = shown[job.id]
+            assert (task["name"], task["state"], task["result"]) == ("penstock.infer.double", "SUCCESS", "version 1")
+            assert task["runtime"] >= 0
+            assert task["received"] <= task["started"] <= task["succeeded"]
+        assert shown[bad.id]["state"] == "FAILURE"
+        assert shown[bad.id]["exception"] == "ModelError('ValueError: a negative row')"
+        assert str(CANARY) not in json.dumps(shown)
+        names = {worker.name for worker in workers}
+        seen = wait_until(
+            lambda: (found := flower.get("/api/workers?refresh=1") or {}) and names <= set(found) and found,
+            30,
+            "Flower shows the workers",
+        )
+        totals = [seen[name]["stats"]["total"].get("penstock.infer.double", 0) for name in names]
+        assert sum(totals) == 200
+        assert all([queue["name"] for queue in seen[name]["active_queues"]] == ["penstock"] for name in names)
+        with pytest.raises(urllib.error.HTTPError):
+            flower.get("/api/tasks", access="someone:else")
+
+
+@contextmanager
+def busy(
+    server: RedisServer, models_root: Path, start_worker: StartWorker, forward_s: float
+) -> Iterator[tuple[WorkerProcess, Client, list[Any]]]:
+    """A worker whose only model runs one job for `forward_s` while three more wait."""
+    write_sleeper(models_root, "slow", forward_s=forward_s, max_batch_size=1)
+    worker = start_worker(server, models_root)
+    consumes(celery_of(server), worker)
+    with Client(server.url) as client:
+        yield worker, client, client.submit_many("slow", [{"x": [[float(n), CANARY, 0.0, 0.0]]} for n in range(4)])
+
+
+def test_inspect_shows_what_runs_and_what_waits(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """inspect active, reserved and stats of a real worker, over the wire."""
+    inspect = celery_of(redis_server).control.inspect(timeout=2)
+    with busy(redis_server, models_root, start_worker, forward_s=1.5) as (worker, _, jobs):
+        active = wait_until(lambda: (inspect.active() or {}).get(worker.name), 10, "a job is active")
+        reserved = (inspect.reserved() or {})[worker.name]
+        shown = [task["id"] for task in (*active, *reserved)]
+        assert active[0]["name"] == "penstock.infer.slow"
+        assert set(shown) <= {job.id for job in jobs}
+        assert len(reserved) >= 1
+        assert str(CANARY) not in json.dumps([active, reserved])
+        for job in jobs:
+            job.result(timeout=20)
+        assert (inspect.stats() or {})[worker.name]["total"]["penstock.infer.slow"] == 4
+
+
+def test_a_revoked_job_never_runs(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+    """`control revoke` by job id, and by task id for the lane: the job ends as cancelled, Celery's task as revoked,
+    and `inspect revoked` lists it.
+    """
+    app = celery_of(redis_server)
+    with busy(redis_server, models_root, start_worker, forward_s=1.0) as (worker, client, jobs):
+        app.control.revoke("never-run")
+        wait_until(
+            lambda: "never-run" in ((app.control.inspect().revoked() or {}).get(worker.name) or ()), 10, "it is known"
+        )
+        app.send_task(
+            "penstock.infer",
+            task_id="never-run-either",
+            queue="penstock",
+            kwargs={"model": "slow", "inputs": {"x": ROW}},
+        ).forget()
+        late = client.submit("slow", {"x": ROW})
+        app.control.revoke([late.id, "never-run-either"])
+        for job in jobs:
+            job.result(timeout=20)
+        revoked = outcome(app, "never-run-either")
+        assert isinstance(revoked, TaskRevokedError)
+        if not isinstance(late_end := _end_of(late), Cancelled):
+            pytest.fail(f"the job ended as {late_end!r}")
+
+
+def _end_of(job: Any) -> Any:
+    try:
+        return job.result(timeout=20)
+    except Cancelled as error:
+        return error
+
+
+def test_commands_that_stop_or_change_a_worker_are_refused(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """Whoever reaches Celery's broker cannot shut workers down, resize or re-route them, unless the settings allow."""
+    write_double(models_root)
+    app = celery_of(redis_server)
+    worker = start_worker(redis_server, models_root)
+    consumes(app, worker)
+    for command, arguments in (
+        ("shutdown", {}),
+        ("pool_grow", {"n": 1}),
+        ("add_consumer", {"queue": "other"}),
+        ("cancel_consumer", {"queue": "penstock"}),
+        ("rate_limit", {"task_name": "penstock.infer", "rate_limit": "1/h"}),
+        ("time_limit", {"task_name": "penstock.infer", "hard": 1}),
+    ):
+        answers = app.control.broadcast(command, arguments, destination=[worker.name], reply=True, timeout=2)
+        assert "ok" not in answers[0][worker.name]
+    assert app.control.ping(destination=[worker.name], timeout=2)
+    assert outcome(app, send(app, "double"))["outputs"] == {"y": TWICE}
+
+    obedient = start_worker(redis_server, models_root, environment={"PENSTOCK_INFERENCE_CELERY_REMOTE_CONTROL": "true"})
+    consumes(app, obedient)
+    app.control.shutdown(destination=[obedient.name])
+    assert obedient.wait(15) == 0
+    assert worker.is_running
+
+
+def test_events_are_switched_over_the_wire(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+    """On by default; after disable_events no task event leaves the worker, after enable_events they do again."""
+    write_double(models_root)
+    app = celery_of(redis_server)
+    worker = start_worker(redis_server, models_root)
+    consumes(app, worker)
+    with redis_server.client() as listener, Client(redis_server.url) as client:
+        subscription = listener.pubsub()
+        subscription.psubscribe("*celeryev*")
+
+        def hears() -> bool:
+            client.submit("double", {"x": ROW}).result(timeout=5)
+            heard = b""
+            while message := subscription.get_message(ignore_subscribe_messages=True, timeout=0.3):
+                heard += message["channel"]
+            return b"task" in heard
+
+        assert wait_until(hears, 5, "task events by default")
+        app.control.disable_events(destination=[worker.name])
+        wait_until(lambda: not hears(), 10, "silence")
+        app.control.enable_events(destination=[worker.name])
+        wait_until(hears, 10, "task events again")
+        subscription.close()
+
+
+def test_the_drain_does_not_depend_on_celerys_broker(
+    shared_redis: RedisServer, redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """With Celery on a broker of its own and that one dead, jobs flow; when it is back, Celery answers again."""
+    write_double(models_root, "detached-double")
+    app = celery_of(redis_server)
+    worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_CELERY_URL": redis_server.celery_url})
+    consumes(app, worker)
+    redis_server.kill()
+    with Client(shared_redis.url) as client:
+        for _ in range(20):
+            assert client.submit("detached-double", {"x": ROW}).result(timeout=5)["y"].tolist() == TWICE
+    assert worker.is_running
+    redis_server.restart()
+    consumes(app, worker)
+    assert outcome(app, send(app, "detached-double"))["outputs"] == {"y": TWICE}
+
+
+def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alone(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """Unknown tasks, malformed messages and bytes that are no message at all: dropped, and the next task is served.
+    Tasks on other queues stay where they are.
+    """
+    write_double(models_root)
+    app = celery_of(redis_server)
+    worker = start_worker(redis_server, models_root)
+    consumes(app, worker)
+    app.send_task("somebody.elses", queue="other", args=[1]).forget()
+    app.send_task("unknown.task", queue="penstock", args=[1]).forget()
+    good = _raw_message(redis_server, app)
+    hostile: list[bytes] = [
+        b"not json",
+        b"[]",
+        b"7",
+        b"{}",
+        b'{"body": "x"}',
+        _changed(good, lambda message: message.update(body="!!!")),
+        _changed(good, lambda message: message.update(body=base64.b64encode(b"[1]").decode())),
+        _changed(good, lambda message: message.update(body=base64.b64encode(b"\x80\x04pickle").decode())),
+        _changed(good, lambda message: message.update({"content-type": "application/x-python-serialize"})),
+        _changed(good, lambda message: message["headers"].pop("id")),
+        _changed(good, lambda message: message.update(headers=None)),
+        _changed(good, lambda message: message.update(properties={})),
+    ]
+    for payload in hostile:
+        with redis_server.client() as client:
+            client.lpush("penstock", payload)
+        task_id = send(app, "double")
+        assert outcome(app, task_id)["outputs"] == {"y": TWICE}, payload
+        assert worker.is_running
+    with redis_server.client() as client:
+        assert client.llen("other") == 1
+        assert client.llen("penstock") == 0
+
+
+def _raw_message(server: RedisServer, app: Celery) -> bytes:
+    """A task message as it lies in Redis, taken from a queue of its own."""
+    app.send_task("penstock.infer", queue="specimen", kwargs={"model": "double", "inputs": {"x": ROW}}).forget()
+    with server.client() as client:
+        return bytes(wait_until(lambda: client.rpop("specimen"), 5, "the message is there"))
+
+
+def _changed(message: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    decoded = json.loads(message)
+    change(decoded)
+    return json.dumps(decoded).encode()
+
+
+def test_sigterm_lets_the_running_batch_finish(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+    """A warm shutdown ends with status 0 after the running job; what waited is given back and served by the next."""
+    with busy(redis_server, models_root, start_worker, forward_s=1.0) as (worker, _, jobs):
+        inspect = celery_of(redis_server).control.inspect(timeout=2)
+        wait_until(lambda: (inspect.active() or {}).get(worker.name), 10, "a job runs")
+        worker.terminate()
+        assert worker.wait(15) == 0
+        assert jobs[0].result(timeout=5)["y"][0][0] == 0.0
+        start_worker(redis_server, models_root)
+        assert [job.result(timeout=20)["y"][0][0] for job in jobs] == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """The watchdog: a process that answers pings and serves nothing is worse than none."""
+    write_package(
+        models_root,
+        "killer",
+        """
+        import ctypes
+        import threading
+
+        def build():
+            def forward(inputs):
+                if (inputs["x"] < 0).any():
+                    victim = next(thread for thread in threading.enumerate() if thread.name == "lane-replies")
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(victim.ident), ctypes.py_object(SystemExit)
+                    )
+                return {"y": inputs["x"]}
+
+            return forward
+        """,
+    )
+    worker = start_worker(redis_server, models_root)
+    with Client(redis_server.url) as client:
+        client.submit("killer", {"x": [[-1.0, 0.0, 0.0, 0.0]]}).result(timeout=10)
+    assert worker.wait(15) == 70
+    assert any(line["msg"] == "worker gives up" and "lane results" in line["reason"] for line in worker.logs())
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"PENSTOCK_INFERENCE_BATCHNG_ENABLED": "1"}, "Unknown variable PENSTOCK_INFERENCE_BATCHNG_ENABLED"),
+        ({"PENSTOCK_INFERENCE_DEVICE": "cuda:7"}, "Device cuda:7 is not there"),
+        ({"PENSTOCK_WORKER_MODELS": "double,nobody"}, "Unknown model 'nobody'"),
+        ({"PENSTOCK_INFERENCE_REPO_ROOT": "nowhere"}, "Models root 'nowhere' is not a folder"),
+        ({"PENSTOCK_REDIS_URL": "", "PENSTOCK_CELERY_URL": ""}, "No broker"),
+    ],
+)
+def test_a_worker_that_cannot_work_says_so_in_one_line(
+    shared_redis: RedisServer,
+    models_root: Path,
+    start_worker: StartWorker,
+    environment: dict[str, str],
+    text: str,
+):
+    """Exit status 78, the reason and what was expected, and no traceback."""
+    write_double(models_root)
+    worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
+    assert worker.wait(30) == 78
+    said = [line for line in worker.output.read_text().splitlines() if line.startswith("penstock: ")]
+    assert len(said) == 1
+    assert text in said[0]
+    assert "Traceback" not in worker.output.read_text()
+
+
+def test_a_port_in_use_a_device_in_use_and_a_pool_are_refused(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
+):
+    """Each in one line that names the variable to change."""
+    write_double(models_root, "refusing-double")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_METRICS_PORT": port}, wait=False)
+        assert worker.wait(30) == 78
+        assert f"Metrics port {port} on 127.0.0.1 is in use" in worker.output.read_text()
+
+    same = {"PENSTOCK_HOME": str(tmp_path / "home"), "PENSTOCK_WORKER_INDEX": "0"}
+    start_worker(shared_redis, models_root, environment=same)
+    second = start_worker(shared_redis, models_root, environment=same, wait=False)
+    assert second.wait(30) == 78
+    assert "Another worker is cpu0 already" in second.output.read_text()
+
+
+def test_a_bare_celery_worker_needs_no_options(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
+    """`celery -A workers.app worker` takes pool, concurrency and name from the settings and the device."""
+    write_double(models_root, "bare-double")
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    worker = _BareWorker(shared_redis, models_root, folder)
+    try:
+        worker.launch()
+        report = wait_until(lambda: worker.is_ready() and worker.report(), 30, "it is ready")
+        assert report["name"] == f"cpu0@{socket.gethostname()}"
+        app = celery_of(shared_redis)
+        worker.name = report["name"]
+        consumes(app, worker)
+        stats = (app.control.inspect(timeout=2).stats() or {})[worker.name]
+        assert stats["pool"]["implementation"] == "celery.concurrency.solo:TaskPool"
+        assert stats["pool"]["max-concurrency"] == 1
+    finally:
+        worker.stop()
+
+
+class _BareWorker(WorkerProcess):
+    def __init__(self, server: RedisServer, models_root: Path, folder: Path) -> None:
+        super().__init__(server, models_root, folder, name="")
+
+    def launch(self) -> None:
+        """Without -P, -c and -n."""
+        self._spawn([sys.executable, "-m", "celery", "-A", "workers.app", "worker"], self._environment)
+
+
+def test_the_worker_refuses_a_pool_of_its_own_accord(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
+    """CUDA does not survive a fork and the drain has threads: another pool than solo is a mistake, and said to be."""
+    write_double(models_root, "pool-double")
+    worker = _BareWorker(shared_redis, models_root, tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-P", "threads"],
+        env=worker._environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 78
+    assert "Expected the pool `-P solo`" in ended.stderr

@@ -1,0 +1,69 @@
+"""`make demo`, as a newcomer sees it: one command, real text, answers, figures, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.servers import ROOT
+
+COMMAND = [sys.executable, "-c", "from compose.cli import main; main()", "demo"]
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(tmp_path),
+        "HOME": str(tmp_path),
+        # Wide enough that no line of the output is folded.
+        "COLUMNS": "200",
+    }
+    return subprocess.run(
+        [*COMMAND, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+@pytest.fixture
+def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the test can search for what the demo left."""
+    return tmp_path_factory.mktemp("d")
+
+
+@pytest.mark.slow
+def test_demo_finds_what_was_asked(short_tmp):
+    """Without any setting: the sample questions find strptime and compress, the user's own is answered too."""
+    ended = run(short_tmp, "--count", "1500", "--ask", "How do I sort a list?", "--json")
+    assert ended.returncode == 0, ended.stderr
+    shown = json.loads(ended.stdout)
+    hits = {answer["question"]: [hit["name"] for hit in answer["hits"]] for answer in shown["answers"]}
+    assert "time.strptime" in hits["How do I parse a date?"]
+    assert "gzip.compress" in hits["How do I compress bytes?"]
+    assert "builtins.list.sort" in hits["How do I sort a list?"]
+    assert sum(int(rows) * batches for rows, batches in shown["batch_sizes"].items()) >= 1500
+    assert set(shown["latency_ms"]) >= {"queue", "batch", "compute", "commit"}
+    assert shown["jobs_per_s"] > 0
+    assert list(short_tmp.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_demo_closes_with_its_figures(short_tmp):
+    """For people: a progress bar, the answers, the histogram, where the time went, and Flower's address."""
+    ended = run(short_tmp, "--count", "100")
+    assert ended.returncode == 0, ended.stderr
+    for expected in (
+        "Embedding",
+        "How do I parse a date?",
+        "rows in a batch",
+        "jobs/s",
+        "commit:",
+        "Flower",
+        "password",
+    ):
+        assert expected in ended.stdout
+    assert list(short_tmp.iterdir()) == []

@@ -1,0 +1,22 @@
+"""How work leaves: drain.py follows a job from its claim to its commit; app.py is the process around it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "app",
+    "batching",
+    "boot",
+    "celery_bridge",
+    "device",
+    "drain",
+    "executor",
+    "heartbeat",
+    "job",
+    "lane",
+    "leases",
+    "observe",
+    "results",
+    "runtime",
+    "served",
+    "streaming",
+]
