@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -94,9 +94,9 @@ class Vigil:
     """What is known of one child, and what follows from it."""
 
     def __init__(self, patience: Patience, *, beats: bool) -> None:
-        self._patience = patience
         self.failures = 0
         """Ends in a row, of runs that were not steady."""
+        self._patience = patience
         self._beats = beats
         self._started = 0.0
         self._last_beat: float | None = None
@@ -144,29 +144,31 @@ class _Child:
         self._told: signal.Signals | None = None
 
     def start(self, now: float) -> None:
-        """Start the process, in a session of its own."""
-        self._pipe, child_end = os.pipe()
-        os.set_blocking(self._pipe, False)
-        environ = dict(self.program.environ)
-        if self.program.beats:
-            environ["PENSTOCK_HEARTBEAT_FD"] = str(child_end)
-        output = open(self.program.output, "ab") if self.program.output else None  # noqa: SIM115 - closed below
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self.program.arguments],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(child_end,),
-                # Ctrl-C in a terminal then reaches the supervisor alone, which stops its children in order.
-                start_new_session=True,
-            )
-        finally:
-            os.close(child_end)
-            if output:
-                output.close()
+        """Start the process, in a session of its own. Raises OSError when the machine has no room for it."""
         self.vigil.started(now)
+        with ExitStack() as ours:
+            output = ours.enter_context(open(self.program.output, "ab")) if self.program.output else None
+            pipe, child_end = os.pipe()
+            ours.callback(os.close, child_end)
+            environ = dict(self.program.environ)
+            if self.program.beats:
+                environ["PENSTOCK_HEARTBEAT_FD"] = str(child_end)
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self.program.arguments],
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(child_end,),
+                    # Ctrl-C in a terminal then reaches the supervisor alone, which stops its children in order.
+                    start_new_session=True,
+                )
+            except OSError:
+                os.close(pipe)
+                raise
+            os.set_blocking(pipe, False)
+            self._pipe = pipe
 
     def listen(self, now: float) -> None:
         """Read what the child wrote."""
@@ -176,12 +178,13 @@ class _Child:
                 for line in lines:
                     self.vigil.heard(line.decode("utf-8", "replace"), now)
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send the process a signal, once."""
+    def tell(self, number: signal.Signals) -> bool:
+        """Send the process a signal; False, and nothing happens, when that was the last one it was sent."""
         if self.process is None or self._told == number:
-            return
+            return False
         self._told = number
         self.process.send_signal(number)
+        return True
 
     def reap(self) -> int | None:
         """The exit status of the process, once, after its end; negative for a signal."""
@@ -254,15 +257,22 @@ class Supervisor:
         for child in self._children:
             if child.process is None:
                 if now >= child.due:
-                    child.start(now)
+                    self._begin(child, now)
                 continue
             # Read before judging: this process may have been suspended for a while itself.
             child.listen(now)
-            if reason := child.vigil.condemned(now):
+            if (reason := child.vigil.condemned(now)) and child.tell(signal.SIGKILL):
                 _log.error("%s is killed: %s", child.program.name, reason)
-                child.tell(signal.SIGKILL)
             if (status := child.reap()) is not None:
                 self._mourn(child, status, now)
+
+    def _begin(self, child: _Child, now: float) -> None:
+        try:
+            child.start(now)
+        except OSError as error:
+            # No memory, no process or no file left: that may pass.
+            child.due = child.vigil.ended(now, random.random())  # noqa: S311 - jitter, no secret
+            _log.error("%s could not be started: %s", child.program.name, error.strerror)
 
     def _mourn(self, child: _Child, status: int, now: float) -> None:
         if status == EXIT_CONFIGURATION:

@@ -51,6 +51,7 @@ logger = logging.getLogger("client")
 
 Inputs = Mapping[str, object]
 _MAP_WINDOW = 512
+_LONGEST_WATCH_S = 5.0
 
 
 class Client:
@@ -341,32 +342,27 @@ class JobHandle:
 
     def _await_end(self, deadline: float | None, timeout: float | None) -> None:
         inbox = self._client._inbox
-        subscription = None
-        try:
-            while self._standing is None:
-                left = SILENCE_S if deadline is None else min(SILENCE_S, deadline - time.monotonic())
-                if left > 0 and not self._is_ours and subscription is None:
-                    # Somebody else's job tells us of its end only through its event stream.
-                    subscription = inbox.subscribe(self.id, 0)
-                    self._ask(subscribe=True)
-                    continue
-                if left > 0 and inbox.wait(lambda: not self._is_waiting(subscription), left):
-                    if self._standing is None:
-                        self._ask()
-                        if subscription is not None:
-                            subscription.clear()
-                    continue
+        while self._standing is None:
+            left = _LONGEST_WATCH_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
                 self._ask()
-                if self._standing is None and left <= 0:
+                if self._standing is None:
                     raise ResultTimeout(f"No result within {timeout:g} s; the job goes on")
-        finally:
-            if subscription is not None:
-                inbox.unsubscribe(self.id, subscription)
+            elif not self._is_ours:
+                self._watch(min(left, _LONGEST_WATCH_S))
+            elif not inbox.wait(lambda: not self._is_ours, min(left, SILENCE_S)):
+                self._ask()
 
-    def _is_waiting(self, subscription: deque[Any] | None) -> bool:
-        if subscription is not None:
-            return not any(is_end(entry) for entry in tuple(subscription))
-        return self._is_ours
+    def _watch(self, seconds: float) -> None:
+        """Somebody else's job tells us of its end only through its event stream."""
+        inbox = self._client._inbox
+        events = inbox.subscribe(self.id, 0)
+        try:
+            self._ask(subscribe=True)
+            if self._standing is None and inbox.wait(lambda: any(map(is_end, tuple(events))), seconds):
+                self._ask()
+        finally:
+            inbox.unsubscribe(self.id, events)
 
     def _ask(self, *, subscribe: bool = False) -> Standing:
         """Reads the record; keeps it when it is terminal."""

@@ -142,6 +142,7 @@ def test_a_child_that_complains_is_replaced(supervise, tmp_path, caplog):
     sick = f"{HEARTBEAT}; start(fd, lambda: 'the drain thread died'); print('up'); time.sleep(600)"
     supervise(python("sick", sick, beats=True, output=tmp_path / "output"))
     wait_until(lambda: lines(tmp_path / "output").count("up") >= 2, 20, "another child runs")
+    assert caplog.text.count("sick is killed: the drain thread died") <= lines(tmp_path / "output").count("up")
     assert "sick is killed: the drain thread died" in caplog.text
 
 
@@ -201,6 +202,15 @@ def test_second_stop_does_not_wait(supervise, tmp_path):
     supervisor.stop()
     supervisor.close()
     assert time.monotonic() - begin < 5
+
+
+def test_a_child_that_cannot_be_started_is_tried_again(supervise, tmp_path, caplog):
+    """A machine that has no room for a process now may have some later: here, a folder for its output."""
+    output = tmp_path / "not yet" / "output"
+    supervise(python("patient", "import time; print('up'); time.sleep(600)", output=output))
+    wait_until(lambda: "patient could not be started: No such file or directory" in caplog.text, 20, "the first try")
+    output.parent.mkdir()
+    wait_until(lambda: "up" in lines(output), 20, "the child runs")
 
 
 def test_what_a_child_left_running_is_killed_with_it(supervise, tmp_path):

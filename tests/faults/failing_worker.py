@@ -51,7 +51,7 @@ def main(how: str, point: str, nth: str, name: str) -> None:
     from workers import app as worker_app
 
     checkpoint = FailPoint(how, point, int(nth))
-    worker_app.Drain = partial(Drain, checkpoint=checkpoint)  # type: ignore[misc,assignment]  # nothing else differs
+    worker_app.Drain = partial(Drain, checkpoint=checkpoint)  # type: ignore[assignment,attr-defined]  # nothing else differs
     worker_app.app.worker_main(["worker", "-P", "solo", "-c", "1", "-n", name])
 
 
