@@ -14,12 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
+from compose.supervisor import EXIT_CONFIGURATION, Supervisor
 from registry.errors import ConfigurationError, PenstockError
 
 if TYPE_CHECKING:
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
     from registry.broker.redis_streams import RedisStreams
     from registry.settings import Settings
 
-__all__ = ["EXIT_CONFIGURATION", "main"]
+__all__ = ["main"]
 
-EXIT_CONFIGURATION: Final = 78
-"""EX_CONFIG of sysexits.h."""
 _PRIORITIES: Final = click.Choice(["critical", "high", "normal", "low"])
 _json = click.option("--json", "as_json", is_flag=True, help="Print data for programs.")
 
@@ -95,7 +94,7 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
         flower_port=flower_port,
         on_progress=console.print,
     )
-    with _terminable(), stack:
+    with suppress(KeyboardInterrupt), _terminable(), stack:
         running = stack.running
         console.print(f"Redis    {running.redis_url}")
         if running.flower_url:
@@ -125,7 +124,6 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     penstock worker --device cpu --index 1
     """
     from compose.fleet import choose, worker_patience, worker_program
-    from compose.supervisor import Supervisor
     from registry import logs
 
     settings = _connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})

@@ -241,8 +241,8 @@ class Drain:
             self._admit(deliveries)
 
     def _wishes(self) -> list[Claim]:
-        """What to claim now; nothing while the broker is still to answer the blocking claim."""
-        if self._is_armed or self._is_stopping:
+        """What to claim now; nothing when the queues were empty a moment ago: the blocking claim will tell."""
+        if self._is_armed or self._were_queues_empty or self._is_stopping:
             return []
         room = self._max_in_memory - len(self._holdings)
         wishes = []

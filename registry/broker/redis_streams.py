@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import redis
+from hiredis import pack_command
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection
 from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
@@ -56,27 +57,21 @@ def connection_options(timeout_s: float) -> dict[str, Any]:
     }
 
 
-def as_it_comes(answer: Any, **_: Any) -> Any:
-    """A response callback that leaves the answer alone: redis-py's own for XREAD would make dicts of the fields,
-    and lose their order and repeats."""
-    return answer
-
-
 class RedisStreams:
     """A broker on one Redis. Thread-safe, except for exchange, arm, fileno, collect and disarm: one thread's own.
 
     Attributes:
-        clock_offset_ms: the broker's clock minus this machine's, as of the last claim.
+        clock_offset_ms: the broker's clock minus this machine's, as of the last claim or look at the queues.
     """
 
     def __init__(self, client: redis.Redis, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> None:
         self.timeout_s = timeout_s
         self.clock_offset_ms = 0.0
         self._redis = client
+        self._pool = client.connection_pool
         self._result_ttl_ms = result_ttl_ms
         self._armed: _ArmedClaim | None = None
         self._line: _Line | None = None
-        client.set_response_callback("XREAD", as_it_comes)
 
     @classmethod
     def from_url(cls, url: str, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> RedisStreams:
@@ -249,7 +244,7 @@ class RedisStreams:
             self._run(["ZREM", WORKERS_KEY, worker])
 
     def now_ms(self) -> float:
-        """See WorkerEnd.now_ms; as of the last claim, without asking."""
+        """See WorkerEnd.now_ms; without asking."""
         return time.time() * 1000 + self.clock_offset_ms
 
     # Operators
@@ -260,7 +255,9 @@ class RedisStreams:
 
     def depths(self, slot: str) -> list[Depth]:
         """See Broker.depths."""
-        return scripts.measured(slot, self._run(scripts.depths(slot)))
+        answer = self._run(scripts.depths(slot))
+        self.clock_offset_ms = answer[0] - time.time() * 1000
+        return scripts.measured(slot, answer)
 
     def workers(self) -> list[bytes]:
         """See Broker.workers."""
@@ -323,10 +320,25 @@ class RedisStreams:
 
     def _once(self, command: scripts.Call) -> Any:
         try:
-            return self._redis.execute_command(*command)
+            return self._ask(command)
         except NoScriptError:
             self._load()
-            return self._redis.execute_command(*command)
+            return self._ask(command)
+
+    def _ask(self, command: scripts.Call) -> Any:
+        """One command on a pooled connection, without the layers that redis-py puts around each."""
+        connection = self._pool.get_connection()
+        try:
+            connection.send_packed_command([pack_command(tuple(command))], check_health=False)
+            return connection.read_response()
+        except ResponseError:
+            raise
+        except BaseException:
+            # Interrupted, too: the answer is still to come, and must not be taken for that of the next command.
+            connection.disconnect()
+            raise
+        finally:
+            self._pool.release(connection)
 
     def _run_all(self, calls: Sequence[scripts.Call]) -> list[Any]:
         """Several calls in one round trip on the worker's own line; it repeats the step itself, so no retry here."""
@@ -351,7 +363,7 @@ class RedisStreams:
 
     def _load(self) -> None:
         for source in scripts.SOURCES.values():
-            self._redis.execute_command("SCRIPT", "LOAD", source)
+            self._ask(["SCRIPT", "LOAD", source])
 
 
 class _Line:
@@ -364,7 +376,7 @@ class _Line:
     def ask(self, calls: Sequence[scripts.Call]) -> list[Any]:
         """The answers to several commands sent at once; an error of Redis stands in its command's place."""
         connection = self._connection
-        connection.send_packed_command(connection.pack_commands(calls), check_health=False)
+        connection.send_packed_command([pack_command(tuple(call)) for call in calls], check_health=False)
         return [self._answer() for _ in calls]
 
     def _answer(self) -> Any:
@@ -395,7 +407,7 @@ class _ArmedClaim(_Line):
         self._slots = tuple(slots)
         self.is_outstanding = True
         command = scripts.armed(consumer, slots, count, block_ms)
-        self._connection.send_packed_command(self._connection.pack_commands([command]), check_health=False)
+        self._connection.send_packed_command([pack_command(tuple(command))], check_health=False)
 
     def receive(self) -> list[Delivery]:
         self.is_outstanding = False

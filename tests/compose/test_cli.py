@@ -15,9 +15,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from compose.cli import EXIT_CONFIGURATION, main
+from compose.cli import main
 from compose.fleet import Device
 from compose.local import LocalStack
+from compose.supervisor import EXIT_CONFIGURATION
 from registry.settings import Settings
 from tests.packages import write_double, write_package
 from tests.servers import ROOT, RedisServer, wait_until

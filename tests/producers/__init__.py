@@ -1,0 +1,1 @@
+"""How work enters: clients against a real broker, mostly without a worker."""
