@@ -479,13 +479,17 @@ class _AsyncInbox:
         return await self._broker.read({events_key(job_id): f"{after}-0"}, 0, 1_000_000)
 
     async def _read(self) -> None:
+        heard = time.monotonic()
         while not self._is_closing and self._postbox.is_awaited:
             self._reading = self._postbox.cursors()
             try:
                 entries = await self._broker.read(self._reading, int(SILENCE_S * 1000))
                 for key, last in self._postbox.deliver(entries):
                     await self._broker.trim(key, last)
-                if not entries:
+                if entries:
+                    heard = time.monotonic()
+                elif time.monotonic() - heard >= SILENCE_S:
+                    heard = time.monotonic()
                     await self._ask_records()
             except BrokerUnavailable as error:
                 self._fail(error)

@@ -10,6 +10,7 @@ attempts at the same request.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from registry.tensors import encode, encoded_size
 
 __all__ = ["Press", "SpecCache", "accepted", "cancellation", "limits_of", "parcels"]
 
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_DEADLINE_S: Final = 366 * 86_400
 _PARCEL_JOBS: Final = 256
 _PARCEL_BYTES: Final = 1024 * 1024
@@ -105,6 +107,8 @@ class Press:
         owner = self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant)
         if version and version != spec.version:
             raise UnknownModel(f"Unknown model {spec.name}/{version!r:.80}. Expected version: {spec.version}")
+        if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
+            raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
         if not isinstance(inputs, Mapping):
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping from input name to value")
         arrays = spec.signature.check(inputs)

@@ -3,7 +3,8 @@
     {"ts": "2026-11-20T18:00:00.123456Z", "level": "info", "logger": "server", "msg": "batch done", "model": "mlp"}
 
 Our loggers are `server` (the worker), `runtime` (models) and `client` (producers). What a caller passes in
-`extra={"job_id": ...}` becomes a key of the object; an exception becomes one key with its traceback.
+`extra={"job_id": ...}` becomes a key of the object; an exception becomes one key with its traceback. A worker
+writes one line per batch, so the formatter is part of the job path.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Final, TextIO
 
-import structlog
-from structlog.typing import EventDict, WrappedLogger
+import msgspec
 
-__all__ = ["configure"]
+__all__ = ["JsonFormatter", "configure"]
 
-
-_extras = structlog.stdlib.ExtraAdder()
+_OF_LOGGING: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -29,29 +28,35 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
     Raises ValueError for a level that logging does not know.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(processors=[_fields, structlog.processors.format_exc_info, _render])
-    )
+    handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.setLevel(level)
     root.handlers[:] = [handler]
     logging.captureWarnings(True)
 
 
-def _fields(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """The record as one flat object: our four fields first, which an extra of the same name does not replace."""
-    record: logging.LogRecord = event.pop("_record")
-    del event["_from_structlog"]
-    ours = {
-        "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
-        "level": record.levelname.lower(),
-        "logger": record.name,
-        "msg": event.pop("event"),
-    }
-    extras = _extras(logger, method, {"_record": record})
-    del extras["_record"]
-    return {**ours, **extras, **event, **ours}
+class JsonFormatter(logging.Formatter):
+    """A record as one flat JSON object: our four fields first, which an extra of the same name does not replace."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, without its end."""
+        ts = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
+        line: dict[str, object] = {
+            "ts": ts.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
+        for name, value in vars(record).items():
+            if name not in _OF_LOGGING:
+                line.setdefault(name, value)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        try:
+            return _encode(line).decode()
+        except UnicodeEncodeError:
+            # Undecodable bytes of a file name, say: JSON can escape them, UTF-8 cannot hold them.
+            return json.dumps(line, default=str)
 
 
-def _render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-    return json.dumps(event, default=str)
+_encode: Final = msgspec.json.Encoder(enc_hook=str).encode

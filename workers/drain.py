@@ -111,6 +111,7 @@ class Drain:
             news=self._hear,
             report=self._report,
         )
+        self._pollers: dict[int, select.poll] = {}
         self._is_stopping = False
         self._stop_at = float("inf")
         self._ticked = time.monotonic()
@@ -203,6 +204,7 @@ class Drain:
             except BrokerUnavailable as error:
                 logger.warning("the broker is away: %s", error)
                 self._broker.drop_armed()
+                self._pollers.clear()
                 self._is_armed = False
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
@@ -281,11 +283,7 @@ class Drain:
             flush_at = model.batcher.next_flush_at()
             if flush_at is not None and self._executor.idle >= 0:
                 timeout_s = min(timeout_s, max(0.0, flush_at - time.monotonic()) + 0.0005)
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        if self._is_armed:
-            poller.register(self._broker.fileno(), select.POLLIN)
-        for fd, _ in poller.poll(timeout_s * 1000):
+        for fd, _ in self._poller(self._broker.fileno() if self._is_armed else -1).poll(timeout_s * 1000):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
             else:
@@ -293,6 +291,16 @@ class Drain:
                 deliveries = self._broker.collect()
                 self._were_queues_empty = len(deliveries) < self._armed_count
                 self._admit(deliveries)
+
+    def _poller(self, broker_fd: int) -> select.poll:
+        """What to sleep on: the wake-up descriptor and, unless it is -1, the broker's."""
+        poller = self._pollers.get(broker_fd)
+        if poller is None:
+            poller = self._pollers[broker_fd] = select.poll()
+            poller.register(self._wake, select.POLLIN)
+            if broker_fd >= 0:
+                poller.register(broker_fd, select.POLLIN)
+        return poller
 
     def _ring(self) -> None:
         os.eventfd_write(self._wake, 1)

@@ -218,7 +218,7 @@ class ProducerEnd(Protocol):
         """Withdraw a waiting job, with `sealed` as its result; of a running one, ask its worker to stop."""
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
-        """Entries after each stream's cursor, waiting up to `block_ms` for the first."""
+        """Entries after each stream's cursor, waiting up to `block_ms`, or less, for the first."""
 
     def trim(self, key: str, before: str) -> None:
         """Forget the entries of a reply stream up to and including `before`."""

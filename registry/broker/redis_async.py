@@ -65,7 +65,7 @@ class AsyncRedisStreams:
 
     async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read."""
-        return scripts.entries(await self._run(scripts.read(cursors, block_ms, count)))
+        return scripts.entries(await self._run(scripts.read(cursors, block_ms, count, self.timeout_s)))
 
     async def trim(self, key: str, before: str) -> None:
         """See ProducerEnd.trim."""

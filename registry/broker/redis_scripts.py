@@ -339,9 +339,12 @@ def measured(slot: str, answer: Sequence[int]) -> list[Depth]:
     return found
 
 
-def read(cursors: Mapping[str, str], block_ms: int, count: int) -> Call:
-    """XREAD of several streams; BLOCK 0 would wait for ever, so 0 means not to wait."""
-    wait = ["BLOCK", block_ms] if block_ms > 0 else []
+def read(cursors: Mapping[str, str], block_ms: int, count: int, timeout_s: float) -> Call:
+    """XREAD of several streams; BLOCK 0 would wait for ever, so 0 means not to wait.
+
+    It waits for half of `timeout_s` at most: a socket that is silent for all of it counts as broken.
+    """
+    wait = ["BLOCK", max(1, min(block_ms, int(timeout_s * 500)))] if block_ms > 0 else []
     return ["XREAD", "COUNT", count, *wait, "STREAMS", *cursors.keys(), *cursors.values()]
 
 

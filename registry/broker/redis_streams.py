@@ -107,7 +107,7 @@ class RedisStreams:
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read."""
-        return scripts.entries(self._run(scripts.read(cursors, block_ms, count)))
+        return scripts.entries(self._run(scripts.read(cursors, block_ms, count, self.timeout_s)))
 
     def trim(self, key: str, before: str) -> None:
         """See ProducerEnd.trim."""

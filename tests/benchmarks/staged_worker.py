@@ -19,8 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from tests.benchmarks import meter
-
 __all__ = ["STAGES", "STAGES_FILE", "Stages"]
 
 STAGES_FILE: Final = "BENCH_STAGES_FILE"
@@ -87,7 +85,7 @@ def main(arguments: list[str]) -> None:
     stages, report = Stages(), Path(os.environ[STAGES_FILE])
 
     def leave(**_: Any) -> None:
-        report.write_text(json.dumps({"stages": stages.seconds, "process": meter.cpu_seconds([os.getpid()])}))
+        report.write_text(json.dumps(stages.seconds))
 
     worker_shutdown.connect(leave, weak=False)
     stages.instrument()

@@ -1,6 +1,6 @@
 """What one measurement runs on: servers, workers and clients, each a process of its own, ended with the stand.
 
-    Stand() -> redis, worker, celery_worker, raw_worker, client -> Client.run -> Sample -> everything is stopped
+Stand() -> redis, worker, celery_worker, raw_worker, client -> Client.run -> Sample -> everything is stopped
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from producers import Client as PenstockClient
+from registry.settings import Settings
 from tests.benchmarks import meter, mlp
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, redis_binaries, require, wait_until
 
@@ -59,7 +61,14 @@ class Client:
     """A client process; see clients.py. `worker` and `broker` are the processes whose CPU goes with its jobs."""
 
     def __init__(
-        self, folder: Path, kind: str, url: str, environment: Mapping[str, str], *, worker: Process, broker: Process | None
+        self,
+        folder: Path,
+        kind: str,
+        url: str,
+        environment: Mapping[str, str],
+        *,
+        worker: Process,
+        broker: Process | None,
     ) -> None:
         self.kind = kind
         self._worker = worker
@@ -227,10 +236,15 @@ class Stand:
         self._ends.callback(program.stop)
         return program
 
+    def producer(self, server: RedisServer) -> PenstockClient:
+        """A client in this process, where its CPU does not matter."""
+        settings = Settings.load(environ={**self.settings, "PENSTOCK_REDIS_URL": server.url})
+        client = PenstockClient.from_env(settings=settings)
+        self._ends.callback(client.close)
+        return client
+
     def client(self, kind: str, url: str, *, worker: Process, broker: Process | None) -> Client:
         """A client process of one kind; see clients.py."""
-        client = Client(
-            self.folder(), kind, url, {**self._environment, **self.settings}, worker=worker, broker=broker
-        )
+        client = Client(self.folder(), kind, url, {**self._environment, **self.settings}, worker=worker, broker=broker)
         self._ends.callback(client.stop)
         return client

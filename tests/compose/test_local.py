@@ -221,7 +221,8 @@ def test_penstock_up_leaves_no_process(home, models, number):
             subprocess.Popen(up, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         )
         ends.callback(process.kill)
-        wait_until(lambda: local_stack.read(home), 60, "the stack is up")
+        wait_until(lambda: local_stack.read(home) or process.poll() is not None, 60, "the stack is up")
+        assert process.poll() is None, process.communicate()[1]
         started = processes_of(home) - {process.pid}
         assert len(started) == 3
         begin = time.monotonic()

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
+from celery.result import AsyncResult
 
 from producers import Client
 from registry.envelope import Keyring
@@ -41,17 +42,27 @@ def celery_of(server: RedisServer) -> Celery:
     return Celery("anybody", broker=server.celery_url, backend=server.celery_url, set_as_current=False)
 
 
-def send(app: Celery, model: str, x: Any = ROW, **kwargs: Any) -> Any:
-    task_id = str(uuid4())
-    app.send_task(
-        "penstock.infer", task_id=task_id, queue="penstock", kwargs={"model": model, "inputs": {"x": x}, **kwargs}
-    ).forget()
+def send(app: Celery, model: str, x: Any = ROW, *, task_id: str = "", queue: str = "penstock", **kwargs: Any) -> str:
+    """What a Celery program does; returns the task's id."""
+    task_id = task_id or str(uuid4())
+    arguments = {"model": model, "inputs": {"x": x}, **kwargs}
+    _let_go(app.send_task("penstock.infer", task_id=task_id, queue=queue, kwargs=arguments))
     return task_id
 
 
 def outcome(app: Celery, task_id: str, timeout_s: float = 20) -> Any:
-    """What AsyncResult.get returns or raises; as a value, so that no exception keeps the result alive."""
-    return app.AsyncResult(task_id).get(timeout=timeout_s, propagate=False)
+    """What AsyncResult.get returns or raises; as a value, since an exception would keep the result alive."""
+    result = app.AsyncResult(task_id)
+    try:
+        return result.get(timeout=timeout_s, propagate=False)
+    finally:
+        _let_go(result)
+
+
+def _let_go(result: AsyncResult) -> None:
+    """Unsubscribe now: Celery does it when the object dies, which may be after its server."""
+    result.backend.remove_pending_result(result)
+    result.backend = None
 
 
 def consumes(app: Celery, worker: WorkerProcess) -> None:
@@ -107,9 +118,8 @@ def test_a_task_that_celery_delivers_twice_runs_once(
     write_recorder(models_root, ledger, "lane-recorder")
     app = celery_of(shared_redis)
     start_worker(shared_redis, models_root)
-    kwargs = {"model": "lane-recorder", "inputs": {"x": ROW}}
     for _ in range(3):
-        app.send_task("penstock.infer", task_id="same-task", queue="penstock", kwargs=kwargs).forget()
+        send(app, "lane-recorder", task_id="same-task")
     last = send(app, "lane-recorder", [[5.0, 0.0, 0.0, 0.0]])
     assert outcome(app, last)["outputs"] == {"y": [[10.0, 0.0, 0.0, 0.0]]}
     assert outcome(app, "same-task")["outputs"] == {"y": TWICE}
@@ -306,12 +316,7 @@ def test_a_revoked_job_never_runs(redis_server: RedisServer, models_root: Path, 
         wait_until(
             lambda: "never-run" in ((app.control.inspect().revoked() or {}).get(worker.name) or ()), 10, "it is known"
         )
-        app.send_task(
-            "penstock.infer",
-            task_id="never-run-either",
-            queue="penstock",
-            kwargs={"model": "slow", "inputs": {"x": ROW}},
-        ).forget()
+        send(app, "slow", task_id="never-run-either")
         late = client.submit("slow", {"x": ROW})
         app.control.revoke([late.id, "never-run-either"])
         for job in jobs:
@@ -410,8 +415,8 @@ def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alon
     app = celery_of(redis_server)
     worker = start_worker(redis_server, models_root)
     consumes(app, worker)
-    app.send_task("somebody.elses", queue="other", args=[1]).forget()
-    app.send_task("unknown.task", queue="penstock", args=[1]).forget()
+    _let_go(app.send_task("somebody.elses", queue="other", args=[1]))
+    _let_go(app.send_task("unknown.task", queue="penstock", args=[1]))
     good = _raw_message(redis_server, app)
     hostile: list[bytes] = [
         b"not json",
@@ -440,7 +445,7 @@ def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alon
 
 def _raw_message(server: RedisServer, app: Celery) -> bytes:
     """A task message as it lies in Redis, taken from a queue of its own."""
-    app.send_task("penstock.infer", queue="specimen", kwargs={"model": "double", "inputs": {"x": ROW}}).forget()
+    send(app, "double", queue="specimen")
     with server.client() as client:
         return bytes(wait_until(lambda: client.rpop("specimen"), 5, "the message is there"))
 

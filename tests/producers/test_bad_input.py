@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -31,7 +32,11 @@ _INPUTS: list[tuple[str, object, str]] = [
     ("infinity", {"x": X * math.inf}, "x: contains NaN or infinity. Expected finite numbers"),
     ("text", {"x": [["a"] * 4]}, "x: contains str. Expected float32"),
     ("ragged", {"x": [[1, 2], [3]]}, "x: nested lists of unequal lengths. Expected (batch, 4)"),
-    ("range", {"x": X, "label": [1, 10]}, "label: a value is above the range. Expected values of at least 0 and at most 9"),
+    (
+        "range",
+        {"x": X, "label": [1, 10]},
+        "label: a value is above the range. Expected values of at least 0 and at most 9",
+    ),
     (
         "rows",
         {"x": X, "label": [1, 2, 3]},
@@ -127,8 +132,6 @@ async def _submit_asynchronously(url: str, model: str, inputs: dict[str, Any], a
 
 def test_asyncio_client_refuses_the_same(shared_redis: RedisServer, parked: str, written):
     """Both clients share the checks."""
-    import asyncio
-
     before = written()
     for arguments, error, text in _ARGUMENTS:
         with pytest.raises(error) as refused:

@@ -1,0 +1,99 @@
+"""`make bench`: every figure that Penstock promises, measured here and now beside its bounds and peers."""
+
+from __future__ import annotations
+
+import json
+import os
+
+# Before anything imports a numeric library: figures are per thread.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import click
+import pytest
+
+from tests.benchmarks import breakdown, encoder, latency, memory, peers, scaling, throughput
+from tests.benchmarks.report import Progress, Row, Stage, as_data, machine, markdown
+from tests.benchmarks.scale import FULL, QUICK, Scale
+
+__all__ = ["SECTIONS", "main"]
+
+
+def _retention(scale: Scale, say: Progress) -> list[Row]:
+    return memory.retention(scale.retention_jobs, scale.retention_ttl_s)(scale, say)
+
+
+SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]] = {
+    "throughput": throughput.measure,
+    "alone": latency.measure_alone,
+    "minilm": encoder.measure,
+    "urgent": latency.measure_urgent,
+    "workers": scaling.measure,
+    "memory": memory.measure_per_job,
+    "retention": _retention,
+    "peers": peers.measure,
+    "breakdown": breakdown.measure,
+}
+"""In the order of the table."""
+
+_MILLION: Final = {"retention_jobs": 1_000_000, "retention_ttl_s": 10}
+_EXAMPLE: Final = """Example:
+
+  python -m tests.benchmarks --quick --only throughput,alone --json figures.json
+"""
+
+
+@click.command(epilog=_EXAMPLE)
+@click.option("--quick", is_flag=True, help="Fewer jobs and rounds: about a minute and a half instead of eight.")
+@click.option("--only", metavar="NAME,...", default="", help=f"Some of: {', '.join(SECTIONS)}.")
+@click.option("--million", is_flag=True, help="Let `retention` run 1,000,000 jobs; some minutes more.")
+@click.option(
+    "--json",
+    "file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the figures there as well.",
+)
+def main(quick: bool, only: str, million: bool, file: Path | None) -> None:
+    """Measure Penstock and print the figures as Markdown; progress goes to stderr.
+
+    Servers and workers are this run's own and end with it. Answers are compared with the model's: a wrong one ends
+    the run with an error. A missed target does not: the table says so.
+    """
+    names = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise click.BadParameter(f"{', '.join(unknown)}. Expected some of: {', '.join(SECTIONS)}", param_hint="--only")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    scale = QUICK if quick else FULL
+    before = machine()
+    rows, stages = measure(names, replace(scale, **_MILLION) if million else scale)
+    after = machine()
+    described = ", ".join(f"{name} {value}" for name, value in after.items() if name not in ("load", "date"))
+    click.echo(f"{after['date']}; {described}; load before {before['load']}, after {after['load']}\n")
+    click.echo(markdown(rows, stages))
+    if file is not None:
+        file.write_text(json.dumps({**as_data(rows, stages), "load_before": before["load"]}, indent=1))
+
+
+def measure(names: list[str], scale: Scale) -> tuple[list[Row], list[Stage]]:
+    """The figures of these sections. Raises ClickException when a server or worker does not do its part."""
+    rows: list[Row] = []
+    stages: list[Stage] = []
+    for name in names:
+        try:
+            found = SECTIONS[name](scale, lambda text: click.echo(text, err=True))
+        except (RuntimeError, ValueError, pytest.fail.Exception) as error:
+            raise click.ClickException(f"{name}: {error}") from error
+        rows += [row for row in found if isinstance(row, Row)]
+        stages += [stage for stage in found if isinstance(stage, Stage)]
+    return rows, stages
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Where a worker's CPU goes at saturation: a run of its own, with timers around the worker's stages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Final
+
+from tests.benchmarks import mlp
+from tests.benchmarks.report import Progress, Stage
+from tests.benchmarks.scale import Scale
+from tests.benchmarks.stand import Stand
+from tests.benchmarks.staged_worker import STAGES, STAGES_FILE
+from tests.benchmarks.throughput import OUTSTANDING
+from tests.servers import WorkerProcess
+
+__all__ = ["measure"]
+
+_STOP_TIMEOUT_S: Final = 30.0
+_WHOLE: Final = "the whole process while the jobs ran"
+
+
+class StagedWorker(WorkerProcess):
+    """A worker that leaves behind what its stages cost."""
+
+    def launch(self) -> None:
+        """See WorkerProcess.launch."""
+        worker = [sys.executable, "-m", "tests.benchmarks.staged_worker", "worker"]
+        self._spawn([*worker, "-P", "solo", "-c", "1", "-n", self.name], self._environment)
+
+
+def measure(scale: Scale, say: Progress) -> list[Stage]:
+    """CPU per job and stage, submit_many, 64 and 256 outstanding."""
+    taken = {outstanding: _run(scale.jobs, outstanding, say) for outstanding in OUTSTANDING}
+    names = [*dict.fromkeys(name for _, _, name in STAGES), _WHOLE]
+    return [Stage(name, {outstanding: taken[outstanding].get(name, 0.0) for outstanding in taken}) for name in names]
+
+
+def _run(jobs: int, outstanding: int, say: Progress) -> dict[str, float]:
+    with Stand() as stand:
+        server, folder = stand.redis(), stand.folder()
+        environment = {**stand.settings, STAGES_FILE: str(folder / "stages")}
+        worker = StagedWorker(server, mlp.MODELS, folder, name="w@bench", models=["mlp"], environment=environment)
+        stand.started(worker)
+        sample = stand.client("submit_many", server.url, worker=worker, broker=server).run(jobs, outstanding)
+        say(f"breakdown: {outstanding} outstanding: {sample.jobs_per_s:,.0f}/s with timers")
+        worker.terminate()
+        worker.wait(_STOP_TIMEOUT_S)
+        seconds: dict[str, float] = json.loads((folder / "stages").read_text())
+    return {name: spent / jobs * 1e6 for name, spent in seconds.items()} | {_WHOLE: sample.worker_us}

