@@ -22,11 +22,11 @@ from producers.connection import (
     client_settings,
     new_client_id,
     press_of,
-    settings_with_broker,
 )
 from producers.publish import SpecCache, accepted, cancellation, limits_of, parcels
 from producers.replies import SILENCE_S, EventMerger, JobEvent, Outcome, Postbox, missing, open_outcome, unknown_job
 from producers.rows import RowShape, Tracker
+from registry import local_stack
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State, StreamEntry
 from registry.broker.redis_async import AsyncRedisStreams
 from registry.errors import BrokerUnavailable, ConfigurationError, JobFailed, QueueFull, ResultTimeout
@@ -73,7 +73,7 @@ class AsyncClient:
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> AsyncClient:
         """The broker that the settings name; without one, the embedded stack that runs on this home."""
-        settings = settings_with_broker(settings or Settings.load())
+        settings = local_stack.with_broker(settings or Settings.load())
         return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
 
     async def submit(

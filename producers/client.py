@@ -22,7 +22,6 @@ from producers.connection import (
     client_settings,
     new_client_id,
     press_of,
-    settings_with_broker,
 )
 from producers.publish import SpecCache, accepted, cancellation, limits_of, parcels
 from producers.replies import (
@@ -37,6 +36,7 @@ from producers.replies import (
     unknown_job,
 )
 from producers.rows import RowShape, Tracker
+from registry import local_stack
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_streams import RedisStreams
 from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultTimeout
@@ -86,7 +86,7 @@ class Client:
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> Client:
         """The broker that the settings name; without one, the embedded stack that runs on this home."""
-        settings = settings_with_broker(settings or Settings.load())
+        settings = local_stack.with_broker(settings or Settings.load())
         return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
 
     def submit(

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from producers.publish import Press
-from registry import local_stack
-from registry.errors import ConfigurationError
 from registry.settings import Settings
 
-__all__ = ["LONGEST_PAUSE_S", "client_settings", "new_client_id", "press_of", "settings_with_broker"]
+__all__ = ["LONGEST_PAUSE_S", "client_settings", "new_client_id", "press_of"]
 
 LONGEST_PAUSE_S: Final = 1.0
 """A client that waits for room in a queue asks again after so long at the latest."""
@@ -26,21 +24,6 @@ def client_settings(
     root = None if models_root is None else str(models_root)
     named = {"tenant_id": tenant, "signing_keys": signing_keys, "repo_root": root}
     return Settings.load(overrides=named)
-
-
-def settings_with_broker(settings: Settings) -> Settings:
-    """The settings with a broker in them: an explicit URL wins, else the embedded stack's with its keys.
-
-    Raises ConfigurationError when there is neither.
-    """
-    if settings.redis_url is not None:
-        return settings
-    stack = local_stack.read(settings.home)
-    if stack is None:
-        raise ConfigurationError(
-            "No broker. Expected its URL in PENSTOCK_REDIS_URL, or a stack that `penstock up` runs"
-        )
-    return Settings.load(overrides={"redis_url": stack.redis_url, "signing_keys": stack.signing_keys()})
 
 
 def press_of(settings: Settings) -> Press:

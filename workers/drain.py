@@ -402,14 +402,16 @@ class Drain:
                 continue
             while (batch := model.batcher.next(now, device_idle=is_idle and may_start > 0)) is not None:
                 broker_now = self._broker.now_ms()
-                late = [item.job for item in batch.items if broker_now > item.job.expires_ms]
-                if not late:
+                if all(broker_now <= item.job.expires_ms for item in batch.items):
                     model.in_flight += 1
                     return model.work(batch, self._open_stream)
-                self._concluded += [Conclusion(job, EXPIRED) for job in late]
                 model.batcher.put_back(batch)
-                model.batcher.discard(lambda item, late=late: item.job in late)
+                self._drop_expired(model, broker_now)
         return None
+
+    def _drop_expired(self, model: ServedModel, broker_now: float) -> None:
+        late = model.batcher.discard(lambda item: broker_now > item.job.expires_ms)
+        self._concluded += [Conclusion(item.job, EXPIRED) for item in late]
 
     def _recall_for_urgent(self) -> None:
         """A batch that is ready but has not begun is dissolved when a more urgent job has come."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,12 +27,19 @@ from workers.batching.batcher import Batch
 from workers.job import ClaimedJob
 from workers.runtime.base import Prepared, Runtime, StreamContext
 
-__all__ = ["Executor", "Outputs", "Work"]
+__all__ = ["Executor", "JobStream", "Outputs", "Work"]
 
 logger = logging.getLogger("runtime")
 
 Outputs: TypeAlias = dict[str, Array]
 _LONGEST_MESSAGE = 500
+
+
+class JobStream(StreamContext, Protocol):
+    """What an entry point sees of its job, and where its chunks go."""
+
+    def chunk(self, values: Mapping[str, Array], /) -> None:
+        """Sends what the entry point yielded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +49,7 @@ class Work:
     batch: Batch[ClaimedJob]
     runtime: Runtime
     max_rows: int
-    open_context: Callable[[ClaimedJob], StreamContext] | None = None
+    open_context: Callable[[ClaimedJob], JobStream] | None = None
     """For streaming models: makes the job's context and sends its chunks."""
     answers: list[Outputs | Failure] = field(default_factory=list)
     """One per job of the batch once it is done, in order."""
@@ -231,7 +238,7 @@ def _by_job(outputs: Mapping[str, Array], jobs: list[ClaimedJob]) -> list[Output
     return answers
 
 
-def _stream(work: Work, job: ClaimedJob, context: StreamContext) -> Outputs | Failure:
+def _stream(work: Work, job: ClaimedJob, context: JobStream) -> Outputs | Failure:
     steps = work.runtime.stream(job.inputs, context)
     try:
         while True:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from registry.broker.base import Delivery
-from registry.envelope import JobHeader
 from registry.package import ModelSpec, Package
 from registry.settings import InferenceConfig
 from registry.signature import Signature
-from registry.tensors import Array
 from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
-from workers.executor import Work
+from workers.executor import JobStream, Work
 from workers.job import ClaimedJob
-from workers.runtime.base import Runtime, StreamContext
+from workers.runtime.base import Runtime
 from workers.runtime.open import open_runtime
 
 __all__ = ["ENDPOINT", "ServedModel", "batch_limits"]
@@ -77,13 +74,6 @@ class ServedModel:
         """Whether preparing a batch is worth doing beside another forward."""
         return self.spec.format == "transformers"
 
-    def open(
-        self, delivery: Delivery, header: JobHeader, inputs: dict[str, Array], claimed: float, queue_ms: float
-    ) -> ClaimedJob:
-        """A job in memory. Raises InvalidInput when its inputs are not what the signature says."""
-        checked = self.signature.check(inputs)
-        return ClaimedJob(delivery, header, checked, self.signature.rows(checked), claimed, queue_ms)
-
     def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
         self.batcher.extend([self._pending(job) for job in jobs])
@@ -91,7 +81,6 @@ class ServedModel:
     def _pending(self, job: ClaimedJob) -> Pending[ClaimedJob]:
         inputs = job.inputs
         shape = self.signature.batch_key(inputs)
-        # Strings are measured where the limit counts: in the runtime's padded tokens.
         nbytes = sum(values.nbytes for values in inputs.values()) if self.limits.max_bytes else 0
         return Pending(
             BatchKey(self.name, self.runtime.version, ENDPOINT, shape),
@@ -103,6 +92,6 @@ class ServedModel:
             job,
         )
 
-    def work(self, batch: Batch[ClaimedJob], open_stream: Callable[[ClaimedJob], StreamContext]) -> Work:
+    def work(self, batch: Batch[ClaimedJob], open_stream: Callable[[ClaimedJob], JobStream]) -> Work:
         """A batch ready for the model threads."""
         return Work(batch, self.runtime, self.limits.max_rows, open_stream if self.spec.streams else None)

@@ -11,14 +11,12 @@ import redis.asyncio
 from hiredis import pack_command
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from registry.broker import redis_scripts as scripts
 from registry.broker.base import CancelOutcome, Limits, Publication, Receipt, Standing, StreamEntry
-from registry.broker.redis_streams import RETRY_PAUSE_S, connection_options, why_unavailable
-from registry.errors import BrokerUnavailable, ConfigurationError
+from registry.broker.redis_streams import LOST_CONNECTION, RETRY_PAUSE_S, connection_options, refusal, unanswered
+from registry.errors import ConfigurationError
 from registry.queues import record_key, spec_key
 
 __all__ = ["AsyncRedisStreams"]
@@ -30,7 +28,8 @@ class AsyncRedisStreams:
     def __init__(self, client: redis.asyncio.Redis, *, timeout_s: float, result_ttl_ms: int) -> None:
         self.timeout_s = timeout_s
         self._redis = client
-        self._pool = client.connection_pool
+        # redis-py leaves the pool's methods untyped.
+        self._pool: Any = client.connection_pool
         self._result_ttl_ms = result_ttl_ms
 
     @classmethod
@@ -90,11 +89,11 @@ class AsyncRedisStreams:
         while True:
             try:
                 return await self._once(command)
-            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+            except ResponseError as error:
+                raise refusal(error) or error from error
+            except LOST_CONNECTION as error:
                 if deadline - time.monotonic() <= RETRY_PAUSE_S:
-                    raise BrokerUnavailable(
-                        f"The broker did not answer within {self.timeout_s:g} s: {why_unavailable(error)}"
-                    ) from error
+                    raise unanswered(error, self.timeout_s) from error
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _once(self, command: scripts.Call) -> Any:

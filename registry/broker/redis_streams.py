@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import redis
 from hiredis import pack_command
 from redis.backoff import NoBackoff
-from redis.connection import AbstractConnection
-from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.retry import Retry
 
 from registry.broker import redis_scripts as scripts
@@ -41,8 +40,10 @@ from registry.queues import GROUP, MODELS_KEY, WORKERS_KEY, record_key, spec_key
 
 __all__ = ["RedisStreams"]
 
-Answer = TypeVar("Answer")
 RETRY_PAUSE_S = 0.05
+LOST_CONNECTION = (redis.ConnectionError, redis.TimeoutError, OSError)
+_PASSING = frozenset({"MISCONF", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "BUSY"})
+"""First words of errors that say more about the server's present state than about our command."""
 _SLOT_BY_SLOT = 256
 """Jobs per call of the scripts that work through a list, so that no call holds the server for long."""
 
@@ -171,9 +172,8 @@ class RedisStreams:
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""
-        if self._armed is None:
-            self._armed = self._guard(lambda: _ArmedClaim(self._redis))
-        self._guard_armed(lambda armed: armed.send(consumer, slots, count, block_ms))
+        with self._armed_line() as armed:
+            armed.send(consumer, slots, count, block_ms)
 
     def fileno(self) -> int:
         """See WorkerEnd.fileno. -1 before the first arm and after a lost connection."""
@@ -181,12 +181,14 @@ class RedisStreams:
 
     def collect(self) -> list[Delivery]:
         """See WorkerEnd.collect."""
-        try:
-            return self._guard_armed(lambda armed: armed.receive())
-        except ResponseError as error:
-            if not _is_no_group(error):
-                raise
-            return []
+        with self._armed_line() as armed:
+            try:
+                return armed.receive()
+            except ResponseError as error:
+                if not _is_no_group(error):
+                    raise
+        self.prepare(armed.slots)
+        return []
 
     def disarm(self) -> list[Delivery]:
         """See WorkerEnd.disarm."""
@@ -284,20 +286,14 @@ class RedisStreams:
 
     # Connections
 
-    def _guard(self, step: Callable[[], Answer]) -> Answer:
+    @contextlib.contextmanager
+    def _armed_line(self) -> Iterator[_ArmedClaim]:
+        with _translated():
+            if self._armed is None:
+                self._armed = _ArmedClaim(self._redis)
         try:
-            return step()
-        except OutOfMemoryError as error:
-            raise BrokerUnavailable("The broker refuses to write: it is out of memory") from error
-        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-            raise BrokerUnavailable(f"The broker does not answer: {why_unavailable(error)}") from error
-
-    def _guard_armed(self, step: Callable[[_ArmedClaim], Answer]) -> Answer:
-        armed = self._armed
-        if armed is None:
-            raise BrokerUnavailable("The broker does not answer: the connection was lost")
-        try:
-            return self._guard(lambda: step(armed))
+            with _translated():
+                yield self._armed
         except BrokerUnavailable:
             self.drop_armed()
             raise
@@ -308,14 +304,11 @@ class RedisStreams:
         while True:
             try:
                 return self._once(command)
-            except OutOfMemoryError as error:
-                raise BrokerUnavailable("The broker refuses to write: it is out of memory") from error
-            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-                left = deadline - time.monotonic()
-                if left <= RETRY_PAUSE_S:
-                    raise BrokerUnavailable(
-                        f"The broker did not answer within {self.timeout_s:g} s: {why_unavailable(error)}"
-                    ) from error
+            except ResponseError as error:
+                raise refusal(error) or error from error
+            except LOST_CONNECTION as error:
+                if deadline - time.monotonic() <= RETRY_PAUSE_S:
+                    raise unanswered(error, self.timeout_s) from error
                 time.sleep(RETRY_PAUSE_S)
 
     def _once(self, command: scripts.Call) -> Any:
@@ -327,7 +320,7 @@ class RedisStreams:
 
     def _ask(self, command: scripts.Call) -> Any:
         """One command on a pooled connection, without the layers that redis-py puts around each."""
-        connection = self._pool.get_connection()
+        connection: Any = self._pool.get_connection()
         try:
             connection.send_packed_command([pack_command(tuple(command))], check_health=False)
             return connection.read_response()
@@ -341,25 +334,29 @@ class RedisStreams:
             self._pool.release(connection)
 
     def _run_all(self, calls: Sequence[scripts.Call]) -> list[Any]:
-        """Several calls in one round trip on the worker's own line; it repeats the step itself, so no retry here."""
-        if self._line is None:
-            self._line = self._guard(lambda: _Line(self._redis))
-        try:
-            answers = self._guard(lambda line=self._line: line.ask(calls))
-            return [self._second_try(call, answer) for call, answer in zip(calls, answers, strict=True)]
-        except BrokerUnavailable:
-            self._line.close()
-            self._line = None
-            raise
+        """Several calls in one round trip on the worker's own line; it repeats the step itself, so no retry here.
 
-    def _second_try(self, call: scripts.Call, answer: Any) -> Any:
-        """The answer, unless the script was not loaded; errors but for a missing group are raised."""
-        if isinstance(answer, NoScriptError):
-            self._load()
-            answer = self._guard(lambda: _tolerating_no_group(lambda: self._once(call)))
-        if isinstance(answer, ResponseError) and not _is_no_group(answer):
-            self._guard(lambda: _raise(answer))
-        return answer
+        The error of a missing consumer group stands in its call's place; others are raised.
+        """
+        try:
+            with _translated():
+                if self._line is None:
+                    self._line = _Line(self._redis)
+                answers = self._line.ask(calls)
+                if any(isinstance(answer, NoScriptError) for answer in answers):
+                    self._load()
+                    missing = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+                    for index, answer in zip(missing, self._line.ask([calls[index] for index in missing]), strict=True):
+                        answers[index] = answer
+                for answer in answers:
+                    if isinstance(answer, ResponseError) and not _is_no_group(answer):
+                        raise answer
+                return answers
+        except BrokerUnavailable:
+            if self._line is not None:
+                self._line.close()
+                self._line = None
+            raise
 
     def _load(self) -> None:
         for source in scripts.SOURCES.values():
@@ -370,8 +367,10 @@ class _Line:
     """A connection that one thread has to itself: no pool, and no answer is looked at twice."""
 
     def __init__(self, client: redis.Redis) -> None:
-        self._connection: AbstractConnection = client.connection_pool.make_connection()
-        self._connection.connect()
+        # redis-py leaves these methods untyped.
+        connection: Any = client.connection_pool.make_connection()
+        connection.connect()
+        self._connection = connection
 
     def ask(self, calls: Sequence[scripts.Call]) -> list[Any]:
         """The answers to several commands sent at once; an error of Redis stands in its command's place."""
@@ -395,23 +394,23 @@ class _ArmedClaim(_Line):
 
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(client)
-        self._slots: Sequence[str] = ()
+        self.slots: Sequence[str] = ()
         self.is_outstanding = False
         self.client_id: int = self.ask([["CLIENT", "ID"]])[0]
 
     @property
     def fileno(self) -> int:
-        return self._connection._sock.fileno() if self._connection._sock else -1  # type: ignore[attr-defined]
+        return self._connection._sock.fileno() if self._connection._sock else -1
 
     def send(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
-        self._slots = tuple(slots)
+        self.slots = tuple(slots)
         self.is_outstanding = True
         command = scripts.armed(consumer, slots, count, block_ms)
         self._connection.send_packed_command([pack_command(tuple(command))], check_health=False)
 
     def receive(self) -> list[Delivery]:
         self.is_outstanding = False
-        return scripts.armed_deliveries(self._slots, self._connection.read_response())
+        return scripts.armed_deliveries(self.slots, self._connection.read_response())
 
 
 def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
@@ -423,24 +422,35 @@ def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
             yield slot, jobs[start : start + _SLOT_BY_SLOT]
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def _is_no_group(error: object) -> bool:
     return isinstance(error, ResponseError) and "NOGROUP" in str(error)
 
 
-def _tolerating_no_group(step: Callable[[], Any]) -> Any:
-    """The step's answer, or its error when that says that the consumer group is missing."""
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """A lost connection, or a server that refuses to work at present, becomes BrokerUnavailable."""
     try:
-        return step()
+        yield
     except ResponseError as error:
-        if not _is_no_group(error):
-            raise
-        return error
+        raise refusal(error) or error from error
+    except LOST_CONNECTION as error:
+        raise BrokerUnavailable(f"The broker does not answer: {_why(error)}") from error
 
 
-def why_unavailable(error: BaseException) -> str:
+def refusal(error: ResponseError) -> BrokerUnavailable | None:
+    """BrokerUnavailable, when the server says that it cannot work at present; None for an error of the command."""
+    if isinstance(error, OutOfMemoryError):
+        return BrokerUnavailable("The broker refuses to write: it is out of memory")
+    word = str(error).partition(" ")[0]
+    if isinstance(error, ReadOnlyError) or word in _PASSING:
+        return BrokerUnavailable(f"The broker refuses to work: {'READONLY' if word not in _PASSING else word}")
+    return None
+
+
+def unanswered(error: BaseException, timeout_s: float) -> BrokerUnavailable:
     """What to tell a user about a lost connection: no addresses, no credentials."""
+    return BrokerUnavailable(f"The broker did not answer within {timeout_s:g} s: {_why(error)}")
+
+
+def _why(error: BaseException) -> str:
     return "timed out" if isinstance(error, TimeoutError | redis.TimeoutError) else "no connection"

@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ import click
 import pytest
 
 from tests.benchmarks import breakdown, encoder, latency, memory, peers, scaling, throughput
-from tests.benchmarks.report import Progress, Row, Stage, as_data, machine, markdown
+from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, machine, markdown, verdict
 from tests.benchmarks.scale import FULL, QUICK, Scale
 
 __all__ = ["SECTIONS", "main"]
@@ -63,8 +63,8 @@ _EXAMPLE: Final = """Example:
 def main(quick: bool, only: str, million: bool, file: Path | None) -> None:
     """Measure Penstock and print the figures as Markdown; progress goes to stderr.
 
-    Servers and workers are this run's own and end with it. Answers are compared with the model's: a wrong one ends
-    the run with an error. A missed target does not: the table says so.
+    Servers and workers are this run's own and end with it. Answers are compared with the model's. The exit status is
+    1 when a section failed or got a wrong answer; a missed target is a line of the table.
     """
     names = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
     if unknown := [name for name in names if name not in SECTIONS]:
@@ -79,17 +79,26 @@ def main(quick: bool, only: str, million: bool, file: Path | None) -> None:
     click.echo(markdown(rows, stages))
     if file is not None:
         file.write_text(json.dumps({**as_data(rows, stages), "load_before": before["load"]}, indent=1))
+    if any(row.measured.startswith(FAILED) for row in rows):
+        sys.exit(1)
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def measure(names: list[str], scale: Scale) -> tuple[list[Row], list[Stage]]:
-    """The figures of these sections. Raises ClickException when a server or worker does not do its part."""
+    """The figures of these sections; one that fails, or gets a wrong answer, becomes a row that says so."""
     rows: list[Row] = []
     stages: list[Stage] = []
     for name in names:
+        found: Sequence[Row | Stage]
         try:
-            found = SECTIONS[name](scale, lambda text: click.echo(text, err=True))
+            found = SECTIONS[name](scale, _say)
         except (RuntimeError, ValueError, pytest.fail.Exception) as error:
-            raise click.ClickException(f"{name}: {error}") from error
+            # What the other sections found out is worth having.
+            _say(f"{name}: {error}")
+            found = [Row(name, f"{FAILED}: {type(error).__name__}", ok=verdict(required=False))]
         rows += [row for row in found if isinstance(row, Row)]
         stages += [stage for stage in found if isinstance(stage, Stage)]
     return rows, stages

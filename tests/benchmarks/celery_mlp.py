@@ -30,7 +30,7 @@ def _model() -> torch.nn.Module:
     return mlp.module()
 
 
-@app.task(name=CLASSIFY)
+@app.task(name=CLASSIFY)  # type: ignore[untyped-decorator]  # Celery is untyped
 def classify(x: list[float]) -> list[float]:
     """384 numbers -> 10 logits."""
     import torch

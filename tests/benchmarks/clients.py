@@ -163,7 +163,7 @@ class RawRedis:
             while sent < len(rows) and sent - done <= outstanding - part:
                 begun[sent : sent + part] = time.perf_counter()
                 sent = self._send(key, rows, sent, part)
-            entries = self._redis.xread({REPLIES: self._last}, block=1000, count=outstanding)
+            entries: Any = self._redis.xread({REPLIES: self._last}, block=1000, count=outstanding)
             for entry_id, fields in entries[0][1] if entries else ():
                 index = int(fields[b"n"])
                 answers.logits[index] = np.frombuffer(fields[b"y"], np.float32)
@@ -173,7 +173,7 @@ class RawRedis:
         return answers
 
     def _newest(self) -> bytes:
-        newest: list[Any] = self._redis.xrevrange(REPLIES, count=1)
+        newest: Any = self._redis.xrevrange(REPLIES, count=1)
         return newest[0][0] if newest else b"0"
 
     def _send(self, key: str, rows: Float32Array, start: int, count: int) -> int:

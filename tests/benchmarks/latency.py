@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,13 @@ _TIMEOUT_S: Final = 60.0
 _NAMES: Final = {"async": "AsyncClient", "submit_many": "Client"}
 
 
+class Percentiles(NamedTuple):
+    """Milliseconds."""
+
+    p50: float
+    p99: float
+
+
 def measure_alone(scale: Scale, say: Progress) -> list[Row]:
     """p50 and p99 from submit to result, one job at a time."""
     with Stand() as stand:
@@ -38,26 +45,23 @@ def measure_alone(scale: Scale, say: Progress) -> list[Row]:
             for client in clients:
                 sample = client.run(scale.alone_jobs, 1)
                 taken[client.kind].append(sample.latencies_s)
-                say(
-                    f"alone {number + 1}: {client.kind}: p50 {sample.latency_ms(50):.2f} ms, p99 {sample.latency_ms(99):.2f} ms"
-                )
-    percentiles = {
-        kind: (np.percentile(np.concatenate(latencies), [50, 99]) * 1000).tolist() for kind, latencies in taken.items()
-    }
-    raw_p50, raw_p99 = percentiles["raw"]
-    rows = [_alone(_NAMES[kind], *percentiles[kind], raw_p50, raw_p99) for kind in ("submit_many", "async")]
+                middle, tail = sample.latency_ms(50), sample.latency_ms(99)
+                say(f"alone {number + 1}: {client.kind}: p50 {middle:.2f} ms, p99 {tail:.2f} ms")
+    of = {kind: Percentiles(*np.percentile(np.concatenate(runs), [50, 99]) * 1000) for kind, runs in taken.items()}
+    bound = of.pop("raw")
     return [
-        *rows,
+        *(_alone(_NAMES[kind], percentiles, bound) for kind, percentiles in of.items()),
         Row(
             "bound: XADD, XREADGROUP BLOCK, XADD, XREAD BLOCK and nothing else, p50 / p99",
-            f"{raw_p50:.2f} / {raw_p99:.2f} ms",
-            figures={"p50_ms": raw_p50, "p99_ms": raw_p99},
+            f"{bound.p50:.2f} / {bound.p99:.2f} ms",
+            figures={"p50_ms": bound.p50, "p99_ms": bound.p99},
         ),
     ]
 
 
-def _alone(name: str, p50: float, p99: float, raw_p50: float, raw_p99: float) -> Row:
-    ratios = p50 / raw_p50, p99 / raw_p99
+def _alone(name: str, ours: Percentiles, bound: Percentiles) -> Row:
+    p50, p99 = ours
+    ratios = p50 / bound.p50, p99 / bound.p99
     return Row(
         f"one job at a time, idle system, {name}, p50 / p99 end to end (x bare Redis)",
         f"{p50:.2f} / {p99:.2f} ms ({ratios[0]:.1f}x / {ratios[1]:.1f}x)",

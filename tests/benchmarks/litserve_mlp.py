@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import litserve
 import torch
@@ -18,7 +17,8 @@ class MlpApi(litserve.LitAPI):  # type: ignore[misc]  # LitServe is untyped
         """Loads the model."""
         self.model = mlp.module()
 
-    def decode_request(self, request: dict[str, Any]) -> list[float]:
+    # LitServe hands the annotation to FastAPI, which would look for a query parameter.
+    def decode_request(self, request):
         """One row."""
         row: list[float] = request["x"]
         return row

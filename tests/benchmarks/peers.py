@@ -1,12 +1,14 @@
-"""Model servers that batch, beside us: same MLP, 64 clients, lists as JSON; those that are not installed are skipped."""
+"""Model servers that batch, beside us: same MLP, 64 clients, lists as JSON; what is not installed is skipped."""
 
 from __future__ import annotations
 
 import importlib.util
-import socket
-from contextlib import closing
+import json
+import urllib.request
+from http import HTTPStatus
 from typing import Final
 
+from tests.benchmarks import mlp
 from tests.benchmarks.report import Progress, Row, median
 from tests.benchmarks.scale import Scale
 from tests.benchmarks.stand import Client, Sample, Stand
@@ -50,16 +52,21 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 def _client(stand: Stand, name: str) -> Client:
     _, path, command = _SERVERS[name]
     port = free_port()
+    url = f"http://127.0.0.1:{port}{path}"
+    body = json.dumps({"x": mlp.inputs(1, seed=0)[0].tolist()}).encode()
+    question = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     program = stand.program([part.format(port=port) for part in command])
 
     def answers() -> bool:
         if not program.is_running:
             raise RuntimeError(f"{name} ended\n{program.tail()}")
-        with closing(socket.socket()) as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
+        try:
+            return bool(urllib.request.urlopen(question, timeout=5).status == HTTPStatus.OK)
+        except OSError:
+            return False
 
-    wait_until(answers, _START_TIMEOUT_S, f"{name} listens")
-    return stand.client("http", f"http://127.0.0.1:{port}{path}", worker=program, broker=None)
+    wait_until(answers, _START_TIMEOUT_S, f"{name} answers")
+    return stand.client("http", url, worker=program, broker=None)
 
 
 def _row(name: str, runs: list[Sample]) -> Row:

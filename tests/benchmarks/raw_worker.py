@@ -34,7 +34,8 @@ def main(url: str) -> None:
     model = mlp.module()
     print("ready", flush=True)
     while True:
-        for key, entries in broker.xreadgroup(GROUP, "worker", {JOBS: ">", ECHO: ">"}, count=mlp.BATCH, block=1000):
+        found: Any = broker.xreadgroup(GROUP, "worker", {JOBS: ">", ECHO: ">"}, count=mlp.BATCH, block=1000)
+        for key, entries in found:
             answers = [_NO_LOGITS] * len(entries)
             if key == JOBS.encode():
                 rows = np.stack([np.frombuffer(fields[b"x"], np.float32) for _, fields in entries])

