@@ -21,12 +21,12 @@ from producers.connection import (
     LONGEST_PAUSE_S,
     client_settings,
     new_client_id,
-    press_of,
 )
-from producers.publish import SpecCache, accepted, cancellation, limits_of, parcels
-from producers.replies import SILENCE_S, EventMerger, JobEvent, Outcome, Postbox, missing, open_outcome, unknown_job
+from producers.publish import accepted, cancellation, parcels
+from producers.replies import SILENCE_S, EventMerger, JobEvent, Outcome, Postbox, missing, open_outcome
 from producers.rows import RowShape, Tracker
 from registry import local_stack
+from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State, StreamEntry
 from registry.broker.redis_async import AsyncRedisStreams
 from registry.errors import BrokerUnavailable, ConfigurationError, JobFailed, QueueFull, ResultTimeout
@@ -62,7 +62,7 @@ class AsyncClient:
         self.tenant = settings.tenant_id
         self._result_ttl_s = queue.result_ttl_s
         self._limits = limits_of(queue)
-        self._press = press_of(settings)
+        self._press = Press.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._broker = AsyncRedisStreams.from_url(
             url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000)
@@ -294,11 +294,11 @@ class AsyncJobHandle:
     async def stream(self, after: int = 0) -> AsyncIterator[JobEvent]:
         """See JobHandle.stream."""
         inbox = self._client._inbox
-        merger = EventMerger(self.id, self.tenant, self._client._press.keyring, after)
+        merger = EventMerger(self.id, self._client._press.keyring, after)
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
-                standing = await self._stand(subscribe=True)
+                standing = await self._ask(subscribe=True)
                 for event in (*merger.entries(await inbox.read_now(self.id, merger.last)), *merger.standing(standing)):
                     yield event
                 while not (merger.is_over or merger.awaits_record):
@@ -332,20 +332,20 @@ class AsyncJobHandle:
                 pass
             await self._ask()
 
-    async def _ask(self) -> Standing:
-        standing = await self._stand(subscribe=False)
+    async def _ask(self, *, subscribe: bool = False) -> Standing:
+        standing = await self._stand(subscribe=subscribe)
         if standing.state is not State.QUEUED:
+            self._outcome = self._open(standing)
             self._standing = standing
-            self._opened()
         elif standing.tenant != self.tenant:
-            raise unknown_job(self.id)
+            raise self._missing()
+        self._is_known = True
         return standing
 
     async def _stand(self, *, subscribe: bool) -> Standing:
         standing = await self._client._broker.standing(self.id, subscribe=subscribe)
         if standing is None:
             raise self._missing()
-        self._is_known = True
         return standing
 
     def _missing(self) -> Exception:
@@ -355,8 +355,14 @@ class AsyncJobHandle:
         if self._outcome is None:
             if self._standing is None:
                 raise self._missing()
-            self._outcome = open_outcome(self.id, self.tenant, self._standing, self._client._press.keyring)
+            self._outcome = self._open(self._standing)
         return self._outcome
+
+    def _open(self, standing: Standing) -> Outcome:
+        outcome = open_outcome(self.id, standing, self._client._press.keyring)
+        if outcome.header.context.tenant != self.tenant:
+            raise self._missing()
+        return outcome
 
 
 class _Outbox:

@@ -21,9 +21,8 @@ from producers.connection import (
     LONGEST_PAUSE_S,
     client_settings,
     new_client_id,
-    press_of,
 )
-from producers.publish import SpecCache, accepted, cancellation, limits_of, parcels
+from producers.publish import accepted, cancellation, parcels
 from producers.replies import (
     SILENCE_S,
     EventMerger,
@@ -33,10 +32,10 @@ from producers.replies import (
     is_end,
     missing,
     open_outcome,
-    unknown_job,
 )
 from producers.rows import RowShape, Tracker
 from registry import local_stack
+from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_streams import RedisStreams
 from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultTimeout
@@ -77,7 +76,7 @@ class Client:
         self.tenant = settings.tenant_id
         self._result_ttl_s = queue.result_ttl_s
         self._limits = limits_of(queue)
-        self._press = press_of(settings)
+        self._press = Press.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._broker = RedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000))
         self._inbox = Inbox(self._broker, new_client_id())
@@ -315,11 +314,11 @@ class JobHandle:
         failed job: that is the last event.
         """
         inbox = self._client._inbox
-        merger = EventMerger(self.id, self.tenant, self._client._press.keyring, after)
+        merger = EventMerger(self.id, self._client._press.keyring, after)
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
-                standing = self._stand(subscribe=True)
+                standing = self._ask(subscribe=True)
                 yield from merger.entries(inbox.read_now(self.id, merger.last))
                 yield from merger.standing(standing)
                 while not (merger.is_over or merger.awaits_record):
@@ -368,17 +367,17 @@ class JobHandle:
         """Reads the record; keeps it when it is terminal."""
         standing = self._stand(subscribe=subscribe)
         if standing.state is not State.QUEUED:
+            self._outcome = self._open(standing)
             self._standing = standing
-            self._opened()
         elif standing.tenant != self.tenant:
-            raise unknown_job(self.id)
+            raise self._missing()
+        self._is_known = True
         return standing
 
     def _stand(self, *, subscribe: bool) -> Standing:
         standing = self._client._broker.standing(self.id, subscribe=subscribe)
         if standing is None:
             raise self._missing()
-        self._is_known = True
         return standing
 
     def _missing(self) -> Exception:
@@ -393,8 +392,14 @@ class JobHandle:
         if self._outcome is None:
             if self._standing is None:
                 raise self._missing()
-            self._outcome = open_outcome(self.id, self.tenant, self._standing, self._client._press.keyring)
+            self._outcome = self._open(self._standing)
         return self._outcome
+
+    def _open(self, standing: Standing) -> Outcome:
+        outcome = open_outcome(self.id, standing, self._client._press.keyring)
+        if outcome.header.context.tenant != self.tenant:
+            raise self._missing()
+        return outcome
 
 
 def _start_over() -> None:

@@ -6,10 +6,9 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from producers.publish import Press
 from registry.settings import Settings
 
-__all__ = ["LONGEST_PAUSE_S", "client_settings", "new_client_id", "press_of"]
+__all__ = ["LONGEST_PAUSE_S", "client_settings", "new_client_id"]
 
 LONGEST_PAUSE_S: Final = 1.0
 """A client that waits for room in a queue asks again after so long at the latest."""
@@ -24,12 +23,6 @@ def client_settings(
     root = None if models_root is None else str(models_root)
     named = {"tenant_id": tenant, "signing_keys": signing_keys, "repo_root": root}
     return Settings.load(overrides=named)
-
-
-def press_of(settings: Settings) -> Press:
-    """What a client seals its jobs with."""
-    max_bytes = settings.inference.max_request_size_mb * 1024 * 1024
-    return Press(tenant=settings.tenant_id, keyring=settings.keyring, max_bytes=max_bytes)
 
 
 def new_client_id() -> str:

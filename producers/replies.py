@@ -35,7 +35,6 @@ __all__ = [
     "is_end",
     "missing",
     "open_outcome",
-    "unknown_job",
 ]
 
 SILENCE_S: Final = 1.0
@@ -94,27 +93,23 @@ class Outcome:
         return self.state not in (State.CANCELLED, State.EXPIRED) or self.header.batch_size > 0
 
 
-def open_outcome(job_id: str, tenant: str, standing: Standing, keyring: Keyring) -> Outcome:
-    """Opens a terminal record. Raises UnknownJob for another tenant's, Corrupt for bytes that do not hold."""
+def open_outcome(job_id: str, standing: Standing, keyring: Keyring) -> Outcome:
+    """Opens a terminal record. Raises Corrupt for bytes that do not hold."""
     header, body = open_result(standing.result, keyring)
     if header.id != job_id:
         raise BadSignature("the result belongs to another job")
-    if header.context.tenant != tenant:
-        raise unknown_job(job_id)
     return Outcome(standing.state, header, body)
 
 
-def unknown_job(job_id: str) -> UnknownJob:
-    """The same answer for a job that never was and for another tenant's."""
-    return UnknownJob(f"Unknown job {job_id!r:.120}. Expected the id of a job of this tenant")
-
-
 def missing(job_id: str, *, is_known: bool, result_ttl_s: float) -> UnknownJob | ResultGone:
-    """The error for a job without a record: gone, when it existed or its id is older than results are kept."""
+    """The error for a job without a record, and for another tenant's: nobody can tell the two apart.
+
+    Gone, when this tenant's job is known to have existed, or its id is older than results are kept.
+    """
     made_ms = job_time_ms(job_id)
     if is_known or (made_ms is not None and made_ms < (time.time() - result_ttl_s) * 1000):
         return ResultGone(f"The result of job {job_id} is gone. Results are kept for {result_ttl_s:g} s")
-    return unknown_job(job_id)
+    return UnknownJob(f"Unknown job {job_id!r:.120}. Expected the id of a job of this tenant")
 
 
 def is_end(entry: StreamEntry) -> bool:
@@ -304,11 +299,10 @@ class EventMerger:
     record.
     """
 
-    def __init__(self, job_id: str, tenant: str, keyring: Keyring, after: int) -> None:
+    def __init__(self, job_id: str, keyring: Keyring, after: int) -> None:
         self.last = after
         self.is_over = False
         self._job_id = job_id
-        self._tenant = tenant
         self._keyring = keyring
         self._ends_at = 0
 
@@ -336,11 +330,9 @@ class EventMerger:
         if self.is_over:
             return
         if standing.state is State.QUEUED:
-            if standing.tenant != self._tenant:
-                raise unknown_job(self._job_id)
             yield from self._up_to(3 if standing.is_claimed else 2, has_started=standing.is_claimed)
             return
-        outcome = open_outcome(self._job_id, self._tenant, standing, self._keyring)
+        outcome = open_outcome(self._job_id, standing, self._keyring)
         end = self._ends_at or _LONE_END
         # A subscriber that has seen the end already asks for what follows it: nothing.
         if self.last < end:

@@ -1,6 +1,7 @@
 """What exists: the contracts that every process shares, and the models there are. Imports nothing from above."""
 
 __all__ = [
+    "admission",
     "broker",
     "envelope",
     "errors",

@@ -23,7 +23,7 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import setup_logging, worker_shutting_down
 
 from registry import logs
-from registry.broker.base import Limits
+from registry.admission import Press, SpecCache, limits_of
 from registry.broker.redis_streams import RedisStreams
 from registry.errors import BrokerUnavailable, ConfigurationError, QueueFull, Rejected, UnknownModel
 from registry.local_stack import with_broker
@@ -227,13 +227,11 @@ def _redis_client(settings: Settings) -> redis.Redis:
 
 
 def _lane_door(settings: Settings, broker: RedisStreams) -> LaneDoor:
-    queue = settings.inference.queue
     return LaneDoor(
         broker,
-        settings.keyring,
-        Limits(queue.max_depth, queue.tenant_max_in_flight, int(queue.job_ttl_s * 1000)),
-        default_tenant=settings.tenant_id,
-        max_bytes=settings.inference.max_request_size_mb * 1024 * 1024,
+        Press.of(settings),
+        SpecCache(settings.inference.repo_root),
+        limits_of(settings.inference.queue),
         is_open=settings.is_lane_open,
     )
 

@@ -187,7 +187,9 @@ class Drain:
 
     def reserved(self) -> list[JobHeader]:
         """The jobs in memory that wait for their forward."""
-        return [item.job.header for model in tuple(self._turns) for item in model.batcher.pending()]
+        formed = [item for work in self._executor.waiting() for item in work.batch.items]
+        pending = [item for model in tuple(self._turns) for item in model.batcher.pending()]
+        return [item.job.header for item in (*formed, *pending)]
 
     # The loop
 

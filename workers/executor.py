@@ -103,6 +103,10 @@ class Executor:
         """Model threads without work, less the work that waits for one."""
         return self.threads - len(self._ready) - len(self.running())
 
+    def waiting(self) -> list[Work]:
+        """The work that waits for a model thread."""
+        return list(self._ready)
+
     def running(self) -> list[Work]:
         """The work on the model threads now."""
         return [work for work in tuple(self._running.values()) if work is not None]

@@ -17,22 +17,19 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import redis
 
-from registry.broker.base import Broker, Limits, ProducerEnd, Publication, Standing, State
-from registry.envelope import JobHeader, Keyring, Options, ResultHeader, open_result, seal
+from registry.admission import Press, SpecCache
+from registry.broker.base import Broker, Limits, ProducerEnd, Standing, State
+from registry.envelope import Keyring, ResultHeader, open_result
 from registry.errors import (
     Corrupt,
-    DeadlineExceeded,
     Forbidden,
-    InvalidInput,
     JobFailed,
     QueueFull,
     ResultGone,
-    UnknownModel,
     job_failure,
 )
-from registry.package import ModelSpec
-from registry.queues import GROUP, lane_key, parse_name, parse_priority, slot_of
-from registry.tensors import decode, encode, encoded_size, lists
+from registry.queues import GROUP, lane_key, slot_of
+from registry.tensors import decode, lists
 
 __all__ = ["LaneDoor", "LaneReplies", "Outcomes"]
 
@@ -66,23 +63,12 @@ class Outcomes(Protocol):
 class LaneDoor:
     """Turns task messages into jobs. Closed where jobs must be signed by those who send them. One thread's."""
 
-    def __init__(
-        self,
-        broker: ProducerEnd,
-        keyring: Keyring,
-        limits: Limits,
-        *,
-        default_tenant: str,
-        max_bytes: int,
-        is_open: bool,
-    ) -> None:
+    def __init__(self, broker: ProducerEnd, press: Press, specs: SpecCache, limits: Limits, *, is_open: bool) -> None:
         self._broker = broker
-        self._keyring = keyring
+        self._press = press
+        self._specs = specs
         self._limits = limits
-        self._default_tenant = default_tenant
-        self._max_bytes = max_bytes
         self._is_open = is_open
-        self._specs: dict[str, tuple[float, ModelSpec]] = {}
 
     def admit(
         self,
@@ -103,55 +89,25 @@ class LaneDoor:
         """
         if not self._is_open:
             raise Forbidden("send_task is off here: jobs are signed by those who send them. Expected a Penstock client")
-        spec = self._spec(model)
-        if version and version != spec.version:
-            raise UnknownModel(f"Unknown model {model}/{version!r:.80}. Expected version: {spec.version}")
-        arrays = spec.signature.check(inputs)
-        content, body = encode(arrays)
-        if max(encoded_size(arrays), len(body)) > self._max_bytes:
-            raise InvalidInput(f"The inputs take {len(body)} bytes. Expected at most {self._max_bytes}")
-        job_id = f"{model}.{task_id}"
-        header = JobHeader(
-            id=job_id,
-            tenant=parse_name("tenant", self._default_tenant if tenant is None else tenant),
-            model=model,
-            priority=parse_priority(priority).label,
-            content=content,
-            version=version or "",
-            deadline_ms=_deadline_ms(deadline_s),
-            reply=lane_key(slot_of(job_id)),
-            options=Options(spec.signature.select_outputs(outputs) if outputs else (), lane=True),
-            key=self._keyring.signing_id,
+        spec = self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
+        job_id = f"{spec.name}.{task_id}"
+        slot = slot_of(job_id)
+        job = self._press.publication(
+            spec,
+            inputs,
+            priority=priority,
+            deadline_s=deadline_s,
+            tenant=tenant,
+            version=version,
+            outputs=outputs,
+            reply=lane_key(slot),
+            job_id=job_id,
+            lane=True,
         )
-        return self._publish(header, seal("job", header, body, self._keyring))
-
-    def _spec(self, model: str) -> ModelSpec:
-        known = self._specs.get(model)
-        if known is not None and time.monotonic() < known[0]:
-            return known[1]
-        found = self._broker.spec(parse_name("model", model))
-        if found is None:
-            raise UnknownModel(f"Unknown model {model!r}. Expected one that a worker serves or that was registered")
-        spec = ModelSpec.from_json(found)
-        self._specs[model] = (time.monotonic() + _KEEP_SPEC_S, spec)
-        return spec
-
-    def _publish(self, header: JobHeader, sealed: bytes) -> str:
-        job = Publication(header.id, parse_priority(header.priority), sealed, header.tenant, header.reply)
-        (receipt,) = self._broker.publish(slot_of(header.id), [job], self._limits)
+        (receipt,) = self._broker.publish(slot, [job], self._limits)
         if receipt.outcome in ("full", "tenant-full"):
-            raise QueueFull(f"No room for another job of model {header.model}", receipt.retry_after_s)
+            raise QueueFull(f"No room for another job of model {model}", receipt.retry_after_s)
         return receipt.job_id
-
-
-def _deadline_ms(deadline_s: object) -> int:
-    if deadline_s is None:
-        return 0
-    if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or deadline_s > _MAX_DEADLINE_S:
-        raise InvalidInput(f"Bad deadline_s {deadline_s!r:.80}. Expected at most {_MAX_DEADLINE_S} seconds from now")
-    if not deadline_s > 0:
-        raise DeadlineExceeded(f"deadline_s is {deadline_s:g}. Expected a positive number of seconds from now")
-    return max(1, round(deadline_s * 1000))
 
 
 class _Entry(NamedTuple):

@@ -49,11 +49,22 @@ class Answers(NamedTuple):
 class ClientKind(Protocol):
     """One way to get jobs done."""
 
-    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+    def prepare(self, rows: Float32Array) -> Any:
+        """What `run` takes; made before the clock starts."""
+
+    def run(self, jobs: Any, outstanding: int) -> Answers:
         """One job per row, at most `outstanding` of them in flight."""
 
 
-class PenstockAsync:
+class TakesRows:
+    """A client that is given arrays, as users have them: whatever it makes of them is part of the cost."""
+
+    def prepare(self, rows: Float32Array) -> Float32Array:
+        """See ClientKind.prepare."""
+        return rows
+
+
+class PenstockAsync(TakesRows):
     """AsyncClient, with as many coroutines as jobs may be outstanding; each submits one and awaits its result."""
 
     def __init__(self, url: str) -> None:
@@ -83,7 +94,7 @@ async def _opened(url: str) -> AsyncClient:
     return AsyncClient(url)
 
 
-class PenstockMany:
+class PenstockMany(TakesRows):
     """Client.submit_many in a sliding window; one job at a time when only one may be outstanding."""
 
     def __init__(self, url: str) -> None:
@@ -116,7 +127,7 @@ class PenstockMany:
         return answers
 
 
-class PlainCelery:
+class PlainCelery(TakesRows):
     """A Celery task per job, with JSON lists in and out; results by AsyncResult.get, oldest first."""
 
     def __init__(self, url: str) -> None:
@@ -142,7 +153,7 @@ class PlainCelery:
         return answers
 
 
-class RawRedis:
+class RawRedis(TakesRows):
     """Two streams and nothing else: pipelined XADD there, XREAD here; the bound of what Redis allows.
 
     With one job outstanding the worker only echoes: the bound of one round trip.
@@ -186,7 +197,10 @@ class RawRedis:
 
 
 class JsonOverHttp:
-    """One kept-alive connection per outstanding job, JSON lists in and out: what a model server's clients do."""
+    """One kept-alive connection per outstanding job, JSON lists in and out: what a model server's clients do.
+
+    The requests are made before the clock starts, so that the load generator is not what is measured.
+    """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -194,20 +208,24 @@ class JsonOverHttp:
         self._head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         self._runner = asyncio.Runner()
 
-    def run(self, rows: Float32Array, outstanding: int) -> Answers:
-        """See ClientKind.run."""
-        return self._runner.run(self._run(rows, outstanding))
+    def prepare(self, rows: Float32Array) -> list[bytes]:
+        """See ClientKind.prepare."""
+        bodies = [json.dumps({"x": row.tolist()}).encode() for row in rows]
+        return [f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
 
-    async def _run(self, rows: Float32Array, outstanding: int) -> Answers:
-        answers = _blank(len(rows))
-        todo = iter(range(len(rows)))
+    def run(self, jobs: list[bytes], outstanding: int) -> Answers:
+        """See ClientKind.run."""
+        return self._runner.run(self._run(jobs, outstanding))
+
+    async def _run(self, jobs: list[bytes], outstanding: int) -> Answers:
+        answers = _blank(len(jobs))
+        todo = iter(range(len(jobs)))
 
         async def caller() -> None:
             reader, writer = await asyncio.open_connection(*self._address)
             for index in todo:
                 begun = time.perf_counter()
-                body = json.dumps({"x": rows[index].tolist()}).encode()
-                writer.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                writer.write(jobs[index])
                 answers.logits[index] = json.loads(await _body(reader))["logits"]
                 answers.latencies_s[index] = time.perf_counter() - begun
             writer.close()
@@ -241,13 +259,13 @@ def serve(kind: ClientKind) -> None:
     """Carries out orders until stdin ends: {"jobs", "outstanding", "seed", "answers": file to write}."""
     for line in sys.stdin:
         order = json.loads(line)
-        rows = mlp.inputs(order["jobs"], order["seed"])
+        jobs = kind.prepare(mlp.inputs(order["jobs"], order["seed"]))
         gc.collect()
         cpu_s, begun = time.process_time(), time.perf_counter()
-        answers = kind.run(rows, order["outstanding"])
+        answers = kind.run(jobs, order["outstanding"])
         seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
         np.savez(order["answers"], logits=answers.logits, latencies_s=answers.latencies_s)
-        del rows, answers
+        del jobs, answers
         figures = {"seconds": seconds, "cpu_s": cpu_s, "resident_bytes": meter.resident_bytes(os.getpid())}
         print(json.dumps(figures), flush=True)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import urllib.request
+from contextlib import closing
 from http import HTTPStatus
+from http.client import HTTPConnection
 from typing import Final
 
 from tests.benchmarks import mlp
@@ -52,21 +53,21 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 def _client(stand: Stand, name: str) -> Client:
     _, path, command = _SERVERS[name]
     port = free_port()
-    url = f"http://127.0.0.1:{port}{path}"
-    body = json.dumps({"x": mlp.inputs(1, seed=0)[0].tolist()}).encode()
-    question = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    body = json.dumps({"x": mlp.inputs(1, seed=0)[0].tolist()})
     program = stand.program([part.format(port=port) for part in command])
 
     def answers() -> bool:
         if not program.is_running:
             raise RuntimeError(f"{name} ended\n{program.tail()}")
-        try:
-            return bool(urllib.request.urlopen(question, timeout=5).status == HTTPStatus.OK)
-        except OSError:
-            return False
+        with closing(HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+            try:
+                connection.request("POST", path, body, {"Content-Type": "application/json"})
+                return connection.getresponse().status == HTTPStatus.OK
+            except OSError:
+                return False
 
     wait_until(answers, _START_TIMEOUT_S, f"{name} answers")
-    return stand.client("http", url, worker=program, broker=None)
+    return stand.client("http", f"http://127.0.0.1:{port}{path}", worker=program, broker=None)
 
 
 def _row(name: str, runs: list[Sample]) -> Row:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from producers import Client
@@ -19,11 +20,12 @@ from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, requ
 
 
 class Fleet(NamedTuple):
-    """A server, and one worker for `double`, `recorder`, `napper` (0.2 s), `raiser` and `counter` (streams)."""
+    """A server, and one worker for `double`, `recorder`, `slow` and `napper` (0.2 s), `raiser`, `counter` (streams)."""
 
     server: RedisServer
     worker: WorkerProcess
     ledger: Path
+    """Of `recorder` and `slow`."""
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +35,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root, ledger = folder / "models", folder / "ledger"
     write_double(root)
     write_recorder(root, ledger)
+    write_recorder(root, ledger, "slow", forward_s=0.2)
     write_sleeper(root, "napper", forward_s=0.2, max_batch_size=1)
     write_raiser(root)
     shutil.copytree(ROOT / "models" / "counter", root / "counter")
@@ -51,6 +54,12 @@ def client(fleet: Fleet) -> Iterator[Client]:
     """A client of the fleet."""
     with Client(fleet.server.url) as client:
         yield client
+
+
+def amend(package: Path, **changes: object) -> None:
+    """Replace fields of a package's model.yaml."""
+    file = package / "model.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **changes}))
 
 
 class Samples:

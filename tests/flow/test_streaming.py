@@ -161,10 +161,8 @@ def test_running_job_is_asked_to_stop(client: Client):
     assert job.cancel() is True
 
 
-def test_stream_outlives_its_worker(
-    shared_redis: RedisServer, models_root: Path, tmp_path: Path, start_worker: StartWorker
-):
-    """Another worker begins anew after a kill -9: subscribers get `reset`, a rising sequence, and a whole second run."""
+def test_stream_outlives_its_worker(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
+    """Another worker begins anew after a kill -9: subscribers get `reset`, and then a whole run, in one sequence."""
     shutil.copytree(ROOT / "models" / "counter", models_root / "counter")
     first = start_worker(shared_redis, models_root)
     with Client(shared_redis.url) as client:

@@ -64,7 +64,7 @@ def test_extras_are_keys_of_the_line(lines: Lines):
 
 
 def test_extras_do_not_replace_our_fields(lines: Lines):
-    """An extra called like one of the four fields, or like structlog's own, leaves them as they are."""
+    """An extra called like one of the four fields, leaves them as they are."""
     logging.getLogger("client").info("real", extra={"ts": 0, "level": "none", "logger": "else", "event": "seen"})
     line = lines.one()
     assert (line["level"], line["logger"], line["msg"], line["event"]) == ("info", "client", "real", "seen")

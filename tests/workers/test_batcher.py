@@ -14,6 +14,7 @@ import pathlib
 import subprocess
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -151,7 +152,7 @@ class TestFlush:
 
     @pytest.mark.parametrize("too_large", [{"rows": 9}, {"length": 101}, {"nbytes": 1001}])
     @pytest.mark.parametrize("sort_window", [1, 4])
-    def test_a_job_beyond_a_limit_goes_alone(self, too_large: dict[str, int], sort_window: int):
+    def test_a_job_beyond_a_limit_goes_alone(self, too_large: dict[str, Any], sort_window: int):
         """It is not held for ever, and it takes nobody along."""
         wanted = limits(max_rows=8, max_tokens=100, max_bytes=1000, sort_window=sort_window)
         batcher = filled(wanted, pending(0), pending(1, **too_large), pending(2))

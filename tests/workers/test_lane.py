@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from registry.admission import Press, SpecCache
 from registry.broker.base import Claim, Commit, Delivery, Limits, State
 from registry.broker.redis_streams import RedisStreams
 from registry.envelope import Failure, JobHeader, Keyring, ResultHeader, open_job, seal
@@ -56,7 +58,8 @@ def broker(shared_redis: RedisServer, slot: str) -> Iterator[RedisStreams]:
 
 
 def door(broker: RedisStreams, *, keyring: Keyring = UNSIGNED, is_open: bool = True) -> LaneDoor:
-    return LaneDoor(broker, keyring, LIMITS, default_tenant="default", max_bytes=1024, is_open=is_open)
+    press = Press(tenant="default", keyring=keyring, max_bytes=1024)
+    return LaneDoor(broker, press, SpecCache(Path("nowhere")), LIMITS, is_open=is_open)
 
 
 def claim(broker: RedisStreams, slot: str) -> list[Delivery]:
@@ -166,7 +169,7 @@ def test_the_same_task_again_is_the_same_job(broker: RedisStreams, slot: str):
         ({"priority": ["high"]}, InvalidInput, "Unknown priority"),
         ({"tenant": "Not Me"}, InvalidInput, "Bad tenant name"),
         ({"deadline_s": -1}, DeadlineExceeded, "Expected a positive number"),
-        ({"deadline_s": "soon"}, InvalidInput, "Bad deadline_s"),
+        ({"deadline_s": "soon"}, InvalidInput, "deadline_s is a str. Expected seconds"),
         ({"deadline_s": float("nan")}, DeadlineExceeded, "Expected a positive number"),
         ({"version": "2"}, UnknownModel, "Expected version: 1"),
         ({"outputs": ["z"]}, InvalidInput, "Unknown output"),

@@ -1,0 +1,176 @@
+"""A caller's inputs -> a sealed publication, or a Rejected error before anything is written. No connection here.
+
+    inputs -> signature (names, dtypes, shapes, ranges) -> bytes (cap) -> header -> seal -> Publication
+
+Every door admits jobs through this: the clients, and the lane of tasks that come through Celery. The idempotency
+fingerprint covers model, version and inputs; deadline and priority may differ between two attempts at the same
+request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from registry.broker.base import Limits, Publication
+from registry.envelope import JobHeader, Keyring, Options, seal
+from registry.errors import DeadlineExceeded, InvalidInput, UnknownModel
+from registry.package import ModelSpec, find, load_package
+from registry.queues import new_job_id, parse_name, parse_priority
+from registry.settings import QueueConfig, Settings
+from registry.tensors import encode, encoded_size
+
+__all__ = ["Press", "SpecCache", "limits_of"]
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_DEADLINE_S: Final = 366 * 86_400
+_KEEP_SPEC_S: Final = 1.0
+_PLAIN: Final = Options()
+
+
+def limits_of(queue: QueueConfig) -> Limits:
+    """Admission as the settings have it."""
+    return Limits(queue.max_depth, queue.tenant_max_in_flight, int(queue.job_ttl_s * 1000))
+
+
+class SpecCache:
+    """Specs as the broker has them, believed for a second; without one, the package under the models root."""
+
+    def __init__(self, models_root: Path) -> None:
+        self._root = models_root
+        self._specs: dict[str, tuple[float, bytes | None, ModelSpec]] = {}
+
+    def fresh(self, model: str) -> ModelSpec | None:
+        """The spec if it was asked for a moment ago; None: ask the broker, then `store`.
+
+        Raises InvalidInput for a name that no model can have.
+        """
+        kept = self._specs.get(model)
+        if kept is not None and kept[0] > time.monotonic():
+            return kept[2]
+        parse_name("model", model)
+        return None
+
+    def store(self, model: str, found: bytes | None) -> ModelSpec:
+        """Takes in the broker's answer. Raises UnknownModel when there is no local package either."""
+        kept = self._specs.get(model)
+        if kept is not None and kept[1] == found:
+            spec = kept[2]
+        elif found is not None:
+            spec = ModelSpec.from_json(found)
+        else:
+            spec = self._local(model)
+        self._specs[model] = (time.monotonic() + _KEEP_SPEC_S, found, spec)
+        return spec
+
+    def _local(self, model: str) -> ModelSpec:
+        try:
+            return load_package(find(self._root, model).path, trusted_roots=(self._root,)).spec
+        except UnknownModel:
+            raise UnknownModel(
+                f"Unknown model {model!r}. Expected one that a worker serves or that `penstock models register` "
+                "has announced"
+            ) from None
+
+
+class Press:
+    """Turns requests into publications: everything about a client that its jobs have in common."""
+
+    def __init__(self, *, tenant: str, keyring: Keyring, max_bytes: int) -> None:
+        self.tenant = parse_name("tenant", tenant)
+        self.keyring = keyring
+        self._max_bytes = max_bytes
+
+    @classmethod
+    def of(cls, settings: Settings) -> Press:
+        """The press of a process with these settings."""
+        max_bytes = settings.inference.max_request_size_mb * 1024 * 1024
+        return cls(tenant=settings.tenant_id, keyring=settings.keyring, max_bytes=max_bytes)
+
+    def publication(
+        self,
+        spec: ModelSpec,
+        inputs: Mapping[str, object],
+        *,
+        priority: str = "normal",
+        deadline_s: float | None = None,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        reply: str = "",
+        job_id: str = "",
+        lane: bool = False,
+    ) -> Publication:
+        """One sealed job. Raises InvalidInput, DeadlineExceeded or UnknownModel, naming what was expected."""
+        band = parse_priority(priority)
+        owner = self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant)
+        if version and version != spec.version:
+            raise UnknownModel(f"Unknown model {spec.name}/{version!r:.80}. Expected version: {spec.version}")
+        if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
+            raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
+        if not isinstance(inputs, Mapping):
+            raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping from input name to value")
+        arrays = spec.signature.check(inputs)
+        if (size := encoded_size(arrays)) > self._max_bytes:
+            raise self._too_large(size)
+        content, body = encode(arrays)
+        if len(body) > self._max_bytes:
+            raise self._too_large(len(body))
+        once = fingerprint = ""
+        if idempotency_key is not None:
+            once = _once(owner, idempotency_key)
+            fingerprint = _fingerprint(version or "", repr(content).encode(), body)
+        header = JobHeader(
+            id=job_id or new_job_id(spec.name),
+            tenant=owner,
+            model=spec.name,
+            priority=priority,
+            content=content,
+            version=version or "",
+            deadline_ms=0 if deadline_s is None else _deadline_ms(deadline_s),
+            reply=reply,
+            once=once,
+            traceparent=traceparent,
+            options=Options(spec.signature.select_outputs(outputs) if outputs else (), lane)
+            if outputs or lane
+            else _PLAIN,
+            key=self.keyring.signing_id,
+        )
+        sealed = seal("job", header, body, self.keyring)
+        return Publication(header.id, band, sealed, owner, reply, once, fingerprint)
+
+    def _too_large(self, size: int) -> InvalidInput:
+        return InvalidInput(f"The inputs take {size} bytes. Expected at most {self._max_bytes}")
+
+
+def _deadline_ms(deadline_s: float) -> int:
+    if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool):
+        raise InvalidInput(f"deadline_s is a {type(deadline_s).__name__}. Expected seconds from now")
+    if not deadline_s > 0:
+        raise DeadlineExceeded(f"deadline_s is {deadline_s:g}. Expected a positive number of seconds from now")
+    if deadline_s > _MAX_DEADLINE_S:
+        raise InvalidInput(f"deadline_s is {deadline_s:g}. Expected at most {_MAX_DEADLINE_S}")
+    return max(1, round(deadline_s * 1000))
+
+
+def _once(tenant: str, key: str) -> str:
+    if not isinstance(key, str) or not 0 < len(key) <= 255:
+        raise InvalidInput("Bad idempotency key. Expected a string of 1 to 255 characters")
+    digest = hashlib.blake2b(digest_size=16)
+    # Names hold no NUL, so the pair is unambiguous.
+    digest.update(tenant.encode() + b"\0" + key.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _fingerprint(version: str, described: bytes, body: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (version.encode(), described):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    digest.update(body)
+    return digest.hexdigest()

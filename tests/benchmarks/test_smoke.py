@@ -1,0 +1,111 @@
+"""The benchmark itself: every section runs on a small scale and gets right answers. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.benchmarks import meter, mlp
+from tests.benchmarks.__main__ import SECTIONS, measure
+from tests.benchmarks.report import FAILED, Row, Stage, as_data, markdown, verdict
+from tests.benchmarks.scale import SMOKE
+from tests.servers import ROOT, wait_until
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_gets_its_figures_and_leaves_no_process(section):
+    """Each section runs real servers, workers and clients, finds every answer right, and ends what it started."""
+    rows, stages = measure([section], SMOKE)
+    assert rows or stages
+    assert [row for row in rows if row.measured.startswith(FAILED)] == []
+    assert meter.tree(os.getpid()) == [os.getpid()]
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_no_process(tmp_path):
+    """Ctrl-C in the middle of a section ends its servers, workers and clients."""
+    with (tmp_path / "output").open("wb") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "tests.benchmarks", "--quick", "--only", "alone"],
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: b"alone 1" in (tmp_path / "output").read_bytes(), 60, "the first figures")
+        family = meter.tree(run.pid)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(30) != 0
+        assert len(family) > 4
+        wait_until(lambda: not any(map(_is_alive, family)), 10, f"the end of {family}")
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_wrong_answers_are_noticed():
+    """Logits of another row do not pass for a row's own."""
+    rows = mlp.inputs(2, seed=0)
+    swapped = mlp.inputs(2, seed=0)[::-1].copy()
+    logits = _logits(swapped)
+    with pytest.raises(ValueError, match="Wrong answers"):
+        mlp.check(rows, logits)
+    mlp.check(swapped, logits)
+
+
+def test_inputs_are_all_distinct():
+    """No row comes twice, within one seed or between two."""
+    rows = np.concatenate([mlp.inputs(500, seed=1), mlp.inputs(500, seed=2)])
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_the_table_says_what_was_missed():
+    """Targets, bounds and stages go to tables of their own, and a missed target stands out."""
+    rows = [
+        Row("speed", "3 us", "<= 2 us", "<= 1 us", verdict(required=False), {"us": 3.0}),
+        Row("bound: air", "1 us"),
+    ]
+    stages = [Stage("seal", {64: 1.25, 256: 1.0})]
+    text = markdown(rows, stages)
+    assert "| speed | <= 2 us | <= 1 us | 3 us | **no** |" in text
+    assert "| bound: air | 1 us |" in text
+    assert "| seal | 1.2 | 1.0 |" in text
+    assert json.loads(json.dumps(as_data(rows, stages)))["rows"][0]["figures"] == {"us": 3.0}
+
+
+def test_an_unknown_section_is_refused():
+    """A misspelt section is a usage error that names those there are."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks", "--only", "troughput"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode == 2
+    assert "troughput" in asked.stderr
+    assert "throughput" in asked.stderr
+
+
+def _logits(rows: mlp.Float32Array) -> mlp.Float32Array:
+    import torch
+
+    with torch.inference_mode():
+        logits: mlp.Float32Array = mlp.module()(torch.from_numpy(rows)).numpy()
+    return logits
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

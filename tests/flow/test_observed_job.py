@@ -1,0 +1,133 @@
+"""IN-005, IN-042, IN-043, IN-049, IN-050, IN-054, IN-055: one job in log, metric and result; the probes of a worker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from producers import Client
+from registry.envelope import Keyring, open_result
+from registry.errors import ModelError
+from registry.queues import record_key
+from tests.conftest import StartWorker
+from tests.flow.conftest import Fleet, Samples, probe
+from tests.packages import write_package
+from tests.servers import ROOT, RedisServer, free_port, wait_until
+
+SUBMIT = """
+import sys
+from producers import Client
+from registry import logs
+logs.configure("DEBUG")
+job = Client(sys.argv[1]).submit("double", {"x": [[1, 2, 3, 4]]})
+job.result(10)
+print(job.id)
+"""
+SLOW_TO_LOAD = """
+import time
+
+def build():
+    time.sleep(0.8)
+
+    def forward(inputs):
+        time.sleep(float(inputs["x"][0, 0]))
+        return {"y": inputs["x"]}
+
+    return forward
+"""
+
+
+def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
+    """The id that the client logs stands in the worker's log with model and batch, and in the result; metrics count it."""
+    before = Samples(fleet.worker).total("infer_requests_total", model="double")
+    done = subprocess.run(  # our own program
+        [sys.executable, "-c", SUBMIT, fleet.server.url],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    job_id = done.stdout.strip()
+    (submitted,) = [line for line in map(json.loads, done.stderr.splitlines()) if line.get("job_id") == job_id]
+    assert (submitted["logger"], submitted["msg"], submitted["model"]) == ("client", "job submitted", "double")
+
+    (committed,) = wait_until(
+        lambda: [line for line in fleet.worker.logs() if job_id in line.get("job_ids", ())], 5, "the worker logs it"
+    )
+    assert (committed["logger"], committed["model"], committed["size"]) == ("server", "double", 1)
+    assert committed["batch"] > 0
+    with fleet.server.client() as redis:
+        header, _ = open_result(redis.get(record_key(job_id))[2:], Keyring.parse(None))
+    assert header.id == job_id
+    assert Samples(fleet.worker).total("infer_requests_total", model="double") - before == 1
+    assert probe(fleet.worker, "/health/ready")[0] == 200
+
+
+def test_every_log_line_is_json(client: Client, fleet: Fleet):
+    """From the first one on: a time with a zone, level, logger and message, from the loggers that users know."""
+    with pytest.raises(ModelError):
+        client.submit("raiser", {"x": np.full((1, 4), -1, np.float32)}).result(10)
+    text = fleet.worker.output.read_text()
+    lines = [json.loads(line) for line in text[text.index('{"ts"') :].splitlines()]
+    for line in lines:
+        assert datetime.fromisoformat(line["ts"]).tzinfo is not None
+        assert {"ts", "level", "logger", "msg"} <= line.keys()
+    loggers = {line["logger"] for line in lines}
+    assert {"server", "runtime"} <= loggers
+    assert {name for name in loggers if not name.startswith(("celery", "kombu"))} <= {"server", "runtime", "client"}
+    (failed,) = [line for line in lines if line["msg"] == "a job failed"][-1:]
+    assert failed["model"] == "raiser"
+    assert failed["job_id"].startswith("raiser.")
+
+
+def test_probes_tell_what_the_worker_can_do(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+    """Ready is 503 before the models are loaded, 200 after, 503 while the broker is away and while draining; live 200."""
+    write_package(models_root, "heavy", SLOW_TO_LOAD, max_batch_size=1)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    environment = {"PENSTOCK_METRICS_PORT": str(port)}
+    worker = start_worker(redis_server, models_root, environment=environment, wait=False)
+
+    def is_ready() -> bool:
+        return probe(worker, "/health/ready", url)[0] == 200
+
+    def is_up() -> bool:
+        try:
+            return probe(worker, "/health/live", url)[0] == 200
+        except OSError:
+            return False
+
+    def gauge(name: str) -> float:
+        page = probe(worker, "/metrics", url)[1].decode()
+        return float(next(line for line in page.splitlines() if line.startswith(name)).rpartition(" ")[2])
+
+    wait_until(is_up, 20, "the probe answers")
+    assert not is_ready()
+    assert gauge("READY") == 0
+    wait_until(is_ready, 20, "the worker is ready")
+    assert gauge("READY") == 1
+    assert gauge("model_loaded") == 1
+
+    for away, back in ((redis_server.pause, redis_server.resume), (redis_server.kill, redis_server.start)):
+        away()
+        wait_until(lambda: not is_ready(), 10, "the worker notices that the broker is away")
+        assert is_up()
+        back()
+        wait_until(is_ready, 10, "the worker is ready again")
+
+    with Client(redis_server.url) as client:
+        job = client.submit("heavy", {"x": np.array([[1.5, 0, 0, 0]], np.float32)})
+        wait_until(lambda: job.status() == "running", 5, "the forward runs")
+        worker.terminate()
+        wait_until(lambda: not is_ready(), 5, "the worker drains")
+        assert is_up()
+        assert gauge("READY") == 0
+        assert job.result(10)["y"][0, 0] == 1.5
+    assert worker.wait(10) == 0
