@@ -7,31 +7,29 @@ the more callers there are, the fewer round trips each costs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from producers.async_replies import AsyncInbox, Outbox
 from producers.connection import (
     LONGEST_PAUSE_S,
     client_settings,
-    new_client_id,
 )
 from producers.publish import accepted, cancellation, parcels
-from producers.replies import SILENCE_S, EventMerger, JobEvent, Outcome, Postbox, missing, open_outcome
+from producers.replies import SILENCE_S, EventMerger, JobEvent, Outcome, missing, open_outcome
 from producers.rows import RowShape, Tracker
 from registry import local_stack
 from registry.admission import Press, SpecCache, limits_of
-from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State, StreamEntry
+from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_async import AsyncRedisStreams
-from registry.errors import BrokerUnavailable, ConfigurationError, JobFailed, QueueFull, ResultTimeout
+from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultTimeout
 from registry.package import ModelSpec
-from registry.queues import events_key, slot_of
+from registry.queues import slot_of
 from registry.settings import Settings
 from registry.tensors import Array
 
@@ -41,7 +39,6 @@ logger = logging.getLogger("client")
 
 Inputs = Mapping[str, object]
 _MAP_WINDOW = 512
-_RECORDS_AT_ONCE = 256
 
 
 class AsyncClient:
@@ -67,8 +64,8 @@ class AsyncClient:
         self._broker = AsyncRedisStreams.from_url(
             url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000)
         )
-        self._inbox = _AsyncInbox(self._broker)
-        self._outboxes: dict[str, _Outbox] = {}
+        self._inbox = AsyncInbox(self._broker)
+        self._outboxes: dict[str, Outbox] = {}
 
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> AsyncClient:
@@ -105,7 +102,7 @@ class AsyncClient:
         handle = self._handle(publication)
         outbox = self._outboxes.get(model)
         if outbox is None:
-            outbox = self._outboxes[model] = _Outbox(model, self._broker, self._limits)
+            outbox = self._outboxes[model] = Outbox(model, self._broker, self._limits)
         receipt = await outbox.send(publication)
         return self._answered(handle, receipt, model)
 
@@ -363,179 +360,6 @@ class AsyncJobHandle:
         if outcome.header.context.tenant != self.tenant:
             raise self._missing()
         return outcome
-
-
-class _Outbox:
-    """Publications of one slot on their way: one call is out at a time, and takes along what gathered meanwhile."""
-
-    def __init__(self, slot: str, broker: AsyncRedisStreams, limits: Any) -> None:
-        self._slot = slot
-        self._broker = broker
-        self._limits = limits
-        self._gathered: list[tuple[Publication, asyncio.Future[Receipt]]] = []
-        self._sender: asyncio.Task[None] | None = None
-
-    def send(self, publication: Publication) -> asyncio.Future[Receipt]:
-        """The broker's answer. A caller that is cancelled meanwhile does not stop the call for the others."""
-        answer: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
-        self._gathered.append((publication, answer))
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._send_all())
-        return answer
-
-    async def _send_all(self) -> None:
-        try:
-            while self._gathered:
-                gathered, self._gathered = self._gathered, []
-                answers = iter([answer for _, answer in gathered])
-                for parcel in parcels([publication for publication, _ in gathered]):
-                    await self._send(parcel, [next(answers) for _ in parcel])
-        finally:
-            self._sender = None
-
-    async def _send(self, parcel: Sequence[Publication], answers: Sequence[asyncio.Future[Receipt]]) -> None:
-        try:
-            receipts = await self._broker.publish(self._slot, parcel, self._limits)
-        except Exception as error:  # whatever it is, it belongs to those who wait for the answer
-            for answer in answers:
-                if not answer.done():
-                    answer.set_exception(error)
-            return
-        for answer, receipt in zip(answers, receipts, strict=True):
-            if not answer.done():
-                answer.set_result(receipt)
-
-
-class _Subscription(deque[StreamEntry]):
-    """The entries of one subscriber that it has not seen yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._arrived = asyncio.Event()
-
-    def append(self, entry: StreamEntry) -> None:
-        super().append(entry)
-        self._arrived.set()
-
-    async def next(self, timeout_s: float) -> list[StreamEntry]:
-        """What has come, waiting for the first of it; empty after a silence."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._arrived.wait()
-        self._arrived.clear()
-        entries = list(self)
-        self.clear()
-        return entries
-
-
-class _AsyncInbox:
-    """One reading task for all replies and subscriptions of a client; it runs while somebody waits."""
-
-    def __init__(self, broker: AsyncRedisStreams) -> None:
-        self._broker = broker
-        self._postbox = Postbox(new_client_id())
-        self._reader: asyncio.Task[None] | None = None
-        self._waker: asyncio.Task[None] | None = None
-        self._waiters: dict[AsyncJobHandle, list[asyncio.Future[None]]] = {}
-        self._reading: dict[str, str] = {}
-        self._is_closing = False
-
-    def address(self, slot: str) -> str:
-        """The reply stream for jobs of a slot."""
-        key = self._postbox.address(slot)
-        self._wake_if_behind()
-        return key
-
-    def expect(self, job_id: str, handle: AsyncJobHandle) -> None:
-        """See Postbox.expect."""
-        self._postbox.expect(job_id, handle)
-
-    def reply_to(self, handle: AsyncJobHandle) -> asyncio.Future[None]:
-        """Done once the reply about a job of ours has come; it may raise BrokerUnavailable."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(handle, []).append(waiter)
-        self.listen()
-        return waiter
-
-    def answered(self, handle: AsyncJobHandle) -> None:
-        """Wakes those who wait for the job."""
-        for waiter in self._waiters.pop(handle, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def listen(self) -> None:
-        """Makes sure that somebody reads."""
-        if self._reader is None or self._reader.done():
-            self._reader = asyncio.create_task(self._read())
-
-    def subscribe(self, job_id: str, after: int) -> _Subscription:
-        """Where the job's events will appear, see Postbox.subscribe."""
-        subscription = _Subscription()
-        self._postbox.subscribe(job_id, after, subscription)
-        self.listen()
-        self._wake_if_behind()
-        return subscription
-
-    def unsubscribe(self, job_id: str, subscription: _Subscription) -> None:
-        """Ends a subscription."""
-        self._postbox.unsubscribe(job_id, subscription)
-
-    async def read_now(self, job_id: str, after: int) -> list[StreamEntry]:
-        """A job's events after a sequence number, as they are now."""
-        return await self._broker.read({events_key(job_id): f"{after}-0"}, 0, 1_000_000)
-
-    async def _read(self) -> None:
-        heard = time.monotonic()
-        while not self._is_closing and self._postbox.is_awaited:
-            self._reading = self._postbox.cursors()
-            try:
-                entries = await self._broker.read(self._reading, int(SILENCE_S * 1000))
-                for key, last in self._postbox.deliver(entries):
-                    await self._broker.trim(key, last)
-                if entries:
-                    heard = time.monotonic()
-                elif time.monotonic() - heard >= SILENCE_S:
-                    heard = time.monotonic()
-                    await self._ask_records()
-            except BrokerUnavailable as error:
-                self._fail(error)
-            finally:
-                self._reading = {}
-
-    async def _ask_records(self) -> None:
-        """After a silence: the streams are hints, the records are the truth."""
-        waiting = [handle for handle in self._waiters if handle.is_ours]
-        for start in range(0, len(waiting), _RECORDS_AT_ONCE):
-            handles = waiting[start : start + _RECORDS_AT_ONCE]
-            standings = await self._broker.standings([handle.id for handle in handles])
-            for handle, standing in zip(handles, standings, strict=True):
-                if standing is None or standing.state is not State.QUEUED:
-                    handle.receive(standing)
-
-    def _fail(self, error: BrokerUnavailable) -> None:
-        waiters, self._waiters = self._waiters, {}
-        for waiter in chain.from_iterable(waiters.values()):
-            if not waiter.done():
-                waiter.set_exception(error)
-
-    def _wake_if_behind(self) -> None:
-        key = self._postbox.wake_key(self._reading) if self._reading else None
-        if key is not None and (self._waker is None or self._waker.done()):
-            self._waker = asyncio.create_task(self._nudge(key))
-
-    async def _nudge(self, key: str) -> None:
-        with contextlib.suppress(BrokerUnavailable):
-            await self._broker.nudge(key)
-
-    async def aclose(self) -> None:
-        """Ends the reader by word, not by cancellation: redis-py's reader may not survive that."""
-        self._is_closing = True
-        if self._waker is not None:
-            await self._waker
-        if self._reader is not None and not self._reader.done():
-            if key := next(iter(self._reading), None):
-                await self._nudge(key)
-            await asyncio.wait([self._reader], timeout=2 * SILENCE_S)
 
 
 async def _room(receipts: Sequence[Receipt], model: str, deadline: float | None, handles: list[AsyncJobHandle]) -> None:

@@ -318,17 +318,20 @@ class Drain:
         opened = [job for delivery in deliveries if (job := self._open(delivery, now, broker_now)) is not None]
         self._holdings.take(opened)
         self._watcher.received([job.header for job in opened], time.time())
+        claimed: Counter[str] = Counter()
         runnable: defaultdict[str, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
             model = self._served[job.delivery.slot]
             model.in_memory += 1
+            claimed[model.name] += 1
             failure = self._refusal(job, model, broker_now)
             if failure is not None:
                 self._concluded.append(Conclusion(job, failure))
             elif not self._joins_another(job, model):
                 runnable[model.name].append(job)
+        for name, count in claimed.items():
+            self._metrics.requests(name, ENDPOINT, count)
         for name, jobs in runnable.items():
-            self._metrics.requests(name, ENDPOINT, len(jobs))
             self._served[name].add(jobs)
         self._checkpoint("before-batch")
 
@@ -399,10 +402,11 @@ class Drain:
         for _ in range(len(self._turns)):
             model = self._turns[0]
             self._turns.rotate(-1)
-            may_start = model.may_start
-            if may_start < 0 or (may_start == 0 and is_idle and self._executor.threads > 1):
+            # A batch may be formed ahead only where every thread that becomes free may run it.
+            is_ahead = model.may_start == 0 and not is_idle and model.spec.concurrency == self._executor.threads
+            if model.may_start <= 0 and not is_ahead:
                 continue
-            while (batch := model.batcher.next(now, device_idle=is_idle and may_start > 0)) is not None:
+            while (batch := model.batcher.next(now, device_idle=is_idle)) is not None:
                 broker_now = self._broker.now_ms()
                 if all(broker_now <= item.job.expires_ms for item in batch.items):
                     model.in_flight += 1

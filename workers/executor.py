@@ -33,6 +33,7 @@ logger = logging.getLogger("runtime")
 
 Outputs: TypeAlias = dict[str, Array]
 _LONGEST_MESSAGE = 500
+_STOPPED = Failure("Cancelled", "The job was cancelled while it ran")
 
 
 class JobStream(StreamContext, Protocol):
@@ -249,9 +250,11 @@ def _stream(work: Work, job: ClaimedJob, context: JobStream) -> Outputs | Failur
             chunk = next(steps)
             work.alive_at = time.monotonic()
             context.chunk(chunk)
+            if context.is_cancelled:
+                return _STOPPED
     except StopIteration as end:
         outputs: Outputs = end.value
-        return Failure("Cancelled", "The job was cancelled while it ran") if context.is_cancelled else outputs
+        return _STOPPED if context.is_cancelled else outputs
     except Exception as error:  # as in _run
         return _failure(error, job)
     finally:

@@ -33,7 +33,7 @@ print("all answered")
 
 def test_parent_and_children_go_on(fleet: Fleet):
     """Three children and their parent submit and read at once; a job from before the fork is the parent's still."""
-    done = subprocess.run(  # our own program
+    done = subprocess.run(
         [sys.executable, "-c", PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, "all answered\n"), done.stderr

@@ -46,7 +46,7 @@ def build():
 def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
     """The id that the client logs stands in the worker's log with model and batch, and in the result; metrics count it."""
     before = Samples(fleet.worker).total("infer_requests_total", model="double")
-    done = subprocess.run(  # our own program
+    done = subprocess.run(
         [sys.executable, "-c", SUBMIT, fleet.server.url],
         cwd=ROOT,
         capture_output=True,

@@ -132,7 +132,7 @@ from producers import Client
 for event in Client({fleet.server.url!r}).job({job.id!r}).stream():
     print(event.seq, event.type)
 """
-    done = subprocess.run(  # our own program
+    done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
     )
     assert done.stdout.splitlines() == [f"{seq} {kind}" for seq, kind in _steps(job.stream())]

@@ -86,7 +86,7 @@ from producers import Client
 job = Client({fleet.server.url!r}).job({job.id!r})
 print(job.result(10)["y"][0, 0], job.status(), [event.type for event in job.stream()])
 """
-    done = subprocess.run(  # our own program
+    done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
     )
     assert done.stdout == "42.0 completed ['queued', 'started', 'completed']\n"

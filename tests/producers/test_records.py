@@ -127,7 +127,7 @@ job = client.submit({parked!r}, {{"x": [[1, 2, 3, 4]]}})
 assert job.status() == "queued" and job.cancel()
 print(sorted({{"torch", "transformers", "onnxruntime", "celery"}} & set(sys.modules)))
 """
-    done = subprocess.run(  # our own program
+    done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
     )
     assert done.stdout == "[]\n"

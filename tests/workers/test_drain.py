@@ -1,0 +1,307 @@
+"""The drain in this process, over the broker in memory and a real Redis: everything but Celery."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from registry.admission import Press
+from registry.broker.base import Broker, Limits, Publication, State
+from registry.broker.memory import MemoryBroker
+from registry.broker.redis_streams import RedisStreams
+from registry.envelope import Keyring, ResultHeader, open_result
+from registry.errors import ConfigurationError
+from registry.package import find, load_package
+from registry.queues import Priority, new_job_id
+from registry.settings import Settings
+from registry.tensors import decode
+from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
+from tests.servers import RedisServer, wait_until
+from workers.drain import Drain
+from workers.observe.metrics import InferenceMetrics
+from workers.observe.watcher import Unwatched
+
+ROOMY = Limits(100_000, 0, 60_000)
+UNSIGNED = Keyring.parse(None)
+Connect = Callable[[], Broker]
+"""Another end of the test's broker."""
+
+
+@pytest.fixture(params=["memory", "redis"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Each broker in turn, empty."""
+    ends: list[Broker] = []
+
+    def on(make: Connect) -> Connect:
+        def connect() -> Broker:
+            ends.append(make())
+            return ends[-1]
+
+        return connect
+
+    if request.param == "memory":
+        yield on(MemoryBroker().connect)
+    else:
+        server: RedisServer = request.getfixturevalue("shared_redis")
+        yield on(lambda: RedisStreams.from_url(server.url))
+    for end in ends:
+        end.close()
+
+
+class Bench:
+    """A drain, its metrics, and a producer for its models."""
+
+    def __init__(self, broker: Broker, drain: Drain, metrics: InferenceMetrics, models: dict[str, Any]) -> None:
+        self.broker = broker
+        self.drain = drain
+        self.metrics = metrics
+        self._models = models
+        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
+
+    def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
+        """One job per number; their ids."""
+        jobs = [self._press.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how) for number in numbers]
+        assert {receipt.outcome for receipt in self.broker.publish(model, jobs, ROOMY)} == {"accepted"}
+        return [job.job_id for job in jobs]
+
+    def state(self, job_id: str) -> State:
+        """What the job's record says."""
+        standing = self.broker.standing(job_id)
+        assert standing is not None
+        return standing.state
+
+    def result(self, job_id: str) -> tuple[ResultHeader, float | None]:
+        """The result, once it is there: its header, and the first number of `y`."""
+
+        def sealed() -> bytes:
+            standing = self.broker.standing(job_id)
+            return standing.result if standing else b""
+
+        header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
+        return header, None if header.error else float(decode(header.content, body)["y"][0, 0])
+
+    @property
+    def is_ready(self) -> bool:
+        """The READY gauge."""
+        return bool(self.metrics.snapshot()["ready"])
+
+    def loaded(self) -> dict[str, float]:
+        """The model_loaded gauge by model."""
+        (family,) = [family for family in self.metrics.collect() if family.name == "model_loaded"]
+        return {sample.labels["model"]: sample.value for sample in family.samples}
+
+
+StartBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def start(connect: Connect, models_root: Path) -> Iterator[StartBench]:
+    """Starts drains for the packages of `models_root`; those that still run are stopped."""
+    benches: list[Bench] = []
+    names = itertools.count()
+
+    def start(checkpoint: Callable[[str], None] = lambda _: None, *, load: bool = True, **settings: Any) -> Bench:
+        packages = [load_package(find(models_root, path.name).path) for path in sorted(models_root.iterdir())]
+        metrics = InferenceMetrics((0.1, 1.0))
+        drain = Drain(
+            Settings.load(overrides={"queue": {"lease_s": 1.0}, **settings}),
+            connect(),
+            packages,
+            name=f"bench-{next(names)}",
+            device="cpu",
+            threads=1,
+            watcher=Unwatched(),
+            metrics=metrics,
+            checkpoint=checkpoint,
+        )
+        benches.append(Bench(connect(), drain, metrics, {each.spec.name: each.spec for each in packages}))
+        if load:
+            drain.load()
+            drain.start()
+        return benches[-1]
+
+    yield start
+    for bench in benches:
+        bench.drain.stop(1.0)
+
+
+def test_jobs_are_answered(start: StartBench, models_root: Path, slot: str):
+    """Claimed, run and committed, with the worker, version and times in the result."""
+    write_double(models_root, slot)
+    bench = start()
+    for number, job_id in enumerate(bench.publish(slot, *range(100))):
+        header, answer = bench.result(job_id)
+        assert (header.id, header.worker, header.version, answer) == (job_id, bench.drain.name, "1", 2 * number)
+        assert 1 <= header.batch_size <= 16
+
+
+def test_gauges_follow_the_life_of_a_worker(start: StartBench, models_root: Path, slot: str):
+    """Not ready before start, ready after, not ready once it stops; a model counts as loaded in between only."""
+    write_double(models_root, slot)
+    bench = start(load=False)
+    assert not bench.is_ready
+    bench.drain.load()
+    assert bench.loaded() == {slot: 1}
+    assert not bench.is_ready
+    bench.drain.start()
+    wait_until(lambda: bench.drain.readiness[0], 5, "the drain is ready")
+    assert bench.is_ready
+    bench.drain.stop(1.0)
+    assert not bench.is_ready
+    assert bench.loaded() == {slot: 0}
+    assert bench.broker.workers() == []
+
+
+def test_stop_finishes_the_running_batch_and_gives_back_the_rest(
+    start: StartBench, models_root: Path, slot: str, tmp_path: Path
+):
+    """What ran is committed; what was claimed beyond it goes to the next worker at once, and its attempts start anew."""
+    ledger = tmp_path / "ledger"
+    write_recorder(models_root, ledger, slot, forward_s=0.3)
+    bench = start()
+    jobs = bench.publish(slot, *range(1, 41))
+    wait_until(lambda: any(1 in rows for rows in recorded_forwards(ledger)), 5, "the first batch runs")
+    bench.drain.stop(5.0)
+    done = [job_id for job_id in jobs if bench.state(job_id) is State.COMPLETED]
+    ran = [number for rows in recorded_forwards(ledger) for number in rows if number]
+    assert len(done) == len(ran) > 0
+    assert {bench.state(job_id) for job_id in jobs[len(done) :]} == {State.QUEUED}
+
+    other = start()
+    results = [other.result(job_id) for job_id in jobs]
+    assert [answer for _, answer in results] == [2 * number for number in range(1, 41)]
+    assert {header.attempt for header, _ in results} == {1}
+    assert sorted(number for rows in recorded_forwards(ledger) for number in rows if number) == list(range(1, 41))
+
+
+def test_stop_without_grace_gives_back_what_runs(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+    """A forward longer than the grace period: its jobs run again elsewhere, and its own result is thrown away."""
+    ledger = tmp_path / "ledger"
+    write_recorder(models_root, ledger, slot, forward_s=0.5)
+    bench = start()
+    jobs = bench.publish(slot, 1, 2, 3)
+    wait_until(lambda: any(1 in rows for rows in recorded_forwards(ledger)), 5, "the batch runs")
+    bench.drain.stop(0.0)
+    assert {bench.state(job_id) for job_id in jobs} == {State.QUEUED}
+    other = start()
+    assert [other.result(job_id)[0].worker for job_id in jobs] == [other.drain.name] * 3
+
+
+def test_foreign_bytes_are_put_aside(start: StartBench, models_root: Path, slot: str):
+    """What is no envelope, or one of another queue, goes to the dead letters; the job behind it is answered."""
+    write_double(models_root, slot)
+    bench = start()
+    bench.broker.publish(slot, [Publication(new_job_id(slot), Priority.NORMAL, b"\x80not a job", "acme")], ROOMY)
+    press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
+    spec = load_package(find(models_root, slot).path).spec
+    moved = press.publication(spec, {"x": [[1, 0, 0, 0]]}, priority="low")._replace(priority=Priority.CRITICAL)
+    bench.broker.publish(slot, [moved], ROOMY)
+    (good,) = bench.publish(slot, 21)
+    assert bench.result(good)[1] == 42
+    (family,) = [family for family in bench.metrics.collect() if family.name == "penstock_quarantined"]
+    wait_until(lambda: _quarantined(bench) == 2, 5, "both are put aside")
+    assert family.type == "counter"
+    assert sum(depth.jobs for depth in bench.broker.depths(slot)) == 0
+
+
+def _quarantined(bench: Bench) -> float:
+    (family,) = [family for family in bench.metrics.collect() if family.name == "penstock_quarantined"]
+    return sum(sample.value for sample in family.samples)
+
+
+def test_job_past_its_deadline_never_enters_a_batch(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+    """A deadline that passes while a batch before it runs: expired at its turn, whatever its priority."""
+    ledger = tmp_path / "ledger"
+    write_recorder(models_root, ledger, slot, forward_s=0.3)
+    bench = start()
+    (first,) = bench.publish(slot, 1)
+    wait_until(lambda: any(1 in rows for rows in recorded_forwards(ledger)), 5, "the first job runs")
+    (late,) = bench.publish(slot, 2, deadline_s=0.05, priority="critical")
+    (patient,) = bench.publish(slot, 3, deadline_s=30)
+    assert [bench.result(job_id)[1] for job_id in (first, patient)] == [2, 6]
+    assert bench.state(late) is State.EXPIRED
+    assert 2 not in [number for rows in recorded_forwards(ledger) for number in rows]
+
+
+def test_bad_job_fails_alone(start: StartBench, models_root: Path, slot: str):
+    """A batch that raises is bisected: the neighbours of the bad row succeed."""
+    write_raiser(models_root, slot)
+    bench = start()
+    jobs = bench.publish(slot, *[-1 if number == 9 else number for number in range(16)])
+    for number, job_id in enumerate(jobs):
+        header, answer = bench.result(job_id)
+        if number == 9:
+            assert header.error is not None
+            assert (header.error.code, header.error.message) == ("ModelError", "ValueError: a negative row")
+        else:
+            assert answer == 2 * number
+
+
+def test_result_that_a_successor_has_given_is_not_replaced(start: StartBench, models_root: Path, slot: str):
+    """A worker that is held up before its commit beyond its lease finds the job answered: fenced, counted, one result."""
+    write_double(models_root, slot)
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold_up(point: str) -> None:
+        if point == "before-commit" and not is_held.is_set():
+            is_held.set()
+            may_go.wait(20)
+
+    bench = start(hold_up)
+    bench.drain._leases.stop(1.0)
+    (job_id,) = bench.publish(slot, 21)
+    assert is_held.wait(5)
+    successor = start()
+    header, answer = successor.result(job_id)
+    assert (header.worker, header.attempt, answer) == (successor.drain.name, 2, 42)
+    may_go.set()
+
+    def fenced() -> float:
+        (family,) = [family for family in bench.metrics.collect() if family.name == "penstock_fenced"]
+        return sum(sample.value for sample in family.samples)
+
+    wait_until(lambda: fenced() == 1, 5, "the late commit is discarded")
+    assert bench.result(job_id)[0].worker == successor.drain.name
+
+
+def test_several_models_share_a_worker_fairly(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+    """A model with a thousand jobs waiting delays another's only job by a few batches."""
+    flooded, calm, ledger = f"{slot}-a", f"{slot}-b", tmp_path / "ledger"
+    for model in (flooded, calm):
+        write_recorder(models_root, ledger, model, forward_s=0.01)
+    bench = start()
+    flood = bench.publish(flooded, *range(1, 1001))
+    (alone,) = bench.publish(calm, 5000)
+    assert bench.result(alone)[1] == 10_000
+    bench.result(flood[-1])
+    order = [rows for rows in recorded_forwards(ledger) if rows[0]]
+    position = order.index([5000])
+    begun_before = sum(len(rows) for rows in order[:position])
+    assert begun_before < 300
+
+
+def test_a_drain_without_models_is_refused(start: StartBench):
+    """A worker that could serve nothing says so."""
+    with pytest.raises(ConfigurationError, match="There is no model to serve"):
+        start()
+
+
+def test_model_that_answers_nonsense_fails_its_job(start: StartBench, models_root: Path, slot: str):
+    """Outputs that are not what the package declares are the job's failure, and the worker goes on."""
+    source = """
+    def build():
+        return lambda inputs: {"z": inputs["x"]} if inputs["x"][0, 0] > 0 else {"y": inputs["x"] * 2}
+    """
+    write_package(models_root, slot, source)
+    bench = start()
+    (wrong,) = bench.publish(slot, 1)
+    header, _ = bench.result(wrong)
+    assert header.error is not None
+    assert header.error.code == "ModelError"
+    (good,) = bench.publish(slot, -1)
+    assert bench.result(good)[1] == -2
