@@ -318,19 +318,15 @@ class Drain:
         opened = [job for delivery in deliveries if (job := self._open(delivery, now, broker_now)) is not None]
         self._holdings.take(opened)
         self._watcher.received([job.header for job in opened], time.time())
-        claimed: Counter[str] = Counter()
         runnable: defaultdict[str, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
             model = self._served[job.delivery.slot]
             model.in_memory += 1
-            claimed[model.name] += 1
             failure = self._refusal(job, model, broker_now)
             if failure is not None:
                 self._concluded.append(Conclusion(job, failure))
             elif not self._joins_another(job, model):
                 runnable[model.name].append(job)
-        for name, count in claimed.items():
-            self._metrics.requests(name, ENDPOINT, count)
         for name, jobs in runnable.items():
             self._served[name].add(jobs)
         self._checkpoint("before-batch")
@@ -517,6 +513,9 @@ class Drain:
         self._holdings.drop(jobs)
 
     def _count_outcomes(self, ended: Sequence[Ended]) -> None:
+        # Counted when they end: a job that runs again after a crash is still one request.
+        for name, count in Counter(end.header.model for end in ended).items():
+            self._metrics.requests(name, ENDPOINT, count)
         outcomes = Counter((end.header.model, end.state) for end in ended)
         for (name, state), count in outcomes.items():
             self._metrics.outcome(name, self._served[name].runtime.version, ENDPOINT, state.name.lower(), count)
@@ -532,7 +531,7 @@ class Drain:
             version,
             ENDPOINT,
             work.batch.rows,
-            len(jobs),
+            len(work.batch.items),
             [job.queue_ms / 1000 for job in jobs],
             [max(0.0, work.started - job.claimed) for job in jobs],
             work.ended - work.started,

@@ -11,7 +11,7 @@ from celery import Celery
 from tests.conftest import StartWorker
 from tests.flow.conftest import probe
 from tests.packages import write_double
-from tests.servers import RedisServer, WorkerProcess, free_port
+from tests.servers import RedisServer, WorkerProcess, free_port, wait_until
 
 EXIT_CONFIGURATION = 78
 
@@ -33,7 +33,7 @@ def remote(shared_redis: RedisServer) -> Iterator[Celery]:
 def test_settings_of_the_folder_reach_the_worker(
     shared_redis: RedisServer, models_root: Path, folder: Path, remote: Celery
 ):
-    """A pyproject.toml beside the worker: its settings are read back with inspect, and the environment still wins."""
+    """A pyproject.toml beside the worker: its settings are read back with inspect, and the environment wins."""
     write_double(models_root)
     (folder / "pyproject.toml").write_text(
         """
@@ -51,7 +51,8 @@ def test_settings_of_the_folder_reach_the_worker(
     worker = WorkerProcess(shared_redis, models_root, folder, name="configured@test", environment=environment)
     try:
         worker.start()
-        conf = remote.control.inspect([worker.name], timeout=5).conf()[worker.name]
+        inspect = remote.control.inspect([worker.name], timeout=1, limit=1)
+        conf = wait_until(inspect.conf, 20, "the worker answers")[worker.name]
     finally:
         worker.stop()
     assert conf["result_expires"] == 1234

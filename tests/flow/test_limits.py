@@ -29,7 +29,7 @@ def build():
 
 
 def test_forward_beyond_its_limit_fails_alone(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """A forward that hangs ends its job with ForwardTimeout at the limit; those who waited longer than that still run."""
+    """A forward that hangs ends its job with ForwardTimeout at the limit; those who wait longer than that still run."""
     write_package(models_root, "hanging", SOURCE, max_batch_size=1)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_TIMEOUT_SECONDS": str(LIMIT_S)})
     with Client(shared_redis.url) as client:
