@@ -42,12 +42,13 @@ class Outbox:
         self._slot = slot
         self._broker = broker
         self._limits = limits
+        self._loop = asyncio.get_running_loop()
         self._gathered: list[tuple[Publication, asyncio.Future[Receipt]]] = []
         self._sender: asyncio.Task[None] | None = None
 
     def send(self, publication: Publication) -> asyncio.Future[Receipt]:
         """The broker's answer. A caller that is cancelled meanwhile does not stop the call for the others."""
-        answer: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Receipt] = self._loop.create_future()
         self._gathered.append((publication, answer))
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_all())
@@ -106,14 +107,18 @@ class AsyncInbox:
         self._postbox = Postbox(new_client_id())
         self._reader: asyncio.Task[None] | None = None
         self._waker: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[Awaited, list[asyncio.Future[None]]] = {}
         self._reading: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
         self._is_closing = False
 
     def address(self, slot: str) -> str:
         """The reply stream for jobs of a slot."""
-        key = self._postbox.address(slot)
-        self._wake_if_behind()
+        key = self._addresses.get(slot)
+        if key is None:
+            key = self._addresses[slot] = self._postbox.address(slot)
+            self._wake_if_behind()
         return key
 
     def expect(self, job_id: str, handle: Awaited) -> None:
@@ -122,7 +127,9 @@ class AsyncInbox:
 
     def reply_to(self, handle: Awaited) -> asyncio.Future[None]:
         """Done once the reply about a job of ours has come; it may raise BrokerUnavailable."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.setdefault(handle, []).append(waiter)
         self.listen()
         return waiter

@@ -219,13 +219,16 @@ class Inbox:
         self._postbox = Postbox(client_id)
         self._changed = threading.Condition()
         self._reading: dict[str, str] | None = None
+        self._addresses: dict[str, str] = {}
 
     def address(self, slot: str) -> str:
         """The reply stream for jobs of a slot."""
-        with self._changed:
-            key = self._postbox.address(slot)
-            wake = self._wake_key()
-        self._wake(wake)
+        key = self._addresses.get(slot)
+        if key is None:
+            with self._changed:
+                key = self._addresses[slot] = self._postbox.address(slot)
+                wake = self._wake_key()
+            self._wake(wake)
         return key
 
     def expect(self, job_id: str, recipient: Recipient) -> None:

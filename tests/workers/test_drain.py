@@ -63,9 +63,13 @@ class Bench:
         self._models = models
         self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
 
+    def sealed(self, model: str, number: float = 0, **how: Any) -> Publication:
+        """A job on its way to the broker."""
+        return self._press.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how)
+
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""
-        jobs = [self._press.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how) for number in numbers]
+        jobs = [self.sealed(model, number, **how) for number in numbers]
         assert {receipt.outcome for receipt in self.broker.publish(model, jobs, ROOMY)} == {"accepted"}
         return [job.job_id for job in jobs]
 
@@ -85,10 +89,14 @@ class Bench:
         header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
         return header, None if header.error else float(decode(header.content, body)["y"][0, 0])
 
-    @property
     def is_ready(self) -> bool:
         """The READY gauge."""
         return bool(self.metrics.snapshot()["ready"])
+
+    def counted(self, counter: str) -> float:
+        """The sum of a counter over its labels."""
+        (family,) = [family for family in self.metrics.collect() if family.name == counter]
+        return sum(sample.value for sample in family.samples)
 
     def loaded(self) -> dict[str, float]:
         """The model_loaded gauge by model."""
@@ -144,15 +152,15 @@ def test_gauges_follow_the_life_of_a_worker(start: StartBench, models_root: Path
     """Not ready before start, ready after, not ready once it stops; a model counts as loaded in between only."""
     write_double(models_root, slot)
     bench = start(load=False)
-    assert not bench.is_ready
+    assert not bench.is_ready()
     bench.drain.load()
     assert bench.loaded() == {slot: 1}
-    assert not bench.is_ready
+    assert not bench.is_ready()
     bench.drain.start()
     wait_until(lambda: bench.drain.readiness[0], 5, "the drain is ready")
-    assert bench.is_ready
+    assert bench.is_ready()
     bench.drain.stop(1.0)
-    assert not bench.is_ready
+    assert not bench.is_ready()
     assert bench.loaded() == {slot: 0}
     assert bench.broker.workers() == []
 
@@ -160,7 +168,7 @@ def test_gauges_follow_the_life_of_a_worker(start: StartBench, models_root: Path
 def test_stop_finishes_the_running_batch_and_gives_back_the_rest(
     start: StartBench, models_root: Path, slot: str, tmp_path: Path
 ):
-    """What ran is committed; what was claimed beyond it goes to the next worker at once, and its attempts start anew."""
+    """What ran is committed; what was claimed beyond it goes to the next worker, for which it is the first attempt."""
     ledger = tmp_path / "ledger"
     write_recorder(models_root, ledger, slot, forward_s=0.3)
     bench = start()
@@ -197,21 +205,12 @@ def test_foreign_bytes_are_put_aside(start: StartBench, models_root: Path, slot:
     write_double(models_root, slot)
     bench = start()
     bench.broker.publish(slot, [Publication(new_job_id(slot), Priority.NORMAL, b"\x80not a job", "acme")], ROOMY)
-    press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
-    spec = load_package(find(models_root, slot).path).spec
-    moved = press.publication(spec, {"x": [[1, 0, 0, 0]]}, priority="low")._replace(priority=Priority.CRITICAL)
-    bench.broker.publish(slot, [moved], ROOMY)
+    low = bench.sealed(slot, priority="low")
+    bench.broker.publish(slot, [Publication(low.job_id, Priority.CRITICAL, low.sealed, low.tenant)], ROOMY)
     (good,) = bench.publish(slot, 21)
     assert bench.result(good)[1] == 42
-    (family,) = [family for family in bench.metrics.collect() if family.name == "penstock_quarantined"]
-    wait_until(lambda: _quarantined(bench) == 2, 5, "both are put aside")
-    assert family.type == "counter"
+    wait_until(lambda: bench.counted("penstock_quarantined") == 2, 5, "both are put aside")
     assert sum(depth.jobs for depth in bench.broker.depths(slot)) == 0
-
-
-def _quarantined(bench: Bench) -> float:
-    (family,) = [family for family in bench.metrics.collect() if family.name == "penstock_quarantined"]
-    return sum(sample.value for sample in family.samples)
 
 
 def test_job_past_its_deadline_never_enters_a_batch(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
@@ -243,7 +242,7 @@ def test_bad_job_fails_alone(start: StartBench, models_root: Path, slot: str):
 
 
 def test_result_that_a_successor_has_given_is_not_replaced(start: StartBench, models_root: Path, slot: str):
-    """A worker that is held up before its commit beyond its lease finds the job answered: fenced, counted, one result."""
+    """A worker that is held up before its commit, beyond its lease, finds the job answered: fenced, and counted."""
     write_double(models_root, slot)
     is_held, may_go = threading.Event(), threading.Event()
 
@@ -253,6 +252,7 @@ def test_result_that_a_successor_has_given_is_not_replaced(start: StartBench, mo
             may_go.wait(20)
 
     bench = start(hold_up)
+    # As if the whole process were frozen, its leases lapse.
     bench.drain._leases.stop(1.0)
     (job_id,) = bench.publish(slot, 21)
     assert is_held.wait(5)
@@ -260,12 +260,7 @@ def test_result_that_a_successor_has_given_is_not_replaced(start: StartBench, mo
     header, answer = successor.result(job_id)
     assert (header.worker, header.attempt, answer) == (successor.drain.name, 2, 42)
     may_go.set()
-
-    def fenced() -> float:
-        (family,) = [family for family in bench.metrics.collect() if family.name == "penstock_fenced"]
-        return sum(sample.value for sample in family.samples)
-
-    wait_until(lambda: fenced() == 1, 5, "the late commit is discarded")
+    wait_until(lambda: bench.counted("penstock_fenced") == 1, 5, "the late commit is discarded")
     assert bench.result(job_id)[0].worker == successor.drain.name
 
 
