@@ -82,14 +82,21 @@ def demonstrate(
         devices = fleet.choose(settings, own)
         with LocalStack(settings, devices, environ=own, on_progress=_steps(console)) as stack:
             running = stack.running
-            if running.flower_url:
-                access = f"user {running.flower_user}, password {running.flower_password}"
-                console.print(f"Flower shows every job at [bold]{running.flower_url}[/] ({access})")
-            shown = _search(console, settings, stack, count, [*QUESTIONS, *ask])
+            access = f"{running.flower_url} (user {running.flower_user}, password {running.flower_password})"
+            console.print(f"Flower shows every job at {access}", soft_wrap=True)
+            shown = _search(console, settings, stack, count, _questions(ask))
             draw(console, shown)
+            console.print(f"\nFlower: {access}; `penstock demo --stay` keeps it up", soft_wrap=True)
             stay()
             console.print("\nEverything stops.")
     return shown
+
+
+def _questions(ask: Sequence[str]) -> list[str]:
+    """The samples, then the user's own, each once."""
+    by_text = {question.casefold().strip(): question for question in (*ask, *QUESTIONS)}
+    own = [by_text.pop(question.casefold().strip()) for question in ask if question.casefold().strip() in by_text]
+    return [*by_text.values(), *own]
 
 
 def _search(
