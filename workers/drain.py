@@ -231,7 +231,10 @@ class Drain:
         if not (wishes or self._uncommitted):
             return
         pending = self._uncommitted
-        self._checkpoint("before-commit" if pending else "before-claim")
+        if pending:
+            self._checkpoint("before-commit")
+        if wishes:
+            self._checkpoint("before-claim")
         begun = time.monotonic()
         verdicts, deliveries = self._broker.exchange(
             self.consumer, [commit for _, commit in pending], wishes, self._result_ttl_ms
@@ -268,6 +271,7 @@ class Drain:
         room = (self._max_in_memory - len(self._holdings)) // (len(slots) * len(Priority))
         count = min([room, *(self._served[slot].free for slot in slots)])
         if count > 0:
+            self._checkpoint("before-claim")
             self._armed_count = count
             # A model that is left out may get room meanwhile: then look again soon.
             block_ms = _BLOCK_MS if len(slots) == len(self._served) else _SHORT_BLOCK_MS

@@ -25,7 +25,7 @@ import redis
 from celery import Celery
 from celery.result import AsyncResult
 
-from producers import AsyncClient, Client, JobHandle
+from producers import AsyncClient, Client
 from tests.benchmarks import meter, mlp
 from tests.benchmarks.celery_mlp import CLASSIFY
 from tests.benchmarks.mlp import Float32Array
@@ -35,7 +35,7 @@ __all__ = ["KINDS", "Answers"]
 
 _TIMEOUT_S: Final = 60.0
 _PARTS: Final = 4
-"""A window of outstanding jobs is refilled in so many parts."""
+"""Bare Redis is sent new jobs when so large a part of those outstanding has been answered."""
 _CLASSES: Final = 10
 
 
@@ -95,7 +95,7 @@ async def _opened(url: str) -> AsyncClient:
 
 
 class PenstockMany(TakesRows):
-    """Client.submit_many in a sliding window; one job at a time when only one may be outstanding."""
+    """Client.submit_many in windows: submit so many, read them all; Client.submit when only one may be outstanding."""
 
     def __init__(self, url: str) -> None:
         self._client = Client(url)
@@ -104,17 +104,14 @@ class PenstockMany(TakesRows):
         """See ClientKind.run."""
         if outstanding == 1:
             return self._run_alone(rows)
-        answers, part = _blank(len(rows)), outstanding // _PARTS
-        waiting: deque[tuple[int, float, JobHandle]] = deque()
-        for start in range(0, len(rows) + outstanding, part):
-            while len(waiting) > outstanding - part or (start >= len(rows) and waiting):
-                index, begun, job = waiting.popleft()
+        answers = _blank(len(rows))
+        for start in range(0, len(rows), outstanding):
+            window = range(start, min(start + outstanding, len(rows)))
+            begun = time.perf_counter()
+            jobs = self._client.submit_many("mlp", [{"x": rows[index : index + 1]} for index in window])
+            for index, job in zip(window, jobs, strict=True):
                 answers.logits[index] = job.result(timeout=_TIMEOUT_S)["logits"][0]
                 answers.latencies_s[index] = time.perf_counter() - begun
-            begun = time.perf_counter()
-            batches = [{"x": rows[index : index + 1]} for index in range(start, min(start + part, len(rows)))]
-            jobs = self._client.submit_many("mlp", batches)
-            waiting.extend((start + offset, begun, job) for offset, job in enumerate(jobs))
         return answers
 
     def _run_alone(self, rows: Float32Array) -> Answers:

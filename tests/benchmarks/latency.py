@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Final, NamedTuple
 
@@ -20,6 +21,10 @@ __all__ = ["measure_alone", "measure_urgent"]
 _ROUNDS_PER_ROUND: Final = 2
 """Turns are short here, so there are more of them."""
 _BATCHES_TIMED: Final = 30
+_MOST_FILLS: Final = 5
+_MARGIN: Final = 5
+"""The queue is filled above the wanted depth by this part of it."""
+_FLOOD_SEED: Final = 1_000
 _TIMEOUT_S: Final = 60.0
 _NAMES: Final = {"async": "AsyncClient", "submit_many": "Client"}
 
@@ -83,12 +88,12 @@ def measure_urgent(scale: Scale, say: Progress) -> list[Row]:
         idle_s = median(_one(urgent, number) for number in range(scale.urgent_jobs))
         extra_s, depths = [], []
         for number in range(scale.urgent_jobs):
-            _fill(flood, broker, scale.backlog_jobs, seed=1000 + number)
+            _fill(flood, broker, scale.backlog_jobs, seed=_FLOOD_SEED + number * _MOST_FILLS)
             depths.append(_waiting(broker))
             extra_s.append(_one(urgent, scale.urgent_jobs + number) - idle_s)
             say(f"urgent {number + 1}/{scale.urgent_jobs}: {extra_s[-1] * 1000:+.2f} ms behind {depths[-1]:,} jobs")
-        _fill(flood, broker, scale.backlog_jobs, seed=999)
-        batch_s = _batch_time(broker, min(_BATCHES_TIMED * mlp.BATCH, scale.backlog_jobs // 2))
+        _fill(flood, broker, scale.backlog_jobs, seed=_FLOOD_SEED - _MOST_FILLS)
+        batch_s = _batch_time(broker)
         broker.close()
     middle, longest = median(extra_s) / batch_s, max(extra_s) / batch_s
     return [
@@ -106,6 +111,8 @@ def measure_urgent(scale: Scale, say: Progress) -> list[Row]:
 
 def _one(client: Client, seed: int) -> float:
     row = mlp.inputs(1, seed)
+    # The flood was this process' own: what it left must not be swept up while the clock runs.
+    gc.collect()
     begun = time.perf_counter()
     logits = client.submit("mlp", {"x": row}, priority="critical").result(timeout=_TIMEOUT_S)["logits"]
     seconds = time.perf_counter() - begun
@@ -118,16 +125,19 @@ def _waiting(broker: RedisStreams) -> int:
 
 
 def _fill(client: Client, broker: RedisStreams, jobs: int, seed: int) -> None:
-    """Tops the queue up, a little above `jobs`: the worker goes on meanwhile."""
-    missing = jobs - _waiting(broker) + jobs // 5
-    if missing > 0:
-        rows = mlp.inputs(missing, seed)
-        client.submit_many("mlp", [{"x": rows[index : index + 1]} for index in range(missing)], priority="low")
+    """Tops the queue up to `jobs` and a little above, as the worker goes on meanwhile."""
+    for attempt in range(_MOST_FILLS):
+        missing = jobs - _waiting(broker)
+        if missing <= 0:
+            return
+        rows = mlp.inputs(missing + jobs // _MARGIN, seed + attempt)
+        client.submit_many("mlp", [{"x": row[None]} for row in rows], priority="low")
 
 
-def _batch_time(broker: RedisStreams, jobs: int) -> float:
-    """Seconds from one full batch to the next, over `jobs` jobs that leave the queue."""
+def _batch_time(broker: RedisStreams) -> float:
+    """Seconds from one full batch to the next, over some that leave the queue."""
     at_first, begun = _waiting(broker), time.perf_counter()
+    jobs = min(_BATCHES_TIMED * mlp.BATCH, at_first // 2)
     left = (
         wait_until(lambda: (now := _waiting(broker)) <= at_first - jobs and now + 1, _TIMEOUT_S, "the queue shrinks")
         - 1

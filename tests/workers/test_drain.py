@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from registry.package import find, load_package
 from registry.queues import Priority, new_job_id
 from registry.settings import Settings
 from registry.tensors import decode
-from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
+from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import RedisServer, wait_until
 from workers.drain import Drain
 from workers.observe.metrics import InferenceMetrics
@@ -286,17 +287,88 @@ def test_a_drain_without_models_is_refused(start: StartBench):
         start()
 
 
-def test_model_that_answers_nonsense_fails_its_job(start: StartBench, models_root: Path, slot: str):
-    """Outputs that are not what the package declares are the job's failure, and the worker goes on."""
-    source = """
-    def build():
-        return lambda inputs: {"z": inputs["x"]} if inputs["x"][0, 0] > 0 else {"y": inputs["x"] * 2}
-    """
-    write_package(models_root, slot, source)
+def test_idle_models_cost_a_busy_one_nothing(start: StartBench, models_root: Path, slot: str):
+    """A thousand jobs of one model take no longer on a worker that serves three idle ones beside it."""
+
+    def seconds(bench: Bench) -> float:
+        begun = time.monotonic()
+        last = bench.publish(slot, *range(1000))[-1]
+        bench.result(last)
+        return time.monotonic() - begun
+
+    write_sleeper(models_root, slot, forward_s=0.001)
     bench = start()
-    (wrong,) = bench.publish(slot, 1)
+    alone = min(seconds(bench) for _ in range(3))
+    bench.drain.stop(1.0)
+    for number in range(3):
+        write_double(models_root, f"{slot}-{number}")
+    assert min(seconds(bench) for bench in [start()] for _ in range(3)) < 2 * alone
+
+
+_MISBEHAVIOUR = {
+    "exits": ("raise SystemExit('goodbye')", "ModelError", "SystemExit: goodbye"),
+    "other output": ("return {'z': inputs['x']}", "ModelError", "Declared outputs: y"),
+    "no array": ("return {'y': 'text'}", "ModelError", "Output y is object"),
+    "not finite": ("return {'y': inputs['x'] * float('nan')}", "NonFiniteOutput", "Expected finite numbers"),
+    "too much": ("return {'y': np.zeros((1, 3_000_000), np.float32)}", "ModelError", "Expected at most 10485760"),
+}
+
+
+@pytest.mark.parametrize(("deed", "code", "text"), _MISBEHAVIOUR.values(), ids=list(_MISBEHAVIOUR))
+def test_misbehaving_model_fails_its_job_alone(
+    deed: str, code: str, text: str, start: StartBench, models_root: Path, slot: str
+):
+    """Whatever a model does instead of answering, its job ends with a reason, and the next one is answered."""
+    source = f"""
+import numpy as np
+
+def build():
+    def forward(inputs):
+        if inputs["x"][0, 0] < 0:
+            {deed}
+        return {{"y": inputs["x"] * 2}}
+
+    return forward
+"""
+    package = write_package(models_root, slot, source, max_batch_size=1)
+    file = package / "model.yaml"
+    file.write_text(file.read_text().replace("  - batch\n  - 4\n", "  - batch\n  - n\n"))
+    bench = start()
+    wrong, good = bench.publish(slot, -1, 21)
     header, _ = bench.result(wrong)
     assert header.error is not None
-    assert header.error.code == "ModelError"
-    (good,) = bench.publish(slot, -1)
-    assert bench.result(good)[1] == -2
+    assert header.error.code == code
+    assert text in header.error.message
+    assert bench.result(good)[1] == 42
+    assert bench.drain.is_healthy() is None
+
+
+def test_followers_of_a_withdrawn_job_still_run(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+    """Of three equal jobs the first is cancelled while it waits, the second has expired: the third gets its answer."""
+    ledger = tmp_path / "ledger"
+    write_recorder(models_root, ledger, slot, forward_s=0.8)
+    bench = start()
+    bench.publish(slot, 1)
+    wait_until(lambda: [1] in recorded_forwards(ledger), 5, "a forward runs")
+    (leader,), (late,), (follower,) = (
+        bench.publish(slot, 21),
+        bench.publish(slot, 21, deadline_s=0.1),
+        bench.publish(slot, 21),
+    )
+    wait_until(lambda: bench.counted("penstock_single_flight") == 2, 5, "two jobs follow the first")
+    bench.broker.cancel(leader, "acme", b"")
+    assert bench.result(follower)[1] == 42
+    assert [bench.state(job_id) for job_id in (leader, late)] == [State.CANCELLED, State.EXPIRED]
+    assert [rows for rows in recorded_forwards(ledger) if 21 in rows] == [[21]]
+
+
+def test_jobs_of_a_model_with_chance_in_it_run_each(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+    """A model that is declared not to be deterministic gets every one of equal jobs."""
+    ledger = tmp_path / "ledger"
+    package = write_recorder(models_root, ledger, slot, forward_s=0.1)
+    with (package / "model.yaml").open("a") as spec:
+        spec.write("deterministic: false\n")
+    bench = start()
+    for job_id in bench.publish(slot, *[7] * 5):
+        assert bench.result(job_id)[1] == 14
+    assert [number for rows in recorded_forwards(ledger) for number in rows].count(7) == 5
