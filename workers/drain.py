@@ -20,7 +20,7 @@ import select
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from registry.broker.base import Broker, Claim, Commit, Delivery, State, Verdict
@@ -44,7 +44,9 @@ __all__ = ["Drain"]
 logger = logging.getLogger("server")
 
 _BLOCK_MS: Final = 1000
-_SHORT_BLOCK_MS: Final = 20
+_ANSWER_S: Final = 0.25
+"""How long after its time a blocking claim may answer."""
+_LOOK_AGAIN_S: Final = 0.02
 _TICK_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 1.0
 _STUCK_S: Final = 30.0
@@ -100,7 +102,9 @@ class Drain:
         self._uncommitted: list[tuple[Conclusion, Commit]] = []
         self._news: deque[LeaseNews] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._executor = Executor(max(model.spec.concurrency for model in self._turns), self._ring, checkpoint)
+        self._executor = Executor(
+            max(model.spec.concurrency for model in self._turns), self._ring, self._too_late, checkpoint
+        )
         self._leases = LeaseKeeper(
             broker,
             self.consumer,
@@ -117,7 +121,7 @@ class Drain:
         self._ticked = time.monotonic()
         self._is_armed = False
         self._armed_count = 0
-        self._were_queues_empty = False
+        self._armed_until = 0.0
         self._is_ready = False
         self._batches = 0
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
@@ -223,7 +227,9 @@ class Drain:
 
     def _take_in_done(self) -> None:
         for work in self._executor.take_done():
-            self._conclude(work)
+            # What ended in the moment it was given up is answered already.
+            if not work.is_abandoned:
+                self._conclude(work)
 
     def _exchange(self, wishes: list[Claim]) -> None:
         """Commits what is done and claims what there is room for."""
@@ -243,13 +249,22 @@ class Drain:
         if pending:
             self._checkpoint("after-commit")
             self._settle(pending, verdicts, begun)
-        if wishes:
-            self._were_queues_empty = len(deliveries) < sum(wish.credit for wish in wishes)
-            self._admit(deliveries)
+        self._note_drained({wish.slot: wish.credit for wish in wishes}, deliveries)
+        self._admit(deliveries)
+
+    def _note_drained(self, asked: Mapping[str, int], deliveries: Sequence[Delivery]) -> None:
+        found = Counter(delivery.slot for delivery in deliveries)
+        for slot, credit in asked.items():
+            self._served[slot].is_drained = found[slot] < credit
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether every queue was seen empty, with room for more: time to wait instead of asking."""
+        return all(model.is_drained and model.free > 0 for model in self._turns)
 
     def _wishes(self) -> list[Claim]:
         """What to claim now; nothing when the queues were empty a moment ago: the blocking claim will tell."""
-        if self._is_armed or self._were_queues_empty or self._is_stopping:
+        if self._is_armed or self._is_stopping or self._is_quiet:
             return []
         room = self._max_in_memory - len(self._holdings)
         wishes = []
@@ -261,42 +276,52 @@ class Drain:
         return wishes
 
     def _arm(self) -> None:
-        """Leaves a blocking claim for the queues with room, once they were seen empty."""
-        if self._is_armed or not self._were_queues_empty or self._is_stopping:
-            return
-        slots = [model.name for model in self._turns if model.free > 0]
-        if not slots:
+        """Leaves a blocking claim for all queues, once all were seen empty.
+
+        While one of them has more than this worker can take, every commit carries the next claims of all.
+        """
+        if self._is_armed or self._is_stopping or not self._is_quiet:
             return
         # COUNT holds for each of the queues, and several may answer at once.
-        room = (self._max_in_memory - len(self._holdings)) // (len(slots) * len(Priority))
-        count = min([room, *(self._served[slot].free for slot in slots)])
+        room = (self._max_in_memory - len(self._holdings)) // (len(self._served) * len(Priority))
+        count = min([room, *(model.free for model in self._turns)])
         if count > 0:
             self._checkpoint("before-claim")
             self._armed_count = count
-            # A model that is left out may get room meanwhile: then look again soon.
-            block_ms = _BLOCK_MS if len(slots) == len(self._served) else _SHORT_BLOCK_MS
-            self._broker.arm(self.consumer, slots, count, block_ms)
+            self._broker.arm(self.consumer, list(self._served), count, _BLOCK_MS)
             self._is_armed = True
+            self._armed_until = time.monotonic() + _BLOCK_MS / 1000 + _ANSWER_S
+
+    def _collect(self) -> None:
+        """The blocking claim has an answer, or is overdue: on a half-open connection none may ever come."""
+        deliveries = self._broker.collect() if time.monotonic() < self._armed_until else self._broker.disarm()
+        self._is_armed = False
+        self._note_drained(dict.fromkeys(self._served, self._armed_count), deliveries)
+        self._admit(deliveries)
 
     def _sleep(self) -> None:
         """Until the broker or a model thread has something, or a batch has waited long enough."""
         timeout_s = _TICK_S
         if self._uncommitted or self._concluded:
             timeout_s = 0.0
-        elif not self._is_armed and not self._executor.running():
+        elif self._is_armed:
+            timeout_s = min(timeout_s, max(0.0, self._armed_until - time.monotonic()))
+        elif not self._executor.running():
             timeout_s = 0.001
-        for model in self._turns:
-            flush_at = model.batcher.next_flush_at()
-            if flush_at is not None and self._executor.idle >= 0:
-                timeout_s = min(timeout_s, max(0.0, flush_at - time.monotonic()) + 0.0005)
+        elif any(model.free > 0 for model in self._turns):
+            # Other models must not wait for the long forward of the one whose queue is full.
+            timeout_s = _LOOK_AGAIN_S
+        if self._executor.idle == 0:
+            for model in filter(self._may_form_ahead, self._turns):
+                if (flush_at := model.batcher.next_flush_at()) is not None:
+                    timeout_s = min(timeout_s, max(0.0, flush_at - time.monotonic()) + 0.0005)
         for fd, _ in self._poller(self._broker.fileno() if self._is_armed else -1).poll(timeout_s * 1000):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
             else:
-                self._is_armed = False
-                deliveries = self._broker.collect()
-                self._were_queues_empty = len(deliveries) < self._armed_count
-                self._admit(deliveries)
+                self._collect()
+        if self._is_armed and time.monotonic() >= self._armed_until:
+            self._collect()
 
     def _poller(self, broker_fd: int) -> select.poll:
         """What to sleep on: the wake-up descriptor and, unless it is -1, the broker's."""
@@ -402,9 +427,7 @@ class Drain:
         for _ in range(len(self._turns)):
             model = self._turns[0]
             self._turns.rotate(-1)
-            # A batch may be formed ahead only where every thread that becomes free may run it.
-            is_ahead = model.may_start == 0 and not is_idle and model.spec.concurrency == self._executor.threads
-            if model.may_start <= 0 and not is_ahead:
+            if model.may_start <= 0 and (is_idle or not self._may_form_ahead(model)):
                 continue
             while (batch := model.batcher.next(now, device_idle=is_idle)) is not None:
                 broker_now = self._broker.now_ms()
@@ -414,6 +437,10 @@ class Drain:
                 model.batcher.put_back(batch)
                 self._drop_expired(model, broker_now)
         return None
+
+    def _may_form_ahead(self, model: ServedModel) -> bool:
+        """Whether a batch may wait for a thread: any that becomes free must be allowed to run it."""
+        return model.may_start > 0 or (model.may_start == 0 and model.spec.concurrency == self._executor.threads)
 
     def _drop_expired(self, model: ServedModel, broker_now: float) -> None:
         late = model.batcher.discard(lambda item: broker_now > item.job.expires_ms)
@@ -453,10 +480,17 @@ class Drain:
 
     # Conclude and commit
 
+    def _too_late(self, job: ClaimedJob) -> Failure | None:
+        """Asked on the model thread as the last thing before a forward: the job may have waited for it."""
+        if job.is_cancelled or job.is_lost:
+            return CANCELLED
+        return EXPIRED if self._broker.now_ms() > job.expires_ms else None
+
     def _conclude(self, work: Work) -> None:
         self._served[work.batch.key.model].in_flight -= 1
         self._concluded += [
-            Conclusion(item.job, answer, work) for item, answer in zip(work.batch.items, work.answers, strict=True)
+            Conclusion(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
+            for item, answer in zip(work.batch.items, work.answers, strict=True)
         ]
 
     def _seal_concluded(self) -> None:
@@ -582,7 +616,7 @@ class Drain:
             job.is_cancelled = job.is_cancelled or job.header.id in cancelled
             return job.is_lost or job.is_cancelled
 
-        for work in self._executor.running():
+        for work in (*self._executor.running(), *self._executor.waiting()):
             for item in work.batch.items:
                 is_unwanted(item.job)
         for model in self._turns:

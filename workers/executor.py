@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
@@ -50,6 +50,8 @@ class Work:
     batch: Batch[ClaimedJob]
     runtime: Runtime
     max_rows: int
+    finite_outputs: Sequence[str] = ()
+    """Outputs in which NaN and infinity fail their job."""
     open_context: Callable[[ClaimedJob], JobStream] | None = None
     """For streaming models: makes the job's context and sends its chunks."""
     answers: list[Outputs | Failure] = field(default_factory=list)
@@ -63,17 +65,27 @@ class Work:
     tokens: int = 0
     padded_tokens: int = 0
     prepared: Prepared | None = None
-    error: Exception | None = None
     is_prepared: threading.Event | None = None
     """Set for work that the prepare thread looks after."""
 
 
 class Executor:
-    """Runs work on `threads` model threads, in the order of submission. `on_done` is called on a model thread."""
+    """Runs work on `threads` model threads, in the order of submission.
 
-    def __init__(self, threads: int, on_done: Callable[[], None], checkpoint: Callable[[str], None]) -> None:
+    Both are called on a model thread: `on_done` when work has ended, `too_late` for each job before it begins; a
+    job for which that returns a failure does not run.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        on_done: Callable[[], None],
+        too_late: Callable[[ClaimedJob], Failure | None],
+        checkpoint: Callable[[str], None],
+    ) -> None:
         self.threads = threads
         self._on_done = on_done
+        self._too_late = too_late
         self._checkpoint = checkpoint
         self._ready: deque[Work] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()
@@ -167,7 +179,7 @@ class Executor:
                 continue
             self._running[this] = work
             work.started = work.alive_at = time.monotonic()
-            _answer(work, self._checkpoint)
+            _answer(work, self._too_late, self._checkpoint)
             work.ended = time.monotonic()
             if work.is_abandoned:
                 return
@@ -179,22 +191,27 @@ class Executor:
         while (work := self._unprepared.get()) is not None:
             try:
                 work.prepared = work.runtime.prepare([item.job.inputs for item in work.batch.items])
-            except Exception as error:  # the model thread meets it again, job by job
-                work.error = error
+            except (Exception, SystemExit):  # the model thread meets it again, job by job
+                logger.debug("preparing failed", exc_info=True)
             if work.is_prepared is not None:
                 work.is_prepared.set()
 
 
-def _answer(work: Work, checkpoint: Callable[[str], None]) -> None:
-    jobs = [item.job for item in work.batch.items]
+def _answer(work: Work, too_late: Callable[[ClaimedJob], Failure | None], checkpoint: Callable[[str], None]) -> None:
+    refusals = {id(item.job): refusal for item in work.batch.items if (refusal := too_late(item.job)) is not None}
+    jobs = [item.job for item in work.batch.items if id(item.job) not in refusals]
+    checkpoint("mid-forward")
+    answers = iter(_forward(work, jobs, is_whole=not refusals) if jobs else ())
+    work.answers = [refusals.get(id(item.job)) or next(answers) for item in work.batch.items]
+    checkpoint("after-forward")
+
+
+def _forward(work: Work, jobs: list[ClaimedJob], *, is_whole: bool) -> list[Outputs | Failure]:
     if work.open_context is not None:
-        work.answers = [_stream(work, job, work.open_context(job)) for job in jobs]
-        return
+        return [_stream(work, job, work.open_context(job)) for job in jobs]
     if work.is_prepared is not None:
         work.is_prepared.wait()
-    checkpoint("mid-forward")
-    work.answers = _run(work, jobs, work.prepared)
-    checkpoint("after-forward")
+    return _run(work, jobs, work.prepared if is_whole else None)
 
 
 def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[Outputs | Failure]:
@@ -206,8 +223,8 @@ def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[
         outputs = work.runtime.run(prepared)
         work.tokens += prepared.tokens
         work.padded_tokens += prepared.padded_tokens
-        return _by_job(outputs, jobs)
-    except Exception as error:  # a model may raise anything, and its neighbours must not pay for it
+        return _by_job(outputs, jobs, work.finite_outputs)
+    except (Exception, SystemExit) as error:  # a model may raise anything, and its neighbours must not pay for it
         if len(jobs) > 1:
             if not isinstance(error, OutOfMemory):
                 logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
@@ -226,10 +243,11 @@ def _run_in_slices(work: Work, job: ClaimedJob) -> Outputs | Failure:
         inputs = {name: values[start:stop] for name, values in job.inputs.items()}
         parts.append(work.runtime.run(work.runtime.prepare([inputs])))
         work.alive_at = time.monotonic()
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return _by_job(outputs, [job], work.finite_outputs)[0]
 
 
-def _by_job(outputs: Mapping[str, Array], jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
+def _by_job(outputs: Mapping[str, Array], jobs: list[ClaimedJob], finite: Sequence[str]) -> list[Outputs | Failure]:
     rows = sum(job.rows for job in jobs)
     for name, values in outputs.items():
         if values.shape[:1] != (rows,):
@@ -240,7 +258,18 @@ def _by_job(outputs: Mapping[str, Array], jobs: list[ClaimedJob]) -> list[Output
         stop = start + job.rows
         answers.append({name: values[start:stop] for name, values in outputs.items()})
         start = stop
+    for name in finite:
+        if not np.isfinite(outputs[name]).all():
+            answers = [answer if _is_finite(answer, name) else _not_finite(name) for answer in answers]
     return answers
+
+
+def _is_finite(answer: Outputs | Failure, name: str) -> bool:
+    return isinstance(answer, Failure) or bool(np.isfinite(answer[name]).all())
+
+
+def _not_finite(name: str) -> Failure:
+    return Failure("NonFiniteOutput", f"Output {name} contains NaN or infinity. Expected finite numbers")
 
 
 def _stream(work: Work, job: ClaimedJob, context: JobStream) -> Outputs | Failure:
@@ -254,14 +283,16 @@ def _stream(work: Work, job: ClaimedJob, context: JobStream) -> Outputs | Failur
                 return _STOPPED
     except StopIteration as end:
         outputs: Outputs = end.value
-        return _STOPPED if context.is_cancelled else outputs
-    except Exception as error:  # as in _run
+        if context.is_cancelled:
+            return _STOPPED
+        return next((_not_finite(name) for name in work.finite_outputs if not _is_finite(outputs, name)), outputs)
+    except (Exception, SystemExit) as error:  # as in _run
         return _failure(error, job)
     finally:
         steps.close()
 
 
-def _failure(error: Exception, job: ClaimedJob) -> Failure:
+def _failure(error: BaseException, job: ClaimedJob) -> Failure:
     if isinstance(error, JobFailed):
         return Failure(type(error).__name__, str(error)[:_LONGEST_MESSAGE])
     logger.warning(

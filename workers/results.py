@@ -8,7 +8,7 @@ import msgspec
 
 from registry.broker.base import Commit, State
 from registry.envelope import Failure, Keyring, ResultHeader, Timings, seal
-from registry.tensors import Tensor, encode
+from registry.tensors import MAX_BYTES, Tensor, encode
 from workers.executor import Outputs, Work
 from workers.job import ClaimedJob
 
@@ -52,6 +52,9 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
     else:
         wanted = header.options.outputs
         content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
+        if len(body) > MAX_BYTES:
+            failure = Failure("ModelError", f"The outputs take {len(body)} bytes. Expected at most {MAX_BYTES}")
+            content, body, state = (), b"", State.FAILED
     result = ResultHeader(
         id=header.id,
         context=header.context,

@@ -54,8 +54,13 @@ class ServedModel:
             config.enabled and config.batching.single_flight and self.spec.deterministic and not self.spec.streams
         )
         window = self.limits.max_rows * self.limits.sort_window if self.limits.sort_window > 1 else 0
+        self.finite_outputs: Final = tuple(
+            output.name for output in self.spec.outputs if output.dtype.startswith("float") and not output.allow_nan
+        )
         self.capacity: Final = self.limits.max_rows * _BATCHES_HELD * self.spec.concurrency + window
         self.in_memory = 0
+        self.is_drained = False
+        """Whether the last claim found fewer jobs than it asked for."""
         self.in_flight = 0
         """Batches handed to the model threads."""
 
@@ -94,4 +99,5 @@ class ServedModel:
 
     def work(self, batch: Batch[ClaimedJob], open_stream: Callable[[ClaimedJob], JobStream]) -> Work:
         """A batch ready for the model threads."""
-        return Work(batch, self.runtime, self.limits.max_rows, open_stream if self.spec.streams else None)
+        context = open_stream if self.spec.streams else None
+        return Work(batch, self.runtime, self.limits.max_rows, self.finite_outputs, context)

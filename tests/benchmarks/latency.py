@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.benchmarks import mlp
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.benchmarks.stand import Stand
-from tests.servers import wait_until
+from tests.servers import RedisServer, wait_until
 
 __all__ = ["measure_alone", "measure_urgent"]
 
@@ -77,6 +78,15 @@ def _alone(name: str, ours: Percentiles, bound: Percentiles) -> Row:
     )
 
 
+class Urgent(NamedTuple):
+    """One critical job: what it took longer than on an idle system, and behind how many."""
+
+    extra_s: float
+    depth: int
+    redis_rewrites: bool
+    """Redis was compacting its append-only file meanwhile, which takes a core and the disk."""
+
+
 def measure_urgent(scale: Scale, say: Progress) -> list[Row]:
     """What a critical job waits longer when thousands of low priority are queued, in batch times."""
     with Stand() as stand:
@@ -86,27 +96,45 @@ def measure_urgent(scale: Scale, say: Progress) -> list[Row]:
         flood, urgent = stand.producer(server), stand.producer(server)
         broker = RedisStreams.from_url(server.url)
         idle_s = median(_one(urgent, number) for number in range(scale.urgent_jobs))
-        extra_s, depths = [], []
+        taken: list[Urgent] = []
         for number in range(scale.urgent_jobs):
             _fill(flood, broker, scale.backlog_jobs, seed=_FLOOD_SEED + number * _MOST_FILLS)
-            depths.append(_waiting(broker))
-            extra_s.append(_one(urgent, scale.urgent_jobs + number) - idle_s)
-            say(f"urgent {number + 1}/{scale.urgent_jobs}: {extra_s[-1] * 1000:+.2f} ms behind {depths[-1]:,} jobs")
+            depth, rewrites = _waiting(broker), _rewrites_its_file(server)
+            extra_s = _one(urgent, scale.urgent_jobs + number) - idle_s
+            taken.append(Urgent(extra_s, depth, rewrites or _rewrites_its_file(server)))
+            say(f"urgent {number + 1}/{scale.urgent_jobs}: {extra_s * 1000:+.2f} ms behind {depth:,} jobs")
         _fill(flood, broker, scale.backlog_jobs, seed=_FLOOD_SEED - _MOST_FILLS)
         batch_s = _batch_time(broker)
         broker.close()
-    middle, longest = median(extra_s) / batch_s, max(extra_s) / batch_s
-    return [
-        Row(
-            f"{scale.backlog_jobs:,} jobs of low priority queued, one critical job, {scale.urgent_jobs} times: "
-            f"median / longest extra latency",
-            f"{middle:.1f} / {longest:.1f} batch times of {batch_s * 1000:.2f} ms (at least {min(depths):,} queued)",
-            "<= 2 / <= 5 batch times",
-            "",
-            verdict(required=middle <= 2 and longest <= 5),
-            {"median": middle, "longest": longest, "batch_ms": batch_s * 1000, "idle_ms": idle_s * 1000},
-        )
-    ]
+    return [_urgent(taken, batch_s, scale)]
+
+
+def _urgent(taken: Sequence[Urgent], batch_s: float, scale: Scale) -> Row:
+    batches = [each.extra_s / batch_s for each in taken]
+    undisturbed = [number for number, each in zip(batches, taken, strict=True) if not each.redis_rewrites]
+    least = min(each.depth for each in taken)
+    middle, longest, longest_undisturbed = median(batches), max(batches), max(undisturbed, default=0.0)
+    return Row(
+        f"{scale.backlog_jobs:,} jobs of low priority queued, one critical job, {scale.urgent_jobs} times: "
+        "median / longest extra latency",
+        f"{middle:.1f} / {longest:.1f} batch times of {batch_s * 1000:.2f} ms, "
+        f"at least {least:,} queued ({len(taken) - len(undisturbed)} of them while Redis rewrote its append-only file; "
+        f"longest of the others {longest_undisturbed:.1f})",
+        "<= 2 / <= 5 batch times",
+        "",
+        verdict(required=middle <= 2 and longest <= 5),
+        {
+            "median": middle,
+            "longest": longest,
+            "longest_undisturbed": longest_undisturbed,
+            "batch_ms": batch_s * 1000,
+        },
+    )
+
+
+def _rewrites_its_file(server: RedisServer) -> bool:
+    with server.client() as client:
+        return bool(client.info("persistence")["aof_rewrite_in_progress"])
 
 
 def _one(client: Client, seed: int) -> float:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from producers import AsyncClient, Client
-from registry.broker.redis_streams import RedisStreams
 from registry.errors import ConfigurationError, InvalidInput, ModelError
 from tests.flow.conftest import Fleet
 
@@ -85,14 +84,3 @@ def test_window_bounds_what_is_outstanding(client: Client, fleet: Fleet):
     client.map("double", rows(), window=16, progress=note)
     assert taken == 300
     assert 8 < most <= 16
-
-
-def test_first_failure_withdraws_what_waits(fleet: Fleet):
-    """After a failure was raised, no job of that map is left in the queue."""
-    rows = [np.array([-1 if number == 0 else number, 0, 0, 0], np.float32) for number in range(200)]
-    with Client(fleet.server.url) as client:
-        with pytest.raises(ModelError):
-            client.map("raiser", rows, window=200)
-        broker = RedisStreams.from_url(fleet.server.url)
-        assert sum(depth.jobs - depth.running for depth in broker.depths("raiser")) == 0
-        broker.close()

@@ -13,7 +13,7 @@ import pytest
 from producers import AsyncClient, Client
 from registry.envelope import Keyring, open_result
 from registry.errors import Expired, IdempotencyConflict, ModelError
-from registry.queues import record_key
+from registry.queues import job_time_ms, record_key
 from tests.flow.conftest import Fleet
 from tests.packages import recorded_forwards
 from tests.servers import ROOT, wait_until
@@ -28,7 +28,8 @@ def _row(number: float) -> dict[str, np.ndarray]:
 def test_result_is_the_models_answer(client: Client):
     """Arrays come back with their names, shapes and dtypes; asking again gives the same."""
     rng = np.random.default_rng(7)
-    for rows in (1, 3, 40):
+    # A job of more rows than a batch runs in slices, and a large result travels by its id.
+    for rows in (1, 3, 2000):
         x = rng.normal(size=(rows, 4)).astype(np.float32)
         job = client.submit("double", {"x": x})
         for _ in range(2):
@@ -139,8 +140,6 @@ def test_expired_job_never_runs(client: Client, fleet: Fleet):
 
 
 def _age_ms(fleet: Fleet, job_id: str) -> float:
-    from registry.queues import job_time_ms
-
     with fleet.server.client() as redis:
         seconds, micros = redis.time()
     return float(seconds * 1000 + micros / 1000 - (job_time_ms(job_id) or 0))

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from producers import AsyncClient, Client
 from registry.broker.redis_streams import RedisStreams
+from registry.envelope import Keyring, open_job
 from registry.errors import Cancelled, PenstockError, ResultGone, ResultTimeout, UnknownJob
-from registry.queues import job_time_ms, new_job_id
+from registry.queues import Priority, job_time_ms, new_job_id, stream_key
 from registry.settings import Settings
 from tests.servers import ROOT, RedisServer, wait_until
 
@@ -50,6 +52,20 @@ def test_waiting_job_is_withdrawn(client: Client, parked: str, broker: RedisStre
     with pytest.raises(Cancelled, match="The job was cancelled before it ran"):
         job.result(1)
     assert [event.type for event in job.stream()] == ["queued", "cancelled"]
+    assert sum(depth.jobs for depth in broker.depths(parked)) == 0
+
+
+def test_first_failure_of_a_map_withdraws_the_rest(client: Client, parked: str, broker: RedisStreams):
+    """map raises what the first job ended with, and leaves no job of its own waiting."""
+    rows = [np.full(4, number, np.float32) for number in range(8)]
+    with ThreadPoolExecutor(1) as pool:
+        mapping = pool.submit(client.map, parked, [{"x": row[None]} for row in rows])
+        wait_until(lambda: broker.depths(parked)[Priority.NORMAL].jobs == 8, 5, "all jobs wait")
+        (first, *_) = broker.read({stream_key(parked, Priority.NORMAL): "0-0"}, 0)
+        header, _ = open_job(first.fields[1], Keyring.parse(None))
+        assert client.job(header.id).cancel()
+        with pytest.raises(Cancelled):
+            mapping.result(10)
     assert sum(depth.jobs for depth in broker.depths(parked)) == 0
 
 
