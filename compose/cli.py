@@ -223,7 +223,11 @@ def register(environ: Mapping[str, str], path: Path, as_json: bool) -> None:
     """
     from registry.package import load_package
 
-    spec = load_package(path).spec
+    try:
+        spec = load_package(path).spec
+    except ConfigurationError as error:
+        # The package is refused, not this command's own configuration.
+        raise click.ClickException(str(error)) from None
     with _broker(environ) as broker:
         broker.put_spec(spec.name, spec.to_json())
     click.echo(json.dumps({"name": spec.name, "version": spec.version}) if as_json else f"Registered {spec.reference}")

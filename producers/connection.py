@@ -18,11 +18,11 @@ def client_settings(
     settings: Settings | None, *, tenant: str | None, signing_keys: str | None, models_root: str | Path | None
 ) -> Settings:
     """The settings of a client: those given, else the environment's; what the caller named wins."""
-    if (tenant, signing_keys, models_root) == (None, None, None):
-        return settings or Settings.load()
-    root = None if models_root is None else str(models_root)
+    root = None if models_root is None else Path(models_root)
     named = {"tenant_id": tenant, "signing_keys": signing_keys, "repo_root": root}
-    return Settings.load(overrides=named)
+    if settings is None:
+        return Settings.load(overrides=named)
+    return settings.changed({key: value for key, value in named.items() if value is not None})
 
 
 def new_client_id() -> str:

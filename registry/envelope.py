@@ -263,21 +263,28 @@ def _open(
     end = len(sealed)
     if header.key:
         end -= _MAC_BYTES
-        _verify(kind, header.key, view, end, keyring)
+        if (problem := _mismatch(kind, header.key, view, end, keyring)) is not None:
+            raise BadSignature(problem, _claimed(header))
     elif keyring.signs:
-        raise BadSignature(f"an unsigned {kind}, and signatures are required here")
+        raise BadSignature(f"an unsigned {kind}, and signatures are required here", _claimed(header))
     if end < _FIXED + size:
         raise UndecodableEnvelope("it ends before its signature")
     return header, view[_FIXED + size : end]
 
 
-def _verify(kind: Kind, key_id: str, sealed: memoryview, end: int, keyring: Keyring) -> None:
+def _mismatch(kind: Kind, key_id: str, sealed: memoryview, end: int, keyring: Keyring) -> str | None:
+    """Why the signature does not hold, if it does not."""
     macs = keyring.job_macs if kind == "job" else keyring.result_macs
     mac = macs.get(key_id)
     if mac is None:
-        raise BadSignature(f"signed with a key that is not known here: {key_id!r:.80}")
+        return f"signed with a key that is not known here: {key_id!r:.80}"
     if end < _FIXED or not hmac.compare_digest(mac.digest(sealed[:end]), sealed[end:]):
-        raise BadSignature(f"the signature of this {kind} does not hold")
+        return f"the signature of this {kind} does not hold"
+    return None
+
+
+def _claimed(header: JobHeader | ResultHeader | EventHeader) -> tuple[str, str] | None:
+    return (header.id, header.tenant) if isinstance(header, JobHeader) else None
 
 
 def _foreign(sealed: bytes, kind: Kind) -> str:

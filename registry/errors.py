@@ -144,7 +144,14 @@ class UndecodableEnvelope(Corrupt):
 
 
 class BadSignature(Corrupt):
-    """Unsigned where signatures are required, an unknown key, or bytes that were changed."""
+    """Unsigned where signatures are required, an unknown key, or bytes that were changed.
+
+    claimed: (job id, tenant) as the bytes claim them, believed by nobody; None where they say nothing.
+    """
+
+    def __init__(self, message: str, claimed: tuple[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.claimed = claimed
 
 
 class JobFailed(PenstockError):

@@ -225,6 +225,10 @@ class InferenceConfig(_Section):
     queue: QueueConfig = QueueConfig()
     celery: CeleryConfig = CeleryConfig()
 
+    def as_shown(self) -> dict[str, Any]:
+        """The values as plain data for whoever may look; without URLs, which may carry passwords."""
+        return self.model_dump(mode="json", exclude={"state_redis_url": True, "cache": {"redis_url"}})
+
 
 class WorkerSettings(_Section):
     """What a supervisor tells one worker process."""
@@ -309,6 +313,14 @@ class Settings(_Section):
         ):
             found.update((each.key, each) for each in layer)
         return _build(found)
+
+    def changed(self, overrides: Mapping[str, object]) -> Settings:
+        """These settings but for `overrides`, by key as for `load`; what follows another setting follows it again.
+
+        Raises ConfigurationError, in one line.
+        """
+        found = {each.key: each for each in _from_overrides(overrides)}
+        return _validated(_placed(self.model_dump(exclude_unset=True), found), found)
 
     @property
     def keyring(self) -> Keyring:
@@ -477,12 +489,21 @@ def _build(found: dict[str, _Found]) -> Settings:
     if home := found.get("home"):
         for key, folder in _UNDER_HOME.items():
             found.setdefault(key, _Found(key, Path(str(home.value)) / folder, home.origin))
+    return _validated(_placed(values, found), found)
+
+
+def _placed(values: dict[str, Any], found: Mapping[str, _Found]) -> dict[str, Any]:
+    """`values` by section, with what was found put into its place."""
     for key, value, _ in found.values():
         *path, name = _place(key)
         section = values
         for step in path:
             section = section.setdefault(step, {})
         section[name] = value
+    return values
+
+
+def _validated(values: dict[str, Any], found: Mapping[str, _Found]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as problem:

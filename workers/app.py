@@ -174,7 +174,7 @@ class WorkerParts:
         self._grace_s: float | None = None
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         lane_task.door = _lane_door(settings, self._broker)
-        show_drain(self._drain, self._watcher, hostname)
+        show_drain(self._drain, self._watcher, hostname, settings=settings.inference.as_shown())
         if not celery.remote_control:
             withdraw_commands()
 

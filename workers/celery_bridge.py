@@ -14,7 +14,7 @@ import os
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Protocol
 
@@ -316,10 +316,10 @@ class EventSwitch:
         return self._is_on
 
 
-def show_drain(view: DrainView, watcher: CeleryWatcher, hostname: str) -> None:
+def show_drain(view: DrainView, watcher: CeleryWatcher, hostname: str, *, settings: Mapping[str, object]) -> None:
     """Make `inspect active`, `reserved` and `stats` and Celery's heartbeat tell of the drain's jobs too.
 
-    Costs nothing per job: the drain is asked when somebody asks. Replaces entries of Celery's process-wide table.
+    settings: what `stats` shows under `inference`, plain data without secrets. Costs nothing per job: the drain is asked when somebody asks. Replaces entries of Celery's process-wide table.
     """
     celery_active, celery_reserved, celery_stats = (Panel.data[name] for name in ("active", "reserved", "stats"))
 
@@ -335,6 +335,7 @@ def show_drain(view: DrainView, watcher: CeleryWatcher, hostname: str) -> None:
             **known,
             "total": {**known["total"], **watcher.totals.copy()},
             "events": {"dropped": watcher.dropped},
+            "inference": settings,
         }
 
     Panel.data.update(active=active, dump_active=active, reserved=reserved, dump_reserved=reserved, stats=stats)

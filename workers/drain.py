@@ -27,7 +27,7 @@ from registry.broker.base import Broker, Claim, Commit, Delivery, State, Verdict
 from registry.envelope import Failure, JobHeader, open_job
 from registry.errors import BadSignature, BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput
 from registry.package import Package
-from registry.queues import Priority
+from registry.queues import Priority, split_job_id
 from registry.settings import Settings
 from registry.tensors import decode
 from workers.executor import Executor, Work
@@ -35,7 +35,7 @@ from workers.job import ClaimedJob
 from workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Ended, Watcher
-from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
+from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of, unrun_result
 from workers.served import ENDPOINT, ServedModel
 from workers.streaming import EventStream
 
@@ -364,20 +364,31 @@ class Drain:
         try:
             header, body = open_job(delivery.sealed, self._keyring)
             if header.model != delivery.slot or header.priority != delivery.priority.label:
-                raise BadSignature("the envelope was made for another queue")
+                raise BadSignature("the envelope was made for another queue", (header.id, header.tenant))
             inputs = decode(header.content, body)
         except Corrupt as error:
             logger.warning(
                 "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
             )
             self._metrics.quarantined(delivery.slot)
-            self._broker.bury(self.consumer, delivery, f"{type(error).__name__}: {error}")
+            self._bury(delivery, error)
             return None
         accepted_ms = delivery.accepted_ms
         lifetime_ms = min(header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
         return ClaimedJob(
             delivery, header, inputs, 1, now, max(0.0, broker_now - accepted_ms), accepted_ms + lifetime_ms
         )
+
+    def _bury(self, delivery: Delivery, error: Corrupt) -> None:
+        """Keeps the bytes; where they were accepted as a job, its client is told."""
+        reason = f"{type(error).__name__}: {error}"
+        job_id, tenant = (error.claimed if isinstance(error, BadSignature) else None) or ("", "")
+        if not _is_id_of(job_id, delivery.slot):
+            self._broker.bury(self.consumer, delivery, reason)
+            return
+        failure = Failure("DeadLettered", f"The job went to the dead letters. {reason}")
+        sealed = unrun_result(job_id, tenant, failure, worker=self.name, keyring=self._keyring)
+        self._broker.bury(self.consumer, delivery, reason, job_id=job_id, sealed=sealed)
 
     def _refusal(self, job: ClaimedJob, model: ServedModel, broker_now: float) -> Failure | None:
         """Why the job must not run, if it must not."""
@@ -504,16 +515,15 @@ class Drain:
             if job.is_lost:
                 self._let_go([job])
             else:
-                self._uncommitted.append((end, self._commit_of(end)))
+                self._uncommitted.append(self._commit_of(end))
             # That the leader was lost, cancelled or late says nothing about its equals.
             if job.is_lost or end.state in (State.CANCELLED, State.EXPIRED):
                 self._rejoin(followers)
                 continue
             for follower in followers:
-                shared = Conclusion(follower, end.answer, end.work)
-                self._uncommitted.append((shared, self._commit_of(shared)))
+                self._uncommitted.append(self._commit_of(Conclusion(follower, end.answer, end.work)))
 
-    def _commit_of(self, end: Conclusion) -> Commit:
+    def _commit_of(self, end: Conclusion) -> tuple[Conclusion, Commit]:
         version = self._served[end.job.delivery.slot].runtime.version
         return commit_of(end, version=version, worker=self.name, keyring=self._keyring)
 
@@ -683,6 +693,13 @@ def _digest(header: JobHeader, sealed: bytes) -> bytes:
     end = len(sealed) - (32 if header.key else 0)
     digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])
     return digest.digest()
+
+
+def _is_id_of(job_id: str, slot: str) -> bool:
+    try:
+        return split_job_id(job_id)[0] == slot
+    except InvalidInput:
+        return False
 
 
 def _exception_of(failure: Failure) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
 from registry.broker.base import Commit, State
-from registry.envelope import Failure, Keyring, ResultHeader, Timings, seal
+from registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
 from registry.tensors import MAX_BYTES, Tensor, encode
 from workers.executor import Outputs, Work
 from workers.job import ClaimedJob
 
-__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "commit_of"]
+__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "commit_of", "unrun_result"]
 
 EXPIRED: Final = Failure("Expired", "The job's deadline or lifetime had passed before it ran")
 REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
@@ -39,8 +40,18 @@ class Conclusion(msgspec.Struct, frozen=True, gc=False):
         return State.COMPLETED if failure is None else _STATES.get(failure.code, State.FAILED)
 
 
-def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -> Commit:
-    """The commit that turns the job's record into this result."""
+def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, keyring: Keyring) -> bytes:
+    """The sealed result of a job that was never opened."""
+    context = RequestContext(tenant)
+    header = ResultHeader(id=job_id, context=context, worker=worker, error=failure, key=keyring.signing_id)
+    return seal("result", header, b"", keyring)
+
+
+def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -> tuple[Conclusion, Commit]:
+    """The commit that turns the job's record into this result, and the conclusion that it says.
+
+    That is `end`, but for outputs that are too large to travel: those are a failure.
+    """
     job, answer, work = end.job, end.answer, end.work
     header, delivery = job.header, job.delivery
     content: tuple[Tensor, ...] = ()
@@ -55,6 +66,7 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
         if len(body) > MAX_BYTES:
             failure = Failure("ModelError", f"The outputs take {len(body)} bytes. Expected at most {MAX_BYTES}")
             content, body, state = (), b"", State.FAILED
+            end = structs.replace(end, answer=failure)
     result = ResultHeader(
         id=header.id,
         context=header.context,
@@ -67,7 +79,7 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
         timings=_timings(job, work),
         key=keyring.signing_id,
     )
-    return Commit(
+    commit = Commit(
         delivery.slot,
         delivery.priority,
         delivery.entry_id,
@@ -78,6 +90,7 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
         header.reply,
         header.once,
     )
+    return end, commit
 
 
 def _timings(job: ClaimedJob, work: Work | None) -> Timings:

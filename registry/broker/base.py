@@ -273,8 +273,12 @@ class WorkerEnd(Protocol):
         appends nothing. Returns 0, and nothing happens, when the consumer lost the job.
         """
 
-    def bury(self, consumer: str, delivery: Delivery, reason: str) -> bool:
-        """Move undecodable bytes to the dead letters with the reason; False when the consumer lost the entry."""
+    def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
+        """Move bytes that cannot be a job to the dead letters with the reason; False when the consumer lost them.
+
+        job_id: the job that the bytes claim to be. It ends dead, with `sealed` as its result, if its record names
+        this very entry.
+        """
 
     def put_spec(self, slot: str, spec: bytes) -> None:
         """Publish a model's spec."""

@@ -273,14 +273,20 @@ class MemoryBroker:
                     self._state.append_event(key, history, event, ttl_ms)
             return history.last_id[0]
 
-    def bury(self, consumer: str, delivery: Delivery, reason: str) -> bool:
+    def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
         """See WorkerEnd.bury."""
         with self._changed:
-            slot, priority, entry_id, sealed = delivery.slot, delivery.priority, delivery.entry_id, delivery.sealed
+            slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
             if self._state.lease_of(consumer, slot, priority, entry_id) is None:
                 return False
             self._state.queue(slot, priority).remove(entry_id)
-            self._state.slots[slot].dead_letters.append((reason, sealed))
+            self._state.slots[slot].dead_letters.append((reason, delivery.sealed))
+            record = self._state.records.get(job_id)
+            if record is not None and record.state is State.QUEUED and record.entry_id == entry_id:
+                self._state.slots[slot].leave(record.tenant)
+                self._state.settle(job_id, record, State.DEAD, sealed, self._result_ttl_ms)
+                if record.reply:
+                    self._state.tell(slot, record.reply, [(job_id, record)])
             return True
 
     def put_spec(self, slot: str, spec: bytes) -> None:

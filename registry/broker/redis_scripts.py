@@ -55,11 +55,16 @@ REPLY_TTL_MS: Final = 120_000
 EVENTS_CAP: Final = 10_000
 """Events that a job's stream keeps; a subscriber who missed more is told so."""
 
-SOURCES: Final[dict[str, str]] = {
+_FILES: Final[dict[str, str]] = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in (resources.files("registry.broker") / "lua").iterdir()
     if path.name.endswith(".lua")
 }
+_ENDING: Final = _FILES.pop("ending")
+SOURCES: Final[dict[str, str]] = {
+    name: _ENDING + source if name in ("cancel", "bury") else source for name, source in _FILES.items()
+}
+"""Each script as Redis gets it; those that end a single job share how."""
 _SHAS: Final = {
     name: hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()
 }
@@ -278,17 +283,14 @@ def emit(consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, after:
 def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
     """One call that withdraws a job or asks for its end."""
     slot = slot_of(job_id)
-    args = [
-        GROUP,
-        tenant,
-        _record(State.CANCELLED, sealed),
-        _local(job_id),
-        result_ttl_ms,
-        REPLY_TTL_MS,
-        REPLY_CAP,
-        idempotency_key(slot, ""),
-    ]
+    args = [GROUP, tenant, *_ending(job_id, State.CANCELLED, sealed, result_ttl_ms)]
     return _call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
+
+
+def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tuple[Any, ...]:
+    """What `finish` in ending.lua wants to know."""
+    once_prefix = idempotency_key(slot_of(job_id), "")
+    return _record(state, sealed), _local(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, once_prefix
 
 
 def cancelled(answer: bytes) -> CancelOutcome:
@@ -318,10 +320,15 @@ def record_standing(record: bytes) -> Standing:
     return Standing(_STATES[letter], "", record[2:])
 
 
-def bury(consumer: str, delivery: Delivery, reason: str) -> Call:
-    """One call that moves bytes to the dead letters."""
-    keys = [stream_key(delivery.slot, delivery.priority), dead_key(delivery.slot)]
-    return _call("bury", keys, [GROUP, consumer, delivery.entry_id, reason, delivery.sealed])
+def bury(consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes, result_ttl_ms: int) -> Call:
+    """One call that moves bytes to the dead letters, and ends the job that they were accepted as."""
+    slot = delivery.slot
+    keys = [flow_key(slot), stream_key(slot, delivery.priority), dead_key(slot)]
+    args: list[Any] = [GROUP, consumer, delivery.entry_id, reason, delivery.sealed]
+    if job_id:
+        keys.append(record_key(job_id))
+        args += _ending(job_id, State.DEAD, sealed, result_ttl_ms)
+    return _call("bury", keys, args)
 
 
 def depths(slot: str) -> Call:

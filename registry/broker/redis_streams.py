@@ -227,9 +227,9 @@ class RedisStreams:
         """See WorkerEnd.emit."""
         return int(self._run(scripts.emit(consumer, held, events, ttl_ms, after)))
 
-    def bury(self, consumer: str, delivery: Delivery, reason: str) -> bool:
+    def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
         """See WorkerEnd.bury."""
-        return bool(self._run(scripts.bury(consumer, delivery, reason)))
+        return bool(self._run(scripts.bury(consumer, delivery, reason, job_id, sealed, self._result_ttl_ms)))
 
     def put_spec(self, slot: str, spec: bytes) -> None:
         """See WorkerEnd.put_spec."""

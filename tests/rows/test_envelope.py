@@ -71,7 +71,9 @@ def _sealed(kind: Any, keyring: Keyring) -> bytes:
 
 
 def _keyed(header: Any, keyring: Keyring) -> Any:
-    return type(header)(**{name: getattr(header, name) for name in header.__struct_fields__} | {"key": keyring.signing_id})
+    return type(header)(
+        **{name: getattr(header, name) for name in header.__struct_fields__} | {"key": keyring.signing_id}
+    )
 
 
 @pytest.mark.parametrize("keyring", [UNSIGNED, SIGNING], ids=["unsigned", "signed"])

@@ -80,4 +80,3 @@ def test_every_key_walks_from_the_constructor_to_its_default(tmp_path: Path):
     by_source = [{key: plain(four[source]) for key, four in values.items()} for source in range(4)]
     defaults = {setting.key: effective(Settings(), setting.key) for setting in READABLE}
     assert json.loads(ended.stdout) == [*by_source, defaults]
-

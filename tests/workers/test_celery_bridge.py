@@ -303,7 +303,7 @@ def test_inspect_tells_of_the_drains_jobs(app: Celery):
     """`active`, `reserved` and `stats` show what the drain holds and has done, without payloads."""
     watcher = CeleryWatcher(app, HOST, interval_s=1, is_wanted=lambda: False)
     running, waiting = job(), job("minilm")
-    show_drain(Held([running], [waiting]), watcher, HOST)
+    show_drain(Held([running], [waiting]), watcher, HOST, settings={})
     watcher.finished([ended(job()), ended(job())], 1000.0)
 
     controller = SimpleNamespace(stats=lambda: {"total": {"penstock.infer": 1}, "pid": 1})
@@ -321,7 +321,7 @@ def test_inspect_tells_of_the_drains_jobs(app: Celery):
 def test_celerys_heartbeat_counts_the_drains_jobs(app: Celery):
     """Flower's column of active tasks comes from the heartbeat."""
     watcher = CeleryWatcher(app, HOST, interval_s=1, is_wanted=lambda: False)
-    show_drain(Held([job(), job()], []), watcher, HOST)
+    show_drain(Held([job(), job()], []), watcher, HOST, settings={})
     watcher.finished([ended(job())], 1000.0)
     sent: list[dict[str, Any]] = []
     eventer = SimpleNamespace(

@@ -1,0 +1,26 @@
+-- Put before the scripts that end a single job; see SOURCES in redis_scripts.py.
+-- The parts of a live record: state, flag, priority, entry id, tenant, reply, digest of the idempotency key.
+local function parts(record)
+  return string.match(record or '', '^([QK])(.)(%d)([^\n]*)\n([^\n]*)\n([^\n]*)\n(.*)$')
+end
+
+-- Turn a live record into a result, and tell its client and its subscribers.
+local function finish(flow, key, live, ended)
+  local _, flag, _, _, tenant, reply, once = parts(live)
+  redis.call('SET', key, ended.record, 'PX', ended.ttl)
+  if redis.call('HINCRBY', flow, 't:' .. tenant, -1) <= 0 then redis.call('HDEL', flow, 't:' .. tenant) end
+  if once ~= '' then redis.call('PEXPIRE', ended.once_prefix .. once, ended.ttl) end
+  if flag == 's' then
+    local events = key .. ':events'
+    local last = redis.call('XREVRANGE', events, '+', '-', 'COUNT', 1)[1]
+    local seq = last and tonumber(string.match(last[1], '^%d+')) + 1 or 3
+    redis.call('XADD', events, seq .. '-0', 't', string.sub(ended.record, 1, 1), 'd', '')
+    redis.call('PEXPIRE', events, ended.ttl)
+  end
+  if string.match(reply, ':lane$') then
+    redis.call('XADD', reply, '*', ended.id, ended.record)
+  elseif reply ~= '' then
+    redis.call('XADD', reply, 'MAXLEN', '~', ended.cap, '*', ended.id, ended.record)
+    redis.call('PEXPIRE', reply, ended.reply_ttl)
+  end
+end
