@@ -127,6 +127,8 @@ class AsyncInbox:
 
     def reply_to(self, handle: Awaited) -> asyncio.Future[None]:
         """Done once the reply about a job of ours has come; it may raise BrokerUnavailable."""
+        if self._is_closing:
+            raise _closed()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = self._loop.create_future()
@@ -147,6 +149,8 @@ class AsyncInbox:
 
     def subscribe(self, job_id: str, after: int) -> Subscription:
         """Where the job's events will appear, see Postbox.subscribe."""
+        if self._is_closing:
+            raise _closed()
         subscription = Subscription()
         self._postbox.subscribe(job_id, after, subscription)
         self.listen()
@@ -213,3 +217,8 @@ class AsyncInbox:
             if key := next(iter(self._reading), None):
                 await self._nudge(key)
             await asyncio.wait([self._reader], timeout=2 * SILENCE_S)
+        self._fail(_closed())
+
+
+def _closed() -> BrokerUnavailable:
+    return BrokerUnavailable("This client was closed. Expected an open one")

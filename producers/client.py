@@ -347,7 +347,8 @@ class JobHandle:
                 self._ask()
                 if self._standing is None:
                     raise ResultTimeout(f"No result within {timeout:g} s; the job goes on")
-            elif not self._is_ours:
+            elif not (self._is_ours and inbox.expects(self.id)):
+                # Also a parent's job in a forked child: the reply goes to the parent.
                 self._watch(min(left, _LONGEST_WATCH_S))
             elif not inbox.wait(lambda: not self._is_ours, min(left, SILENCE_S)):
                 self._ask()

@@ -156,6 +156,10 @@ class Postbox:
         """Replies about the job go to `recipient`, for as long as somebody else keeps that alive."""
         self._recipients[job_id.rpartition(".")[2]] = recipient
 
+    def expects(self, job_id: str) -> bool:
+        """Whether somebody waits for the reply about the job."""
+        return job_id.rpartition(".")[2] in self._recipients
+
     def subscribe(self, job_id: str, after: int, sink: Sink) -> None:
         """The job's events go to `sink`, from `after` + 1 on, or from where they are read already."""
         self.address(slot_of(job_id))
@@ -235,6 +239,11 @@ class Inbox:
         """See Postbox.expect."""
         with self._changed:
             self._postbox.expect(job_id, recipient)
+
+    def expects(self, job_id: str) -> bool:
+        """Whether the reply about the job will come here."""
+        with self._changed:
+            return self._postbox.expects(job_id)
 
     def subscribe(self, job_id: str, after: int) -> deque[StreamEntry]:
         """Where the job's events will appear, see Postbox.subscribe."""

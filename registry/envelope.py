@@ -22,7 +22,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
-from registry.tensors import MAX_BYTES, Tensor
+from registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -253,12 +253,13 @@ def _open(
     size = int.from_bytes(sealed[4:_FIXED], "little")
     if size > MAX_HEADER_BYTES or _FIXED + size > len(sealed):
         raise UndecodableEnvelope(f"its header claims {size} bytes")
-    if len(sealed) > MAX_BYTES + size + _FIXED + _MAC_BYTES:
-        raise UndecodableEnvelope(f"its {len(sealed)} bytes exceed the cap of {MAX_BYTES}")
+    cap = MAX_BYTES if kind == "job" else MAX_RESULT_BYTES
+    if len(sealed) > cap + size + _FIXED + _MAC_BYTES:
+        raise UndecodableEnvelope(f"its {len(sealed)} bytes exceed the cap of {cap}")
     view = memoryview(sealed)
     try:
         header = decoder.decode(view[_FIXED : _FIXED + size])
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise UndecodableEnvelope(f"its header is not that of a {kind}") from None
     end = len(sealed)
     if header.key:

@@ -26,6 +26,7 @@ __all__ = [
     "events_key",
     "flow_key",
     "idempotency_key",
+    "is_reply_key",
     "job_time_ms",
     "lane_key",
     "local_record_key",
@@ -191,6 +192,11 @@ def idempotency_key(slot: str, digest: str) -> str:
 def reply_key(slot: str, client_id: str) -> str:
     """The stream on which one client hears of its finished jobs of one slot."""
     return f"{{{slot}}}:reply:{client_id}"
+
+
+def is_reply_key(key: str, slot: str) -> bool:
+    """Whether a job of this slot may be answered on `key`."""
+    return key.startswith(f"{{{slot}}}:reply:") or key == lane_key(slot)
 
 
 def lane_key(slot: str) -> str:

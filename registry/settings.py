@@ -208,7 +208,7 @@ class InferenceConfig(_Section):
     repo_root: Folder = Field(default=Path("models"), description="The models root: <name>/<version>/model.yaml")
     preload: bool = Field(default=True, description="Load models at start, not at their first job")
     timeout_seconds: float = Field(default=30.0, gt=0, description="Limit of one forward")
-    max_request_size_mb: int = Field(default=10, ge=1, description="Largest request, in MiB")
+    max_request_size_mb: int = Field(default=10, ge=1, le=10, description="Largest request, in MiB")
     uvicorn_access_log: bool = Field(default=False, description="One line per HTTP request")
     metrics_buckets: Annotated[tuple[float, ...], AfterValidator(_increasing)] = Field(
         default=(0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28),

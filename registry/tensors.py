@@ -21,6 +21,7 @@ __all__ = [
     "DTYPES",
     "MAX_BYTES",
     "MAX_DIMS",
+    "MAX_RESULT_BYTES",
     "MAX_TENSORS",
     "Array",
     "Tensor",
@@ -34,6 +35,8 @@ Array: TypeAlias = npt.NDArray[Any]
 
 MAX_BYTES: Final = 10 * 1024 * 1024
 """The largest body of a job, in bytes."""
+MAX_RESULT_BYTES: Final = 64 * 1024 * 1024
+"""The largest body of a result: outputs may well be larger than what they were made from."""
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
 STRING: Final = "string"
@@ -125,6 +128,9 @@ def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, A
 
 def _count(tensor: Tensor) -> int:
     if len(tensor.shape) > MAX_DIMS or any(extent < 0 for extent in tensor.shape):
+        raise UndecodableEnvelope(f"{tensor.name!r:.80} has an impossible shape")
+    # A zero extent hides what the others claim; NumPy still looks at them.
+    if math.prod(extent or 1 for extent in tensor.shape) > MAX_RESULT_BYTES:
         raise UndecodableEnvelope(f"{tensor.name!r:.80} has an impossible shape")
     return math.prod(tensor.shape)
 

@@ -319,7 +319,8 @@ class EventSwitch:
 def show_drain(view: DrainView, watcher: CeleryWatcher, hostname: str, *, settings: Mapping[str, object]) -> None:
     """Make `inspect active`, `reserved` and `stats` and Celery's heartbeat tell of the drain's jobs too.
 
-    settings: what `stats` shows under `inference`, plain data without secrets. Costs nothing per job: the drain is asked when somebody asks. Replaces entries of Celery's process-wide table.
+    settings: what `stats` shows under `inference`, plain data without secrets. Costs nothing per job: the drain is
+    asked when somebody asks. Replaces entries of Celery's process-wide table.
     """
     celery_active, celery_reserved, celery_stats = (Panel.data[name] for name in ("active", "reserved", "stats"))
 

@@ -23,11 +23,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from registry.broker.base import Broker, Claim, Commit, Delivery, State, Verdict
+from registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
 from registry.envelope import Failure, JobHeader, open_job
 from registry.errors import BadSignature, BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput
 from registry.package import Package
-from registry.queues import Priority, split_job_id
+from registry.queues import Priority, is_reply_key, split_job_id
 from registry.settings import Settings
 from registry.tensors import decode
 from workers.executor import Executor, Work
@@ -100,6 +100,8 @@ class Drain:
         self._leaders: dict[bytes, ClaimedJob] = {}
         self._concluded: list[Conclusion] = []
         self._uncommitted: list[tuple[Conclusion, Commit]] = []
+        self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
+        self._to_release: list[ClaimedJob] = []
         self._news: deque[LeaseNews] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._executor = Executor(
@@ -223,6 +225,7 @@ class Drain:
         self._exchange(self._wishes())
         self._dispatch()
         self._arm()
+        self._tell()
         self._sleep()
 
     def _take_in_done(self) -> None:
@@ -282,15 +285,17 @@ class Drain:
         """
         if self._is_armed or self._is_stopping or not self._is_quiet:
             return
-        # COUNT holds for each of the queues, and several may answer at once.
-        room = (self._max_in_memory - len(self._holdings)) // (len(self._served) * len(Priority))
-        count = min([room, *(model.free for model in self._turns)])
-        if count > 0:
-            self._checkpoint("before-claim")
-            self._armed_count = count
-            self._broker.arm(self.consumer, list(self._served), count, _BLOCK_MS)
-            self._is_armed = True
-            self._armed_until = time.monotonic() + _BLOCK_MS / 1000 + _ANSWER_S
+        room = self._max_in_memory - len(self._holdings)
+        if room <= 0:
+            return
+        # COUNT holds for each of the queues, and several may answer at once; one job of each is always welcome.
+        share = room // (len(self._served) * len(Priority))
+        count = max(1, min([share, *(model.free for model in self._turns)]))
+        self._checkpoint("before-claim")
+        self._armed_count = count
+        self._broker.arm(self.consumer, list(self._served), count, _BLOCK_MS)
+        self._is_armed = True
+        self._armed_until = time.monotonic() + _BLOCK_MS / 1000 + _ANSWER_S
 
     def _collect(self) -> None:
         """The blocking claim has an answer, or is overdue: on a half-open connection none may ever come."""
@@ -363,8 +368,7 @@ class Drain:
     def _open(self, delivery: Delivery, now: float, broker_now: float) -> ClaimedJob | None:
         try:
             header, body = open_job(delivery.sealed, self._keyring)
-            if header.model != delivery.slot or header.priority != delivery.priority.label:
-                raise BadSignature("the envelope was made for another queue", (header.id, header.tenant))
+            self._check_place(header, delivery)
             inputs = decode(header.content, body)
         except Corrupt as error:
             logger.warning(
@@ -378,6 +382,14 @@ class Drain:
         return ClaimedJob(
             delivery, header, inputs, 1, now, max(0.0, broker_now - accepted_ms), accepted_ms + lifetime_ms
         )
+
+    @staticmethod
+    def _check_place(header: JobHeader, delivery: Delivery) -> None:
+        """Without signatures anybody may write a header: its names must be those of this queue."""
+        slot = delivery.slot
+        is_ours = header.model == slot and header.priority == delivery.priority.label and _is_id_of(header.id, slot)
+        if not is_ours or (header.reply and not is_reply_key(header.reply, slot)):
+            raise BadSignature("the envelope was made for another queue", (header.id, header.tenant))
 
     def _bury(self, delivery: Delivery, error: Corrupt) -> None:
         """Keeps the bytes; where they were accepted as a job, its client is told."""
@@ -401,6 +413,7 @@ class Drain:
             return Failure("ModelError", f"Version {version} is not served here. Served is {model.runtime.version}")
         try:
             job.inputs = model.signature.check(job.inputs)
+            model.signature.select_outputs(job.header.options.outputs)
         except InvalidInput as error:
             # The producer checked against another spec than the one that is served now.
             return Failure("ModelError", f"InvalidInput: {error}")
@@ -534,26 +547,35 @@ class Drain:
                 model.add([follower])
 
     def _settle(self, pending: Sequence[tuple[Conclusion, Commit]], verdicts: Sequence[Verdict], begun: float) -> None:
-        """The broker has answered: the jobs leave this worker's memory, and everybody is told."""
+        """The broker has answered: the jobs leave this worker's memory, and those who watch will be told."""
         now = time.monotonic()
         self._let_go([end.job for end, _ in pending])
-        ended: list[Ended] = []
-        by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
+        settled: list[tuple[Conclusion, State]] = []
         for (end, commit), verdict in zip(pending, verdicts, strict=True):
             if verdict is Verdict.COMMITTED:
-                work = end.work
-                by_work[id(work)].append(end)
-                begun_at = work.started if work else end.job.claimed
-                version = self._served[commit.slot].runtime.version
-                ended.append(Ended(end.job.header, commit.state, max(0.0, now - begun_at), end.failure, version))
+                settled.append((end, commit.state))
             elif verdict is Verdict.FENCED:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
-        self._watcher.finished(ended, time.time())
-        self._count_outcomes(ended)
-        for ends in by_work.values():
-            if ends[0].work is not None:
-                self._measure_batch(ends[0].work, [end.job for end in ends], now - begun, now)
+        self._settled.append((settled, now - begun, now))
+
+    def _tell(self) -> None:
+        """Events, metrics and log lines of what was settled: after the next batch and claim are on their way."""
+        settlements, self._settled = self._settled, []
+        for settled, commit_s, now in settlements:
+            ended: list[Ended] = []
+            by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
+            for end, state in settled:
+                work, job = end.work, end.job
+                by_work[id(work)].append(end)
+                version = self._served[job.delivery.slot].runtime.version
+                runtime_s = max(0.0, now - (work.started if work else job.claimed))
+                ended.append(Ended(job.header, state, runtime_s, end.failure, version))
+            self._watcher.finished(ended, time.time())
+            self._count_outcomes(ended)
+            for ends in by_work.values():
+                if ends[0].work is not None:
+                    self._measure_batch(ends[0].work, [end.job for end in ends], commit_s, now)
 
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
@@ -618,11 +640,11 @@ class Drain:
             if renewal.lost or renewal.cancelled:
                 self._drop_unwanted(renewal.lost, renewal.cancelled)
 
-    def _drop_unwanted(self, lost: frozenset[bytes], cancelled: frozenset[str]) -> None:
+    def _drop_unwanted(self, lost: frozenset[Held], cancelled: frozenset[str]) -> None:
         """Lost jobs are forgotten, cancelled ones concluded; those that run are told, and concluded when they end."""
 
         def is_unwanted(job: ClaimedJob) -> bool:
-            job.is_lost = job.is_lost or job.delivery.entry_id in lost
+            job.is_lost = job.is_lost or job.held in lost
             job.is_cancelled = job.is_cancelled or job.header.id in cancelled
             return job.is_lost or job.is_cancelled
 
@@ -659,31 +681,37 @@ class Drain:
             self._is_armed = False
             self._admit(self._broker.disarm())
         self._follow_news()
-        waiting: list[ClaimedJob] = []
         while (work := self._executor.recall()) is not None:
-            waiting += [item.job for item in work.batch.items]
-        for model in self._turns:
-            waiting += [item.job for item in model.batcher.discard(lambda _: True)]
-        self._give_back(waiting)
+            self._to_release += [item.job for item in work.batch.items]
+        self._give_back_waiting()
         while self._executor.running() and time.monotonic() < self._stop_at:
             self._ticked = time.monotonic()
             self._give_up_hung_work()
             self._take_in_done()
             self._exchange([])
+            self._tell()
             self._sleep()
         self._take_in_done()
         self._exchange([])
-        self._give_back([item.job for work in self._executor.running() for item in work.batch.items])
+        self._tell()
+        self._to_release += [item.job for work in self._executor.running() for item in work.batch.items]
+        # Jobs that had joined one which ended without an answer are back in the batchers by now.
+        self._give_back_waiting()
         self._broker.report(self.name, b"", 1)
-        logger.info("drained", extra={"released": len(waiting)})
+        logger.info("drained")
 
-    def _give_back(self, jobs: Iterable[ClaimedJob]) -> None:
-        everybody = [each for job in jobs for each in (job, *(job.followers or ()))]
-        for job in everybody:
+    def _give_back_waiting(self) -> None:
+        """Releases what has not begun; what the broker did not hear of is kept for the next try."""
+        for model in self._turns:
+            self._to_release += [item.job for item in model.batcher.discard(lambda _: True)]
+        jobs = [each for job in self._to_release for each in (job, *(job.followers or ()))]
+        for job in jobs:
             job.is_lost = True
             job.followers = None
-        self._broker.release(self.consumer, [job.held for job in everybody])
-        self._let_go(everybody)
+        self._to_release = jobs
+        self._broker.release(self.consumer, [job.held for job in jobs])
+        self._to_release = []
+        self._let_go(jobs)
 
 
 def _digest(header: JobHeader, sealed: bytes) -> bytes:

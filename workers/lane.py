@@ -23,6 +23,7 @@ from registry.envelope import Keyring, ResultHeader, open_result
 from registry.errors import (
     Corrupt,
     Forbidden,
+    InvalidInput,
     JobFailed,
     QueueFull,
     ResultGone,
@@ -92,6 +93,8 @@ class LaneDoor:
         spec = self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
         job_id = f"{spec.name}.{task_id}"
         slot = slot_of(job_id)
+        if slot != spec.name:
+            raise InvalidInput(f"Bad task id {task_id!r:.80}. Expected letters, digits, '_', ':' or '-'")
         job = self._press.publication(
             spec,
             inputs,

@@ -55,20 +55,23 @@ class Holdings:
     """The jobs in this worker's memory, by entry. Thread-safe."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, bytes], ClaimedJob] = {}
+        # Entry ids are their stream's own: only with slot and priority do they name one job.
+        self._held: dict[tuple[str, int, bytes], ClaimedJob] = {}
         self._lock = threading.Lock()
 
     def take(self, jobs: Sequence[ClaimedJob]) -> None:
         """These jobs are in memory now."""
         with self._lock:
             for job in jobs:
-                self._held[job.delivery.slot, job.delivery.entry_id] = job
+                delivery = job.delivery
+                self._held[delivery.slot, delivery.priority, delivery.entry_id] = job
 
     def drop(self, jobs: Sequence[ClaimedJob]) -> None:
         """These jobs are no longer our business."""
         with self._lock:
             for job in jobs:
-                self._held.pop((job.delivery.slot, job.delivery.entry_id), None)
+                delivery = job.delivery
+                self._held.pop((delivery.slot, delivery.priority, delivery.entry_id), None)
 
     def snapshot(self) -> list[Held]:
         """The jobs held at this moment."""

@@ -9,7 +9,8 @@ from msgspec import structs
 
 from registry.broker.base import Commit, State
 from registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
-from registry.tensors import MAX_BYTES, Tensor, encode
+from registry.errors import InvalidInput
+from registry.tensors import MAX_RESULT_BYTES, Tensor, encode
 from workers.executor import Outputs, Work
 from workers.job import ClaimedJob
 
@@ -62,9 +63,13 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
         failure, state = answer, end.state
     else:
         wanted = header.options.outputs
-        content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
-        if len(body) > MAX_BYTES:
-            failure = Failure("ModelError", f"The outputs take {len(body)} bytes. Expected at most {MAX_BYTES}")
+        try:
+            content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
+        except InvalidInput as error:
+            failure, state = Failure("ModelError", f"An output cannot travel. {error}"), State.FAILED
+            end = structs.replace(end, answer=failure)
+        if len(body) > MAX_RESULT_BYTES:
+            failure = Failure("ModelError", f"The outputs take {len(body)} bytes. Expected at most {MAX_RESULT_BYTES}")
             content, body, state = (), b"", State.FAILED
             end = structs.replace(end, answer=failure)
     result = ResultHeader(

@@ -20,6 +20,10 @@ ENDPOINT: Final = "infer"
 """The endpoint label of jobs that are plain forwards."""
 _CPU_BATCH: Final = 32
 """Rows of a batch where neither the package nor a setting says: what a CPU gains from more is little."""
+_CPU_OVERHEAD: Final = 128
+"""A forward's fixed cost in tokens, measured with MiniLM on one CPU thread; see BatchLimits."""
+_SLICED_OVERHEAD: Final = 1 << 20
+"""For a runtime that cuts its batches by length itself: fill them, and only then look for similar lengths."""
 _BATCHES_HELD: Final = 2
 """One running, one ready; a model that sorts by length holds its window as well."""
 
@@ -36,6 +40,7 @@ def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
         max_bytes=own.max_bytes or 0,
         sort_window=own.sort_window if may_batch else 1,
         ageing_s=config.queue.ageing_s,
+        overhead_tokens=_SLICED_OVERHEAD if spec.format == "transformers" else _CPU_OVERHEAD,
     )
 
 

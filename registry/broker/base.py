@@ -162,10 +162,10 @@ class Held(NamedTuple):
 
 
 class Renewal(NamedTuple):
-    """`lost`: entry ids that now belong to another consumer or to none; `cancelled`: job ids whose
-    cancellation was asked for."""
+    """`lost`: jobs that now belong to another consumer or to none; `cancelled`: job ids whose cancellation was
+    asked for."""
 
-    lost: frozenset[bytes]
+    lost: frozenset[Held]
     cancelled: frozenset[str]
 
 

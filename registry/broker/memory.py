@@ -226,7 +226,7 @@ class MemoryBroker:
             for job in held:
                 lease = self._state.lease_of(consumer, job.slot, job.priority, job.entry_id)
                 if lease is None:
-                    lost.add(job.entry_id)
+                    lost.add(job)
                     continue
                 lease.since_ms = self._state.now_ms()
                 record = self._state.records.get(job.job_id)

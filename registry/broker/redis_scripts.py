@@ -242,7 +242,7 @@ def renewed(held: Sequence[Held], answer: bytes) -> Renewal:
     """The answer of `renew`."""
     pairs = list(zip(held, answer, strict=True))
     return Renewal(
-        frozenset(job.entry_id for job, letter in pairs if letter == ord("L")),
+        frozenset(job for job, letter in pairs if letter == ord("L")),
         frozenset(job.job_id for job, letter in pairs if letter == ord("K")),
     )
 
@@ -255,9 +255,9 @@ def release(consumer: str, slot: str, held: Sequence[Held]) -> Call:
     return _call("release", stream_keys(slot), args)
 
 
-def take_over(consumer: str, slot: str, lease_ms: int, count: int) -> Call:
-    """One call that claims lapsed jobs of one slot."""
-    return _call("take_over", stream_keys(slot), [GROUP, consumer, lease_ms, count])
+def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
+    """One call that claims lapsed jobs of one slot; it does nothing when it arrives late."""
+    return _call("take_over", stream_keys(slot), [GROUP, consumer, lease_ms, count, int(now_ms)])
 
 
 def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -206,7 +206,7 @@ class RedisStreams:
 
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
         """See WorkerEnd.renew."""
-        lost: set[bytes] = set()
+        lost: set[Held] = set()
         cancelled: set[str] = set()
         for slot, jobs in _by_slot(held):
             renewal = scripts.renewed(jobs, self._run(scripts.renew(consumer, slot, jobs)))
@@ -216,7 +216,16 @@ class RedisStreams:
 
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """See WorkerEnd.take_over."""
-        return scripts.taken_over(slot, self._run(scripts.take_over(consumer, slot, lease_ms, count)))
+        with _translated():
+            # No repeat: a call that was held up must not be taken for a fresh one.
+            answer = _tolerating_no_group(lambda: self._once(self._stamped_take_over(consumer, slot, lease_ms, count)))
+        if isinstance(answer, ResponseError):
+            self.prepare([slot])
+            return []
+        return scripts.taken_over(slot, answer)
+
+    def _stamped_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> scripts.Call:
+        return scripts.take_over(consumer, slot, lease_ms, count, self.now_ms())
 
     def release(self, consumer: str, held: Sequence[Held]) -> None:
         """See WorkerEnd.release."""
@@ -423,7 +432,18 @@ def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
 
 
 def _is_no_group(error: object) -> bool:
-    return isinstance(error, ResponseError) and "NOGROUP" in str(error)
+    # Redis 7 tells a blocked reader of a deleted stream in its own words.
+    return isinstance(error, ResponseError) and ("NOGROUP" in str(error) or str(error).startswith("UNBLOCKED"))
+
+
+def _tolerating_no_group(step: Callable[[], Any]) -> Any:
+    """The step's answer, or its error when that says that the consumer group is missing."""
+    try:
+        return step()
+    except ResponseError as error:
+        if not _is_no_group(error):
+            raise
+        return error
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def test_renewal_names_what_was_lost(brokerage: Brokerage, broker: Broker, slot:
     assert broker.renew("w1", [held(kept)]) == NOTHING
     assert broker.take_over("w2", slot, LEASE_MS, 8) == [structs.replace(taken, attempt=2)]
     lost = broker.renew("w1", [held(taken), held(finished), held(kept)]).lost
-    assert lost == {taken.entry_id, finished.entry_id}
+    assert lost == {held(taken), held(finished)}
     assert broker.renew("w2", [held(taken)]) == NOTHING
 
 
@@ -97,7 +97,7 @@ def test_another_boot_of_a_worker_is_another_consumer(broker: Broker, slot: str)
     publish(broker, slot)
     (delivery,) = claim(broker, "gpu0@host:boot1", slot)
     assert settle(broker, "gpu0@host:boot2", commit_of(delivery)) == [Verdict.FENCED]
-    assert broker.renew("gpu0@host:boot2", [held(delivery)]).lost == {delivery.entry_id}
+    assert broker.renew("gpu0@host:boot2", [held(delivery)]).lost == {held(delivery)}
 
 
 def test_released_job_is_taken_over_at_once(broker: Broker, slot: str):

@@ -100,7 +100,8 @@ def tls_server(tmp_path: Path) -> Iterator[TlsServer]:
 async def _answer_of(url: str) -> list[list[float]]:
     async with AsyncClient(url) as client:
         job = await client.submit("double", ROW)
-        return (await job.result(10))["y"].tolist()
+        answer: list[list[float]] = (await job.result(10))["y"].tolist()
+        return answer
 
 
 def test_every_way_to_the_server_leads_to_the_same_jobs(

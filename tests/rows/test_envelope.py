@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_any_changed_bit_is_noticed(place: int, bit: int, kind: str):
 
 @given(length=st.integers(0, 10_000), is_signed=st.booleans())
 def test_a_cut_envelope_is_corrupt_or_loses_body_bytes_only(length: int, is_signed: bool):
-    """Signed: any cut is noticed. Unsigned: the header is whole or refused; the body's length is the tensors' to check."""
+    """Signed: any cut is noticed. Unsigned: the header is whole or refused, and a short body fits no tensor."""
     keyring = SIGNING if is_signed else UNSIGNED
     sealed = _sealed("job", keyring)
     cut = sealed[: length % len(sealed)]
@@ -173,6 +174,14 @@ def test_unusable_keys_are_refused_without_being_shown(text: str):
         Keyring.parse(text)
     assert text.partition(":")[2] not in str(refused.value) or ":" not in text
     assert "\n" not in str(refused.value)
+
+
+def test_signature_is_hmac_sha256_under_a_key_of_its_kind():
+    """Another program can check it (RFC 2104); what signs jobs signs no results."""
+    secret, message = b"n" * 32, _sealed("job", UNSIGNED)
+    for macs, purpose in ((SIGNING.job_macs, b"penstock job v1"), (SIGNING.result_macs, b"penstock result v1")):
+        derived = hmac.digest(secret, purpose, "sha256")
+        assert macs["new"].digest(message) == hmac.digest(derived, message, "sha256")
 
 
 def test_keys_are_not_in_a_repr():

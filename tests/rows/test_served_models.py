@@ -110,7 +110,7 @@ def test_only_the_wanted_outputs_come_back(client: Client):
 
 
 def test_equal_inputs_with_other_outputs_wanted_get_their_own(served: Served, client: Client):
-    """Jobs that differ in the wanted outputs only are not the same request."""
+    """Whether or not they share a forward: single flight hands nobody more or less than he asked for."""
     served.worker.freeze()
     try:
         jobs = [client.submit("pair", _row(7), outputs=wanted) for wanted in (["y"], ["z"], ["y"], [])]
@@ -167,7 +167,7 @@ def test_lone_jobs_wait_for_nobody_and_crowds_no_longer_than_allowed(wait_ms: in
 def test_busy_device_gathers_jobs_for_as_long_as_a_job_may_wait(
     model: str, forwards: list[list[float]], served: Served, client: Client
 ):
-    """CF-009, IN-051: while one forward runs, the next batch closes with its first job at 0 ms, and stays open at 5 s."""
+    """CF-009, IN-051: while one forward runs, the next batch closes with its first job at 0 ms, stays open at 5 s."""
     ledger = served.folder / model
     broker = RedisStreams.from_url(served.server.url)
 

@@ -3,8 +3,8 @@
 -- ARGV  group, consumer, entry id, reason, sealed, then as `finish` wants them: result record, local id,
 --       result_ttl_ms, reply_ttl_ms, reply cap, prefix of idempotency keys
 local entry = ARGV[3]
-if not redis.call('XPENDING', KEYS[2], ARGV[1], entry, entry, 1, ARGV[2])[1] then return 0 end
-redis.call('XADD', KEYS[3], '*', 'reason', ARGV[4], 'e', ARGV[5], 'entry', entry)
+if not redis.pcall('XPENDING', KEYS[2], ARGV[1], entry, entry, 1, ARGV[2])[1] then return 0 end
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', 100000, '*', 'reason', ARGV[4], 'e', ARGV[5], 'entry', entry)
 redis.call('XACK', KEYS[2], ARGV[1], entry)
 redis.call('XDEL', KEYS[2], entry)
 -- Nobody vouches for the bytes: they end a job only if its record says that this very entry is it.

@@ -97,10 +97,11 @@ for index, reply in pairs(told) do
   local entries = reply.full or {}
   table.insert(entries, reply.fields)
   for _, fields in ipairs(entries) do
+    -- A hint: should the key be taken by something else, the record still tells.
     if cap == '0' then
-      redis.call('XADD', key, '*', unpack(fields))
+      redis.pcall('XADD', key, '*', unpack(fields))
     else
-      redis.call('XADD', key, 'MAXLEN', '~', cap, '*', unpack(fields))
+      redis.pcall('XADD', key, 'MAXLEN', '~', cap, '*', unpack(fields))
     end
   end
   if cap ~= '0' then redis.call('PEXPIRE', key, reply_ttl) end

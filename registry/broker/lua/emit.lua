@@ -5,7 +5,7 @@
 -- Returns the sequence number of the last event, 0 when the consumer does not hold the job.
 local stream, record, events = KEYS[1], KEYS[2], KEYS[2] .. ':events'
 local consumer, after, ttl, cap = ARGV[2], tonumber(ARGV[4]), ARGV[5], ARGV[6]
-if not redis.call('XPENDING', stream, ARGV[1], ARGV[3], ARGV[3], 1, consumer)[1] then return 0 end
+if not redis.pcall('XPENDING', stream, ARGV[1], ARGV[3], ARGV[3], 1, consumer)[1] then return 0 end
 local state = redis.call('GETRANGE', record, 0, 1)
 if state == '' then return 0 end
 if string.sub(state, 2, 2) ~= 's' then redis.call('SETRANGE', record, 1, 's') end

@@ -18,9 +18,9 @@ local function finish(flow, key, live, ended)
     redis.call('PEXPIRE', events, ended.ttl)
   end
   if string.match(reply, ':lane$') then
-    redis.call('XADD', reply, '*', ended.id, ended.record)
+    redis.pcall('XADD', reply, '*', ended.id, ended.record)
   elseif reply ~= '' then
-    redis.call('XADD', reply, 'MAXLEN', '~', ended.cap, '*', ended.id, ended.record)
+    redis.pcall('XADD', reply, 'MAXLEN', '~', ended.cap, '*', ended.id, ended.record)
     redis.call('PEXPIRE', reply, ended.reply_ttl)
   end
 end

@@ -6,7 +6,7 @@ local group, consumer = ARGV[1], ARGV[2]
 local mine, out = {}, {}
 for job = 1, tonumber(ARGV[3]) do
   local stream, entry = KEYS[1 + ARGV[2 + job * 2]], ARGV[3 + job * 2]
-  if redis.call('XPENDING', stream, group, entry, entry, 1, consumer)[1] then
+  if redis.pcall('XPENDING', stream, group, entry, entry, 1, consumer)[1] then
     mine[stream] = mine[stream] or {}
     table.insert(mine[stream], entry)
     out[job] = redis.call('GETRANGE', KEYS[4 + job], 0, 0) == 'K' and 'K' or 'H'

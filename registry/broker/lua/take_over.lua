@@ -1,9 +1,12 @@
 -- Claim jobs whose lease has lapsed.
 -- KEYS  1-4 streams by priority
--- ARGV  group, consumer, lease_ms, count
+-- ARGV  group, consumer, lease_ms, count, when it was asked for in ms of this clock
 -- Returns triples: band 1-4, entries, their counts of deliveries. Consumers that left are forgotten.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
-local FORGET_MS = 3600000
+local FORGET_MS, STALE_MS = 3600000, 1000
+-- A call that waited in the socket of a paused server would find everybody's lease lapsed.
+local time = redis.call('TIME')
+if time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5] > STALE_MS then return {} end
 local out = {}
 for band = 1, 4 do
   local stream, cursor = KEYS[band], '0-0'
