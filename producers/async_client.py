@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +68,7 @@ class AsyncClient:
         )
         self._inbox = AsyncInbox(self._broker)
         self._outboxes: dict[str, Outbox] = {}
+        _clients.add(self)
 
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> AsyncClient:
@@ -227,6 +230,18 @@ class AsyncClient:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("job submitted", extra={"job_id": job_id, "model": model})
         return handle if job_id == handle.id else AsyncJobHandle(self, job_id, handle.tenant, is_ours=False)
+
+
+def _start_over() -> None:
+    """In a forked child: other reply streams than the parent's, and other connections."""
+    for client in list(_clients):
+        client._broker.forget_connections()
+        client._inbox = AsyncInbox(client._broker)
+        client._outboxes = {}
+
+
+_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_start_over)
 
 
 class AsyncJobHandle:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from producers.connection import new_client_id
 from producers.publish import parcels
@@ -99,6 +99,13 @@ class Subscription(deque[StreamEntry]):
         return entries
 
 
+class _Waiting(NamedTuple):
+    """Those who wait for one job, and since when."""
+
+    since: float
+    futures: list[asyncio.Future[None]]
+
+
 class AsyncInbox:
     """One reading task for all replies and subscriptions of a client; it runs while somebody waits."""
 
@@ -108,7 +115,7 @@ class AsyncInbox:
         self._reader: asyncio.Task[None] | None = None
         self._waker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiters: dict[Awaited, list[asyncio.Future[None]]] = {}
+        self._waiters: dict[Awaited, _Waiting] = {}
         self._reading: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
         self._is_closing = False
@@ -132,13 +139,18 @@ class AsyncInbox:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.setdefault(handle, []).append(waiter)
+        waiting = self._waiters.get(handle)
+        if waiting is None:
+            self._waiters[handle] = _Waiting(time.monotonic(), [waiter])
+        else:
+            waiting.futures.append(waiter)
         self.listen()
         return waiter
 
     def answered(self, handle: Awaited) -> None:
         """Wakes those who wait for the job."""
-        for waiter in self._waiters.pop(handle, ()):
+        waiting = self._waiters.pop(handle, None)
+        for waiter in waiting.futures if waiting else ():
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -166,36 +178,44 @@ class AsyncInbox:
         return await self._broker.read({events_key(job_id): f"{after}-0"}, 0, _ALL)
 
     async def _read(self) -> None:
-        heard = time.monotonic()
+        asked = time.monotonic()
         while not self._is_closing and self._postbox.is_awaited:
             self._reading = self._postbox.cursors()
             try:
                 entries = await self._broker.read(self._reading, int(SILENCE_S * 1000))
                 for key, last in self._postbox.deliver(entries):
                     await self._broker.trim(key, last)
-                if entries:
-                    heard = time.monotonic()
-                elif time.monotonic() - heard >= SILENCE_S:
-                    heard = time.monotonic()
+                if time.monotonic() - asked >= SILENCE_S:
                     await self._ask_records()
+                    asked = time.monotonic()
             except BrokerUnavailable as error:
                 self._fail(error)
+            except Exception as error:  # whatever it is, it belongs to those who wait
+                self._fail(error)
+                raise
             finally:
                 self._reading = {}
 
     async def _ask_records(self) -> None:
-        """After a silence: the streams are hints, the records are the truth."""
-        waiting = [handle for handle in self._waiters if handle.is_ours]
-        for start in range(0, len(waiting), _RECORDS_AT_ONCE):
-            handles = waiting[start : start + _RECORDS_AT_ONCE]
+        """For jobs of which nothing was heard for a second: the streams are hints, the records are the truth."""
+        now = time.monotonic()
+        for handle, waiting in list(self._waiters.items()):
+            if all(waiter.done() for waiter in waiting.futures):
+                # Those who waited gave up.
+                del self._waiters[handle]
+        silent = [
+            handle for handle, waiting in self._waiters.items() if handle.is_ours and now - waiting.since >= SILENCE_S
+        ]
+        for start in range(0, len(silent), _RECORDS_AT_ONCE):
+            handles = silent[start : start + _RECORDS_AT_ONCE]
             standings = await self._broker.standings([handle.id for handle in handles])
             for handle, standing in zip(handles, standings, strict=True):
                 if standing is None or standing.state is not State.QUEUED:
                     handle.receive(standing)
 
-    def _fail(self, error: BrokerUnavailable) -> None:
+    def _fail(self, error: Exception) -> None:
         waiters, self._waiters = self._waiters, {}
-        for waiter in chain.from_iterable(waiters.values()):
+        for waiter in chain.from_iterable(waiting.futures for waiting in waiters.values()):
             if not waiter.done():
                 waiter.set_exception(error)
 

@@ -56,9 +56,11 @@ class Tracker:
             return self._wish
         if not self._wish:
             return lambda _: None
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-        bar = self._bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = self._bar = Progress(*columns, console=Console(stderr=True))
         bar.start()
         task = bar.add_task("jobs", total=self._total)
         return lambda done: bar.update(task, completed=done)

@@ -230,9 +230,7 @@ class Drain:
 
     def _take_in_done(self) -> None:
         for work in self._executor.take_done():
-            # What ended in the moment it was given up is answered already.
-            if not work.is_abandoned:
-                self._conclude(work)
+            self._conclude(work)
 
     def _exchange(self, wishes: list[Claim]) -> None:
         """Commits what is done and claims what there is room for."""
@@ -480,9 +478,10 @@ class Drain:
             model.batcher.put_back(work.batch)
             model.in_flight -= 1
 
-    def _open_stream(self, job: ClaimedJob) -> EventStream:
+    def _open_stream(self, job: ClaimedJob, touch: Callable[[], None]) -> EventStream:
         return EventStream(
             job,
+            touch,
             self._broker,
             self.consumer,
             self._keyring,
@@ -494,8 +493,7 @@ class Drain:
         now = time.monotonic()
         for work in self._executor.running():
             limit = self._served[work.batch.key.model].timeout_s
-            if work.alive_at and now - work.alive_at > limit:
-                self._executor.abandon(work)
+            if now - work.alive_at > limit and self._executor.abandon(work):
                 text = f"The forward took longer than its limit of {limit:g} s"
                 work.answers = [Failure("ForwardTimeout", text) for _ in work.batch.items]
                 work.ended = now

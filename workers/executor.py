@@ -52,8 +52,8 @@ class Work:
     max_rows: int
     finite_outputs: Sequence[str] = ()
     """Outputs in which NaN and infinity fail their job."""
-    open_context: Callable[[ClaimedJob], JobStream] | None = None
-    """For streaming models: makes the job's context and sends its chunks."""
+    open_context: Callable[[ClaimedJob, Callable[[], None]], JobStream] | None = None
+    """For streaming models: makes the job's context, which calls back whenever the job shows progress."""
     answers: list[Outputs | Failure] = field(default_factory=list)
     """One per job of the batch once it is done, in order."""
     started: float = 0.0
@@ -67,6 +67,10 @@ class Work:
     prepared: Prepared | None = None
     is_prepared: threading.Event | None = None
     """Set for work that the prepare thread looks after."""
+
+    def touch(self) -> None:
+        """It shows progress."""
+        self.alive_at = time.monotonic()
 
 
 class Executor:
@@ -87,6 +91,8 @@ class Executor:
         self._on_done = on_done
         self._too_late = too_late
         self._checkpoint = checkpoint
+        self._lock = threading.Lock()
+        """Held for moments: work is always in exactly one of ready, running, done."""
         self._ready: deque[Work] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._unprepared: SimpleQueue[Work | None] = SimpleQueue()
@@ -114,7 +120,9 @@ class Executor:
     @property
     def idle(self) -> int:
         """Model threads without work, less the work that waits for one."""
-        return self.threads - len(self._ready) - len(self.running())
+        with self._lock:
+            running = sum(work is not None for work in self._running.values())
+            return self.threads - len(self._ready) - running
 
     def waiting(self) -> list[Work]:
         """The work that waits for a model thread."""
@@ -137,16 +145,10 @@ class Executor:
 
         more_urgent: only work whose leader is less urgent than this priority.
         """
-        try:
-            work = self._ready.pop()
-        except IndexError:
-            return None
-        if work.batch.priority > more_urgent:
-            return work
-        # A model thread that came for it meanwhile has gone to sleep again.
-        self._ready.append(work)
-        self._tokens.put(True)
-        return None
+        with self._lock:
+            if not self._ready or self._ready[-1].batch.priority <= more_urgent:
+                return None
+            return self._ready.pop()
 
     def take_done(self) -> list[Work]:
         """Work that has ended since the last call."""
@@ -155,14 +157,20 @@ class Executor:
             done.append(self._done.popleft())
         return done
 
-    def abandon(self, work: Work) -> None:
-        """Give up on work that runs for too long, and put a fresh thread in the place of its own."""
-        work.is_abandoned = True
-        for thread, current in tuple(self._running.items()):
-            if current is work:
-                self._running.pop(thread)
-                self._model_threads.discard(thread)
-                self._add_thread()
+    def abandon(self, work: Work) -> bool:
+        """Give up on work that runs for too long, and put a fresh thread in the place of its own.
+
+        False when it has ended meanwhile.
+        """
+        with self._lock:
+            thread = next((thread for thread, current in self._running.items() if current is work), None)
+            if thread is None:
+                return False
+            work.is_abandoned = True
+            del self._running[thread]
+            self._model_threads.discard(thread)
+        self._add_thread()
+        return True
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._serve, name="model", daemon=True)
@@ -172,19 +180,20 @@ class Executor:
     def _serve(self) -> None:
         this = threading.current_thread()
         while self._tokens.get():
-            try:
+            with self._lock:
+                if not self._ready:
+                    # It was recalled.
+                    continue
                 work = self._ready.popleft()
-            except IndexError:
-                # It was recalled.
-                continue
-            self._running[this] = work
-            work.started = work.alive_at = time.monotonic()
+                work.started = work.alive_at = time.monotonic()
+                self._running[this] = work
             _answer(work, self._too_late, self._checkpoint)
-            work.ended = time.monotonic()
-            if work.is_abandoned:
-                return
-            self._done.append(work)
-            self._running[this] = None
+            with self._lock:
+                if work.is_abandoned:
+                    return
+                work.ended = time.monotonic()
+                self._done.append(work)
+                self._running[this] = None
             self._on_done()
 
     def _prepare_ahead(self) -> None:
@@ -208,7 +217,7 @@ def _answer(work: Work, too_late: Callable[[ClaimedJob], Failure | None], checkp
 
 def _forward(work: Work, jobs: list[ClaimedJob], *, is_whole: bool) -> list[Outputs | Failure]:
     if work.open_context is not None:
-        return [_stream(work, job, work.open_context(job)) for job in jobs]
+        return [_stream(work, job, work.open_context(job, work.touch)) for job in jobs]
     if work.is_prepared is not None:
         work.is_prepared.wait()
     return _run(work, jobs, work.prepared if is_whole else None)
@@ -277,7 +286,6 @@ def _stream(work: Work, job: ClaimedJob, context: JobStream) -> Outputs | Failur
     try:
         while True:
             chunk = next(steps)
-            work.alive_at = time.monotonic()
             context.chunk(chunk)
             if context.is_cancelled:
                 return _STOPPED

@@ -102,7 +102,9 @@ class ServedModel:
             job,
         )
 
-    def work(self, batch: Batch[ClaimedJob], open_stream: Callable[[ClaimedJob], JobStream]) -> Work:
+    def work(
+        self, batch: Batch[ClaimedJob], open_stream: Callable[[ClaimedJob, Callable[[], None]], JobStream]
+    ) -> Work:
         """A batch ready for the model threads."""
         context = open_stream if self.spec.streams else None
         return Work(batch, self.runtime, self.limits.max_rows, self.finite_outputs, context)

@@ -26,6 +26,7 @@ class EventStream:
     def __init__(
         self,
         job: ClaimedJob,
+        touch: Callable[[], None],
         broker: WorkerEnd,
         consumer: str,
         keyring: Keyring,
@@ -33,6 +34,7 @@ class EventStream:
         may_wait: Callable[[], bool],
     ) -> None:
         self._job = job
+        self._touch = touch
         self._broker = broker
         self._consumer = consumer
         self._keyring = keyring
@@ -72,6 +74,8 @@ class EventStream:
         )
         event = Event(kind, seal("event", header, body, self._keyring))
         while not self._job.is_lost:
+            # Waiting for the broker is not the model's fault.
+            self._touch()
             try:
                 last = self._broker.emit(self._consumer, self._job.held, [event], self._ttl_ms, after=self._last)
             except BrokerUnavailable:

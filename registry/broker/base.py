@@ -13,6 +13,7 @@ Rules that every broker keeps, and that tests/conformance checks:
     broker's clock since it was claimed or last renewed; then `take_over` gives it to the consumer that asks.
   * commit is one step: the record turns into the result, the entry leaves the queue, the client is told. It has
     no effect for a job that the consumer no longer holds.
+  * A record outlives its job's lifetime by an hour, so that whoever asks late reads why it never ran.
 Times are the broker's own, in ms since the epoch.
 """
 
@@ -184,7 +185,8 @@ class Commit(msgspec.Struct, frozen=True, gc=False):
 
 
 class Verdict(Enum):
-    """`COMMITTED`: this commit is the job's result. `FENCED`: the consumer no longer holds the job.
+    """`COMMITTED`: this commit is the job's result, also when it is repeated. `FENCED`: the consumer no longer holds
+    the job, and another result or none stands.
     `GONE`: it held the job, but the record had expired; there is nobody left to tell."""
 
     COMMITTED = "committed"

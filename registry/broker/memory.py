@@ -38,7 +38,7 @@ from registry.broker.base import (
     StreamEntry,
     Verdict,
 )
-from registry.broker.redis_scripts import EVENTS_CAP, REPLY_CAP, REPLY_TTL_MS
+from registry.broker.redis_scripts import EVENTS_CAP, OUTLIVES_MS, REPLY_CAP, REPLY_TTL_MS
 from registry.queues import Priority, events_key, idempotency_key, lane_key, slot_of
 
 __all__ = ["MemoryBroker"]
@@ -582,9 +582,11 @@ class _State:
             return Receipt("full" if is_full else "tenant-full", job.job_id, retry_after_s)
         entry_id = queue.add(job.sealed, self.now_ms())
         record = _Record(job.tenant, job.priority, entry_id, job.reply, job.once)
-        self.records.put(job.job_id, record, limits.job_ttl_ms)
+        self.records.put(job.job_id, record, limits.job_ttl_ms + OUTLIVES_MS)
         if job.once:
-            self.once.put(idempotency_key(slot, job.once), (job.fingerprint, job.job_id), limits.job_ttl_ms)
+            self.once.put(
+                idempotency_key(slot, job.once), (job.fingerprint, job.job_id), limits.job_ttl_ms + OUTLIVES_MS
+            )
         flow.in_flight[job.tenant] += 1
         return Receipt("accepted", job.job_id)
 
@@ -632,7 +634,9 @@ class _State:
     def commit(self, consumer: str, commit: Commit, result_ttl_ms: int) -> Verdict:
         """One job's end: no effect unless the consumer holds it."""
         if self.lease_of(consumer, commit.slot, commit.priority, commit.entry_id) is None:
-            return Verdict.FENCED
+            settled = self.records.get(commit.job_id)
+            is_ours = settled is not None and (settled.state, settled.result) == (commit.state, commit.sealed)
+            return Verdict.COMMITTED if is_ours else Verdict.FENCED
         self.queue(commit.slot, commit.priority).remove(commit.entry_id)
         self.slots[commit.slot].leave(commit.tenant)
         record = self.records.get(commit.job_id)

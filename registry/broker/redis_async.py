@@ -80,6 +80,10 @@ class AsyncRedisStreams:
         found: bytes | None = await self._run(["GET", spec_key(slot)])
         return found
 
+    def forget_connections(self) -> None:
+        """After a fork: drop what the parent opened without saying goodbye on its sockets."""
+        self._pool.reset()
+
     async def aclose(self) -> None:
         """Give the connections back."""
         await self._redis.aclose()

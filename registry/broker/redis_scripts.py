@@ -52,6 +52,8 @@ Call: TypeAlias = list[Any]
 REPLY_CAP: Final = 512
 """Entries of at most 64 KiB that a reply stream keeps; a client that falls behind reads records instead."""
 REPLY_TTL_MS: Final = 120_000
+OUTLIVES_MS: Final = 3_600_000
+"""How long a record outlives its job: a forward that began in time must find it, and whoever asks, the reason."""
 EVENTS_CAP: Final = 10_000
 """Events that a job's stream keeps; a subscriber who missed more is told so."""
 
@@ -102,7 +104,8 @@ _RECORD_HEADS: Final = {state: state.value.encode() + b"-" for state in State}
 def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     """One call that accepts or refuses `jobs`."""
     once_keys: list[str] = []
-    args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, limits.job_ttl_ms, len(jobs)]
+    record_ttl_ms = limits.job_ttl_ms + OUTLIVES_MS
+    args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, record_ttl_ms, len(jobs)]
     records: list[str] = []
     for job in jobs:
         once = job.once

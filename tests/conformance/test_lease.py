@@ -84,9 +84,10 @@ def test_lapsed_lease_still_commits_while_nobody_took_over(brokerage: Brokerage,
 
 
 def test_first_commit_wins(broker: Broker, slot: str):
-    """A commit that is repeated, since its answer was lost, changes nothing."""
+    """A commit that is repeated, since its answer was lost, is recognised and changes nothing; another is fenced."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
+    assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
     assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
     assert settle(broker, "w", commit_of(delivery, b"2")) == [Verdict.FENCED]
     assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"1")]
@@ -161,14 +162,14 @@ def test_result_is_readable_until_its_expiry(brokerage: Brokerage, broker: Broke
     assert broker.standing(job_id) is None
 
 
-def test_commit_after_the_record_expired_tells_nobody(brokerage: Brokerage, broker: Broker, slot: str):
-    """A job whose lifetime ended while it ran is gone: its entry leaves the queue, and its tenant's place is free."""
+def test_job_that_outlives_its_lifetime_while_it_runs_is_answered(brokerage: Brokerage, broker: Broker, slot: str):
+    """A forward that began in time finds its record: the result stands, and the tenant's place is free."""
     limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=100)
     broker.publish(slot, [publication(slot)], limits)
     (delivery,) = claim(broker, "w", slot)
     brokerage.elapse(120)
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
-    assert settle(broker, "w", commit_of(delivery)) == [Verdict.GONE]
+    assert settle(broker, "w", commit_of(delivery)) == [Verdict.COMMITTED]
     assert queued(broker, slot) == 0
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "accepted"
 

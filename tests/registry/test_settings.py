@@ -94,6 +94,7 @@ OTHER_VARIABLES = {
 # For each key whose type does not say it: four values, each different from its neighbour, the last from the default.
 WALKS: dict[str, list[object]] = {
     "max_level": [0, 1, 3, 4],
+    "max_request_size_mb": [9, 8, 7, 6],
     "frameworks": [["pytorch"], ["transformers"], ["onnxruntime"], ["pytorch", "onnxruntime"]],
     "device": ["cpu", "cuda", "cuda:0", "cuda:1"],
     "metrics_buckets": [[0.1, 1.0], [0.2, 1.0], [0.3, 1.0], [0.4, 1.0]],

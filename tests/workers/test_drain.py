@@ -313,7 +313,7 @@ _MISBEHAVIOUR = {
     "other output": ("return {'z': inputs['x']}", "ModelError", "Declared outputs: y"),
     "no array": ("return {'y': 'text'}", "ModelError", "Output y is object"),
     "not finite": ("return {'y': inputs['x'] * float('nan')}", "NonFiniteOutput", "Expected finite numbers"),
-    "too much": ("return {'y': np.zeros((1, 3_000_000), np.float32)}", "ModelError", "Expected at most 10485760"),
+    "too much": ("return {'y': np.zeros((1, 20_000_000), np.float32)}", "ModelError", "Expected at most 67108864"),
 }
 
 

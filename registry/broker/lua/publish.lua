@@ -1,6 +1,6 @@
 -- Accept or refuse jobs, in order.
 -- KEYS  1 flow, 2-5 streams by priority, then one record per job, then the idempotency keys that are used
--- ARGV  group, max_depth, tenant_max_in_flight (0: none), job_ttl_ms, number of jobs, then per job:
+-- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs, then per job:
 --       priority 0-3, sealed, local id, tenant, reply, digest of the idempotency key ('' without),
 --       index into the idempotency keys (0 without), fingerprint
 -- Returns per job: 'a' accepted, 'k<local id>' the key's first job answers, 'c' conflict,
