@@ -40,12 +40,12 @@ def test_asyncio_rows_come_back_in_order(fleet: Fleet):
 
 
 def test_progress_counts_finished_items(client: Client, capsys: pytest.CaptureFixture[str]):
-    """A callable gets every count once, rising; True draws a bar."""
+    """A callable gets every count once, rising; True draws a bar on stderr."""
     counts: list[int] = []
     client.map("double", ROWS[:50], progress=counts.append)
     assert counts == list(range(1, 51))
     client.map("double", ROWS[:50], progress=True)
-    assert "50/50" in capsys.readouterr().out
+    assert "50/50" in capsys.readouterr().err
 
 
 def test_failures_are_raised_or_returned(client: Client):
