@@ -26,6 +26,7 @@ __all__ = [
     "events_key",
     "flow_key",
     "idempotency_key",
+    "is_job_id",
     "is_reply_key",
     "job_time_ms",
     "lane_key",
@@ -127,6 +128,12 @@ def split_job_id(job_id: str) -> tuple[str, str]:
     if not dot or not _NAME.match(slot) or not _LOCAL_ID.match(local):
         raise InvalidInput(f"Bad job id {job_id!r:.80}. Expected <model>.<uuid>")
     return slot, local
+
+
+def is_job_id(job_id: str, slot: str) -> bool:
+    """Whether this is the id of a job of that slot."""
+    prefix = f"{slot}."
+    return job_id.startswith(prefix) and _LOCAL_ID.match(job_id, len(prefix)) is not None
 
 
 def job_time_ms(job_id: str) -> int | None:

@@ -23,11 +23,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
 from registry.envelope import Failure, JobHeader, open_job
 from registry.errors import BadSignature, BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput
 from registry.package import Package
-from registry.queues import Priority, is_reply_key, split_job_id
+from registry.queues import Priority, is_job_id, is_reply_key
 from registry.settings import Settings
 from registry.tensors import decode
 from workers.executor import Executor, Work
@@ -385,7 +387,7 @@ class Drain:
     def _check_place(header: JobHeader, delivery: Delivery) -> None:
         """Without signatures anybody may write a header: its names must be those of this queue."""
         slot = delivery.slot
-        is_ours = header.model == slot and header.priority == delivery.priority.label and _is_id_of(header.id, slot)
+        is_ours = header.model == slot and header.priority == delivery.priority.label and is_job_id(header.id, slot)
         if not is_ours or (header.reply and not is_reply_key(header.reply, slot)):
             raise BadSignature("the envelope was made for another queue", (header.id, header.tenant))
 
@@ -393,7 +395,7 @@ class Drain:
         """Keeps the bytes; where they were accepted as a job, its client is told."""
         reason = f"{type(error).__name__}: {error}"
         job_id, tenant = (error.claimed if isinstance(error, BadSignature) else None) or ("", "")
-        if not _is_id_of(job_id, delivery.slot):
+        if not is_job_id(job_id, delivery.slot):
             self._broker.bury(self.consumer, delivery, reason)
             return
         failure = Failure("DeadLettered", f"The job went to the dead letters. {reason}")
@@ -714,18 +716,11 @@ class Drain:
 
 def _digest(header: JobHeader, sealed: bytes) -> bytes:
     """Equal for jobs of one tenant that ask the same of the same model."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr((header.tenant, header.model, header.version, header.content, header.options.outputs)).encode())
+    asked = (header.tenant, header.model, header.version, header.content, header.options.outputs)
+    digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
     end = len(sealed) - (32 if header.key else 0)
     digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])
     return digest.digest()
-
-
-def _is_id_of(job_id: str, slot: str) -> bool:
-    try:
-        return split_job_id(job_id)[0] == slot
-    except InvalidInput:
-        return False
 
 
 def _exception_of(failure: Failure) -> str:
