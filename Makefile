@@ -25,7 +25,7 @@ lint: $(VENV)/.dev ## ruff, ruff format, mypy and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev ## print the benchmark tables
+bench: $(VENV)/.bench ## print the benchmark tables, peers beside ours
 	$(BIN)/python -m tests.benchmarks
 
 clean: ## remove the environment and everything generated
@@ -41,6 +41,11 @@ $(VENV)/.dev: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: $(BIN)/python $(REQUIREMENTS)
+	@echo 'Installing into $(VENV); the first time takes some minutes'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench,demo,dev]'
+	@touch $@ $(VENV)/.dev $(VENV)/.demo
 
 $(BIN)/python:
 	@for python in python3.12 python3.11 python3; do \
