@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from registry import local_stack
 from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_async import AsyncRedisStreams
-from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultTimeout
+from registry.errors import ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
 from registry.package import ModelSpec
 from registry.queues import slot_of
 from registry.settings import Settings
@@ -197,7 +198,8 @@ class AsyncClient:
                         advance(len(results))
             finally:
                 for handle, _ in outstanding:
-                    await handle.cancel()
+                    with suppress(PenstockError):
+                        await handle.cancel()
 
     def job(self, job_id: str, *, tenant: str | None = None) -> AsyncJobHandle:
         """The handle of a job that anybody submitted, from its id; nothing is asked yet."""

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -38,7 +39,7 @@ from registry import local_stack
 from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_streams import RedisStreams
-from registry.errors import ConfigurationError, JobFailed, QueueFull, ResultTimeout
+from registry.errors import ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
 from registry.package import ModelSpec
 from registry.queues import slot_of
 from registry.settings import Settings
@@ -200,8 +201,10 @@ class Client:
                         results.append(_row_of(handle, shape, is_whole, on_error))
                         advance(len(results))
             finally:
+                # What ended the map is the error to tell, not that somebody else's end came first.
                 for handle, _ in outstanding:
-                    handle.cancel()
+                    with suppress(PenstockError):
+                        handle.cancel()
 
     def job(self, job_id: str, *, tenant: str | None = None) -> JobHandle:
         """The handle of a job that anybody submitted, from its id; nothing is asked yet."""

@@ -224,6 +224,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._reading: dict[str, str] | None = None
         self._addresses: dict[str, str] = {}
+        self._trims: list[tuple[str, str]] = []
 
     def address(self, slot: str) -> str:
         """The reply stream for jobs of a slot."""
@@ -283,17 +284,18 @@ class Inbox:
     def _read_once(self, seconds: float) -> None:
         """One read without the lock; the caller holds it before and after."""
         cursors = self._reading = self._postbox.cursors()
+        trims, self._trims = self._trims, []
         entries: list[StreamEntry] = []
         self._changed.release()
         try:
+            for key, last in trims:
+                self._broker.trim(key, last)
             entries = self._broker.read(cursors, max(1, int(seconds * 1000)))
         finally:
             self._changed.acquire()
             self._reading = None
-            trims = self._postbox.deliver(entries)
+            self._trims = self._postbox.deliver(entries)
             self._changed.notify_all()
-        for key, last in trims:
-            self._broker.trim(key, last)
 
     def _wake_key(self) -> str | None:
         return None if self._reading is None else self._postbox.wake_key(self._reading)

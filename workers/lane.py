@@ -34,8 +34,6 @@ from registry.tensors import decode, lists
 
 __all__ = ["LaneDoor", "LaneReplies", "Outcomes"]
 
-_MAX_DEADLINE_S: Final = 366 * 86_400
-_KEEP_SPEC_S: Final = 1.0
 _BLOCK_MS: Final = 1_000
 _REFRESH_S: Final = 5.0
 """How often new models, and entries whose worker died, are looked for."""

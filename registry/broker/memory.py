@@ -282,7 +282,8 @@ class MemoryBroker:
             self._state.queue(slot, priority).remove(entry_id)
             self._state.slots[slot].dead_letters.append((reason, delivery.sealed))
             record = self._state.records.get(job_id)
-            if record is not None and record.state is State.QUEUED and record.entry_id == entry_id:
+            accepted_as = (record.state, record.priority, record.entry_id) if record is not None else None
+            if record is not None and accepted_as == (State.QUEUED, priority, entry_id):
                 self._state.slots[slot].leave(record.tenant)
                 self._state.settle(job_id, record, State.DEAD, sealed, self._result_ttl_ms)
                 if record.reply:

@@ -327,7 +327,7 @@ def bury(consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: by
     """One call that moves bytes to the dead letters, and ends the job that they were accepted as."""
     slot = delivery.slot
     keys = [flow_key(slot), stream_key(slot, delivery.priority), dead_key(slot)]
-    args: list[Any] = [GROUP, consumer, delivery.entry_id, reason, delivery.sealed]
+    args: list[Any] = [GROUP, consumer, delivery.entry_id, int(delivery.priority), reason, delivery.sealed]
     if job_id:
         keys.append(record_key(job_id))
         args += _ending(job_id, State.DEAD, sealed, result_ttl_ms)

@@ -42,7 +42,9 @@ __all__ = ["RedisStreams"]
 
 RETRY_PAUSE_S = 0.05
 LOST_CONNECTION = (redis.ConnectionError, redis.TimeoutError, OSError)
-_PASSING = frozenset({"MISCONF", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "BUSY"})
+_PASSING = frozenset(
+    {"MISCONF", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "BUSY", "NOPERM", "NOAUTH"}
+)
 """First words of errors that say more about the server's present state than about our command."""
 _SLOT_BY_SLOT = 256
 """Jobs per call of the scripts that work through a list, so that no call holds the server for long."""

@@ -10,6 +10,7 @@ from registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
     LEASE_MS,
+    ROOMY,
     claim,
     commit_of,
     held,
@@ -204,6 +205,28 @@ def test_undecodable_bytes_go_to_the_dead_letters(brokerage: Brokerage, broker: 
     assert not broker.bury("w1", delivery, "again")
     assert brokerage.dead_letters(slot) == [("not an envelope", delivery.sealed)]
     assert queued(broker, slot) == 0
+
+
+def test_burial_ends_the_job_that_the_bytes_were_accepted_as(broker: Broker, slot: str):
+    """Its client reads why; bytes that claim to be another queue's job under the same entry id end nothing."""
+    jobs = [publication(slot, priority) for priority in (Priority.NORMAL, Priority.LOW)]
+    broker.publish(slot, jobs, ROOMY)
+    normal, low = (job.job_id for job in jobs)
+    mine, other = claim(broker, "w", slot)
+    assert broker.bury("w", other, "bad", job_id=normal, sealed=b"forged")
+    assert broker.standings([normal, low]) == [Standing(State.QUEUED, "acme")] * 2
+    assert broker.bury("w", mine, "bad", job_id=normal, sealed=b"why")
+    assert broker.standings([normal]) == [Standing(State.DEAD, "", b"why")]
+
+
+def test_entries_of_two_priorities_are_two_jobs(brokerage: Brokerage, broker: Broker, slot: str):
+    """Accepted in one step they have the same entry id, each in its own queue: both leases are renewed."""
+    jobs = [publication(slot, Priority.HIGH), publication(slot, Priority.LOW)]
+    broker.publish(slot, jobs, ROOMY)
+    deliveries = claim(broker, "w1", slot)
+    brokerage.elapse(LEASE_MS * 2)
+    assert broker.renew("w1", [held(delivery) for delivery in deliveries]) == NOTHING
+    assert broker.take_over("w2", slot, LEASE_MS, 8) == []
 
 
 def test_workers_are_listed_while_they_report(brokerage: Brokerage, broker: Broker, slot: str):

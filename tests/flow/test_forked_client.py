@@ -42,3 +42,35 @@ def test_parent_and_children_go_on(fleet: Fleet):
         [sys.executable, "-c", PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, "all answered\n"), done.stderr
+
+
+ASYNC_PROGRAM = """
+import asyncio, os, sys
+from producers import AsyncClient
+
+client = AsyncClient(sys.argv[1])
+
+async def answers(base):
+    async def ask(number):
+        job = await client.submit("double", {"x": [[number, 0, 0, 0]]})
+        return (await job.result(10))["y"][0, 0]
+    got = await asyncio.gather(*[ask(base + number) for number in range(50)])
+    await client.aclose()
+    return got == [2 * (base + number) for number in range(50)]
+
+children = []
+for child in range(3):
+    if (pid := os.fork()) == 0:
+        os._exit(not asyncio.run(answers(100 * child)))
+    children.append(pid)
+assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
+print("all answered")
+"""
+
+
+def test_asyncio_client_made_before_a_fork_serves_every_child(fleet: Fleet):
+    """As under Gunicorn with preload: children do not share a reply stream, so none takes another's replies away."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASYNC_PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "all answered\n"), done.stderr

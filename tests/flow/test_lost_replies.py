@@ -1,0 +1,52 @@
+"""A reply is a hint: whoever waits for one that never comes is answered from the record."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from producers import AsyncClient, Client
+from registry.queues import reply_key
+from tests.flow.conftest import Fleet
+from tests.servers import wait_until
+
+ROW = {"x": [[1, 0, 0, 0]]}
+
+
+def _reply_streams(fleet: Fleet) -> list[bytes]:
+    return list(fleet.server.client().scan_iter(reply_key("double", "*").replace("{", "\\{")))
+
+
+def test_blocking_client_reads_the_record_after_a_silence(fleet: Fleet):
+    """The reply stream vanishes before it was read: the result is there a second later, not never."""
+    with Client(fleet.server.url) as client:
+        before = set(_reply_streams(fleet))
+        job = client.submit("double", ROW)
+        wait_until(lambda: job.id and client.job(job.id).status() == "completed", 5, "the job ends")
+        for key in set(_reply_streams(fleet)) - before:
+            fleet.server.client().delete(key)
+        begun = time.monotonic()
+        assert job.result(10)["y"][0, 0] == 2
+        assert time.monotonic() - begun < 5
+
+
+def test_asyncio_client_reads_the_record_while_others_are_answered(fleet: Fleet):
+    """One reply is lost while other jobs of the client go on being answered: its waiter does not wait for ever."""
+
+    async def lose_one() -> float:
+        async with AsyncClient(fleet.server.url) as client:
+            before = set(_reply_streams(fleet))
+            lost = await client.submit("double", ROW)
+            while await client.job(lost.id).status() != "completed":
+                await asyncio.sleep(0.01)
+            for key in set(_reply_streams(fleet)) - before:
+                fleet.server.client().delete(key)
+            begun = time.monotonic()
+            waiting = asyncio.create_task(lost.result(10))
+            while not waiting.done():
+                await (await client.submit("double", ROW)).result(10)
+                await asyncio.sleep(0.02)
+            assert (await waiting)["y"][0, 0] == 2
+            return time.monotonic() - begun
+
+    assert asyncio.run(lose_one()) < 5
