@@ -504,11 +504,11 @@ class Drain:
 
     # Conclude and commit
 
-    def _too_late(self, job: ClaimedJob) -> Failure | None:
-        """Asked on the model thread as the last thing before a forward: the job may have waited for it."""
-        if job.is_cancelled or job.is_lost:
-            return CANCELLED
-        return EXPIRED if self._broker.now_ms() > job.expires_ms else None
+    def _too_late(self, jobs: Sequence[ClaimedJob]) -> dict[int, Failure]:
+        """Asked on the model thread as the last thing before a forward: the jobs may have waited for it."""
+        now = self._broker.now_ms()
+        late = [job for job in jobs if job.is_cancelled or job.is_lost or now > job.expires_ms]
+        return {id(job): CANCELLED if job.is_cancelled or job.is_lost else EXPIRED for job in late}
 
     def _conclude(self, work: Work) -> None:
         self._served[work.batch.key.model].in_flight -= 1

@@ -76,15 +76,15 @@ class Work:
 class Executor:
     """Runs work on `threads` model threads, in the order of submission.
 
-    Both are called on a model thread: `on_done` when work has ended, `too_late` for each job before it begins; a
-    job for which that returns a failure does not run.
+    Both are called on a model thread: `on_done` when work has ended, `too_late` with the jobs of work that is about
+    to begin; those for whose id() it names a failure do not run.
     """
 
     def __init__(
         self,
         threads: int,
         on_done: Callable[[], None],
-        too_late: Callable[[ClaimedJob], Failure | None],
+        too_late: Callable[[Sequence[ClaimedJob]], Mapping[int, Failure]],
         checkpoint: Callable[[str], None],
     ) -> None:
         self.threads = threads
@@ -206,12 +206,20 @@ class Executor:
                 work.is_prepared.set()
 
 
-def _answer(work: Work, too_late: Callable[[ClaimedJob], Failure | None], checkpoint: Callable[[str], None]) -> None:
-    refusals = {id(item.job): refusal for item in work.batch.items if (refusal := too_late(item.job)) is not None}
-    jobs = [item.job for item in work.batch.items if id(item.job) not in refusals]
+def _answer(
+    work: Work,
+    too_late: Callable[[Sequence[ClaimedJob]], Mapping[int, Failure]],
+    checkpoint: Callable[[str], None],
+) -> None:
+    jobs = [item.job for item in work.batch.items]
+    refusals = too_late(jobs)
     checkpoint("mid-forward")
-    answers = iter(_forward(work, jobs, is_whole=not refusals) if jobs else ())
-    work.answers = [refusals.get(id(item.job)) or next(answers) for item in work.batch.items]
+    if not refusals:
+        work.answers = _forward(work, jobs, is_whole=True)
+    else:
+        admitted = [job for job in jobs if id(job) not in refusals]
+        answers = iter(_forward(work, admitted, is_whole=False) if admitted else ())
+        work.answers = [refusals.get(id(job)) or next(answers) for job in jobs]
     checkpoint("after-forward")
 
 
