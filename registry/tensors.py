@@ -127,12 +127,13 @@ def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, A
 
 
 def _count(tensor: Tensor) -> int:
-    if len(tensor.shape) > MAX_DIMS or any(extent < 0 for extent in tensor.shape):
+    shape = tensor.shape
+    count = math.prod(shape)
+    # A zero extent hides what the others claim, and NumPy still looks at them.
+    claimed = count or math.prod(extent or 1 for extent in shape)
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or claimed > MAX_RESULT_BYTES:
         raise UndecodableEnvelope(f"{tensor.name!r:.80} has an impossible shape")
-    # A zero extent hides what the others claim; NumPy still looks at them.
-    if math.prod(extent or 1 for extent in tensor.shape) > MAX_RESULT_BYTES:
-        raise UndecodableEnvelope(f"{tensor.name!r:.80} has an impossible shape")
-    return math.prod(tensor.shape)
+    return count
 
 
 def _numbers(tensor: Tensor, dtype: np.dtype[Any], body: memoryview | bytes) -> Array:
