@@ -27,7 +27,7 @@ LOWER_SHARE: Final = 1 / 8
 _RELEASED_MS: Final = 3_600_000
 """Jobs that were released look idle for a day; no lease that lapsed by itself is left alone for an hour."""
 
-_OUT_OF_TOUCH_S: Final = 2.0
+_OUT_OF_TOUCH_S: Final = 3.0
 
 logger = logging.getLogger("server")
 
@@ -138,7 +138,7 @@ class LeaseKeeper:
     @property
     def is_in_touch(self) -> bool:
         """Whether the broker answered lately."""
-        return time.monotonic() - self._last_contact < max(_OUT_OF_TOUCH_S, self._lease_s)
+        return time.monotonic() - self._last_contact < _OUT_OF_TOUCH_S
 
     def _run(self) -> None:
         renew_every, look_every = self._lease_s / 3, min(0.5, self._lease_s / 4)
@@ -150,35 +150,41 @@ class LeaseKeeper:
                     self._renew()
                     renew_at = now + renew_every
                 if now >= look_at:
-                    self._take_over(now)
+                    self._take_over()
                     look_at = now + look_every
                 if now >= report_at:
                     self._report()
+                    self._note_contact()
                     report_at = now + 1.0
-                self._note_contact()
             except BrokerUnavailable as error:
                 logger.warning("leases are not renewed: %s", error)
                 self._is_stopping.wait(min(0.2, look_every))
             self._is_stopping.wait(max(0.0, min(renew_at, look_at, report_at) - time.monotonic()))
 
     def _note_contact(self) -> None:
+        """The broker has answered. The first answer after a gap comes before anybody is taken over from."""
         now = time.monotonic()
         if now - self._last_contact > max(1.0, self._lease_s / 2):
             self._may_take_over_at = now + self._lease_s
         self._last_contact = now
 
     def _renew(self) -> None:
-        renewal = self._broker.renew(self._consumer, self._holdings.snapshot())
-        # The first answer after a silence must close the gap before anybody is taken over from.
+        held = self._holdings.snapshot()
+        if not held:
+            return
+        renewal = self._broker.renew(self._consumer, held)
         self._note_contact()
         if renewal.lost or renewal.cancelled:
             self._news(LeaseNews(renewal, []))
 
-    def _take_over(self, now: float) -> None:
-        lease_ms = int(self._lease_s * 1000) if now >= self._may_take_over_at else _RELEASED_MS
+    def _take_over(self) -> None:
         for slot in self._slots:
-            room = self._room()
-            found = self._broker.take_over(self._consumer, slot, lease_ms, room) if room > 0 else []
+            if (room := self._room()) <= 0:
+                return
+            may_take_over = time.monotonic() >= self._may_take_over_at
+            lease_ms = int(self._lease_s * 1000) if may_take_over else _RELEASED_MS
+            found = self._broker.take_over(self._consumer, slot, lease_ms, room)
+            self._note_contact()
             if found:
                 logger.info("jobs taken over", extra={"model": slot, "jobs": len(found)})
                 self._news(LeaseNews(_NOTHING, found))
