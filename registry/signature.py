@@ -114,6 +114,13 @@ class Signature:
         self._outputs = {spec.name: (DTYPES[spec.dtype], spec) for spec in self.outputs}
         self._free_axes = tuple((spec.name, axes) for spec in self.inputs if (axes := _free_axes(spec)))
 
+    @property
+    def is_of_shapes(self) -> bool:
+        """Whether dtypes and shapes say all that a forward needs: no text, no range, no length to keep to."""
+        return not self._max_length and all(
+            spec.dtype != STRING and spec.min is None and spec.max is None for spec in self.inputs
+        )
+
     def check(self, inputs: Mapping[str, object]) -> dict[str, Array]:
         """The inputs as arrays of the declared dtypes, in declared order.
 

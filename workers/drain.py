@@ -412,12 +412,10 @@ class Drain:
         if version and version != model.runtime.version:
             return Failure("ModelError", f"Version {version} is not served here. Served is {model.runtime.version}")
         try:
-            job.inputs = model.signature.check(job.inputs)
-            model.signature.select_outputs(job.header.options.outputs)
+            model.fit(job)
         except InvalidInput as error:
             # The producer checked against another spec than the one that is served now.
             return Failure("ModelError", f"InvalidInput: {error}")
-        job.rows = model.signature.rows(job.inputs)
         return None
 
     def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:

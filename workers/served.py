@@ -8,6 +8,7 @@ from typing import Final
 from registry.package import ModelSpec, Package
 from registry.settings import InferenceConfig
 from registry.signature import Signature
+from registry.tensors import Tensor
 from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
 from workers.executor import JobStream, Work
 from workers.job import ClaimedJob
@@ -63,6 +64,7 @@ class ServedModel:
             output.name for output in self.spec.outputs if output.dtype.startswith("float") and not output.allow_nan
         )
         self.capacity: Final = self.limits.max_rows * _BATCHES_HELD * self.spec.concurrency + window
+        self._fitting: tuple[tuple[Tensor, ...], int] = ((), 0)
         self.in_memory = 0
         self.is_drained = False
         """Whether the last claim found fewer jobs than it asked for."""
@@ -83,6 +85,23 @@ class ServedModel:
     def tokenises(self) -> bool:
         """Whether preparing a batch is worth doing beside another forward."""
         return self.spec.format == "transformers"
+
+    def fit(self, job: ClaimedJob) -> None:
+        """Checks a job against the signature that is served, and counts its rows. Raises InvalidInput.
+
+        Where shapes say all, a job described like the one before needs no second look: its values were checked
+        before it was accepted, and NaN harms nobody but itself.
+        """
+        content, rows = self._fitting
+        if job.header.content == content:
+            job.rows = rows
+        else:
+            job.inputs = self.signature.check(job.inputs)
+            job.rows = self.signature.rows(job.inputs)
+            if self.signature.is_of_shapes:
+                self._fitting = (job.header.content, job.rows)
+        if job.header.options.outputs:
+            self.signature.select_outputs(job.header.options.outputs)
 
     def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""

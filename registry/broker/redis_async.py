@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import redis.asyncio
@@ -30,6 +30,8 @@ class AsyncRedisStreams:
         self._redis = client
         # redis-py leaves the pool's methods untyped.
         self._pool: Any = client.connection_pool
+        self._publishing = _Line(self._pool)
+        self._reading = _Line(self._pool)
         self._result_ttl_ms = result_ttl_ms
 
     @classmethod
@@ -45,7 +47,7 @@ class AsyncRedisStreams:
 
     async def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """See ProducerEnd.publish."""
-        return scripts.receipts(slot, jobs, await self._run(scripts.publish(slot, jobs, limits)))
+        return scripts.receipts(slot, jobs, await self._run(scripts.publish(slot, jobs, limits), self._publishing))
 
     async def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
         """See ProducerEnd.standings."""
@@ -64,7 +66,8 @@ class AsyncRedisStreams:
 
     async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read."""
-        return scripts.entries(await self._run(scripts.read(cursors, block_ms, count, self.timeout_s)))
+        line = self._reading if block_ms > 0 else None
+        return scripts.entries(await self._run(scripts.read(cursors, block_ms, count, self.timeout_s), line))
 
     async def trim(self, key: str, before: str) -> None:
         """See ProducerEnd.trim."""
@@ -83,16 +86,22 @@ class AsyncRedisStreams:
     def forget_connections(self) -> None:
         """After a fork: drop what the parent opened without saying goodbye on its sockets."""
         self._pool.reset()
+        self._publishing.forget()
+        self._reading.forget()
 
     async def aclose(self) -> None:
         """Give the connections back."""
+        await self._publishing.aclose()
+        await self._reading.aclose()
         await self._redis.aclose()
 
-    async def _run(self, command: scripts.Call) -> Any:
+    async def _run(self, command: scripts.Call, line: _Line | None = None) -> Any:
+        """One command, repeated on a new connection while the time-out lasts; on a line of its own, or the pool's."""
         deadline = time.monotonic() + self.timeout_s
+        ask = self._ask if line is None else line.ask
         while True:
             try:
-                return await self._once(command)
+                return await self._once(ask, command)
             except ResponseError as error:
                 raise refusal(error) or error from error
             except LOST_CONNECTION as error:
@@ -100,26 +109,67 @@ class AsyncRedisStreams:
                     raise unanswered(error, self.timeout_s) from error
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _once(self, command: scripts.Call) -> Any:
+    async def _once(self, ask: Callable[[scripts.Call], Awaitable[Any]], command: scripts.Call) -> Any:
         try:
-            return await self._ask(command)
+            return await ask(command)
         except NoScriptError:
             for source in scripts.SOURCES.values():
                 await self._ask(["SCRIPT", "LOAD", source])
-            return await self._ask(command)
+            return await ask(command)
 
     async def _ask(self, command: scripts.Call) -> Any:
-        """One command on a pooled connection, packed in C: redis-py's asyncio client packs in Python, and that
-        alone took a fifth of a client's time per job."""
         connection = await self._pool.get_connection()
         try:
-            await connection.send_packed_command(pack_command(tuple(command)), check_health=False)
-            return await connection.read_response()
-        except ResponseError:
-            raise
-        except BaseException:
-            # Cancelled, too: the answer is still to come, and must not be taken for that of the next command.
-            await connection.disconnect(nowait=True)
-            raise
+            return await _answer(connection, command)
         finally:
             await self._pool.release(connection)
+
+
+class _Line:
+    """A connection for one kind of command, one at a time: the pool looks at a socket before it lends it, and that
+    costs as much as the command itself."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._connection: Any = None
+        self._lock: asyncio.Lock | None = None
+
+    async def ask(self, command: scripts.Call) -> Any:
+        """The answer to one command."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        async with self._lock:
+            if self._connection is None:
+                connection = self._pool.make_connection()
+                await connection.connect()
+                self._connection = connection
+            try:
+                return await _answer(self._connection, command)
+            except ResponseError:
+                raise
+            except BaseException:
+                self._connection = None
+                raise
+
+    def forget(self) -> None:
+        """After a fork: the connection is the parent's."""
+        self._connection = self._lock = None
+
+    async def aclose(self) -> None:
+        """Gives the connection back."""
+        if self._connection is not None:
+            await self._connection.disconnect()
+            self._connection = None
+
+
+async def _answer(connection: Any, command: scripts.Call) -> Any:
+    """Packed in C: redis-py's asyncio client packs in Python, which took a fifth of a client's time per job."""
+    try:
+        await connection.send_packed_command(pack_command(tuple(command)), check_health=False)
+        return await connection.read_response()
+    except ResponseError:
+        raise
+    except BaseException:
+        # Cancelled, too: the answer is still to come, and must not be taken for that of the next command.
+        await connection.disconnect(nowait=True)
+        raise
