@@ -64,7 +64,7 @@ class ServedModel:
             output.name for output in self.spec.outputs if output.dtype.startswith("float") and not output.allow_nan
         )
         self.capacity: Final = self.limits.max_rows * _BATCHES_HELD * self.spec.concurrency + window
-        self._fitting: tuple[tuple[Tensor, ...], int] = ((), 0)
+        self._fitting: tuple[tuple[Tensor, ...] | None, int] = (None, 0)
         self.in_memory = 0
         self.is_drained = False
         """Whether the last claim found fewer jobs than it asked for."""
