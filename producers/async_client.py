@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -289,15 +290,14 @@ class AsyncJobHandle:
 
     async def result(self, timeout: float | None = None) -> dict[str, Array]:
         """See JobHandle.result."""
-        if self._standing is None and timeout is None:
-            if self.is_ours:
-                await self._client._inbox.reply_to(self)
-            if self._standing is None:
-                await self._end()
-        elif self._standing is None:
+        if self._standing is None:
+            until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
             try:
-                async with asyncio.timeout(timeout):
-                    await self._end()
+                if self.is_ours:
+                    await self._client._inbox.reply_to(self, until)
+                if self._standing is None:
+                    async with asyncio.timeout_at(None if until == inf else until):
+                        await self._follow()
             except TimeoutError:
                 # Time is up; the record has the last word.
                 await self._ask()
@@ -335,12 +335,9 @@ class AsyncJobHandle:
             return self._opened().state is State.CANCELLED
         return outcome is CancelOutcome.CANCELLED
 
-    async def _end(self) -> None:
-        """Waits for the reply, or for somebody else's job the end of its stream."""
-        if self.is_ours:
-            await self._client._inbox.reply_to(self)
-        if self._standing is None:
-            await self._ask()
+    async def _follow(self) -> None:
+        """Asks the record; of somebody else's job, reads the stream to its end."""
+        await self._ask()
         if self._standing is None:
             async for _ in self.stream():
                 pass

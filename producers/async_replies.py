@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
+from math import inf
 from typing import Final, NamedTuple, Protocol
 
 from producers.connection import new_client_id
@@ -48,7 +49,8 @@ class Outbox:
 
     def send(self, publication: Publication) -> asyncio.Future[Receipt]:
         """The broker's answer. A caller that is cancelled meanwhile does not stop the call for the others."""
-        answer: asyncio.Future[Receipt] = self._loop.create_future()
+        # Made directly: the loop's own method is Python, and this is half of all futures of a client.
+        answer: asyncio.Future[Receipt] = asyncio.Future(loop=self._loop)
         self._gathered.append((publication, answer))
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_all())
@@ -103,7 +105,8 @@ class _Waiting(NamedTuple):
     """Those who wait for one job, and since when."""
 
     since: float
-    futures: list[asyncio.Future[None]]
+    waiters: list[tuple[asyncio.Future[None], float]]
+    """Each with the time, on the loop's clock, until which it will wait."""
 
 
 class AsyncInbox:
@@ -119,6 +122,8 @@ class AsyncInbox:
         self._reading: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
         self._is_closing = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._wakes_at = inf
 
     def address(self, slot: str) -> str:
         """The reply stream for jobs of a slot."""
@@ -132,31 +137,60 @@ class AsyncInbox:
         """See Postbox.expect."""
         self._postbox.expect(job_id, handle)
 
-    def reply_to(self, handle: Awaited) -> asyncio.Future[None]:
-        """Done once the reply about a job of ours has come; it may raise BrokerUnavailable."""
+    def reply_to(self, handle: Awaited, until: float = inf) -> asyncio.Future[None]:
+        """Done once the reply about a job of ours has come; it may raise BrokerUnavailable, or TimeoutError at `until`.
+
+        until: on the clock of the loop. One timer serves all who wait: a timer each would take a tenth of a client's
+        time per job.
+        """
         if self._is_closing:
             raise _closed()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = self._loop.create_future()
+        waiter: asyncio.Future[None] = asyncio.Future(loop=self._loop)
         waiting = self._waiters.get(handle)
         if waiting is None:
-            self._waiters[handle] = _Waiting(time.monotonic(), [waiter])
+            self._waiters[handle] = _Waiting(self._loop.time(), [(waiter, until)])
         else:
-            waiting.futures.append(waiter)
-        self.listen()
+            waiting.waiters.append((waiter, until))
+        if until < self._wakes_at:
+            self._wake_at(until)
+        if self._reader is None:
+            self.listen()
         return waiter
+
+    def _wake_at(self, until: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._wakes_at = until
+        self._alarm = None if self._loop is None or until == inf else self._loop.call_at(until, self._give_up)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _give_up(self) -> None:
+        """Tells those whose time is up, and sets the timer for the next."""
+        now, earliest = self._now(), inf
+        for waiting in self._waiters.values():
+            for waiter, until in waiting.waiters:
+                if waiter.done():
+                    continue
+                if until <= now:
+                    waiter.set_exception(TimeoutError())
+                else:
+                    earliest = min(earliest, until)
+        self._wake_at(earliest)
 
     def answered(self, handle: Awaited) -> None:
         """Wakes those who wait for the job."""
         waiting = self._waiters.pop(handle, None)
-        for waiter in waiting.futures if waiting else ():
+        for waiter, _ in waiting.waiters if waiting else ():
             if not waiter.done():
                 waiter.set_result(None)
 
     def listen(self) -> None:
         """Makes sure that somebody reads."""
-        if self._reader is None or self._reader.done():
+        if self._reader is None:
             self._reader = asyncio.create_task(self._read())
 
     def subscribe(self, job_id: str, after: int) -> Subscription:
@@ -178,6 +212,12 @@ class AsyncInbox:
         return await self._broker.read({events_key(job_id): f"{after}-0"}, 0, _ALL)
 
     async def _read(self) -> None:
+        try:
+            await self._read_while_awaited()
+        finally:
+            self._reader = None
+
+    async def _read_while_awaited(self) -> None:
         asked = time.monotonic()
         while not self._is_closing and self._postbox.is_awaited:
             self._reading = self._postbox.cursors()
@@ -198,9 +238,10 @@ class AsyncInbox:
 
     async def _ask_records(self) -> None:
         """For jobs of which nothing was heard for a second: the streams are hints, the records are the truth."""
-        now = time.monotonic()
+        self._postbox.sweep()
+        now = self._now()
         for handle, waiting in list(self._waiters.items()):
-            if all(waiter.done() for waiter in waiting.futures):
+            if all(waiter.done() for waiter, _ in waiting.waiters):
                 # Those who waited gave up.
                 del self._waiters[handle]
         silent = [
@@ -215,7 +256,7 @@ class AsyncInbox:
 
     def _fail(self, error: Exception) -> None:
         waiters, self._waiters = self._waiters, {}
-        for waiter in chain.from_iterable(waiting.futures for waiting in waiters.values()):
+        for waiter, _ in chain.from_iterable(waiting.waiters for waiting in waiters.values()):
             if not waiter.done():
                 waiter.set_exception(error)
 
@@ -229,14 +270,15 @@ class AsyncInbox:
             await self._broker.nudge(key)
 
     async def aclose(self) -> None:
-        """Ends the reader by word, not by cancellation: redis-py's reader may not survive that."""
+        """Ends the reader by word, so that what it has just been told still arrives."""
         self._is_closing = True
+        self._wake_at(inf)
         if self._waker is not None:
             await self._waker
-        if self._reader is not None and not self._reader.done():
+        if (reader := self._reader) is not None:
             if key := next(iter(self._reading), None):
                 await self._nudge(key)
-            await asyncio.wait([self._reader], timeout=2 * SILENCE_S)
+            await asyncio.wait([reader], timeout=2 * SILENCE_S)
         self._fail(_closed())
 
 

@@ -7,6 +7,9 @@
 One I/O thread does everything but the forwards and the leases. It gives an idle model thread its next batch before
 anything else, then commits what is done and claims what there is room for in one round trip; when the queues are
 empty it leaves a blocking claim with the broker, and sleeps until that or a model thread wakes it.
+
+`start` runs three kinds of threads over three methods: Drain.step, Executor.begin to finish, LeaseKeeper.tick. Whoever
+calls these in their place, under a clock of their own, has the whole worker in one thread.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import secrets
 import select
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -50,7 +54,9 @@ _ANSWER_S: Final = 0.25
 """How long after its time a blocking claim may answer."""
 _LOOK_AGAIN_S: Final = 0.02
 _TICK_S: Final = 0.25
+_SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
+"""How long to leave a broker alone that does not answer; doubled each time, between these."""
 _STUCK_S: Final = 30.0
 """An I/O or lease thread that has not come round for so long hangs."""
 _REPORT_TTL_MS: Final = 5000
@@ -60,7 +66,8 @@ class Drain:
     """Serves the models of `packages` from the broker until told to stop. Call load, then start, then stop.
 
     name: the worker's, unique on the broker. device, threads: see Runtime.load. probe_url: where its probe answers,
-    for its report. checkpoint: called with the name of each point at which a crash is worth testing.
+    for its report. checkpoint: called with the name of each point at which a crash is worth testing. clock: monotonic
+    seconds.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Drain:
         metrics: InferenceMetrics,
         probe_url: str = "",
         checkpoint: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not packages:
             raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
@@ -91,6 +99,7 @@ class Drain:
         self._metrics = metrics
         self._probe_url = probe_url
         self._checkpoint = checkpoint
+        self._clock = clock
         self._job_ttl_ms = int(queue.job_ttl_s * 1000)
         self._result_ttl_ms = int(queue.result_ttl_s * 1000)
         self._ageing_ms = int(queue.ageing_s * 1000)
@@ -106,10 +115,12 @@ class Drain:
         self._to_release: list[ClaimedJob] = []
         self._news: deque[LeaseNews] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._executor = Executor(
-            max(model.spec.concurrency for model in self._turns), self._ring, self._too_late, checkpoint
+        # Not before the last model thread, hung ones included, has let go of the drain: it may still ring.
+        weakref.finalize(self, os.close, self._wake).atexit = False
+        self.executor: Final = Executor(
+            max(model.spec.concurrency for model in self._turns), self._ring, self._too_late, checkpoint, clock
         )
-        self._leases = LeaseKeeper(
+        self.leases: Final = LeaseKeeper(
             broker,
             self.consumer,
             list(self._served),
@@ -118,11 +129,13 @@ class Drain:
             room=self._room_to_take_over,
             news=self._hear,
             report=self._report,
+            clock=clock,
         )
         self._pollers: dict[int, select.poll] = {}
         self._is_stopping = False
         self._stop_at = float("inf")
-        self._ticked = time.monotonic()
+        self._ticked = clock()
+        self._pause_s = _SHORTEST_PAUSE_S
         self._is_armed = False
         self._armed_count = 0
         self._armed_until = 0.0
@@ -144,32 +157,36 @@ class Drain:
 
     def start(self) -> None:
         """Begins to claim."""
-        self._executor.start()
-        self._leases.start()
+        self.executor.start()
+        self.leases.start()
         self._thread.start()
         self._is_ready = True
         self._metrics.ready(True)
 
     def stop(self, grace_s: float) -> None:
         """Claims nothing more, lets running batches finish for up to `grace_s`, gives the rest back at once."""
-        self._metrics.ready(False)
-        self._is_ready = False
-        self._stop_at = time.monotonic() + grace_s
-        self._is_stopping = True
-        self._ring()
+        self.ask_to_stop(grace_s)
         if self._thread.ident is not None:
             # A last commit may have to wait for the broker once.
             self._thread.join(grace_s + 6.0)
-            self._leases.stop(1.0)
-            self._executor.stop()
+            self.leases.stop(1.0)
+            self.executor.stop()
         for model in self._turns:
             model.runtime.close()
             self._metrics.loaded(model.name, model.runtime.version, False)
 
+    def ask_to_stop(self, grace_s: float) -> None:
+        """From now on the steps wind up, see `stop`; does not wait for them."""
+        self._metrics.ready(False)
+        self._is_ready = False
+        self._stop_at = self._clock() + grace_s
+        self._is_stopping = True
+        self._ring()
+
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether jobs are being served, and the details for a probe."""
-        problem = self.is_healthy() or (None if self._leases.is_in_touch else "the broker does not answer")
+        problem = self.is_healthy() or (None if self.leases.is_in_touch else "the broker does not answer")
         is_ready = self._is_ready and problem is None
         return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._holdings)}
 
@@ -177,11 +194,11 @@ class Drain:
         """None, or why this process should be replaced: a thread has died or hangs."""
         if not self._is_ready:
             return None
-        now = time.monotonic()
+        now = self._clock()
         for name, is_alive, ticked in (
             ("drain", self._thread.is_alive(), self._ticked),
-            ("lease", self._leases.is_alive(), self._leases.ticked),
-            ("model", self._executor.is_alive(), now),
+            ("lease", self.leases.is_alive(), self.leases.ticked),
+            ("model", self.executor.is_alive(), now),
         ):
             if not is_alive:
                 return f"the {name} thread has died"
@@ -191,35 +208,44 @@ class Drain:
 
     def active(self) -> list[JobHeader]:
         """The jobs whose forward runs now."""
-        return [item.job.header for work in self._executor.running() for item in work.batch.items]
+        return [item.job.header for work in self.executor.running() for item in work.batch.items]
 
     def reserved(self) -> list[JobHeader]:
         """The jobs in memory that wait for their forward."""
-        formed = [item for work in self._executor.waiting() for item in work.batch.items]
+        formed = [item for work in self.executor.waiting() for item in work.batch.items]
         pending = [item for model in tuple(self._turns) for item in model.batcher.pending()]
         return [item.job.header for item in (*formed, *pending)]
 
     # The loop
 
     def _run(self) -> None:
-        pause_s = 0.05
-        while True:
-            self._ticked = time.monotonic()
-            try:
-                if self._is_stopping:
-                    self._wind_up()
-                    return
-                self._step()
-                pause_s = 0.05
-            except BrokerUnavailable as error:
-                logger.warning("the broker is away: %s", error)
-                self._broker.drop_armed()
-                self._pollers.clear()
-                self._is_armed = False
+        while (pause_s := self.step()) is not None:
+            if pause_s:
                 time.sleep(pause_s)
-                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
-    def _step(self) -> None:
+    def step(self, longest_wait_s: float = _TICK_S) -> float | None:
+        """One turn of the loop; in the end it waits for news, for up to `longest_wait_s` seconds.
+
+        Returns for how many seconds to leave the broker alone, or None: all is given back, there is no next turn.
+        """
+        self._ticked = self._clock()
+        try:
+            if not self._is_stopping:
+                self._serve()
+            elif not self._wind_up():
+                return None
+            self._listen(min(self._patience_s(), longest_wait_s))
+        except BrokerUnavailable as error:
+            logger.warning("the broker is away: %s", error)
+            self._broker.drop_armed()
+            self._pollers.clear()
+            self._is_armed = False
+            pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, _LONGEST_PAUSE_S)
+            return pause_s
+        self._pause_s = _SHORTEST_PAUSE_S
+        return 0.0
+
+    def _serve(self) -> None:
         self._take_in_done()
         self._follow_news()
         self._give_up_hung_work()
@@ -228,10 +254,9 @@ class Drain:
         self._dispatch()
         self._arm()
         self._tell()
-        self._sleep()
 
     def _take_in_done(self) -> None:
-        for work in self._executor.take_done():
+        for work in self.executor.take_done():
             self._conclude(work)
 
     def _exchange(self, wishes: list[Claim]) -> None:
@@ -244,7 +269,7 @@ class Drain:
             self._checkpoint("before-commit")
         if wishes:
             self._checkpoint("before-claim")
-        begun = time.monotonic()
+        begun = self._clock()
         verdicts, deliveries = self._broker.exchange(
             self.consumer, [commit for _, commit in pending], wishes, self._result_ttl_ms
         )
@@ -295,37 +320,41 @@ class Drain:
         self._armed_count = count
         self._broker.arm(self.consumer, list(self._served), count, _BLOCK_MS)
         self._is_armed = True
-        self._armed_until = time.monotonic() + _BLOCK_MS / 1000 + _ANSWER_S
+        self._armed_until = self._clock() + _BLOCK_MS / 1000 + _ANSWER_S
 
     def _collect(self) -> None:
         """The blocking claim has an answer, or is overdue: on a half-open connection none may ever come."""
-        deliveries = self._broker.collect() if time.monotonic() < self._armed_until else self._broker.disarm()
+        deliveries = self._broker.collect() if self._clock() < self._armed_until else self._broker.disarm()
         self._is_armed = False
         self._note_drained(dict.fromkeys(self._served, self._armed_count), deliveries)
         self._admit(deliveries)
 
-    def _sleep(self) -> None:
-        """Until the broker or a model thread has something, or a batch has waited long enough."""
+    def _patience_s(self) -> float:
+        """For how long there is nothing to do, unless the broker or a model thread has something."""
         timeout_s = _TICK_S
         if self._uncommitted or self._concluded:
             timeout_s = 0.0
         elif self._is_armed:
-            timeout_s = min(timeout_s, max(0.0, self._armed_until - time.monotonic()))
-        elif not self._executor.running():
+            timeout_s = min(timeout_s, max(0.0, self._armed_until - self._clock()))
+        elif not self.executor.running():
             timeout_s = 0.001
         elif any(model.free > 0 for model in self._turns):
             # Other models must not wait for the long forward of the one whose queue is full.
             timeout_s = _LOOK_AGAIN_S
-        if self._executor.idle == 0:
+        if self.executor.idle == 0:
             for model in filter(self._may_form_ahead, self._turns):
                 if (flush_at := model.batcher.next_flush_at()) is not None:
-                    timeout_s = min(timeout_s, max(0.0, flush_at - time.monotonic()) + 0.0005)
+                    timeout_s = min(timeout_s, max(0.0, flush_at - self._clock()) + 0.0005)
+        return timeout_s
+
+    def _listen(self, timeout_s: float) -> None:
+        """Waits for the broker or a model thread."""
         for fd, _ in self._poller(self._broker.fileno() if self._is_armed else -1).poll(timeout_s * 1000):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
             else:
                 self._collect()
-        if self._is_armed and time.monotonic() >= self._armed_until:
+        if self._is_armed and self._clock() >= self._armed_until:
             self._collect()
 
     def _poller(self, broker_fd: int) -> select.poll:
@@ -348,7 +377,7 @@ class Drain:
         if not deliveries:
             return
         self._checkpoint("after-claim")
-        now, broker_now = time.monotonic(), self._broker.now_ms()
+        now, broker_now = self._clock(), self._broker.now_ms()
         opened = [job for delivery in deliveries if (job := self._open(delivery, now, broker_now)) is not None]
         self._holdings.take(opened)
         self._watcher.received([job.header for job in opened], time.time())
@@ -435,17 +464,17 @@ class Drain:
     def _dispatch(self) -> None:
         """Gives every idle model thread a batch, and forms the next full one while they are busy."""
         self._recall_for_urgent()
-        while (idle := self._executor.idle) >= 0:
+        while (idle := self.executor.idle) >= 0:
             work = self._next_work(is_idle=idle > 0)
             if work is None:
                 return
             self._watcher.started([item.job.header for item in work.batch.items], time.time())
             tokenises = self._served[work.batch.key.model].tokenises
-            self._executor.submit(work, prepare_apart=idle == 0 and tokenises)
+            self.executor.submit(work, prepare_apart=idle == 0 and tokenises)
 
     def _next_work(self, *, is_idle: bool) -> Work | None:
         """The next batch, model by model in turn, without the jobs whose deadline has passed meanwhile."""
-        now = time.monotonic()
+        now = self._clock()
         for _ in range(len(self._turns)):
             model = self._turns[0]
             self._turns.rotate(-1)
@@ -462,7 +491,7 @@ class Drain:
 
     def _may_form_ahead(self, model: ServedModel) -> bool:
         """Whether a batch may wait for a thread: any that becomes free must be allowed to run it."""
-        return model.may_start > 0 or (model.may_start == 0 and model.spec.concurrency == self._executor.threads)
+        return model.may_start > 0 or (model.may_start == 0 and model.spec.concurrency == self.executor.threads)
 
     def _drop_expired(self, model: ServedModel, broker_now: float) -> None:
         late = model.batcher.discard(lambda item: broker_now > item.job.expires_ms)
@@ -470,10 +499,10 @@ class Drain:
 
     def _recall_for_urgent(self) -> None:
         """A batch that is ready but has not begun is dissolved when a more urgent job has come."""
-        if self._executor.idle >= 0:
+        if self.executor.idle >= 0:
             return
         urgent = [priority for model in self._turns if (priority := model.batcher.most_urgent()) is not None]
-        if urgent and (work := self._executor.recall(more_urgent=min(urgent))) is not None:
+        if urgent and (work := self.executor.recall(more_urgent=min(urgent))) is not None:
             model = self._served[work.batch.key.model]
             model.batcher.put_back(work.batch)
             model.in_flight -= 1
@@ -486,14 +515,14 @@ class Drain:
             self.consumer,
             self._keyring,
             self._job_ttl_ms,
-            may_wait=lambda: time.monotonic() < self._stop_at,
+            may_wait=lambda: self._clock() < self._stop_at,
         )
 
     def _give_up_hung_work(self) -> None:
-        now = time.monotonic()
-        for work in self._executor.running():
+        now = self._clock()
+        for work in self.executor.running():
             limit = self._served[work.batch.key.model].timeout_s
-            if now - work.alive_at > limit and self._executor.abandon(work):
+            if now - work.alive_at > limit and self.executor.abandon(work):
                 text = f"The forward took longer than its limit of {limit:g} s"
                 work.answers = [Failure("ForwardTimeout", text) for _ in work.batch.items]
                 work.ended = now
@@ -546,7 +575,7 @@ class Drain:
 
     def _settle(self, pending: Sequence[tuple[Conclusion, Commit]], verdicts: Sequence[Verdict], begun: float) -> None:
         """The broker has answered: the jobs leave this worker's memory, and those who watch will be told."""
-        now = time.monotonic()
+        now = self._clock()
         self._let_go([end.job for end, _ in pending])
         settled: list[tuple[Conclusion, State]] = []
         for (end, commit), verdict in zip(pending, verdicts, strict=True):
@@ -646,7 +675,7 @@ class Drain:
             job.is_cancelled = job.is_cancelled or job.header.id in cancelled
             return job.is_lost or job.is_cancelled
 
-        for work in (*self._executor.running(), *self._executor.waiting()):
+        for work in (*self.executor.running(), *self.executor.waiting()):
             for item in work.batch.items:
                 is_unwanted(item.job)
         for model in self._turns:
@@ -672,31 +701,29 @@ class Drain:
 
     # Stop
 
-    def _wind_up(self) -> None:
-        """Finishes what runs, within the grace period, and gives everything else back."""
+    def _wind_up(self) -> bool:
+        """Finishes what runs, within the grace period, and gives everything else back; whether something still runs."""
         self._checkpoint("mid-drain")
         if self._is_armed:
             self._is_armed = False
             self._admit(self._broker.disarm())
         self._follow_news()
-        while (work := self._executor.recall()) is not None:
+        while (work := self.executor.recall()) is not None:
             self._to_release += [item.job for item in work.batch.items]
         self._give_back_waiting()
-        while self._executor.running() and time.monotonic() < self._stop_at:
-            self._ticked = time.monotonic()
-            self._give_up_hung_work()
-            self._take_in_done()
-            self._exchange([])
-            self._tell()
-            self._sleep()
+        may_finish = bool(self.executor.running()) and self._clock() < self._stop_at
+        self._give_up_hung_work()
         self._take_in_done()
         self._exchange([])
         self._tell()
-        self._to_release += [item.job for work in self._executor.running() for item in work.batch.items]
+        if may_finish:
+            return True
+        self._to_release += [item.job for work in self.executor.running() for item in work.batch.items]
         # Jobs that had joined one which ended without an answer are back in the batchers by now.
         self._give_back_waiting()
         self._broker.report(self.name, b"", 1)
         logger.info("drained")
+        return False
 
     def _give_back_waiting(self) -> None:
         """Releases what has not begun; what the broker did not hear of is kept for the next try."""

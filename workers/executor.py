@@ -3,6 +3,7 @@
     I/O thread -- submit --> ready --> model thread: prepare, run --> done -- wake --> I/O thread
                   recall <--'   `--> prepare thread, for a batch that waits while another one runs
 
+A model thread is a loop over `begin`, `run` and `finish`, which anybody may step in its place.
 An exception bisects a batch, so that one bad job fails alone; a batch that does not fit the device is halved.
 Nothing here talks to a broker, but for the events of streaming jobs, which their context sends.
 """
@@ -13,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
@@ -54,6 +55,8 @@ class Work:
     """Outputs in which NaN and infinity fail their job."""
     open_context: Callable[[ClaimedJob, Callable[[], None]], JobStream] | None = None
     """For streaming models: makes the job's context, which calls back whenever the job shows progress."""
+    clock: Callable[[], float] = time.monotonic
+    """Its executor's."""
     answers: list[Outputs | Failure] = field(default_factory=list)
     """One per job of the batch once it is done, in order."""
     started: float = 0.0
@@ -70,14 +73,14 @@ class Work:
 
     def touch(self) -> None:
         """It shows progress."""
-        self.alive_at = time.monotonic()
+        self.alive_at = self.clock()
 
 
 class Executor:
     """Runs work on `threads` model threads, in the order of submission.
 
     Both are called on a model thread: `on_done` when work has ended, `too_late` with the jobs of work that is about
-    to begin; those for whose id() it names a failure do not run.
+    to begin; those for whose id() it names a failure do not run. clock: monotonic seconds.
     """
 
     def __init__(
@@ -86,18 +89,21 @@ class Executor:
         on_done: Callable[[], None],
         too_late: Callable[[Sequence[ClaimedJob]], Mapping[int, Failure]],
         checkpoint: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.threads = threads
         self._on_done = on_done
         self._too_late = too_late
         self._checkpoint = checkpoint
+        self._clock = clock
         self._lock = threading.Lock()
         """Held for moments: work is always in exactly one of ready, running, done."""
         self._ready: deque[Work] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._unprepared: SimpleQueue[Work | None] = SimpleQueue()
         self._done: deque[Work] = deque()
-        self._running: dict[threading.Thread, Work | None] = {}
+        self._running: dict[Hashable, Work | None] = {}
+        """By seat: the model thread, or whatever steps in its place."""
         self._model_threads: set[threading.Thread] = set()
         self._preparer = threading.Thread(target=self._prepare_ahead, name="prepare", daemon=True)
 
@@ -134,6 +140,7 @@ class Executor:
 
     def submit(self, work: Work, *, prepare_apart: bool) -> None:
         """Queue work; `prepare_apart` has its texts tokenised while the model threads are busy."""
+        work.clock = self._clock
         if prepare_apart:
             work.is_prepared = threading.Event()
             self._unprepared.put(work)
@@ -163,13 +170,39 @@ class Executor:
         False when it has ended meanwhile.
         """
         with self._lock:
-            thread = next((thread for thread, current in self._running.items() if current is work), None)
-            if thread is None:
+            seat = next((seat for seat, current in self._running.items() if current is work), None)
+            if seat is None:
                 return False
             work.is_abandoned = True
-            del self._running[thread]
-            self._model_threads.discard(thread)
-        self._add_thread()
+            del self._running[seat]
+        if isinstance(seat, threading.Thread):
+            self._model_threads.discard(seat)
+            self._add_thread()
+        return True
+
+    def begin(self, seat: Hashable) -> Work | None:
+        """Puts the next work on a model thread's seat. None without any: it was recalled."""
+        with self._lock:
+            if not self._ready:
+                return None
+            work = self._ready.popleft()
+            work.started = work.alive_at = self._clock()
+            self._running[seat] = work
+            return work
+
+    def run(self, work: Work) -> None:
+        """The forward of work that has begun: an answer for each of its jobs."""
+        _answer(work, self._too_late, self._checkpoint)
+
+    def finish(self, seat: Hashable, work: Work) -> bool:
+        """Hands in work that has run. False when it was abandoned meanwhile, and the seat with it."""
+        with self._lock:
+            if work.is_abandoned:
+                return False
+            work.ended = self._clock()
+            self._done.append(work)
+            self._running[seat] = None
+        self._on_done()
         return True
 
     def _add_thread(self) -> None:
@@ -178,23 +211,13 @@ class Executor:
         thread.start()
 
     def _serve(self) -> None:
-        this = threading.current_thread()
+        seat = threading.current_thread()
         while self._tokens.get():
-            with self._lock:
-                if not self._ready:
-                    # It was recalled.
-                    continue
-                work = self._ready.popleft()
-                work.started = work.alive_at = time.monotonic()
-                self._running[this] = work
-            _answer(work, self._too_late, self._checkpoint)
-            with self._lock:
-                if work.is_abandoned:
+            work = self.begin(seat)
+            if work is not None:
+                self.run(work)
+                if not self.finish(seat, work):
                     return
-                work.ended = time.monotonic()
-                self._done.append(work)
-                self._running[this] = None
-            self._on_done()
 
     def _prepare_ahead(self) -> None:
         while (work := self._unprepared.get()) is not None:
@@ -246,7 +269,7 @@ def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[
             if not isinstance(error, OutOfMemory):
                 logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
             middle = len(jobs) // 2
-            work.alive_at = time.monotonic()
+            work.touch()
             return _run(work, jobs[:middle], None) + _run(work, jobs[middle:], None)
         return [_failure(error, jobs[0])]
 
@@ -259,7 +282,7 @@ def _run_in_slices(work: Work, job: ClaimedJob) -> Outputs | Failure:
         stop = min(start + work.max_rows, rows)
         inputs = {name: values[start:stop] for name, values in job.inputs.items()}
         parts.append(work.runtime.run(work.runtime.prepare([inputs])))
-        work.alive_at = time.monotonic()
+        work.touch()
     outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return _by_job(outputs, [job], work.finite_outputs)[0]
 

@@ -91,9 +91,10 @@ class LeaseNews(NamedTuple):
 
 
 class LeaseKeeper:
-    """Renews leases, takes over lapsed ones, and calls `report` once a second.
+    """Renews leases, takes over lapsed ones, and calls `report` once a second: a thread of its own over `tick`.
 
-    news: called with what was found, on this thread. room: how many jobs may be taken over now.
+    news: called with what was found, on this thread. room: how many jobs may be taken over now. clock: monotonic
+    seconds.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class LeaseKeeper:
         room: Callable[[], int],
         news: Callable[[LeaseNews], None],
         report: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broker = broker
         self._consumer = consumer
@@ -116,10 +118,11 @@ class LeaseKeeper:
         self._room = room
         self._news = news
         self._report = report
+        self._clock = clock
         self._is_stopping = threading.Event()
-        self._may_take_over_at = time.monotonic() + lease_s
-        self._last_contact = time.monotonic()
-        self.ticked = time.monotonic()
+        self._renew_at = self._look_at = self._report_at = 0.0
+        self.ticked = self._last_contact = clock()
+        self._may_take_over_at = self.ticked + lease_s
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
 
     def start(self) -> None:
@@ -138,32 +141,35 @@ class LeaseKeeper:
     @property
     def is_in_touch(self) -> bool:
         """Whether the broker answered lately."""
-        return time.monotonic() - self._last_contact < _OUT_OF_TOUCH_S
+        return self._clock() - self._last_contact < _OUT_OF_TOUCH_S
+
+    def tick(self) -> float:
+        """Does what is due, and says for how many seconds nothing will be."""
+        renew_every, look_every = self._lease_s / 3, min(0.5, self._lease_s / 4)
+        now = self.ticked = self._clock()
+        try:
+            if now >= self._renew_at:
+                self._renew()
+                self._renew_at = now + renew_every
+            if now >= self._look_at:
+                self._take_over()
+                self._look_at = now + look_every
+            if now >= self._report_at:
+                self._report()
+                self._note_contact()
+                self._report_at = now + 1.0
+        except BrokerUnavailable as error:
+            logger.warning("leases are not renewed: %s", error)
+            return min(0.2, look_every)
+        return max(0.0, min(self._renew_at, self._look_at, self._report_at) - self._clock())
 
     def _run(self) -> None:
-        renew_every, look_every = self._lease_s / 3, min(0.5, self._lease_s / 4)
-        renew_at = look_at = report_at = 0.0
         while not self._is_stopping.is_set():
-            now = self.ticked = time.monotonic()
-            try:
-                if now >= renew_at:
-                    self._renew()
-                    renew_at = now + renew_every
-                if now >= look_at:
-                    self._take_over()
-                    look_at = now + look_every
-                if now >= report_at:
-                    self._report()
-                    self._note_contact()
-                    report_at = now + 1.0
-            except BrokerUnavailable as error:
-                logger.warning("leases are not renewed: %s", error)
-                self._is_stopping.wait(min(0.2, look_every))
-            self._is_stopping.wait(max(0.0, min(renew_at, look_at, report_at) - time.monotonic()))
+            self._is_stopping.wait(self.tick())
 
     def _note_contact(self) -> None:
         """The broker has answered. The first answer after a gap comes before anybody is taken over from."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_contact > max(1.0, self._lease_s / 2):
             self._may_take_over_at = now + self._lease_s
         self._last_contact = now
@@ -181,7 +187,7 @@ class LeaseKeeper:
         for slot in self._slots:
             if (room := self._room()) <= 0:
                 return
-            may_take_over = time.monotonic() >= self._may_take_over_at
+            may_take_over = self._clock() >= self._may_take_over_at
             lease_ms = int(self._lease_s * 1000) if may_take_over else _RELEASED_MS
             found = self._broker.take_over(self._consumer, slot, lease_ms, room)
             self._note_contact()

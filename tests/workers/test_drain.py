@@ -258,7 +258,7 @@ def test_result_that_a_successor_has_given_is_not_replaced(start: StartBench, mo
 
     bench = start(hold_up)
     # As if the whole process were frozen, its leases lapse.
-    bench.drain._leases.stop(1.0)
+    bench.drain.leases.stop(1.0)
     (job_id,) = bench.publish(slot, 21)
     assert is_held.wait(5)
     successor = start()
