@@ -1,24 +1,31 @@
 """The worker programs of this machine: one process per device, which sees no other device.
 
 visible GPUs --> Device --> Program (celery -A workers.app worker -n gpu0@host)
+                              `-- JournalWitness: its journal, while it runs and after it died
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from compose.supervisor import Patience, Program
-from registry.errors import ConfigurationError
+from registry.broker.redis_streams import RedisStreams
+from registry.errors import BrokerUnavailable, ConfigurationError
 from registry.settings import Settings
 from workers.device import visible_gpus
+from workers.journal import hung, journal_path, report_crashes
 
-__all__ = ["Device", "choose", "worker_patience", "worker_program"]
+__all__ = ["Device", "JournalWitness", "choose", "worker_patience", "worker_program"]
 
 _MARGIN_S: Final = 5.0
+_REPORT_TIMEOUT_S: Final = 5.0
+_log = logging.getLogger("supervisor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,36 @@ def worker_program(device: Device, settings: Settings, environ: Mapping[str, str
     }
     if settings.worker.metrics_port is not None:
         own["PENSTOCK_METRICS_PORT"] = str(settings.worker.metrics_port)
-    return Program(device.name, [*celery, "-n", f"{device.name}@%h"], {**environ, **own}, beats=True, output=output)
+    arguments = [*celery, "-n", f"{device.name}@%h"]
+    witness = JournalWitness(settings, environ.get("PENSTOCK_REDIS_URL") or settings.redis_url or "")
+    return Program(device.name, arguments, {**environ, **own}, beats=True, output=output, witness=witness)
+
+
+class JournalWitness:
+    """Reads a worker's journal (workers/journal.py): ends it when a forward hangs, and after its death tells the
+    broker which jobs were on the model."""
+
+    def __init__(self, settings: Settings, url: str) -> None:
+        self._home = settings.home
+        self._url = url
+        self._ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
+
+    def hung(self, pid: int, now: float) -> str | None:
+        """See Witness.hung."""
+        return hung(journal_path(self._home, pid), now)
+
+    def ended(self) -> None:
+        """See Witness.ended. What the broker does not hear now, the next worker on this machine reports."""
+        threading.Thread(target=self._report, name="crash report", daemon=True).start()
+
+    def _report(self) -> None:
+        broker = RedisStreams.from_url(self._url, timeout_s=_REPORT_TIMEOUT_S)
+        try:
+            report_crashes(self._home, broker, self._ttl_ms)
+        except (BrokerUnavailable, OSError) as error:
+            _log.warning("a worker's death is not reported yet: %s", error)
+        finally:
+            broker.close()
 
 
 def worker_patience(settings: Settings) -> Patience:

@@ -22,9 +22,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-__all__ = ["EXIT_CONFIGURATION", "Patience", "Program", "Supervisor", "Vigil", "restart_delay_s", "stop_signal"]
+__all__ = [
+    "EXIT_CONFIGURATION",
+    "Patience",
+    "Program",
+    "Supervisor",
+    "Vigil",
+    "Witness",
+    "restart_delay_s",
+    "stop_signal",
+]
 
 EXIT_CONFIGURATION: Final = 78
 """The exit status of a process that cannot work as it is configured (EX_CONFIG of sysexits.h)."""
@@ -33,11 +42,22 @@ _TICK_S: Final = 0.1
 _log = logging.getLogger("supervisor")
 
 
+class Witness(Protocol):
+    """Looks at a running process from outside. Called on the supervisor's thread: must not block."""
+
+    def hung(self, pid: int, now: float) -> str | None:
+        """Why the process must be killed, or None; `now` is monotonic."""
+
+    def ended(self) -> None:
+        """The process is gone, and was not asked to go."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """What to run. `beats`: it writes to the pipe that PENSTOCK_HEARTBEAT_FD names (workers/heartbeat.py).
 
     `output`: the file that stdout and stderr are appended to; None leaves them where this process has its own.
+    `witness`: whoever sees more of the process than its beats.
     """
 
     name: str
@@ -45,6 +65,7 @@ class Program:
     environ: Mapping[str, str]
     beats: bool = False
     output: Path | None = None
+    witness: Witness | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +199,11 @@ class _Child:
                 for line in lines:
                     self.vigil.heard(line.decode("utf-8", "replace"), now)
 
+    def hung(self, now: float) -> str | None:
+        """Why the process must be killed, by what its witness sees."""
+        witness = self.program.witness
+        return witness.hung(self.process.pid, now) if witness and self.process else None
+
     def tell(self, number: signal.Signals) -> bool:
         """Send the process a signal; False, and nothing happens, when that was the last one it was sent."""
         if self.process is None or self._told == number:
@@ -261,7 +287,7 @@ class Supervisor:
                 continue
             # Read before judging: this process may have been suspended for a while itself.
             child.listen(now)
-            if (reason := child.vigil.condemned(now)) and child.tell(signal.SIGKILL):
+            if (reason := child.vigil.condemned(now) or child.hung(now)) and child.tell(signal.SIGKILL):
                 _log.error("%s is killed: %s", child.program.name, reason)
             if (status := child.reap()) is not None:
                 self._mourn(child, status, now)
@@ -280,6 +306,8 @@ class Supervisor:
             self._status = status
             self.stop()
             return
+        if child.program.witness:
+            child.program.witness.ended()
         child.due = child.vigil.ended(now, random.random())  # noqa: S311 - jitter, no secret
         _log.warning("%s ended with status %d; starts again in %.1f s", child.program.name, status, child.due - now)
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from producers.async_client import AsyncClient, AsyncJobHandle
     from producers.client import Client, JobHandle
     from producers.replies import JobEvent
+    from registry.envelope import Retry
 
-__all__ = ["AsyncClient", "AsyncJobHandle", "Client", "JobEvent", "JobHandle"]
+__all__ = ["AsyncClient", "AsyncJobHandle", "Client", "JobEvent", "JobHandle", "Retry"]
 
 _HOMES = {
     "AsyncClient": "producers.async_client",
@@ -26,6 +27,7 @@ _HOMES = {
     "Client": "producers.client",
     "JobEvent": "producers.replies",
     "JobHandle": "producers.client",
+    "Retry": "registry.envelope",
 }
 
 

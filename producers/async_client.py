@@ -31,6 +31,7 @@ from registry import local_stack
 from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_async import AsyncRedisStreams
+from registry.envelope import Retry
 from registry.errors import ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
 from registry.package import ModelSpec
 from registry.queues import slot_of
@@ -90,6 +91,7 @@ class AsyncClient:
         version: str | None = None,
         outputs: Sequence[str] = (),
         traceparent: str = "",
+        retry: Retry | None = None,
     ) -> AsyncJobHandle:
         """Publishes one job; see Client.submit."""
         publication = self._press.publication(
@@ -102,6 +104,7 @@ class AsyncClient:
             version=version,
             outputs=outputs,
             traceparent=traceparent,
+            retry=retry,
             reply=self._inbox.address(model),
         )
         handle = self._handle(publication)
@@ -122,6 +125,7 @@ class AsyncClient:
         version: str | None = None,
         outputs: Sequence[str] = (),
         traceparent: str = "",
+        retry: Retry | None = None,
         timeout_s: float | None = None,
     ) -> list[AsyncJobHandle]:
         """Publishes one job per item and waits for room; see Client.submit_many."""
@@ -136,6 +140,7 @@ class AsyncClient:
                 version=version,
                 outputs=outputs,
                 traceparent=traceparent,
+                retry=retry,
                 reply=reply,
             )
             for inputs in batches

@@ -39,6 +39,7 @@ from registry import local_stack
 from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_streams import RedisStreams
+from registry.envelope import Retry
 from registry.errors import ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
 from registry.package import ModelSpec
 from registry.queues import slot_of
@@ -101,6 +102,7 @@ class Client:
         version: str | None = None,
         outputs: Sequence[str] = (),
         traceparent: str = "",
+        retry: Retry | None = None,
     ) -> JobHandle:
         """Publishes one job and returns its handle.
 
@@ -109,6 +111,7 @@ class Client:
         deadline_s: seconds from now after which the job must not start any more; None: as long as it is kept.
         idempotency_key: a second submit of the same model, version and inputs under it returns the first job.
         outputs: the outputs wanted; empty means all.
+        retry: how often to repeat a forward that fails, and after what pauses; None: a failure is the job's end.
         Raises a Rejected error before anything is written, QueueFull among them; BrokerUnavailable.
         """
         publication = self._press.publication(
@@ -121,6 +124,7 @@ class Client:
             version=version,
             outputs=outputs,
             traceparent=traceparent,
+            retry=retry,
             reply=self._inbox.address(model),
         )
         handle = self._handle(publication)
@@ -138,6 +142,7 @@ class Client:
         version: str | None = None,
         outputs: Sequence[str] = (),
         traceparent: str = "",
+        retry: Retry | None = None,
         timeout_s: float | None = None,
     ) -> list[JobHandle]:
         """Publishes one job per item, a few hundred in one round trip, and waits for room while the queue is full.
@@ -156,6 +161,7 @@ class Client:
                 version=version,
                 outputs=outputs,
                 traceparent=traceparent,
+                retry=retry,
                 reply=reply,
             )
             for inputs in batches

@@ -35,6 +35,7 @@ __all__ = [
     "Options",
     "RequestContext",
     "ResultHeader",
+    "Retry",
     "Timings",
     "open_event",
     "open_job",
@@ -54,6 +55,27 @@ _LETTER: Final[dict[Kind, bytes]] = {"job": b"J", "result": b"R", "event": b"E"}
 _PREFIX: Final = {kind: _MAGIC + bytes([PROTOCOL]) + letter for kind, letter in _LETTER.items()}
 
 
+class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What becomes of a job whose forward fails: up to `attempts` forwards in all, with pauses between them.
+
+    A pause doubles from one to the next, from `backoff_s` up to `longest_s`, and is between half and all of that, so
+    that jobs that failed together do not return together. Crashes of a worker have a limit of their own.
+    """
+
+    attempts: int = 3
+    backoff_s: float = 0.5
+    longest_s: float = 30.0
+
+    def pause_s(self, tries: int, jitter: float) -> float:
+        """Seconds to wait after the given number of forwards; `jitter` is in [0, 1).
+
+        >>> [Retry(backoff_s=1, longest_s=5).pause_s(tries, jitter=0) for tries in (1, 2, 3, 4, 1000)]
+        [0.5, 1.0, 2.0, 2.5, 2.5]
+        """
+        whole = min(self.longest_s, self.backoff_s * 2.0 ** min(tries - 1, 32))
+        return whole * (0.5 + jitter / 2)
+
+
 class Options(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What a producer may ask for beyond the inputs."""
 
@@ -61,6 +83,8 @@ class Options(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The outputs wanted; empty means all that the model declares."""
     lane: bool = False
     """The job came through Celery's `send_task`: its result is also stored in Celery's backend."""
+    retry: Retry | None = None
+    """None: a forward that fails is the job's end."""
 
 
 class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -14,7 +14,7 @@
       Corrupt                  goes to the dead letters, bytes kept
         UndecodableEnvelope  BadSignature
       JobFailed                what result() raises
-        ModelError  NonFiniteOutput  ForwardTimeout  DeadLettered  Cancelled  Expired
+        ModelError  NonFiniteOutput  DeadLettered  Cancelled  Expired
       ResultGone               read after its expiry
       ResultTimeout            not there yet (also a TimeoutError)
       ConfigurationError       a setting, a model package or a machine that cannot work; processes exit on it
@@ -41,7 +41,6 @@ __all__ = [
     "Disposition",
     "Expired",
     "Forbidden",
-    "ForwardTimeout",
     "IdempotencyConflict",
     "InvalidInput",
     "JobFailed",
@@ -166,12 +165,8 @@ class NonFiniteOutput(JobFailed):
     """The model answered with NaN or infinity."""
 
 
-class ForwardTimeout(JobFailed):
-    """The forward took longer than its limit."""
-
-
 class DeadLettered(JobFailed):
-    """The job went to the dead letters; the text carries the reason."""
+    """The job went to the dead letters, as no process survived its forward or ended it in time; the text says why."""
 
 
 class Cancelled(JobFailed):
@@ -197,7 +192,7 @@ class ConfigurationError(PenstockError):
 
 
 _FAILURES: dict[str, type[JobFailed]] = {
-    error.__name__: error for error in (ModelError, NonFiniteOutput, ForwardTimeout, DeadLettered, Cancelled, Expired)
+    error.__name__: error for error in (ModelError, NonFiniteOutput, DeadLettered, Cancelled, Expired)
 }
 
 

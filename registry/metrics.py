@@ -16,13 +16,14 @@ __all__ = [
     "BATCH_WAIT",
     "COMMIT",
     "COMPUTE",
+    "DEAD_LETTERED",
     "EXCEPTIONS",
     "FENCED",
     "JOBS",
     "LATENCY",
     "METRICS",
     "MODEL_LOADED",
-    "Metric",
+    "OUT_OF_MEMORY",
     "PADDING",
     "QUARANTINED",
     "QUEUE_AGE",
@@ -30,8 +31,10 @@ __all__ = [
     "QUEUE_WAIT",
     "READY",
     "REQUESTS",
+    "RETRIED",
     "SINGLE_FLIGHT",
     "TAKEN_OVER",
+    "Metric",
 ]
 
 
@@ -92,6 +95,17 @@ QUEUE_AGE: Final = Metric(
 FENCED: Final = Metric("penstock_fenced_total", "counter", "jobs", _MODEL, "Late commits of lost jobs, discarded")
 TAKEN_OVER: Final = Metric("penstock_taken_over_total", "counter", "jobs", _MODEL, "Jobs claimed from another worker")
 QUARANTINED: Final = Metric("penstock_quarantined_total", "counter", "jobs", _MODEL, "Bytes moved to the dead letters")
+DEAD_LETTERED: Final = Metric(
+    "penstock_dead_lettered_total",
+    "counter",
+    "jobs",
+    _MODEL,
+    "Jobs that no process survived, in the dead letters",
+)
+RETRIED: Final = Metric("penstock_retried_total", "counter", "jobs", _MODEL, "Failed forwards of jobs that run again")
+OUT_OF_MEMORY: Final = Metric(
+    "penstock_out_of_memory_total", "counter", "batches", _MODEL, "Batches that did not fit the device and were split"
+)
 SINGLE_FLIGHT: Final = Metric(
     "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs answered by the forward of an equal one"
 )
@@ -99,6 +113,6 @@ SINGLE_FLIGHT: Final = Metric(
 METRICS: Final = (
     *(REQUESTS, LATENCY, BATCH_SIZE, EXCEPTIONS, MODEL_LOADED, READY),
     *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
-    *(FENCED, TAKEN_OVER, QUARANTINED, SINGLE_FLIGHT),
+    *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, SINGLE_FLIGHT),
 )
 """The whole table, in the order in which it is shown."""

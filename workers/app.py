@@ -35,6 +35,7 @@ from workers.boot import refuse
 from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, show_drain, withdraw_commands
 from workers.device import Pin, granted_threads, pin
 from workers.drain import Drain
+from workers.journal import FileJournal, Journal, journal_path, report_crashes
 from workers.lane import LaneDoor, LaneReplies
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.probe import Probe
@@ -167,6 +168,7 @@ class WorkerParts:
             watcher=self._watcher,
             metrics=metrics,
             probe_url=f"http://{settings.worker.metrics_host}:{self._probe.port}",
+            journal=self._open_journal,
         )
         self._replies = LaneReplies(
             _redis_client(settings), self._broker, settings.keyring, ResultStore(app), worker=hostname
@@ -188,6 +190,24 @@ class WorkerParts:
         self._drain.start()
         self._replies.start()
         self._guard.start()
+
+    def _open_journal(self, consumer: str, seats: int) -> Journal:
+        """A journal of this process, once the deaths of others on this machine are reported.
+
+        Their supervisors do that at once where there are any; here come those that had none. Raises
+        ConfigurationError when the journal cannot be written, BrokerUnavailable.
+        """
+        home = self._settings.home
+        try:
+            report_crashes(home, self._broker, int(self._settings.inference.queue.job_ttl_s * 1000))
+            return FileJournal(journal_path(home, os.getpid()), consumer, seats)
+        except BrokerUnavailable:
+            raise
+        except OSError as error:
+            raise ConfigurationError(
+                f"The journal of running jobs cannot be written ({error.strerror}). Expected a PENSTOCK_HOME that this "
+                "user may write to"
+            ) from None
 
     def ask_to_stop(self, *, is_cold: bool) -> None:
         """Begin to stop, at once. Sets one value and takes no lock: this is called from signal handlers."""
@@ -244,7 +264,7 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         super().__init__(worker, **options)
         try:
             self._parts = _parts(worker)
-        except ConfigurationError as error:
+        except (ConfigurationError, BrokerUnavailable) as error:
             refuse(error)
         worker_shutting_down.connect(self._on_signal, weak=False)
 

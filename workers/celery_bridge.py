@@ -31,9 +31,9 @@ from celery.worker.request import Request
 from kombu.messaging import Producer
 
 from registry.broker.base import State
-from registry.envelope import JobHeader
+from registry.envelope import Failure, JobHeader
 from registry.queues import CELERY_TASK
-from workers.observe.watcher import Ended
+from workers.observe.watcher import Ended, Failed
 
 __all__ = [
     "CeleryWatcher",
@@ -110,6 +110,11 @@ class _Failed(_TaskEvent, tag="task-failed"):
     traceback: str = ""
 
 
+class _Retried(_TaskEvent, tag="task-retried"):
+    exception: str
+    traceback: str = ""
+
+
 class _Revoked(_TaskEvent, tag="task-revoked"):
     expired: bool
     terminated: bool = False
@@ -168,6 +173,10 @@ class CeleryWatcher:
         for model, count in Counter(each.header.model for each in ended).items():
             self.totals[_shown_name(model)] += count
         self._note(len(ended), lambda clock: self._ends(ended, at, clock))
+
+    def retried(self, failed: Sequence[Failed], at: float) -> None:
+        """See Watcher.retried."""
+        self._note(len(failed), lambda clock: self._retries(failed, at, clock))
 
     def is_revoked(self, job_id: str) -> bool:
         """See Watcher.is_revoked. A job of the lane is also withdrawn by the id of its Celery task."""
@@ -259,6 +268,10 @@ class CeleryWatcher:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
         return (_Started(job.id, *common) for job in jobs)
 
+    def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_TaskEvent]:
+        common = (at, clock, self._hostname, os.getpid(), utcoffset())
+        return (_Retried(each.header.id, *common, exception=_shown_failure(each.error)) for each in failed)
+
     def _ends(self, ended: Sequence[Ended], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
         for each in ended:
@@ -283,8 +296,12 @@ def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, p
         return _Succeeded(*common, result=f"version {ended.version}", runtime=ended.runtime_s)
     if ended.state in (State.CANCELLED, State.EXPIRED):
         return _Revoked(*common, expired=ended.state is State.EXPIRED)
-    exception = f"{ended.error.code}({ended.error.message!r:.300})" if ended.error else ended.state.name
+    exception = _shown_failure(ended.error) if ended.error else ended.state.name
     return _Failed(*common, exception=exception, runtime=ended.runtime_s)
+
+
+def _shown_failure(failure: Failure) -> str:
+    return f"{failure.code}({failure.message!r:.300})"
 
 
 def _shown_name(model: str) -> str:

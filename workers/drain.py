@@ -15,9 +15,11 @@ calls these in their place, under a clock of their own, has the whole worker in 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import logging
 import os
+import random
 import secrets
 import select
 import threading
@@ -38,9 +40,10 @@ from registry.settings import Settings
 from registry.tensors import decode
 from workers.executor import Executor, Work
 from workers.job import ClaimedJob
+from workers.journal import Journal, Unwritten
 from workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
 from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Ended, Watcher
+from workers.observe.watcher import Ended, Failed, Watcher
 from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of, unrun_result
 from workers.served import ENDPOINT, ServedModel
 from workers.streaming import EventStream
@@ -67,7 +70,7 @@ class Drain:
 
     name: the worker's, unique on the broker. device, threads: see Runtime.load. probe_url: where its probe answers,
     for its report. checkpoint: called with the name of each point at which a crash is worth testing. clock: monotonic
-    seconds.
+    seconds. jitter: random numbers in [0, 1). journal: opens the journal of this consumer, with so many seats.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Drain:
         probe_url: str = "",
         checkpoint: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+        journal: Callable[[str, int], Journal] = lambda _consumer, _seats: Unwritten(),
     ) -> None:
         if not packages:
             raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
@@ -100,6 +105,8 @@ class Drain:
         self._probe_url = probe_url
         self._checkpoint = checkpoint
         self._clock = clock
+        self._jitter = jitter
+        self._max_crashes = queue.max_crashes
         self._job_ttl_ms = int(queue.job_ttl_s * 1000)
         self._result_ttl_ms = int(queue.result_ttl_s * 1000)
         self._ageing_ms = int(queue.ageing_s * 1000)
@@ -113,13 +120,20 @@ class Drain:
         self._uncommitted: list[tuple[Conclusion, Commit]] = []
         self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
         self._to_release: list[ClaimedJob] = []
+        self._resting: list[tuple[float, int, ClaimedJob]] = []
+        """Jobs whose forward failed and that wait for the next, by when that is due; no batch has room for them."""
+        self._rested = 0
+        self._suspect: Work | None = None
+        """The forward of a suspect, which has the model threads to itself."""
+        self._ailment = ""
+        """Why this process can only be replaced; empty while all is well."""
         self._news: deque[LeaseNews] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Not before the last model thread, hung ones included, has let go of the drain: it may still ring.
         weakref.finalize(self, os.close, self._wake).atexit = False
-        self.executor: Final = Executor(
-            max(model.spec.concurrency for model in self._turns), self._ring, self._too_late, checkpoint, clock
-        )
+        model_threads = max(model.spec.concurrency for model in self._turns)
+        self._journal = journal(self.consumer, model_threads + 1)
+        self.executor: Final = Executor(model_threads, self._ring, self._too_late, checkpoint, clock, self._journal)
         self.leases: Final = LeaseKeeper(
             broker,
             self.consumer,
@@ -180,6 +194,7 @@ class Drain:
         self._metrics.ready(False)
         self._is_ready = False
         self._stop_at = self._clock() + grace_s
+        self._journal.retire()
         self._is_stopping = True
         self._ring()
 
@@ -194,6 +209,10 @@ class Drain:
         """None, or why this process should be replaced: a thread has died or hangs."""
         if not self._is_ready:
             return None
+        if self.executor.device_lost:
+            return f"the device is lost: {self.executor.device_lost}"
+        if self._ailment:
+            return self._ailment
         now = self._clock()
         for name, is_alive, ticked in (
             ("drain", self._thread.is_alive(), self._ticked),
@@ -248,7 +267,11 @@ class Drain:
     def _serve(self) -> None:
         self._take_in_done()
         self._follow_news()
-        self._give_up_hung_work()
+        self._look_for_hung_work()
+        if self._ailment:
+            self._serve_no_more()
+            return
+        self._rouse_rested()
         self._dispatch()
         self._exchange(self._wishes())
         self._dispatch()
@@ -345,6 +368,8 @@ class Drain:
             for model in filter(self._may_form_ahead, self._turns):
                 if (flush_at := model.batcher.next_flush_at()) is not None:
                     timeout_s = min(timeout_s, max(0.0, flush_at - self._clock()) + 0.0005)
+        if self._resting:
+            timeout_s = min(timeout_s, max(0.0, self._resting[0][0] - self._clock()) + 0.0005)
         return timeout_s
 
     def _listen(self, timeout_s: float) -> None:
@@ -404,7 +429,10 @@ class Drain:
                 "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
             )
             self._metrics.quarantined(delivery.slot)
-            self._bury(delivery, error)
+            self._bury(delivery, f"{type(error).__name__}: {error}", getattr(error, "claimed", None) or ("", ""))
+            return None
+        if delivery.crashes >= self._max_crashes:
+            self._bury_poison(delivery, header)
             return None
         accepted_ms = delivery.accepted_ms
         lifetime_ms = min(header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
@@ -420,16 +448,26 @@ class Drain:
         if not is_ours or (header.reply and not is_reply_key(header.reply, slot)):
             raise BadSignature("the envelope was made for another queue", (header.id, header.tenant))
 
-    def _bury(self, delivery: Delivery, error: Corrupt) -> None:
-        """Keeps the bytes; where they were accepted as a job, its client is told."""
-        reason = f"{type(error).__name__}: {error}"
-        job_id, tenant = (error.claimed if isinstance(error, BadSignature) else None) or ("", "")
+    def _bury(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> bool:
+        """Keeps the bytes; where they were accepted as a job, its client is told. claimed: its id and tenant."""
+        job_id, tenant = claimed
         if not is_job_id(job_id, delivery.slot):
-            self._broker.bury(self.consumer, delivery, reason)
-            return
+            return self._broker.bury(self.consumer, delivery, reason)
         failure = Failure("DeadLettered", f"The job went to the dead letters. {reason}")
         sealed = unrun_result(job_id, tenant, failure, worker=self.name, keyring=self._keyring)
-        self._broker.bury(self.consumer, delivery, reason, job_id=job_id, sealed=sealed)
+        return self._broker.bury(self.consumer, delivery, reason, job_id=job_id, sealed=sealed)
+
+    def _bury_poison(self, delivery: Delivery, header: JobHeader) -> None:
+        """Takes a job out of traffic that nobody survives."""
+        reason = f"Poison: {delivery.crashes} worker processes died, or hung and were killed, while it ran"
+        logger.error("poison", extra={"job_id": header.id, "model": header.model, "crashes": delivery.crashes})
+        if not self._bury(delivery, reason, (header.id, header.tenant)):
+            return
+        self._metrics.dead_lettered(delivery.slot)
+        version = self._served[delivery.slot].runtime.version
+        at = time.time()
+        self._watcher.received([header], at)
+        self._watcher.finished([Ended(header, State.DEAD, 0.0, Failure("DeadLettered", reason), version)], at)
 
     def _refusal(self, job: ClaimedJob, model: ServedModel, broker_now: float) -> Failure | None:
         """Why the job must not run, if it must not."""
@@ -449,7 +487,7 @@ class Drain:
 
     def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
-        if not model.shares_flights:
+        if not model.shares_flights or job.is_suspect:
             return False
         job.digest = _digest(job.header, job.delivery.sealed)
         leader = self._leaders.setdefault(job.digest, job)
@@ -466,11 +504,25 @@ class Drain:
         self._recall_for_urgent()
         while (idle := self.executor.idle) >= 0:
             work = self._next_work(is_idle=idle > 0)
-            if work is None:
+            if work is None or not self._may_run_beside_others(work):
                 return
             self._watcher.started([item.job.header for item in work.batch.items], time.time())
             tokenises = self._served[work.batch.key.model].tokenises
             self.executor.submit(work, prepare_apart=idle == 0 and tokenises)
+
+    def _may_run_beside_others(self, work: Work) -> bool:
+        """Suspects run alone, or the innocent would be counted with them; what may not run now is put back."""
+        is_suspect = work.batch.items[0].job.is_suspect
+        is_busy = bool(self.executor.running() or self.executor.waiting())
+        if self._suspect is not None and self._suspect not in self.executor.running():
+            self._suspect = None
+        if (is_suspect and is_busy) or self._suspect is not None:
+            model = self._served[work.batch.key.model]
+            model.batcher.put_back(work.batch)
+            model.in_flight -= 1
+            return False
+        self._suspect = work if is_suspect else None
+        return True
 
     def _next_work(self, *, is_idle: bool) -> Work | None:
         """The next batch, model by model in turn, without the jobs whose deadline has passed meanwhile."""
@@ -478,6 +530,7 @@ class Drain:
         for _ in range(len(self._turns)):
             model = self._turns[0]
             self._turns.rotate(-1)
+            model.relax(now)
             if model.may_start <= 0 and (is_idle or not self._may_form_ahead(model)):
                 continue
             while (batch := model.batcher.next(now, device_idle=is_idle)) is not None:
@@ -518,16 +571,20 @@ class Drain:
             may_wait=lambda: self._clock() < self._stop_at,
         )
 
-    def _give_up_hung_work(self) -> None:
+    def _look_for_hung_work(self) -> None:
+        """A forward over its limit cannot be ended but with its process, which whoever watches that will do."""
         now = self._clock()
         for work in self.executor.running():
-            limit = self._served[work.batch.key.model].timeout_s
-            if now - work.alive_at > limit and self.executor.abandon(work):
-                text = f"The forward took longer than its limit of {limit:g} s"
-                work.answers = [Failure("ForwardTimeout", text) for _ in work.batch.items]
-                work.ended = now
-                logger.error("a forward was given up", extra={"model": work.batch.key.model, "limit_s": limit})
-                self._conclude(work)
+            if now - work.alive_at > work.limit_s and not self._ailment:
+                model = work.batch.key.model
+                self._ailment = f"a forward of {model} took longer than its limit of {work.limit_s:g} s"
+                logger.error("a forward hangs", extra={"model": model, "limit_s": work.limit_s})
+
+    def _serve_no_more(self) -> None:
+        """Beside a forward that hangs: what is done is committed, and the rest is for others."""
+        self._give_back_unbegun()
+        self._exchange([])
+        self._tell()
 
     # Conclude and commit
 
@@ -538,7 +595,11 @@ class Drain:
         return {id(job): CANCELLED if job.is_cancelled or job.is_lost else EXPIRED for job in late}
 
     def _conclude(self, work: Work) -> None:
-        self._served[work.batch.key.model].in_flight -= 1
+        model = self._served[work.batch.key.model]
+        model.in_flight -= 1
+        if work.too_large is not None:
+            model.learn(work.too_large, self._clock())
+            self._metrics.out_of_memory(model.name)
         self._concluded += [
             Conclusion(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
             for item, answer in zip(work.batch.items, work.answers, strict=True)
@@ -549,6 +610,8 @@ class Drain:
         concluded, self._concluded = self._concluded, []
         for end in concluded:
             job = end.job
+            if end.state is State.FAILED and self._runs_again(end):
+                continue
             if job.digest and self._leaders.get(job.digest) is job:
                 del self._leaders[job.digest]
             followers, job.followers = job.followers or [], None
@@ -562,6 +625,43 @@ class Drain:
                 continue
             for follower in followers:
                 self._uncommitted.append(self._commit_of(Conclusion(follower, end.answer, end.work)))
+
+    def _runs_again(self, end: Conclusion) -> bool:
+        """Whether the job's retry policy gives it another forward, after a pause or elsewhere."""
+        job, failure = end.job, end.failure
+        policy = job.header.options.retry
+        if policy is None or failure is None or end.work is None or job.tries >= policy.attempts or job.is_lost:
+            return False
+        pause_s = policy.pause_s(job.tries, self._jitter())
+        if job.is_cancelled or self._broker.now_ms() + pause_s * 1000 > job.expires_ms:
+            return False
+        self._watcher.retried([Failed(job.header, failure)], time.time())
+        self._metrics.retried(job.header.model)
+        if self._is_stopping:
+            self._to_release.append(job)
+            return True
+        job.tries += 1
+        if len(self._resting) >= self._max_in_memory // 2:
+            # Too many rest already: they would keep out jobs that nothing is wrong with.
+            pause_s = 0.0
+        self._served[job.delivery.slot].in_memory -= 1
+        self._rested += 1
+        heapq.heappush(self._resting, (self._clock() + pause_s, self._rested, job))
+        return True
+
+    def _rouse(self) -> ClaimedJob:
+        """The job that has rested longest of those that rest."""
+        _, _, job = heapq.heappop(self._resting)
+        self._served[job.delivery.slot].in_memory += 1
+        return job
+
+    def _rouse_rested(self) -> None:
+        while self._resting and self._resting[0][0] <= self._clock():
+            job = self._rouse()
+            if job.is_lost or job.is_cancelled:
+                self._concluded.append(Conclusion(job, CANCELLED))
+            else:
+                self._served[job.delivery.slot].add([job])
 
     def _commit_of(self, end: Conclusion) -> tuple[Conclusion, Commit]:
         version = self._served[end.job.delivery.slot].runtime.version
@@ -681,6 +781,9 @@ class Drain:
         for model in self._turns:
             for item in model.batcher.discard(lambda item: is_unwanted(item.job)):
                 self._concluded.append(Conclusion(item.job, CANCELLED))
+        if self._resting:
+            self._resting = [(0.0 if is_unwanted(job) else due, number, job) for due, number, job in self._resting]
+            heapq.heapify(self._resting)
 
     def _report(self) -> None:
         """Once a second, on the lease thread: queue metrics, and this worker's entry for `penstock status`."""
@@ -704,15 +807,8 @@ class Drain:
     def _wind_up(self) -> bool:
         """Finishes what runs, within the grace period, and gives everything else back; whether something still runs."""
         self._checkpoint("mid-drain")
-        if self._is_armed:
-            self._is_armed = False
-            self._admit(self._broker.disarm())
-        self._follow_news()
-        while (work := self.executor.recall()) is not None:
-            self._to_release += [item.job for item in work.batch.items]
-        self._give_back_waiting()
+        self._give_back_unbegun()
         may_finish = bool(self.executor.running()) and self._clock() < self._stop_at
-        self._give_up_hung_work()
         self._take_in_done()
         self._exchange([])
         self._tell()
@@ -725,10 +821,25 @@ class Drain:
         logger.info("drained")
         return False
 
+    def _give_back_unbegun(self) -> None:
+        """Withdraws the blocking claim, and releases all that is not on a model thread."""
+        if self._is_armed:
+            self._is_armed = False
+            self._admit(self._broker.disarm())
+        self._follow_news()
+        while (work := self.executor.recall()) is not None:
+            self._served[work.batch.key.model].in_flight -= 1
+            self._to_release += [item.job for item in work.batch.items]
+        self._give_back_waiting()
+
     def _give_back_waiting(self) -> None:
         """Releases what has not begun; what the broker did not hear of is kept for the next try."""
         for model in self._turns:
             self._to_release += [item.job for item in model.batcher.discard(lambda _: True)]
+        while self._resting:
+            self._to_release.append(self._rouse())
+        if not self._to_release:
+            return
         jobs = [each for job in self._to_release for each in (job, *(job.followers or ()))]
         for job in jobs:
             job.is_lost = True
@@ -741,7 +852,8 @@ class Drain:
 
 def _digest(header: JobHeader, sealed: bytes) -> bytes:
     """Equal for jobs of one tenant that ask the same of the same model."""
-    asked = (header.tenant, header.model, header.version, header.content, header.options.outputs)
+    options = header.options
+    asked = (header.tenant, header.model, header.version, header.content, options.outputs, options.retry)
     digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
     end = len(sealed) - (32 if header.key else 0)
     digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])

@@ -4,7 +4,8 @@
                   recall <--'   `--> prepare thread, for a batch that waits while another one runs
 
 A model thread is a loop over `begin`, `run` and `finish`, which anybody may step in its place.
-An exception bisects a batch, so that one bad job fails alone; a batch that does not fit the device is halved.
+An exception bisects a batch, so that one bad job fails alone; a batch that does not fit the device is halved. What
+is on a model thread stands in the journal, for whoever looks into this process's death.
 Nothing here talks to a broker, but for the events of streaming jobs, which their context sends.
 """
 
@@ -16,19 +17,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from queue import SimpleQueue
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from registry.broker.base import Held
 from registry.envelope import Failure
-from registry.errors import JobFailed, OutOfMemory
+from registry.errors import JobFailed
 from registry.tensors import Array
 from workers.batching.batcher import Batch
 from workers.job import ClaimedJob
-from workers.runtime.base import Prepared, Runtime, StreamContext
+from workers.journal import Journal, Unwritten
+from workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
 
-__all__ = ["Executor", "JobStream", "Outputs", "Work"]
+__all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "Work"]
 
 logger = logging.getLogger("runtime")
 
@@ -44,6 +48,13 @@ class JobStream(StreamContext, Protocol):
         """Sends what the entry point yielded."""
 
 
+class TooLarge(NamedTuple):
+    """What did not fit a device."""
+
+    rows: int
+    tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Work:
     """One micro-batch on its way through a model. Times are monotonic seconds."""
@@ -55,32 +66,49 @@ class Work:
     """Outputs in which NaN and infinity fail their job."""
     open_context: Callable[[ClaimedJob, Callable[[], None]], JobStream] | None = None
     """For streaming models: makes the job's context, which calls back whenever the job shows progress."""
+    limit_s: float = inf
+    """For how long it may show no progress."""
     clock: Callable[[], float] = time.monotonic
-    """Its executor's."""
+    journal: Journal = field(default_factory=Unwritten)
+    """Both are its executor's."""
+    seat: int = 0
+    """The model thread that runs it."""
     answers: list[Outputs | Failure] = field(default_factory=list)
     """One per job of the batch once it is done, in order."""
     started: float = 0.0
     ended: float = 0.0
     alive_at: float = 0.0
     """When it last showed progress; a forward's limit counts from here."""
-    is_abandoned: bool = False
-    """The forward took too long: its jobs have been answered, and whatever it returns is thrown away."""
     tokens: int = 0
     padded_tokens: int = 0
     prepared: Prepared | None = None
     is_prepared: threading.Event | None = None
     """Set for work that the prepare thread looks after."""
+    too_large: TooLarge | None = None
+    """The smallest part of it that did not fit the device."""
 
     def touch(self) -> None:
         """It shows progress."""
         self.alive_at = self.clock()
+        self.journal.touch(self.seat, self.alive_at)
+
+    @property
+    def held(self) -> list[Held]:
+        """Its jobs as the broker knows them."""
+        return [item.job.held for item in self.batch.items]
+
+    def did_not_fit(self, rows: int, tokens: int) -> None:
+        """A forward of so many rows and padded tokens, 0 where there are none, was too large for the device."""
+        if self.too_large is None or (rows, tokens) < self.too_large:
+            self.too_large = TooLarge(rows, tokens)
 
 
 class Executor:
     """Runs work on `threads` model threads, in the order of submission.
 
     Both are called on a model thread: `on_done` when work has ended, `too_late` with the jobs of work that is about
-    to begin; those for whose id() it names a failure do not run. clock: monotonic seconds.
+    to begin; those for whose id() it names a failure do not run. clock: monotonic seconds. journal: has a seat for
+    each model thread and one for the prepare thread.
     """
 
     def __init__(
@@ -90,12 +118,17 @@ class Executor:
         too_late: Callable[[Sequence[ClaimedJob]], Mapping[int, Failure]],
         checkpoint: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
     ) -> None:
         self.threads = threads
         self._on_done = on_done
         self._too_late = too_late
         self._checkpoint = checkpoint
         self._clock = clock
+        self._journal = journal or Unwritten()
+        self._seats: dict[Hashable, int] = {}
+        self.device_lost = ""
+        """Why no forward can succeed in this process any more; empty while all is well."""
         self._lock = threading.Lock()
         """Held for moments: work is always in exactly one of ready, running, done."""
         self._ready: deque[Work] = deque()
@@ -140,7 +173,7 @@ class Executor:
 
     def submit(self, work: Work, *, prepare_apart: bool) -> None:
         """Queue work; `prepare_apart` has its texts tokenised while the model threads are busy."""
-        work.clock = self._clock
+        work.clock, work.journal = self._clock, self._journal
         if prepare_apart:
             work.is_prepared = threading.Event()
             self._unprepared.put(work)
@@ -164,22 +197,6 @@ class Executor:
             done.append(self._done.popleft())
         return done
 
-    def abandon(self, work: Work) -> bool:
-        """Give up on work that runs for too long, and put a fresh thread in the place of its own.
-
-        False when it has ended meanwhile.
-        """
-        with self._lock:
-            seat = next((seat for seat, current in self._running.items() if current is work), None)
-            if seat is None:
-                return False
-            work.is_abandoned = True
-            del self._running[seat]
-        if isinstance(seat, threading.Thread):
-            self._model_threads.discard(seat)
-            self._add_thread()
-        return True
-
     def begin(self, seat: Hashable) -> Work | None:
         """Puts the next work on a model thread's seat. None without any: it was recalled."""
         with self._lock:
@@ -187,23 +204,23 @@ class Executor:
                 return None
             work = self._ready.popleft()
             work.started = work.alive_at = self._clock()
+            work.seat = self._seats.setdefault(seat, len(self._seats))
             self._running[seat] = work
-            return work
+        self._journal.begin(work.seat, work.held, work.limit_s, work.started)
+        return work
 
     def run(self, work: Work) -> None:
-        """The forward of work that has begun: an answer for each of its jobs."""
+        """The forward of work that has begun: an answer for each of its jobs. Raises DeviceLost."""
         _answer(work, self._too_late, self._checkpoint)
 
-    def finish(self, seat: Hashable, work: Work) -> bool:
-        """Hands in work that has run. False when it was abandoned meanwhile, and the seat with it."""
+    def finish(self, seat: Hashable, work: Work) -> None:
+        """Hands in work that has run."""
+        self._journal.end(work.seat)
         with self._lock:
-            if work.is_abandoned:
-                return False
             work.ended = self._clock()
             self._done.append(work)
             self._running[seat] = None
         self._on_done()
-        return True
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._serve, name="model", daemon=True)
@@ -214,17 +231,24 @@ class Executor:
         seat = threading.current_thread()
         while self._tokens.get():
             work = self.begin(seat)
-            if work is not None:
+            if work is None:
+                continue
+            try:
                 self.run(work)
-                if not self.finish(seat, work):
-                    return
+            except DeviceLost as error:
+                # Its jobs stay in the journal: they are suspects, and run alone where the device works.
+                self.device_lost = str(error)
+                return
+            self.finish(seat, work)
 
     def _prepare_ahead(self) -> None:
         while (work := self._unprepared.get()) is not None:
+            self._journal.begin(self.threads, work.held, inf, self._clock())
             try:
                 work.prepared = work.runtime.prepare([item.job.inputs for item in work.batch.items])
             except (Exception, SystemExit):  # the model thread meets it again, job by job
                 logger.debug("preparing failed", exc_info=True)
+            self._journal.end(self.threads)
             if work.is_prepared is not None:
                 work.is_prepared.set()
 
@@ -259,32 +283,62 @@ def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[
         if prepared is None:
             prepared = work.runtime.prepare([job.inputs for job in jobs])
         if prepared.rows > work.max_rows:
-            return [_run_in_slices(work, job) for job in jobs]
+            return [_run_in_slices(work, job, work.max_rows) for job in jobs]
         outputs = work.runtime.run(prepared)
         work.tokens += prepared.tokens
         work.padded_tokens += prepared.padded_tokens
         return _by_job(outputs, jobs, work.finite_outputs)
+    except DeviceLost:
+        raise
+    except MemoryError as error:
+        rows = sum(job.rows for job in jobs)
+        work.did_not_fit(rows, prepared.padded_tokens if prepared else 0)
+        logger.warning("a forward did not fit the device", extra={"rows": rows})
+        if len(jobs) > 1:
+            return _run_halves(work, jobs)
+        if rows > 1:
+            return [_run_in_slices(work, jobs[0], rows // 2)]
+        return [_failure(error, jobs[0])]
     except (Exception, SystemExit) as error:  # a model may raise anything, and its neighbours must not pay for it
         if len(jobs) > 1:
-            if not isinstance(error, OutOfMemory):
-                logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
-            middle = len(jobs) // 2
-            work.touch()
-            return _run(work, jobs[:middle], None) + _run(work, jobs[middle:], None)
+            logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
+            return _run_halves(work, jobs)
         return [_failure(error, jobs[0])]
 
 
-def _run_in_slices(work: Work, job: ClaimedJob) -> Outputs | Failure:
-    """A job with more rows than a batch may have."""
-    rows = job.rows
-    parts: list[Outputs] = []
-    for start in range(0, rows, work.max_rows):
-        stop = min(start + work.max_rows, rows)
-        inputs = {name: values[start:stop] for name, values in job.inputs.items()}
-        parts.append(work.runtime.run(work.runtime.prepare([inputs])))
+def _run_halves(work: Work, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
+    middle = len(jobs) // 2
+    answers = []
+    for half in (jobs[:middle], jobs[middle:]):
         work.touch()
-    outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return _by_job(outputs, [job], work.finite_outputs)[0]
+        answers += _run(work, half, None)
+    return answers
+
+
+def _run_in_slices(work: Work, job: ClaimedJob, max_rows: int) -> Outputs | Failure:
+    """A job with more rows than a batch may have, or than fit the device."""
+    parts: list[Outputs] = []
+    start = 0
+    try:
+        while start < job.rows:
+            work.touch()
+            stop = min(start + max_rows, job.rows)
+            inputs = {name: values[start:stop] for name, values in job.inputs.items()}
+            prepared = work.runtime.prepare([inputs])
+            try:
+                parts.append(work.runtime.run(prepared))
+                start = stop
+            except MemoryError:
+                work.did_not_fit(stop - start, prepared.padded_tokens)
+                if stop - start == 1:
+                    raise
+                max_rows = (stop - start) // 2
+        outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return _by_job(outputs, [job], work.finite_outputs)[0]
+    except DeviceLost:
+        raise
+    except (Exception, SystemExit) as error:  # as in _run
+        return _failure(error, job)
 
 
 def _by_job(outputs: Mapping[str, Array], jobs: list[ClaimedJob], finite: Sequence[str]) -> list[Outputs | Failure]:
@@ -325,6 +379,8 @@ def _stream(work: Work, job: ClaimedJob, context: JobStream) -> Outputs | Failur
         if context.is_cancelled:
             return _STOPPED
         return next((_not_finite(name) for name in work.finite_outputs if not _is_finite(outputs, name)), outputs)
+    except DeviceLost:
+        raise
     except (Exception, SystemExit) as error:  # as in _run
         return _failure(error, job)
     finally:

@@ -26,8 +26,15 @@ class ClaimedJob(msgspec.Struct, eq=False):
     """What equal jobs of one tenant share; empty where each runs by itself."""
     followers: list[ClaimedJob] | None = None
     """Equal jobs that get this one's answer."""
+    tries: int = 1
+    """Forwards that this worker has given it or is giving it, as its retry policy allows."""
     is_cancelled: bool = False
     is_lost: bool = False
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a process died while it ran: it must run alone."""
+        return self.delivery.crashes > 0
 
     @property
     def held(self) -> Held:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from registry.package import ModelSpec, Package
@@ -10,12 +12,14 @@ from registry.settings import InferenceConfig
 from registry.signature import Signature
 from registry.tensors import Tensor
 from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
-from workers.executor import JobStream, Work
+from workers.executor import JobStream, TooLarge, Work
 from workers.job import ClaimedJob
 from workers.runtime.base import Runtime
 from workers.runtime.open import open_runtime
 
 __all__ = ["ENDPOINT", "ServedModel", "batch_limits"]
+
+logger = logging.getLogger("server")
 
 ENDPOINT: Final = "infer"
 """The endpoint label of jobs that are plain forwards."""
@@ -25,6 +29,10 @@ _CPU_OVERHEAD: Final = 128
 """A forward's fixed cost in tokens, measured with MiniLM on one CPU thread; see BatchLimits."""
 _SLICED_OVERHEAD: Final = 1 << 20
 """For a runtime that cuts its batches by length itself: fill them, and only then look for similar lengths."""
+_CAP_HOLDS_S: Final = 300.0
+"""A learnt cap is doubled after so long without a batch that did not fit."""
+_LONGEST_ROW: Final = 8192
+"""A cap of tokens beyond full batches of such rows limits nothing."""
 _BATCHES_HELD: Final = 2
 """One running, one ready; a model that sorts by length holds its window as well."""
 
@@ -70,6 +78,9 @@ class ServedModel:
         """Whether the last claim found fewer jobs than it asked for."""
         self.in_flight = 0
         """Batches handed to the model threads."""
+        self._cap = TooLarge(self.limits.max_rows, 0)
+        """Rows and padded tokens that a batch may have; 0 tokens: no limit but the package's."""
+        self._raise_cap_at = inf
 
     @property
     def free(self) -> int:
@@ -85,6 +96,41 @@ class ServedModel:
     def tokenises(self) -> bool:
         """Whether preparing a batch is worth doing beside another forward."""
         return self.spec.format == "transformers"
+
+    def learn(self, too_large: TooLarge, now: float) -> None:
+        """Some forward did not fit the device: half of it is the cap of batches, until it has held for a while.
+
+        Where forwards have tokens these are what did not fit: short texts may still come in full batches.
+        """
+        rows, tokens = self._cap
+        if too_large.tokens:
+            tokens = min(tokens or too_large.tokens, max(1, too_large.tokens // 2))
+        else:
+            rows = min(rows, max(1, too_large.rows // 2))
+        self._set_cap(rows, tokens, now)
+        logger.warning("batches are capped", extra={"model": self.name, "max_rows": rows, "max_tokens": tokens})
+
+    def relax(self, now: float) -> None:
+        """Doubles a learnt cap that has held: what filled the device may have left it."""
+        if now >= self._raise_cap_at:
+            rows, tokens = self._cap
+            tokens = 0 if tokens > self.limits.max_rows * _LONGEST_ROW else tokens * 2
+            self._set_cap(min(self.limits.max_rows, rows * 2), tokens, now)
+
+    def _set_cap(self, rows: int, tokens: int, now: float) -> None:
+        self._cap = TooLarge(rows, tokens)
+        self._raise_cap_at = now + _CAP_HOLDS_S if self.is_capped else inf
+        self.batcher.narrow(rows, tokens)
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether batches are smaller than they may be, for want of device memory."""
+        return self._cap != (self.limits.max_rows, 0)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest batch that is formed now."""
+        return self._cap.rows
 
     def fit(self, job: ClaimedJob) -> None:
         """Checks a job against the signature that is served, and counts its rows. Raises InvalidInput.
@@ -110,6 +156,9 @@ class ServedModel:
     def _pending(self, job: ClaimedJob) -> Pending[ClaimedJob]:
         inputs = job.inputs
         shape = self.signature.batch_key(inputs)
+        if job.is_suspect:
+            # A key of its own: nothing shares its batch.
+            shape = (*shape, job.header.id)
         nbytes = sum(values.nbytes for values in inputs.values()) if self.limits.max_bytes else 0
         return Pending(
             BatchKey(self.name, self.runtime.version, ENDPOINT, shape),
@@ -126,4 +175,4 @@ class ServedModel:
     ) -> Work:
         """A batch ready for the model threads."""
         context = open_stream if self.spec.streams else None
-        return Work(batch, self.runtime, self.limits.max_rows, self.finite_outputs, context)
+        return Work(batch, self.runtime, self._cap.rows, self.finite_outputs, context, self.timeout_s)

@@ -131,6 +131,11 @@ class Batcher(Generic[T]):
         """Pending jobs."""
         return self._jobs
 
+    def narrow(self, max_rows: int, max_tokens: int) -> None:
+        """Cut batches to these limits from now on, where they are tighter than `limits`; 0 tokens: no such limit."""
+        rows, tokens = min(max_rows, self.limits.max_rows), self.limits.max_tokens or sys.maxsize
+        self._room = self._room._replace(rows=rows, tokens=min(tokens, max_tokens or sys.maxsize))
+
     def add(self, pending: Pending[T]) -> None:
         """Take in one job, which arrived after those taken in before."""
         self.extend((pending,))

@@ -190,6 +190,18 @@ class InferenceMetrics(Collector):
         """Entries that were no jobs and went to the dead letters."""
         self._add(table.QUARANTINED, (model, "", ""), count)
 
+    def dead_lettered(self, model: str, count: int = 1) -> None:
+        """Jobs that no process survived."""
+        self._add(table.DEAD_LETTERED, (model, "", ""), count)
+
+    def retried(self, model: str, count: int = 1) -> None:
+        """Forwards that failed, of jobs that will have another one."""
+        self._add(table.RETRIED, (model, "", ""), count)
+
+    def out_of_memory(self, model: str, count: int = 1) -> None:
+        """Batches that did not fit the device."""
+        self._add(table.OUT_OF_MEMORY, (model, "", ""), count)
+
     def single_flight(self, model: str, count: int = 1) -> None:
         """Jobs that were answered by the forward of an equal one."""
         self._add(table.SINGLE_FLIGHT, (model, "", ""), count)

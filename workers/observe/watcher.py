@@ -13,7 +13,7 @@ import msgspec
 from registry.broker.base import State
 from registry.envelope import Failure, JobHeader
 
-__all__ = ["Ended", "Unwatched", "Watcher"]
+__all__ = ["Ended", "Failed", "Unwatched", "Watcher"]
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
@@ -27,6 +27,13 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     version: str
 
 
+class Failed(msgspec.Struct, frozen=True, gc=False):
+    """A forward that failed, of a job that will have another one."""
+
+    header: JobHeader
+    error: Failure
+
+
 class Watcher(Protocol):
     """Told of every job's way through a worker. `at` is unix time in seconds."""
 
@@ -38,6 +45,9 @@ class Watcher(Protocol):
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
         """These jobs are committed."""
+
+    def retried(self, failed: Sequence[Failed], at: float) -> None:
+        """These jobs failed, and will run again after a pause."""
 
     def is_revoked(self, job_id: str) -> bool:
         """Whether somebody withdrew the job through the watcher; asked once per claimed job."""
@@ -53,6 +63,9 @@ class Unwatched:
         """Nothing to tell anybody."""
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
+        """Nothing to tell anybody."""
+
+    def retried(self, failed: Sequence[Failed], at: float) -> None:
         """Nothing to tell anybody."""
 
     def is_revoked(self, job_id: str) -> bool:

@@ -20,7 +20,11 @@ from registry.errors import ConfigurationError, ModelError
 from registry.package import ModelSpec
 from registry.tensors import Array
 
-__all__ = ["Prepared", "Runtime", "StreamContext", "concatenate", "stream_whole", "warm_up"]
+__all__ = ["DeviceLost", "Prepared", "Runtime", "StreamContext", "concatenate", "stream_whole", "warm_up"]
+
+
+class DeviceLost(Exception):
+    """The device works for no forward of this process any more: another process must take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,9 @@ class Runtime(Protocol):
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward; outputs on the host, rows in the order of the jobs.
 
-        Raises OutOfMemory when the batch does not fit the device, and ModelError when the outputs are not those
-        declared, as a missing row would give a job its neighbour's answer. What the model raises passes through.
+        Raises OutOfMemory when the batch does not fit the device, DeviceLost when nothing will any more, and
+        ModelError when the outputs are not those declared, as a missing row would give a job its neighbour's answer.
+        What the model raises passes through.
         """
 
     def stream(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from registry.errors import ConfigurationError, OutOfMemory
 from registry.tensors import Array
+from workers.runtime.base import DeviceLost
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["TorchDevice"]
 
 _CPU_EXHAUSTED = ("can't allocate memory", "not enough memory")
+_CUDA_LOST = "CUDA error"
+"""An illegal access or a failed assertion on the device leaves the process's context unusable for good."""
 
 
 class TorchDevice:
@@ -63,13 +66,15 @@ class TorchDevice:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Runs its body without autograd. Raises OutOfMemory in place of the device's own error."""
+        """Runs its body without autograd. Raises OutOfMemory and DeviceLost in place of the device's own errors."""
         try:
             with self._torch.inference_mode():
                 yield
         except (self._torch.OutOfMemoryError, MemoryError) as error:
             raise self._out_of_memory(error) from error
         except RuntimeError as error:
+            if self.is_cuda and _CUDA_LOST in str(error):
+                raise DeviceLost(f"{self.device}: {str(error).partition(chr(10))[0]:.200}") from error
             if not any(phrase in str(error) for phrase in _CPU_EXHAUSTED):
                 raise
             raise self._out_of_memory(error) from error
