@@ -32,7 +32,7 @@ from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_async import AsyncRedisStreams
 from registry.envelope import Retry
-from registry.errors import ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
+from registry.errors import BrokerUnavailable, ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
 from registry.package import ModelSpec
 from registry.queues import slot_of
 from registry.settings import Settings
@@ -150,7 +150,11 @@ class AsyncClient:
         for parcel in parcels(publications):
             waiting = [(job, self._handle(job)) for job in parcel]
             while waiting:
-                receipts = await self._broker.publish(model, [job for job, _ in waiting], self._limits)
+                try:
+                    receipts = await self._broker.publish(model, [job for job, _ in waiting], self._limits)
+                except BrokerUnavailable as error:
+                    error.accepted, error.in_doubt = handles, [handle for _, handle in waiting]
+                    raise
                 refused = []
                 for pair, receipt in zip(waiting, receipts, strict=True):
                     if receipt.outcome == "accepted":

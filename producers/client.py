@@ -40,7 +40,7 @@ from registry.admission import Press, SpecCache, limits_of
 from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from registry.broker.redis_streams import RedisStreams
 from registry.envelope import Retry
-from registry.errors import ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
+from registry.errors import BrokerUnavailable, ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
 from registry.package import ModelSpec
 from registry.queues import slot_of
 from registry.settings import Settings
@@ -148,7 +148,8 @@ class Client:
         """Publishes one job per item, a few hundred in one round trip, and waits for room while the queue is full.
 
         All items are checked before the first is written. `timeout_s` bounds the waiting: QueueFull then, and the
-        jobs accepted so far stay accepted (`error.accepted`, their handles).
+        jobs accepted so far stay accepted (`error.accepted`, their handles). BrokerUnavailable carries these, too, and
+        in `error.in_doubt` the handles of the jobs whose answer did not come.
         """
         spec, reply = self._spec(model), self._inbox.address(model)
         publications = [
@@ -251,7 +252,12 @@ class Client:
             waiting = [(job, self._handle(job)) for job in parcel]
             handles += [handle for _, handle in waiting]
             while waiting:
-                receipts = self._broker.publish(model, [job for job, _ in waiting], self._limits)
+                try:
+                    receipts = self._broker.publish(model, [job for job, _ in waiting], self._limits)
+                except BrokerUnavailable as error:
+                    error.in_doubt = [handle for _, handle in waiting]
+                    error.accepted = handles[: len(handles) - len(waiting)]
+                    raise
                 refused = [
                     (pair, receipt)
                     for pair, receipt in zip(waiting, receipts, strict=True)

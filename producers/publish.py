@@ -26,6 +26,13 @@ def cancellation(job_id: str, tenant: str, keyring: Keyring) -> bytes:
     return seal("result", header, b"", keyring)
 
 
+_NO_ROOM: Final = {
+    "full": "The queue is full",
+    "tenant-full": "The tenant has as many jobs in flight as it may",
+    "memory": "The broker is short of memory",
+}
+
+
 def accepted(receipt: Receipt, model: str) -> str:
     """The id of the job that answers for a publication. Raises QueueFull or IdempotencyConflict."""
     if receipt.outcome in ("accepted", "known"):
@@ -35,11 +42,9 @@ def accepted(receipt: Receipt, model: str) -> str:
             "The idempotency key belongs to a job with another version or other inputs. "
             "Expected the same inputs, or a new key"
         )
-    whose = (
-        "The tenant has as many jobs in flight as it may" if receipt.outcome == "tenant-full" else "The queue is full"
-    )
+    why = _NO_ROOM.get(receipt.outcome, "The queue is full")
     raise QueueFull(
-        f"{whose} (model {model}). Expected a retry after {receipt.retry_after_s:.2f} s", receipt.retry_after_s
+        f"{why} (model {model}). Expected a retry after {receipt.retry_after_s:.2f} s", receipt.retry_after_s
     )
 
 

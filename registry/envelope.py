@@ -273,7 +273,7 @@ def _open(
     kind: Kind, sealed: bytes, keyring: Keyring, decoder: msgspec.msgpack.Decoder[Header]
 ) -> tuple[Header, memoryview]:
     if sealed[:4] != _PREFIX[kind]:
-        raise UndecodableEnvelope(_foreign(sealed, kind))
+        raise UndecodableEnvelope(_foreign(sealed, kind), _claimed_elsewhere(sealed, kind))
     size = int.from_bytes(sealed[4:_FIXED], "little")
     if size > MAX_HEADER_BYTES or _FIXED + size > len(sealed):
         raise UndecodableEnvelope(f"its header claims {size} bytes")
@@ -310,6 +310,30 @@ def _mismatch(kind: Kind, key_id: str, sealed: memoryview, end: int, keyring: Ke
 
 def _claimed(header: JobHeader | ResultHeader | EventHeader) -> tuple[str, str] | None:
     return (header.id, header.tenant) if isinstance(header, JobHeader) else None
+
+
+class _Claim(msgspec.Struct, gc=False):
+    """What the headers of all protocols have in common."""
+
+    id: str
+    tenant: str
+
+
+_claim_decoder: Final = msgspec.msgpack.Decoder(_Claim)
+
+
+def _claimed_elsewhere(sealed: bytes, kind: Kind) -> tuple[str, str] | None:
+    """(job id, tenant) of a job in another protocol, if that still says so where ours does."""
+    if kind != "job" or sealed[:2] != _MAGIC or sealed[3:4] != _PREFIX[kind][3:4]:
+        return None
+    size = int.from_bytes(sealed[4:_FIXED], "little")
+    if size > MAX_HEADER_BYTES:
+        return None
+    try:
+        claim = _claim_decoder.decode(memoryview(sealed)[_FIXED : _FIXED + size])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return claim.id, claim.tenant
 
 
 def _foreign(sealed: bytes, kind: Kind) -> str:

@@ -121,7 +121,16 @@ class Retryable(PenstockError):
 
 
 class BrokerUnavailable(Retryable, ConnectionError):
-    """The broker did not answer within the time-out."""
+    """The broker did not answer within the time-out.
+
+    accepted: the handles of the jobs that a `submit_many` had published before. in_doubt: the handles of those whose
+    answer did not come; their `status()` tells, once the broker is back, or UnknownJob for a job that never was.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.accepted: Sequence[object] = ()
+        self.in_doubt: Sequence[object] = ()
 
 
 class ModelNotReady(Retryable):
@@ -133,9 +142,16 @@ class OutOfMemory(Retryable, MemoryError):
 
 
 class Corrupt(PenstockError):
-    """The bytes cannot be a job: they are kept in the dead letters."""
+    """The bytes cannot be a job: they are kept in the dead letters.
+
+    claimed: (job id, tenant) as the bytes claim them, believed by nobody; None where they say nothing.
+    """
 
     disposition = "dead-letter"
+
+    def __init__(self, message: str, claimed: tuple[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.claimed = claimed
 
 
 class UndecodableEnvelope(Corrupt):
@@ -143,14 +159,7 @@ class UndecodableEnvelope(Corrupt):
 
 
 class BadSignature(Corrupt):
-    """Unsigned where signatures are required, an unknown key, or bytes that were changed.
-
-    claimed: (job id, tenant) as the bytes claim them, believed by nobody; None where they say nothing.
-    """
-
-    def __init__(self, message: str, claimed: tuple[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.claimed = claimed
+    """Unsigned where signatures are required, an unknown key, or bytes that were changed."""
 
 
 class JobFailed(PenstockError):

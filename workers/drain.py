@@ -22,6 +22,7 @@ import os
 import random
 import secrets
 import select
+import socket
 import threading
 import time
 import weakref
@@ -103,6 +104,7 @@ class Drain:
         self._watcher = watcher
         self._metrics = metrics
         self._probe_url = probe_url
+        self._started_at = time.time()
         self._checkpoint = checkpoint
         self._clock = clock
         self._jitter = jitter
@@ -125,6 +127,7 @@ class Drain:
         self._rested = 0
         self._suspect: Work | None = None
         """The forward of a suspect, which has the model threads to itself."""
+        self._paused: frozenset[str] = frozenset()
         self._ailment = ""
         """Why this process can only be replaced; empty while all is well."""
         self._news: deque[LeaseNews] = deque()
@@ -272,6 +275,8 @@ class Drain:
             self._serve_no_more()
             return
         self._rouse_rested()
+        if self._paused or self._to_release:
+            self._leave_paused()
         self._dispatch()
         self._exchange(self._wishes())
         self._dispatch()
@@ -409,7 +414,6 @@ class Drain:
         runnable: defaultdict[str, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
             model = self._served[job.delivery.slot]
-            model.in_memory += 1
             failure = self._refusal(job, model, broker_now)
             if failure is not None:
                 self._concluded.append(Conclusion(job, failure))
@@ -429,7 +433,7 @@ class Drain:
                 "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
             )
             self._metrics.quarantined(delivery.slot)
-            self._bury(delivery, f"{type(error).__name__}: {error}", getattr(error, "claimed", None) or ("", ""))
+            self._bury(delivery, f"{type(error).__name__}: {error}", error.claimed or ("", ""))
             return None
         if delivery.crashes >= self._max_crashes:
             self._bury_poison(delivery, header)
@@ -644,7 +648,7 @@ class Drain:
         if len(self._resting) >= self._max_in_memory // 2:
             # Too many rest already: they would keep out jobs that nothing is wrong with.
             pause_s = 0.0
-        self._served[job.delivery.slot].in_memory -= 1
+        self._served[job.delivery.slot].make_room(job)
         self._rested += 1
         heapq.heappush(self._resting, (self._clock() + pause_s, self._rested, job))
         return True
@@ -652,7 +656,6 @@ class Drain:
     def _rouse(self) -> ClaimedJob:
         """The job that has rested longest of those that rest."""
         _, _, job = heapq.heappop(self._resting)
-        self._served[job.delivery.slot].in_memory += 1
         return job
 
     def _rouse_rested(self) -> None:
@@ -706,7 +709,8 @@ class Drain:
 
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
-            self._served[job.delivery.slot].in_memory -= 1
+            if job.takes_room:
+                self._served[job.delivery.slot].make_room(job)
         self._holdings.drop(jobs)
 
     def _count_outcomes(self, ended: Sequence[Ended]) -> None:
@@ -786,7 +790,12 @@ class Drain:
             heapq.heapify(self._resting)
 
     def _report(self) -> None:
-        """Once a second, on the lease thread: queue metrics, and this worker's entry for `penstock status`."""
+        """Once a second, on the lease thread: pauses, queue metrics, this worker's entry for `penstock status`."""
+        paused = self._broker.paused(list(self._served))
+        if paused != self._paused:
+            logger.info("paused", extra={"models": sorted(paused)})
+            self._paused = paused
+            self._ring()
         for name in self._served:
             for depth in self._broker.depths(name):
                 self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)
@@ -799,6 +808,9 @@ class Drain:
             "in_memory": len(self._holdings),
             "batches": self._batches,
             "probe": self._probe_url,
+            "host": socket.gethostname(),
+            "started": self._started_at,
+            "load": self._metrics.totals(),
         }
         self._broker.report(self.name, json.dumps(report).encode(), _REPORT_TTL_MS)
 
@@ -821,6 +833,17 @@ class Drain:
         logger.info("drained")
         return False
 
+    def _leave_paused(self) -> None:
+        """Gives back what has not begun of the models that an operator paused: nobody starts it until they resume."""
+        if any(work.batch.key.model in self._paused for work in self.executor.waiting()):
+            while (work := self.executor.recall()) is not None:
+                model = self._served[work.batch.key.model]
+                model.batcher.put_back(work.batch)
+                model.in_flight -= 1
+        for name in self._paused:
+            self._to_release += [item.job for item in self._served[name].batcher.discard(lambda _: True)]
+        self._release()
+
     def _give_back_unbegun(self) -> None:
         """Withdraws the blocking claim, and releases all that is not on a model thread."""
         if self._is_armed:
@@ -838,12 +861,17 @@ class Drain:
             self._to_release += [item.job for item in model.batcher.discard(lambda _: True)]
         while self._resting:
             self._to_release.append(self._rouse())
+        self._release()
+
+    def _release(self) -> None:
         if not self._to_release:
             return
-        jobs = [each for job in self._to_release for each in (job, *(job.followers or ()))]
+        jobs: list[ClaimedJob] = [each for job in self._to_release for each in (job, *(job.followers or ()))]
         for job in jobs:
             job.is_lost = True
             job.followers = None
+            if job.digest and self._leaders.get(job.digest) is job:
+                del self._leaders[job.digest]
         self._to_release = jobs
         self._broker.release(self.consumer, [job.held for job in jobs])
         self._to_release = []

@@ -28,6 +28,8 @@ class ClaimedJob(msgspec.Struct, eq=False):
     """Equal jobs that get this one's answer."""
     tries: int = 1
     """Forwards that this worker has given it or is giving it, as its retry policy allows."""
+    takes_room: bool = False
+    """Whether it counts against what its model may have in memory; a job that follows or rests does not."""
     is_cancelled: bool = False
     is_lost: bool = False
 

@@ -106,7 +106,7 @@ class LaneDoor:
             lane=True,
         )
         (receipt,) = self._broker.publish(slot, [job], self._limits)
-        if receipt.outcome in ("full", "tenant-full"):
+        if receipt.outcome not in ("accepted", "known"):
             raise QueueFull(f"No room for another job of model {model}", receipt.retry_after_s)
         return receipt.job_id
 

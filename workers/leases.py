@@ -170,9 +170,14 @@ class LeaseKeeper:
     def _note_contact(self) -> None:
         """The broker has answered. The first answer after a gap comes before anybody is taken over from."""
         now = self._clock()
-        if now - self._last_contact > max(1.0, self._lease_s / 2):
+        if self._is_after_gap:
             self._may_take_over_at = now + self._lease_s
         self._last_contact = now
+
+    @property
+    def _is_after_gap(self) -> bool:
+        """Whether the broker has been silent for so long that the living may not have renewed, either."""
+        return self._clock() - self._last_contact > max(1.0, self._lease_s / 2)
 
     def _renew(self) -> None:
         held = self._holdings.snapshot()
@@ -187,7 +192,8 @@ class LeaseKeeper:
         for slot in self._slots:
             if (room := self._room()) <= 0:
                 return
-            may_take_over = self._clock() >= self._may_take_over_at
+            # This very call may be the first to be answered after a gap.
+            may_take_over = self._clock() >= self._may_take_over_at and not self._is_after_gap
             lease_ms = int(self._lease_s * 1000) if may_take_over else _RELEASED_MS
             found = self._broker.take_over(self._consumer, slot, lease_ms, room)
             self._note_contact()

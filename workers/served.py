@@ -74,6 +74,7 @@ class ServedModel:
         self.capacity: Final = self.limits.max_rows * _BATCHES_HELD * self.spec.concurrency + window
         self._fitting: tuple[tuple[Tensor, ...] | None, int] = (None, 0)
         self.in_memory = 0
+        """Jobs that wait or run; not those that follow an equal one, nor those that rest between two tries."""
         self.is_drained = False
         """Whether the last claim found fewer jobs than it asked for."""
         self.in_flight = 0
@@ -149,8 +150,16 @@ class ServedModel:
         if job.header.options.outputs:
             self.signature.select_outputs(job.header.options.outputs)
 
+    def make_room(self, job: ClaimedJob) -> None:
+        """The job no longer waits or runs here."""
+        self.in_memory -= job.takes_room
+        job.takes_room = False
+
     def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
+        for job in jobs:
+            job.takes_room = True
+        self.in_memory += len(jobs)
         self.batcher.extend([self._pending(job) for job in jobs])
 
     def _pending(self, job: ClaimedJob) -> Pending[ClaimedJob]:

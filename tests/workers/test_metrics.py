@@ -63,7 +63,10 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
     metrics.outcome("mlp", "1", "infer", "completed", 2)
     metrics.loaded("mlp", "1", True)
     metrics.queue("mlp", "high", 7, 1.5)
-    for count in (metrics.fenced, metrics.taken_over, metrics.quarantined, metrics.single_flight):
+    for count in (
+        *(metrics.fenced, metrics.taken_over, metrics.quarantined, metrics.single_flight),
+        *(metrics.dead_lettered, metrics.retried, metrics.out_of_memory),
+    ):
         count("mlp")
     families = page(metrics)
     assert {name: family.type for name, family in families.items()} == {

@@ -69,6 +69,9 @@ class _Histogram:
         self.recent = np.concatenate((self.recent, values))[-_RECENT:]
 
 
+_TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s")
+
+
 class _Series:
     """The histograms of one (model, version, endpoint)."""
 
@@ -159,6 +162,25 @@ class InferenceMetrics(Collector):
             series.unfolded += jobs + 1
             if series.unfolded >= _FOLD_AT:
                 series.fold()
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """What each model's batches add up to since the process began, summed over versions; times in seconds.
+
+        jobs, queue_s and batch_s are per job; batches, rows, compute_s and commit_s per batch.
+        """
+        totals: dict[str, dict[str, float]] = {}
+        with self._lock:
+            for (model, _, _), series in self._series.items():
+                series.fold()
+                sums = totals.setdefault(model, dict.fromkeys(_TOTALS, 0.0))
+                sums["jobs"] += series.jobs.total
+                sums["batches"] += float(series.jobs.counts.sum())
+                sums["rows"] += series.rows.total
+                sums["queue_s"] += series.queue.total
+                sums["batch_s"] += series.batch.total
+                sums["compute_s"] += series.compute.total
+                sums["commit_s"] += series.commit.total
+        return totals
 
     def padding(self, model: str, version: str, endpoint: str, ratio: float) -> None:
         """The share of one batch's tokens that was padding, 0 to 1."""
