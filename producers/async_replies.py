@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
@@ -23,6 +22,7 @@ __all__ = ["AsyncInbox", "Awaited", "Outbox", "Subscription"]
 
 _RECORDS_AT_ONCE: Final = 256
 _ALL: Final = 1_000_000
+_SILENCE_MS: Final = int(SILENCE_S * 1000)
 
 
 class Awaited(Protocol):
@@ -44,39 +44,69 @@ class Outbox:
         self._broker = broker
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[tuple[Publication, asyncio.Future[Receipt]]] = []
-        self._sender: asyncio.Task[None] | None = None
+        self._gathered: list[_Gathered] = []
+        self._parcels: deque[list[_Gathered]] = deque()
+        self._is_sending = False
+        self._task: asyncio.Task[None] | None = None
 
     def send(self, publication: Publication) -> asyncio.Future[Receipt]:
         """The broker's answer. A caller that is cancelled meanwhile does not stop the call for the others."""
         # Made directly: the loop's own method is Python, and this is half of all futures of a client.
         answer: asyncio.Future[Receipt] = asyncio.Future(loop=self._loop)
-        self._gathered.append((publication, answer))
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._send_all())
+        self._gathered.append(_Gathered(publication, answer))
+        if not self._is_sending:
+            self._is_sending = True
+            # At the end of this turn of the loop, with all that it submits.
+            self._loop.call_soon(self._send_next)
         return answer
 
-    async def _send_all(self) -> None:
-        try:
-            while self._gathered:
-                gathered, self._gathered = self._gathered, []
-                answers = iter([answer for _, answer in gathered])
-                for parcel in parcels([publication for publication, _ in gathered]):
-                    await self._send(parcel, [next(answers) for _ in parcel])
-        finally:
-            self._sender = None
-
-    async def _send(self, parcel: Sequence[Publication], answers: Sequence[asyncio.Future[Receipt]]) -> None:
-        try:
-            receipts = await self._broker.publish(self._slot, parcel, self._limits)
-        except Exception as error:  # whatever it is, it belongs to those who wait for the answer
-            for answer in answers:
-                if not answer.done():
-                    answer.set_exception(error)
+    def _send_next(self) -> None:
+        """Sends the next parcel, without a task if the connection is up; ends when nothing is left."""
+        if not self._parcels:
+            gathered, self._gathered = self._gathered, []
+            rest = iter(gathered)
+            for parcel in parcels([each.publication for each in gathered]):
+                self._parcels.append([next(rest) for _ in parcel])
+        if not self._parcels:
+            self._is_sending = False
             return
-        for answer, receipt in zip(answers, receipts, strict=True):
-            if not answer.done():
-                answer.set_result(receipt)
+        waiting = self._parcels.popleft()
+        jobs = [each.publication for each in waiting]
+
+        def receive(receipts: list[Receipt] | None) -> None:
+            if receipts is None:
+                self._task = self._loop.create_task(self._send_patiently(waiting))
+            else:
+                _tell(waiting, receipts)
+                self._send_next()
+
+        if not self._broker.publish_now(self._slot, jobs, self._limits, receive):
+            receive(None)
+
+    async def _send_patiently(self, parcel: Sequence[_Gathered]) -> None:
+        """Connects, repeats, and at last fails: publishing goes by job id, so that asking twice accepts once."""
+        try:
+            receipts = await self._broker.publish(self._slot, [each.publication for each in parcel], self._limits)
+        except Exception as error:  # whatever it is, it belongs to those who wait for the answer
+            for each in parcel:
+                if not each.answer.done():
+                    each.answer.set_exception(error)
+        else:
+            _tell(parcel, receipts)
+        self._send_next()
+
+
+class _Gathered(NamedTuple):
+    """A publication, and who waits for its receipt."""
+
+    publication: Publication
+    answer: asyncio.Future[Receipt]
+
+
+def _tell(parcel: Sequence[_Gathered], receipts: Sequence[Receipt]) -> None:
+    for (_, answer), receipt in zip(parcel, receipts, strict=True):
+        if not answer.done():
+            answer.set_result(receipt)
 
 
 class Subscription(deque[StreamEntry]):
@@ -218,16 +248,12 @@ class AsyncInbox:
             self._reader = None
 
     async def _read_while_awaited(self) -> None:
-        asked = time.monotonic()
         while not self._is_closing and self._postbox.is_awaited:
-            self._reading = self._postbox.cursors()
             try:
-                entries = await self._broker.read(self._reading, int(SILENCE_S * 1000))
-                for key, last in self._postbox.deliver(entries):
-                    await self._broker.trim(key, last)
-                if time.monotonic() - asked >= SILENCE_S:
-                    await self._ask_records()
-                    asked = time.monotonic()
+                if not await self._hear(self._now() + SILENCE_S):
+                    self._reading = self._postbox.cursors()
+                    self._deliver(await self._broker.read(self._reading, _SILENCE_MS))
+                await self._ask_records()
             except BrokerUnavailable as error:
                 self._fail(error)
             except Exception as error:  # whatever it is, it belongs to those who wait
@@ -235,6 +261,39 @@ class AsyncInbox:
                 raise
             finally:
                 self._reading = {}
+
+    async def _hear(self, until: float) -> bool:
+        """Reads on and on, and hands out what comes as it comes, until about `until`.
+
+        False when that cannot go on: the connection is to be opened, or an error to be met by asking patiently.
+        """
+        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def receive(entries: list[StreamEntry] | None) -> None:
+            if entries is None:
+                end(goes_on=False)
+                return
+            self._deliver(entries)
+            if self._now() >= until or self._is_closing or not self._postbox.is_awaited:
+                end(goes_on=True)
+            else:
+                ask()
+
+        def ask() -> None:
+            self._reading = self._postbox.cursors()
+            if not self._broker.read_now(self._reading, _SILENCE_MS, receive):
+                end(goes_on=False)
+
+        def end(*, goes_on: bool) -> None:
+            if not ended.done():
+                ended.set_result(goes_on)
+
+        ask()
+        return await ended
+
+    def _deliver(self, entries: list[StreamEntry]) -> None:
+        for key, last in self._postbox.deliver(entries):
+            self._broker.trim(key, last)
 
     async def _ask_records(self) -> None:
         """For jobs of which nothing was heard for a second: the streams are hints, the records are the truth."""

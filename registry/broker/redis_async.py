@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import hiredis
 import redis.asyncio
@@ -25,6 +25,9 @@ from registry.errors import ConfigurationError
 from registry.queues import record_key, spec_key
 
 __all__ = ["AsyncRedisStreams"]
+
+
+_READ_COUNT: Final = 256
 
 
 class AsyncRedisStreams:
@@ -47,6 +50,19 @@ class AsyncRedisStreams:
             ) from None
         return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
 
+    def publish_now(
+        self, slot: str, jobs: Sequence[Publication], limits: Limits, on_answer: Callable[[list[Receipt] | None], None]
+    ) -> bool:
+        """`publish` without a task, where the connection is up; False, and nothing happens, where it is not.
+
+        on_answer: called as soon as the answer is read, with None when it is to be asked for again by `publish`.
+        """
+
+        def receive(found: Any) -> None:
+            on_answer(None if isinstance(found, Exception) else scripts.receipts(slot, jobs, found))
+
+        return self._calling.ask_now(scripts.publish(slot, jobs, limits), receive)
+
     async def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """See ProducerEnd.publish."""
         return scripts.receipts(slot, jobs, await self._run(scripts.publish(slot, jobs, limits)))
@@ -66,14 +82,24 @@ class AsyncRedisStreams:
         """See ProducerEnd.cancel."""
         return scripts.cancelled(await self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
 
-    async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
+    async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = _READ_COUNT) -> list[StreamEntry]:
         """See ProducerEnd.read."""
         line = self._reading if block_ms > 0 else self._calling
         return scripts.entries(await self._run(scripts.read(cursors, block_ms, count, self.timeout_s), line))
 
-    async def trim(self, key: str, before: str) -> None:
-        """See ProducerEnd.trim."""
-        await self._run(scripts.trim(key, before))
+    def read_now(
+        self, cursors: Mapping[str, str], block_ms: int, on_answer: Callable[[list[StreamEntry] | None], None]
+    ) -> bool:
+        """`read` without a task, as `publish_now` is."""
+
+        def receive(found: Any) -> None:
+            on_answer(None if isinstance(found, Exception) else scripts.entries(found))
+
+        return self._reading.ask_now(scripts.read(cursors, block_ms, _READ_COUNT, self.timeout_s), receive)
+
+    def trim(self, key: str, before: str) -> None:
+        """See ProducerEnd.trim. Not awaited: what is forgotten late, or never, goes with the stream."""
+        self._calling.ask_now(scripts.trim(key, before), lambda _: None)
 
     async def nudge(self, key: str) -> None:
         """See ProducerEnd.nudge."""
@@ -127,6 +153,11 @@ class _Line:
         self._wire: _Wire | None = None
         self._opening: asyncio.Lock | None = None
 
+    def ask_now(self, command: scripts.Call, on_answer: Callable[[Any], None]) -> bool:
+        """Sends one command if the connection is up; see _Wire.send."""
+        wire = self._wire
+        return wire is not None and wire.send(hiredis.pack_command(tuple(command)), on_answer)
+
     async def ask(self, command: scripts.Call) -> Any:
         """The answer to one command; further ones may be asked meanwhile. Raises as redis-py does."""
         wire = self._wire
@@ -165,7 +196,7 @@ class _Wire(asyncio.Protocol):
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._answers = hiredis.Reader(replyError=_reply_error)
-        self._asked: deque[tuple[asyncio.Future[Any], float]] = deque()
+        self._asked: deque[tuple[Callable[[Any], None], float]] = deque()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._alarm: asyncio.TimerHandle | None = None
         # Nothing is on its way: redis-py has read every answer to what it asked while connecting.
@@ -177,28 +208,40 @@ class _Wire(asyncio.Protocol):
     def ask(self, packed: bytes) -> asyncio.Future[Any]:
         """The answer to one packed command; ConnectionError or TimeoutError of redis-py when none will come."""
         answer: asyncio.Future[Any] = self._loop.create_future()
-        if self.is_lost:
+
+        def receive(found: Any) -> None:
+            if answer.done():
+                return
+            if isinstance(found, Exception):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
+
+        if not self.send(packed, receive):
             answer.set_exception(redis.ConnectionError("the connection was lost"))
-            return answer
-        self._asked.append((answer, self._loop.time() + self._timeout_s))
+        return answer
+
+    def send(self, packed: bytes, on_answer: Callable[[Any], None]) -> bool:
+        """Sends one packed command; False when the connection is lost.
+
+        on_answer: called with the answer, or with the exception in its place, while what came is being read.
+        """
+        if self.is_lost:
+            return False
+        self._asked.append((on_answer, self._loop.time() + self._timeout_s))
         if self._alarm is None:
             self._alarm = self._loop.call_later(self._timeout_s, self._check_time)
         self._transport.write(packed)
-        return answer
+        return True
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._answers.feed(data)
         try:
-            while (found := self._answers.gets()) is not False:
-                answer, _ = self._asked.popleft()
-                if answer.done():
-                    continue
-                if isinstance(found, Exception):
-                    answer.set_exception(found)
-                else:
-                    answer.set_result(found)
-        except (hiredis.ProtocolError, IndexError):
+            while self._asked and (found := self._answers.gets()) is not False:
+                on_answer, _ = self._asked.popleft()
+                on_answer(found)
+        except hiredis.ProtocolError:
             self._lose(redis.ConnectionError("the server does not speak the Redis protocol"))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -227,9 +270,8 @@ class _Wire(asyncio.Protocol):
         self._transport.abort()
         self._connection._close()
         asked, self._asked = self._asked, deque()
-        for answer, _ in asked:
-            if not answer.done():
-                answer.set_exception(error)
+        for on_answer, _ in asked:
+            on_answer(error)
 
     async def aclose(self) -> None:
         """Closes the connection."""
