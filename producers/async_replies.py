@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 
 from producers.connection import new_client_id
 from producers.publish import parcels
-from producers.replies import SILENCE_S, Postbox
+from producers.replies import RECORDS_AT_ONCE, SILENCE_S, Postbox
 from registry.broker.base import Limits, Publication, Receipt, Standing, State, StreamEntry
 from registry.broker.redis_async import AsyncRedisStreams
 from registry.errors import BrokerUnavailable
@@ -20,7 +20,6 @@ from registry.queues import events_key
 
 __all__ = ["AsyncInbox", "Awaited", "Outbox", "Subscription"]
 
-_RECORDS_AT_ONCE: Final = 256
 _ALL: Final = 1_000_000
 _SILENCE_MS: Final = int(SILENCE_S * 1000)
 
@@ -144,7 +143,7 @@ class AsyncInbox:
 
     def __init__(self, broker: AsyncRedisStreams) -> None:
         self._broker = broker
-        self._postbox = Postbox(new_client_id())
+        self._postbox: Postbox[Awaited] = Postbox(new_client_id())
         self._reader: asyncio.Task[None] | None = None
         self._waker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -306,12 +305,21 @@ class AsyncInbox:
         silent = [
             handle for handle, waiting in self._waiters.items() if handle.is_ours and now - waiting.since >= SILENCE_S
         ]
-        for start in range(0, len(silent), _RECORDS_AT_ONCE):
-            handles = silent[start : start + _RECORDS_AT_ONCE]
-            standings = await self._broker.standings([handle.id for handle in handles])
-            for handle, standing in zip(handles, standings, strict=True):
-                if standing is None or standing.state is not State.QUEUED:
-                    handle.receive(standing)
+        if await self._ask_for(silent):
+            # A reply never came: those of other jobs may be gone with it.
+            await self._ask_for(self._postbox.expected())
+
+    async def _ask_for(self, handles: Sequence[Awaited]) -> bool:
+        """Whether any of these jobs has ended."""
+        has_ended = False
+        for start in range(0, len(handles), RECORDS_AT_ONCE):
+            part = handles[start : start + RECORDS_AT_ONCE]
+            standings = await self._broker.standings([handle.id for handle in part])
+            for handle, standing in zip(part, standings, strict=True):
+                if handle.is_ours and (standing is None or standing.state is not State.QUEUED):
+                    has_ended = True
+                    self._postbox.settle(handle, standing)
+        return has_ended
 
     def _fail(self, error: Exception) -> None:
         waiters, self._waiters = self._waiters, {}

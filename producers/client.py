@@ -365,8 +365,11 @@ class JobHandle:
             elif not (self._is_ours and inbox.expects(self.id)):
                 # Also a parent's job in a forked child: the reply goes to the parent.
                 self._watch(min(left, _LONGEST_WATCH_S))
-            elif not inbox.wait(lambda: not self._is_ours, min(left, SILENCE_S)):
-                self._ask()
+            elif inbox.wait(lambda: not self._is_ours, min(left, SILENCE_S)):
+                continue
+            elif self._ask().state is not State.QUEUED:
+                # Its reply never came, and those of other jobs may be gone with it.
+                inbox.make_up()
 
     def _watch(self, seconds: float) -> None:
         """Somebody else's job tells us of its end only through its event stream."""

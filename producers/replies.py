@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from registry.broker.base import ProducerEnd, Standing, State, StreamEntry
 from registry.broker.redis_scripts import record_standing
@@ -26,6 +26,7 @@ from registry.queues import events_key, job_time_ms, reply_key, slot_of
 from registry.tensors import Array, decode
 
 __all__ = [
+    "RECORDS_AT_ONCE",
     "SILENCE_S",
     "EventMerger",
     "Inbox",
@@ -39,6 +40,7 @@ __all__ = [
 
 SILENCE_S: Final = 1.0
 """After so long without a word the record is asked."""
+RECORDS_AT_ONCE: Final = 256
 _TRIM_EVERY: Final = 64
 _SWEEP_FROM: Final = 1024
 """Recipients from which on those that nobody keeps are looked for; then again at twice what was left."""
@@ -129,18 +131,24 @@ class Sink(Protocol):
 class Recipient(Protocol):
     """Whoever waits for a reply: gets the record's standing, or None when it is to be fetched by id."""
 
+    id: str
+    """The job's."""
+
     def receive(self, standing: Standing | None) -> None:
         """Called with the inbox's lock held: must not block."""
 
 
-class Postbox:
+Waiter = TypeVar("Waiter", bound=Recipient)
+
+
+class Postbox(Generic[Waiter]):
     """Sorts entries of reply and event streams to those who wait. No I/O: both clients read for it."""
 
     def __init__(self, client_id: str) -> None:
         self._client_id = client_id
         self._cursors: dict[str, str] = {}
         # Plain references, swept now and then: a WeakValueDictionary costs three times as much per job.
-        self._recipients: dict[str, weakref.ref[Recipient]] = {}
+        self._recipients: dict[str, weakref.ref[Waiter]] = {}
         self._subscriptions: dict[str, list[Sink]] = {}
         self._untrimmed: dict[str, int] = {}
         self._sweep_at = _SWEEP_FROM
@@ -161,7 +169,7 @@ class Postbox:
         self._cursors.setdefault(key, "0")
         return key
 
-    def expect(self, job_id: str, recipient: Recipient) -> None:
+    def expect(self, job_id: str, recipient: Waiter) -> None:
         """Replies about the job go to `recipient`, for as long as somebody else keeps that alive."""
         self._recipients[job_id.rpartition(".")[2]] = weakref.ref(recipient)
         if len(self._recipients) >= self._sweep_at:
@@ -170,6 +178,15 @@ class Postbox:
     def expects(self, job_id: str) -> bool:
         """Whether somebody waits for the reply about the job."""
         return job_id.rpartition(".")[2] in self._recipients
+
+    def expected(self) -> list[Waiter]:
+        """Those who wait for a reply."""
+        return [recipient for ref in self._recipients.values() if (recipient := ref()) is not None]
+
+    def settle(self, recipient: Waiter, standing: Standing | None) -> None:
+        """Tells a recipient what its record says; no reply will."""
+        self._recipients.pop(recipient.id.rpartition(".")[2], None)
+        recipient.receive(standing)
 
     def subscribe(self, job_id: str, after: int, sink: Sink) -> None:
         """The job's events go to `sink`, from `after` + 1 on, or from where they are read already."""
@@ -231,7 +248,7 @@ class Inbox:
 
     def __init__(self, broker: ProducerEnd, client_id: str) -> None:
         self._broker = broker
-        self._postbox = Postbox(client_id)
+        self._postbox: Postbox[Recipient] = Postbox(client_id)
         self._changed = threading.Condition()
         self._reading: dict[str, str] | None = None
         self._addresses: dict[str, str] = {}
@@ -270,6 +287,20 @@ class Inbox:
         """Ends a subscription."""
         with self._changed:
             self._postbox.unsubscribe(job_id, entries)
+
+    def make_up(self) -> None:
+        """After a reply that never came, asks the records of all who wait: theirs may be gone with it."""
+        with self._changed:
+            waiting = self._postbox.expected()
+        for start in range(0, len(waiting), RECORDS_AT_ONCE):
+            part = waiting[start : start + RECORDS_AT_ONCE]
+            standings = self._broker.standings([recipient.id for recipient in part])
+            with self._changed:
+                for recipient, standing in zip(part, standings, strict=True):
+                    has_ended = standing is None or standing.state is not State.QUEUED
+                    if has_ended and self._postbox.expects(recipient.id):
+                        self._postbox.settle(recipient, standing)
+                self._changed.notify_all()
 
     def read_now(self, job_id: str, after: int) -> list[StreamEntry]:
         """The job's events after a sequence number, as they are now."""

@@ -125,8 +125,10 @@ class Drain:
         self._resting: list[tuple[float, int, ClaimedJob]] = []
         """Jobs whose forward failed and that wait for the next, by when that is due; no batch has room for them."""
         self._rested = 0
+        self._suspects: deque[ClaimedJob] = deque()
+        """Jobs during whose forward a process died; see _dispatch_suspects."""
         self._suspect: Work | None = None
-        """The forward of a suspect, which has the model threads to itself."""
+        """The last forward, if that was a suspect's."""
         self._paused: frozenset[str] = frozenset()
         self._ailment = ""
         """Why this process can only be replaced; empty while all is well."""
@@ -236,7 +238,7 @@ class Drain:
         """The jobs in memory that wait for their forward."""
         formed = [item for work in self.executor.waiting() for item in work.batch.items]
         pending = [item for model in tuple(self._turns) for item in model.batcher.pending()]
-        return [item.job.header for item in (*formed, *pending)]
+        return [item.job.header for item in (*formed, *pending)] + [job.header for job in tuple(self._suspects)]
 
     # The loop
 
@@ -369,7 +371,7 @@ class Drain:
         elif any(model.free > 0 for model in self._turns):
             # Other models must not wait for the long forward of the one whose queue is full.
             timeout_s = _LOOK_AGAIN_S
-        if self.executor.idle == 0:
+        if self.executor.idle == 0 and not (self._suspects or self._suspect):
             for model in filter(self._may_form_ahead, self._turns):
                 if (flush_at := model.batcher.next_flush_at()) is not None:
                     timeout_s = min(timeout_s, max(0.0, flush_at - self._clock()) + 0.0005)
@@ -417,6 +419,9 @@ class Drain:
             failure = self._refusal(job, model, broker_now)
             if failure is not None:
                 self._concluded.append(Conclusion(job, failure))
+            elif job.is_suspect:
+                model.hold(job)
+                self._suspects.append(job)
             elif not self._joins_another(job, model):
                 runnable[model.name].append(job)
         for name, jobs in runnable.items():
@@ -491,7 +496,7 @@ class Drain:
 
     def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
-        if not model.shares_flights or job.is_suspect:
+        if not model.shares_flights:
             return False
         job.digest = _digest(job.header, job.delivery.sealed)
         leader = self._leaders.setdefault(job.digest, job)
@@ -506,27 +511,43 @@ class Drain:
     def _dispatch(self) -> None:
         """Gives every idle model thread a batch, and forms the next full one while they are busy."""
         self._recall_for_urgent()
+        if self._suspects or self._suspect is not None:
+            self._dispatch_suspects()
+            return
         while (idle := self.executor.idle) >= 0:
             work = self._next_work(is_idle=idle > 0)
-            if work is None or not self._may_run_beside_others(work):
+            if work is None:
                 return
-            self._watcher.started([item.job.header for item in work.batch.items], time.time())
-            tokenises = self._served[work.batch.key.model].tokenises
-            self.executor.submit(work, prepare_apart=idle == 0 and tokenises)
+            self._submit(work)
 
-    def _may_run_beside_others(self, work: Work) -> bool:
-        """Suspects run alone, or the innocent would be counted with them; what may not run now is put back."""
-        is_suspect = work.batch.items[0].job.is_suspect
-        is_busy = bool(self.executor.running() or self.executor.waiting())
-        if self._suspect is not None and self._suspect not in self.executor.running():
-            self._suspect = None
-        if (is_suspect and is_busy) or self._suspect is not None:
-            model = self._served[work.batch.key.model]
-            model.batcher.put_back(work.batch)
-            model.in_flight -= 1
-            return False
-        self._suspect = work if is_suspect else None
-        return True
+    def _submit(self, work: Work) -> None:
+        self._watcher.started([item.job.header for item in work.batch.items], time.time())
+        tokenises = self._served[work.batch.key.model].tokenises
+        self.executor.submit(work, prepare_apart=self.executor.idle == 0 and tokenises)
+
+    def _dispatch_suspects(self) -> None:
+        """Suspects have the model threads to themselves, or the innocent would be counted with them: one suspect, then
+        one batch of others, as long as there are both."""
+        if self.executor.running() or self.executor.waiting():
+            return
+        was_suspect, self._suspect = self._suspect is not None, None
+        work = self._next_work(is_idle=True) if was_suspect or not self._suspects else None
+        if work is None and self._suspects:
+            work = self._suspect = self._next_suspect()
+        if work is not None:
+            self._submit(work)
+
+    def _next_suspect(self) -> Work | None:
+        """The suspect that has been here longest, unless it is too late for it."""
+        while self._suspects:
+            job = self._suspects.popleft()
+            if self._broker.now_ms() > job.expires_ms:
+                self._concluded.append(Conclusion(job, EXPIRED))
+                continue
+            model = self._served[job.delivery.slot]
+            model.in_flight += 1
+            return model.work(model.alone(job), self._open_stream)
+        return None
 
     def _next_work(self, *, is_idle: bool) -> Work | None:
         """The next batch, model by model in turn, without the jobs whose deadline has passed meanwhile."""
@@ -663,6 +684,9 @@ class Drain:
             job = self._rouse()
             if job.is_lost or job.is_cancelled:
                 self._concluded.append(Conclusion(job, CANCELLED))
+            elif job.is_suspect:
+                self._served[job.delivery.slot].hold(job)
+                self._suspects.append(job)
             else:
                 self._served[job.delivery.slot].add([job])
 
@@ -756,7 +780,7 @@ class Drain:
     # Leases
 
     def _room_to_take_over(self) -> int:
-        return 0 if self._is_stopping else self._max_in_memory - len(self._holdings)
+        return 0 if self._is_stopping or self._ailment else self._max_in_memory - len(self._holdings)
 
     def _hear(self, news: LeaseNews) -> None:
         self._news.append(news)
@@ -785,6 +809,8 @@ class Drain:
         for model in self._turns:
             for item in model.batcher.discard(lambda item: is_unwanted(item.job)):
                 self._concluded.append(Conclusion(item.job, CANCELLED))
+        self._concluded += [Conclusion(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
+        self._suspects = deque(job for job in self._suspects if not (job.is_lost or job.is_cancelled))
         if self._resting:
             self._resting = [(0.0 if is_unwanted(job) else due, number, job) for due, number, job in self._resting]
             heapq.heapify(self._resting)
@@ -842,6 +868,8 @@ class Drain:
                 model.in_flight -= 1
         for name in self._paused:
             self._to_release += [item.job for item in self._served[name].batcher.discard(lambda _: True)]
+        self._to_release += [job for job in self._suspects if job.delivery.slot in self._paused]
+        self._suspects = deque(job for job in self._suspects if job.delivery.slot not in self._paused)
         self._release()
 
     def _give_back_unbegun(self) -> None:
@@ -861,6 +889,8 @@ class Drain:
             self._to_release += [item.job for item in model.batcher.discard(lambda _: True)]
         while self._resting:
             self._to_release.append(self._rouse())
+        self._to_release += self._suspects
+        self._suspects.clear()
         self._release()
 
     def _release(self) -> None:

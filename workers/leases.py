@@ -177,7 +177,7 @@ class LeaseKeeper:
     @property
     def _is_after_gap(self) -> bool:
         """Whether the broker has been silent for so long that the living may not have renewed, either."""
-        return self._clock() - self._last_contact > max(1.0, self._lease_s / 2)
+        return self._clock() - self._last_contact > self._lease_s / 2
 
     def _renew(self) -> None:
         held = self._holdings.snapshot()

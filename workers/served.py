@@ -150,6 +150,11 @@ class ServedModel:
         if job.header.options.outputs:
             self.signature.select_outputs(job.header.options.outputs)
 
+    def hold(self, job: ClaimedJob) -> None:
+        """The job waits or runs here."""
+        self.in_memory += not job.takes_room
+        job.takes_room = True
+
     def make_room(self, job: ClaimedJob) -> None:
         """The job no longer waits or runs here."""
         self.in_memory -= job.takes_room
@@ -158,16 +163,17 @@ class ServedModel:
     def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
         for job in jobs:
-            job.takes_room = True
-        self.in_memory += len(jobs)
+            self.hold(job)
         self.batcher.extend([self._pending(job) for job in jobs])
+
+    def alone(self, job: ClaimedJob) -> Batch[ClaimedJob]:
+        """A batch of this one job."""
+        item = self._pending(job)
+        return Batch(item.key, [item], item.rows, item.rows * item.length, "idle", item.priority)
 
     def _pending(self, job: ClaimedJob) -> Pending[ClaimedJob]:
         inputs = job.inputs
         shape = self.signature.batch_key(inputs)
-        if job.is_suspect:
-            # A key of its own: nothing shares its batch.
-            shape = (*shape, job.header.id)
         nbytes = sum(values.nbytes for values in inputs.values()) if self.limits.max_bytes else 0
         return Pending(
             BatchKey(self.name, self.runtime.version, ENDPOINT, shape),

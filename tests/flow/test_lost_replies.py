@@ -50,3 +50,36 @@ def test_asyncio_client_reads_the_record_while_others_are_answered(fleet: Fleet)
             return time.monotonic() - begun
 
     assert asyncio.run(lose_one()) < 5
+
+
+def test_many_lost_replies_cost_one_silence(fleet: Fleet):
+    """The reply stream of hundreds of jobs vanishes: one second tells that, and the records answer for all."""
+    with Client(fleet.server.url) as client:
+        before = set(_reply_streams(fleet))
+        jobs = client.submit_many("double", [{"x": [[index, 0, 0, 0]]} for index in range(300)])
+        wait_until(lambda: all(client.job(job.id).status() == "completed" for job in jobs[-4:]), 10, "the jobs end")
+        for key in set(_reply_streams(fleet)) - before:
+            fleet.server.client().delete(key)
+        begun = time.monotonic()
+        assert [job.result(10)["y"][0, 0] for job in jobs] == [2 * index for index in range(300)]
+        assert time.monotonic() - begun < 5
+
+
+def test_many_lost_replies_cost_an_asyncio_client_one_silence(fleet: Fleet):
+    """The same for jobs that are awaited one after the other."""
+
+    async def lose_all() -> tuple[list[float], float]:
+        async with AsyncClient(fleet.server.url) as client:
+            before = set(_reply_streams(fleet))
+            jobs = await client.submit_many("double", [{"x": [[index, 0, 0, 0]]} for index in range(300)])
+            while await client.job(jobs[-1].id).status() != "completed":
+                await asyncio.sleep(0.01)
+            for key in set(_reply_streams(fleet)) - before:
+                fleet.server.client().delete(key)
+            begun = time.monotonic()
+            answers = [(await job.result(10))["y"][0, 0] for job in jobs]
+            return answers, time.monotonic() - begun
+
+    answers, seconds = asyncio.run(lose_all())
+    assert answers == [2 * index for index in range(300)]
+    assert seconds < 5
