@@ -10,6 +10,7 @@ request.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from registry.broker.base import Limits, Publication
-from registry.envelope import JobHeader, Keyring, Options, seal
+from registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from registry.errors import DeadlineExceeded, InvalidInput, UnknownModel
 from registry.package import ModelSpec, find, load_package
 from registry.queues import new_job_id, parse_name, parse_priority
@@ -30,6 +31,8 @@ _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f
 _MAX_DEADLINE_S: Final = 366 * 86_400
 _KEEP_SPEC_S: Final = 1.0
 _PLAIN: Final = Options()
+_MAX_ATTEMPTS: Final = 100
+_MAX_PAUSE_S: Final = 3600
 
 
 def limits_of(queue: QueueConfig) -> Limits:
@@ -106,6 +109,7 @@ class Press:
         reply: str = "",
         job_id: str = "",
         lane: bool = False,
+        retry: Retry | None = None,
     ) -> Publication:
         """One sealed job. Raises InvalidInput, DeadlineExceeded or UnknownModel, naming what was expected."""
         band = parse_priority(priority)
@@ -137,9 +141,7 @@ class Press:
             reply=reply,
             once=once,
             traceparent=traceparent,
-            options=Options(spec.signature.select_outputs(outputs) if outputs else (), lane)
-            if outputs or lane
-            else _PLAIN,
+            options=_options(spec, outputs, lane, retry) if outputs or lane or retry else _PLAIN,
             key=self.keyring.signing_id,
         )
         sealed = seal("job", header, body, self.keyring)
@@ -147,6 +149,30 @@ class Press:
 
     def _too_large(self, size: int) -> InvalidInput:
         return InvalidInput(f"The inputs take {size} bytes. Expected at most {self._max_bytes}")
+
+
+def _options(spec: ModelSpec, outputs: Sequence[str], lane: bool, retry: Retry | None) -> Options:
+    wanted = spec.signature.select_outputs(outputs) if outputs else ()
+    if retry is not None:
+        _check_retry(spec, retry)
+    return Options(wanted, lane, retry)
+
+
+def _check_retry(spec: ModelSpec, retry: object) -> None:
+    if not isinstance(retry, Retry):
+        raise InvalidInput(f"retry is a {type(retry).__name__}. Expected a Retry(attempts, backoff_s, longest_s)")
+    numbers = (retry.attempts, retry.backoff_s, retry.longest_s)
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise InvalidInput("Bad retry. Expected numbers")
+    if not 1 <= retry.attempts <= _MAX_ATTEMPTS or retry.attempts != int(retry.attempts):
+        raise InvalidInput(f"retry.attempts is {retry.attempts}. Expected 1 to {_MAX_ATTEMPTS}")
+    if not 0 <= retry.backoff_s <= retry.longest_s <= _MAX_PAUSE_S:
+        raise InvalidInput(
+            f"retry pauses are {retry.backoff_s:g} to {retry.longest_s:g} s. Expected backoff_s <= longest_s, "
+            f"both from 0 to {_MAX_PAUSE_S}"
+        )
+    if spec.streams:
+        raise InvalidInput(f"{spec.name} streams, and what its subscribers have seen stands. Expected no retry")
 
 
 def _deadline_ms(deadline_s: float) -> int:

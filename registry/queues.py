@@ -22,6 +22,7 @@ __all__ = [
     "MODELS_KEY",
     "WORKERS_KEY",
     "Priority",
+    "crashes_key",
     "dead_key",
     "events_key",
     "flow_key",
@@ -34,6 +35,7 @@ __all__ = [
     "new_job_id",
     "parse_name",
     "parse_priority",
+    "paused_key",
     "record_key",
     "reply_key",
     "slot_of",
@@ -163,13 +165,22 @@ def dead_key(slot: str) -> str:
     return f"infer.{{{slot}}}.dead"
 
 
+def crashes_key(slot: str, priority: Priority, entry_id: bytes) -> str:
+    """Set: the crashes in whose batch the job of this entry was running.
+
+    The scripts derive it from the stream's key: keep the two in step.
+    """
+    return f"{stream_key(slot, priority)}:crashes:{entry_id.decode()}"
+
+
 def spec_key(slot: str) -> str:
     """The model's spec, as JSON."""
     return f"{{{slot}}}:spec"
 
 
 def flow_key(slot: str) -> str:
-    """Hash: jobs in flight per tenant, jobs drained, and the drain rate that `retry_after_s` comes from."""
+    """Hash: jobs in flight per tenant, jobs drained, the drain rate that `retry_after_s` comes from, whether
+    the server is short of memory, and the bytes in the dead letters."""
     return f"{{{slot}}}:flow"
 
 
@@ -189,6 +200,11 @@ def events_key(job_id: str) -> str:
     The scripts derive it from the record's key: keep the two in step.
     """
     return record_key(job_id) + ":events"
+
+
+def paused_key(slot: str) -> str:
+    """There while the slot is paused: since when, in ms of the broker's clock."""
+    return f"{{{slot}}}:paused"
 
 
 def idempotency_key(slot: str, digest: str) -> str:

@@ -33,6 +33,7 @@ __all__ = [
     "CancelOutcome",
     "Claim",
     "Commit",
+    "DeadLetter",
     "Delivery",
     "Depth",
     "Event",
@@ -41,10 +42,13 @@ __all__ = [
     "Publication",
     "Receipt",
     "Renewal",
+    "Replay",
     "Standing",
     "State",
     "StreamEntry",
     "Verdict",
+    "Waiting",
+    "Withdrawal",
 ]
 
 
@@ -83,7 +87,8 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
     """What became of a publication: `outcome` is accepted, known (the key's first job answers), conflict,
-    full or tenant-full. `job_id` is the job that answers for it; `retry_after_s` goes with a refusal for room."""
+    full, tenant-full or memory (the broker is short of it). `job_id` is the job that answers for it; `retry_after_s`
+    goes with a refusal for room."""
 
     outcome: str
     job_id: str
@@ -139,18 +144,22 @@ class Claim(NamedTuple):
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
-    """One claimed job. `entry_id` is `<ms>-<n>`: the ms at which the broker accepted it."""
+    """One claimed job. `entry_id` is `<ms>-<n>`: the ms at which the broker accepted it. `attempt` counts its
+    deliveries, `crashes` the processes that died while it ran; only `take_over` finds any. `accepted_first_ms` is
+    set for a job that came back from the dead letters with a deadline of its own."""
 
     slot: str
     priority: Priority
     entry_id: bytes
     sealed: bytes
     attempt: int = 1
+    crashes: int = 0
+    accepted_first_ms: int = 0
 
     @property
     def accepted_ms(self) -> int:
         """When the broker accepted the job, by the broker's clock."""
-        return int(self.entry_id.partition(b"-")[0])
+        return self.accepted_first_ms or int(self.entry_id.partition(b"-")[0])
 
 
 class Held(NamedTuple):
@@ -204,6 +213,58 @@ class Depth(NamedTuple):
     oldest_waiting_s: float
 
 
+class DeadLetter(msgspec.Struct, frozen=True, gc=False):
+    """Bytes that were put aside. `entry` names the letter, `accepted_as` the queue entry that it was, accepted at
+    `accepted_ms`; `job_id` and `tenant` are empty for bytes that were no accepted job. `sealed` is filled in by
+    `dead_letter` only."""
+
+    slot: str
+    entry: str
+    reason: str
+    priority: Priority
+    accepted_as: str
+    accepted_ms: int
+    deliveries: int
+    crashes: int
+    size: int
+    job_id: str = ""
+    tenant: str = ""
+    sealed: bytes = b""
+
+    @property
+    def buried_ms(self) -> int:
+        """When it was put aside, by the broker's clock."""
+        return int(self.entry.partition("-")[0])
+
+
+class Replay(Enum):
+    """What became of a dead letter that was to go back. `MISSING`: there is none of that name. `LIVE`: its job is in
+    the queue. `SETTLED`: its job has another end by now. `SUPERSEDED`: its idempotency key is another job's by now."""
+
+    REPLAYED = "replayed"
+    MISSING = "missing"
+    LIVE = "live"
+    SETTLED = "settled"
+    SUPERSEDED = "superseded"
+
+
+class Waiting(NamedTuple):
+    """A queue entry that no worker holds; `head` is how its bytes begin."""
+
+    entry_id: bytes
+    head: bytes
+
+
+class Withdrawal(NamedTuple):
+    """A waiting entry to withdraw, and the sealed result that its job ends with; `job_id` and `tenant` are empty for
+    bytes that are no job."""
+
+    entry_id: bytes
+    job_id: str = ""
+    tenant: str = ""
+    sealed: bytes = b""
+
+
 class ProducerEnd(Protocol):
     """What clients need. Calls raise BrokerUnavailable when the broker does not answer in time."""
 
@@ -241,7 +302,7 @@ class WorkerEnd(Protocol):
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
     ) -> tuple[list[Verdict], list[Delivery]]:
-        """Commit and claim in one round trip; verdicts in the order of `commits`."""
+        """Commit and claim in one round trip; verdicts in the order of `commits`. A paused slot hands out nothing."""
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """Ask to be handed up to `count` jobs per queue when some arrive; `fileno` becomes readable then."""
@@ -258,14 +319,25 @@ class WorkerEnd(Protocol):
     def drop_armed(self) -> None:
         """Forget the armed claim after an error on it; leases bring back what it may have been handed."""
 
+    def paused(self, slots: Sequence[str]) -> frozenset[str]:
+        """Those of the slots that operators have paused. Until it is asked again, `arm` leaves these out."""
+
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
         """Extend the leases of jobs that the consumer still owns."""
 
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
-        """Claim jobs whose lease has lapsed or that were released."""
+        """Claim jobs whose lease has lapsed or that were released; none of a paused slot."""
 
     def release(self, consumer: str, held: Sequence[Held]) -> None:
         """Give held jobs back at once; the next `take_over` of anyone finds them. Not an attempt that failed."""
+
+    def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        """Add one crash to jobs that were running when a process died, whoever holds them now.
+
+        `incident` names that process: repeating the call, for all or some of the jobs, counts nothing again. Jobs
+        that wait for their first claim or have ended are left alone. The count is kept until `ttl_ms` after its
+        last crash.
+        """
 
     def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
         """Append to a running job's event stream; returns the sequence number of its last event.
@@ -276,7 +348,9 @@ class WorkerEnd(Protocol):
         """
 
     def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
-        """Move bytes that cannot be a job to the dead letters with the reason; False when the consumer lost them.
+        """Move a held job, or bytes that cannot be one, to the dead letters with the reason.
+
+        Returns False, and nothing happens, when the consumer lost them. The oldest dead letters make room for it.
 
         job_id: the job that the bytes claim to be. It ends dead, with `sealed` as its result, if its record names
         this very entry.
@@ -301,8 +375,50 @@ class Broker(ProducerEnd, WorkerEnd, Protocol):
     def depths(self, slot: str) -> list[Depth]:
         """The four queues of a slot, most urgent first."""
 
+    def drained(self, slot: str) -> int:
+        """How many jobs of the slot workers have answered, ever: the difference of two looks is the throughput."""
+
     def workers(self) -> list[bytes]:
         """The reports of live workers."""
+
+    def pause(self, slot: str) -> None:
+        """Hand out no job of the slot until `resume`, also after a restart; jobs are accepted, running ones go on.
+
+        A blocking claim that was armed before may still be handed some.
+        """
+
+    def resume(self, slot: str) -> None:
+        """End a pause."""
+
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
+        """Up to `count` entries that no worker holds, oldest first, after `after` (empty: from the first)."""
+
+    def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
+        """Take waiting entries out of the queue; each job ends cancelled. Returns how many left it.
+
+        What a worker claimed meanwhile is left alone. The caller bounds bytes and count of a call.
+        """
+
+    def replay(
+        self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
+    ) -> Replay:
+        """Put a dead letter's bytes back into the queue as `job`, in one step, for a lifetime of `job_ttl_ms`.
+
+        It is queued as if it had been accepted now, but for a deadline if it `keeps_acceptance`; its count of
+        deliveries begins anew. The bytes of `job` itself are not used.
+        """
+
+    def purge_dead(self, slot: str, entries: Sequence[str]) -> int:
+        """Forget dead letters; returns how many there were."""
+
+    def dead_letters(self, slot: str, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """Up to `count` dead letters after the one called `after`, oldest first, without their bytes.
+
+        Few when they are large: only an empty answer says that there are no more.
+        """
+
+    def dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
+        """One dead letter with its bytes; None when there is none of that name."""
 
     def close(self) -> None:
         """Give the connections back."""

@@ -25,6 +25,7 @@ from registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    DeadLetter,
     Delivery,
     Depth,
     Event,
@@ -33,13 +34,23 @@ from registry.broker.base import (
     Publication,
     Receipt,
     Renewal,
+    Replay,
     Standing,
     State,
     StreamEntry,
     Verdict,
+    Waiting,
+    Withdrawal,
 )
-from registry.broker.redis_scripts import EVENTS_CAP, OUTLIVES_MS, REPLY_CAP, REPLY_TTL_MS
-from registry.queues import Priority, events_key, idempotency_key, lane_key, slot_of
+from registry.broker.redis_scripts import (
+    DEAD_LETTERS_BYTES,
+    DEAD_LETTERS_CAP,
+    EVENTS_CAP,
+    OUTLIVES_MS,
+    REPLY_CAP,
+    REPLY_TTL_MS,
+)
+from registry.queues import Priority, crashes_key, events_key, idempotency_key, lane_key, slot_of
 
 __all__ = ["MemoryBroker"]
 
@@ -59,8 +70,14 @@ _NOBODY: Final = ""
 class MemoryBroker:
     """One end of a broker in memory; thread-safe, except that one thread owns arm, fileno, collect and disarm."""
 
-    def __init__(self, clock: Clock = time.time, *, result_ttl_ms: int = 3_600_000) -> None:
-        self._state = _State(clock)
+    def __init__(
+        self,
+        clock: Clock = time.time,
+        *,
+        result_ttl_ms: int = 3_600_000,
+        dead_letters_bytes: int = DEAD_LETTERS_BYTES,
+    ) -> None:
+        self._state = _State(clock, dead_letters_bytes)
         self._changed = self._state.changed
         self._result_ttl_ms = result_ttl_ms
         self._armed: _ArmedClaim | None = None
@@ -165,15 +182,21 @@ class MemoryBroker:
     ) -> tuple[list[Verdict], list[Delivery]]:
         """See WorkerEnd.exchange."""
         with self._changed:
-            verdicts = [self._state.commit(consumer, commit, result_ttl_ms) for commit in commits]
-            self._tell_clients(commits, verdicts)
+            verdicts, news = [], []
+            for commit in commits:
+                held = self._state.lease_of(consumer, commit.slot, commit.priority, commit.entry_id)
+                verdicts.append(self._state.commit(consumer, commit, result_ttl_ms))
+                # A repeat of our own commit is confirmed, and its client was told the first time.
+                if held is not None and verdicts[-1] is Verdict.COMMITTED:
+                    news.append(commit)
+            self._tell_clients(news)
             return verdicts, [delivery for wish in claims for delivery in self._state.claim(consumer, wish)]
 
-    def _tell_clients(self, commits: Sequence[Commit], verdicts: Sequence[Verdict]) -> None:
+    def _tell_clients(self, commits: Sequence[Commit]) -> None:
         finished: defaultdict[tuple[str, str], list[tuple[str, _Record]]] = defaultdict(list)
-        for commit, verdict in zip(commits, verdicts, strict=True):
+        for commit in commits:
             record = self._state.records.get(commit.job_id)
-            if verdict is Verdict.COMMITTED and commit.reply and record is not None:
+            if commit.reply and record is not None:
                 finished[commit.slot, commit.reply].append((commit.job_id, record))
         for (slot, reply), jobs in finished.items():
             self._state.tell(slot, reply, jobs)
@@ -219,6 +242,11 @@ class MemoryBroker:
         """See WorkerEnd.drop_armed."""
         self.collect()
 
+    def paused(self, slots: Sequence[str]) -> frozenset[str]:
+        """See WorkerEnd.paused."""
+        with self._changed:
+            return frozenset(self._state.paused.intersection(slots))
+
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
         """See WorkerEnd.renew."""
         lost, cancelled = set(), set()
@@ -239,13 +267,23 @@ class MemoryBroker:
         found: list[Delivery] = []
         with self._changed:
             now_ms = self._state.now_ms()
-            for priority in Priority:
+            for priority in Priority if slot not in self._state.paused else ():
                 queue = self._state.queue(slot, priority)
                 for entry_id in queue.lapsed(now_ms - lease_ms)[: count - len(found)]:
                     lease = queue.leases[entry_id]
                     lease.owner, lease.since_ms = consumer, now_ms
                     lease.deliveries += 1
-                    found.append(Delivery(slot, priority, entry_id, lease.sealed, lease.deliveries))
+                    found.append(
+                        Delivery(
+                            slot,
+                            priority,
+                            entry_id,
+                            lease.sealed,
+                            lease.deliveries,
+                            len(self._state.crashes.get(crashes_key(slot, priority, entry_id)) or ()),
+                            queue.accepted_first_ms.get(entry_id, 0),
+                        )
+                    )
         return found
 
     def release(self, consumer: str, held: Sequence[Held]) -> None:
@@ -256,6 +294,15 @@ class MemoryBroker:
                 if lease is not None:
                     lease.owner, lease.since_ms = _NOBODY, -math.inf
                     lease.deliveries -= 1
+
+    def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        """See WorkerEnd.suspect."""
+        with self._changed:
+            for job in jobs:
+                if job.entry_id in self._state.queue(slot, job.priority).leases:
+                    key = crashes_key(slot, job.priority, job.entry_id)
+                    incidents = self._state.crashes.get(key) or frozenset()
+                    self._state.crashes.put(key, incidents | {incident}, ttl_ms)
 
     def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
         """See WorkerEnd.emit."""
@@ -277,13 +324,14 @@ class MemoryBroker:
         """See WorkerEnd.bury."""
         with self._changed:
             slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
-            if self._state.lease_of(consumer, slot, priority, entry_id) is None:
+            lease = self._state.lease_of(consumer, slot, priority, entry_id)
+            if lease is None:
                 return False
-            self._state.queue(slot, priority).remove(entry_id)
-            self._state.slots[slot].dead_letters.append((reason, delivery.sealed))
             record = self._state.records.get(job_id)
-            accepted_as = (record.state, record.priority, record.entry_id) if record is not None else None
-            if record is not None and accepted_as == (State.QUEUED, priority, entry_id):
+            is_job = record is not None and record.is_entry(priority, entry_id)
+            self._state.put_aside(delivery, reason, lease.deliveries, job_id if is_job else "")
+            self._state.queue(slot, priority).remove(entry_id)
+            if record is not None and is_job:
                 self._state.slots[slot].leave(record.tenant)
                 self._state.settle(job_id, record, State.DEAD, sealed, self._result_ttl_ms)
                 if record.reply:
@@ -319,15 +367,71 @@ class MemoryBroker:
             now_ms = self._state.now_ms()
             return [self._state.queue(slot, priority).depth(slot, priority, now_ms) for priority in Priority]
 
+    def drained(self, slot: str) -> int:
+        """See Broker.drained."""
+        with self._changed:
+            return self._state.slots[slot].drained
+
     def workers(self) -> list[bytes]:
         """See Broker.workers."""
         with self._changed:
             return self._state.reports.values()
 
-    def dead_letters(self, slot: str) -> list[tuple[str, bytes]]:
-        """(reason, bytes) of what was buried, oldest first."""
+    def pause(self, slot: str) -> None:
+        """See Broker.pause. It holds for armed claims, too."""
         with self._changed:
-            return list(self._state.slots[slot].dead_letters)
+            self._state.paused.add(slot)
+
+    def resume(self, slot: str) -> None:
+        """See Broker.resume."""
+        with self._changed:
+            self._state.paused.discard(slot)
+            self._state.serve_armed(slot)
+
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
+        """See Broker.waiting."""
+        cursor = _parse_entry_id((after or b"0-0").decode())
+        with self._changed:
+            queue = self._state.queue(slot, priority)
+            free = {entry_id: lease.sealed for entry_id, lease in queue.leases.items() if lease.owner == _NOBODY}
+            found = sorted(
+                (_parse_entry_id(entry_id.decode()), Waiting(entry_id, sealed[:head_bytes]))
+                for entry_id, sealed in {**free, **queue.waiting}.items()
+            )
+            return [waiting for order, waiting in found if order > cursor][:count]
+
+    def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
+        """See Broker.withdraw."""
+        with self._changed:
+            return sum(self._state.withdraw(slot, priority, job, result_ttl_ms) for job in jobs)
+
+    def replay(
+        self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
+    ) -> Replay:
+        """See Broker.replay."""
+        with self._changed:
+            outcome = self._state.replay(slot, entry, job, job_ttl_ms, keeps_acceptance)
+            self._state.serve_armed(slot)
+            return outcome
+
+    def purge_dead(self, slot: str, entries: Sequence[str]) -> int:
+        """See Broker.purge_dead."""
+        with self._changed:
+            letters = self._state.slots[slot].dead_letters
+            return sum(letters.pop(entry, None) is not None for entry in entries)
+
+    def dead_letters(self, slot: str, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """See Broker.dead_letters."""
+        cursor = _parse_entry_id(after or "0-0")
+        with self._changed:
+            letters = self._state.slots[slot].dead_letters.values()
+            later = [letter for letter in letters if _parse_entry_id(letter.entry) > cursor]
+            return [structs.replace(letter, sealed=b"") for letter in later[:count]]
+
+    def dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
+        """See Broker.dead_letter."""
+        with self._changed:
+            return self._state.slots[slot].dead_letters.get(entry)
 
     def close(self) -> None:
         """See Broker.close. The broker lives on as long as another end does."""
@@ -351,6 +455,10 @@ class _Record:
     is_cancel_requested: bool = False
     is_followed: bool = False
     """Somebody subscribed or the job emitted: its end goes to its event stream as well."""
+
+    def is_entry(self, priority: Priority, entry_id: bytes) -> bool:
+        """Whether this is the live record of a job that was accepted as that entry."""
+        return (self.state, self.priority, self.entry_id) == (State.QUEUED, priority, entry_id)
 
     def standing(self) -> Standing:
         """What the record says by itself. A terminal record's tenant is inside its sealed result."""
@@ -388,12 +496,14 @@ class _ArmedClaim:
 class _Queue:
     """The jobs of one slot and priority: those that nobody was handed yet, and those under a lease."""
 
-    __slots__ = ("last_id", "leases", "waiting")
+    __slots__ = ("accepted_first_ms", "last_id", "leases", "waiting")
 
     def __init__(self) -> None:
         # An OrderedDict, for a plain one takes ever longer to find its first key as keys leave at the front.
         self.waiting: OrderedDict[bytes, bytes] = OrderedDict()
         self.leases: dict[bytes, _Lease] = {}
+        self.accepted_first_ms: dict[bytes, int] = {}
+        """Of entries that came back from the dead letters and keep their deadline."""
         self.last_id: EntryId = (0, 0)
 
     def __len__(self) -> int:
@@ -424,6 +534,11 @@ class _Queue:
         """Forget the entry, wherever it is."""
         self.waiting.pop(entry_id, None)
         self.leases.pop(entry_id, None)
+        self.accepted_first_ms.pop(entry_id, None)
+
+    def has(self, entry_id: bytes) -> bool:
+        """Whether the entry is here, waiting or under a lease."""
+        return entry_id in self.waiting or entry_id in self.leases
 
     def head_ms(self) -> int | None:
         """When the oldest waiting job was accepted; None when none waits."""
@@ -439,11 +554,12 @@ class _Queue:
 class _Slot:
     """The four queues of a slot, its dead letters and its flow: tenants' jobs in flight and the drain rate."""
 
-    __slots__ = ("_mark", "_mark_ms", "_rate", "dead_letters", "drained", "in_flight", "queues")
+    __slots__ = ("_mark", "_mark_ms", "_rate", "dead_letters", "drained", "in_flight", "last_dead_id", "queues")
 
     def __init__(self) -> None:
         self.queues = tuple(_Queue() for _ in Priority)
-        self.dead_letters: list[tuple[str, bytes]] = []
+        self.dead_letters: dict[str, DeadLetter] = {}
+        self.last_dead_id: EntryId = (0, 0)
         self.in_flight: defaultdict[str, int] = defaultdict(int)
         self.drained = 0
         self._mark = 0
@@ -544,8 +660,9 @@ class _Stream:
 class _State:
     """What a server would hold; every method is one step under `changed`."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, dead_letters_bytes: int) -> None:
         self.clock = clock
+        self.dead_letters_bytes = dead_letters_bytes
         self.changed = threading.Condition()
         self.slots: defaultdict[str, _Slot] = defaultdict(_Slot)
         self.records: _Expiring[_Record] = _Expiring(self.now_ms)
@@ -553,7 +670,10 @@ class _State:
         """Fingerprint and job id by idempotency key."""
         self.streams: _Expiring[_Stream] = _Expiring(self.now_ms)
         self.reports: _Expiring[bytes] = _Expiring(self.now_ms)
+        self.crashes: _Expiring[frozenset[str]] = _Expiring(self.now_ms)
+        """Incidents by entry; see crashes_key."""
         self.specs: dict[str, bytes] = {}
+        self.paused: set[str] = set()
         self.armed: list[_ArmedClaim] = []
 
     def now_ms(self) -> float:
@@ -593,6 +713,8 @@ class _State:
 
     def claim(self, consumer: str, wish: Claim) -> list[Delivery]:
         """Most urgent first; `reserve` goes to the lower band whose head has waited longest, if too long."""
+        if wish.slot in self.paused:
+            return []
         found: list[Delivery] = []
         bands, visited = tuple(Priority), 0
         urgent = wish.credit - wish.reserve
@@ -614,12 +736,15 @@ class _State:
 
     def hand_out(self, consumer: str, slot: str, priority: Priority, count: int) -> list[Delivery]:
         """Up to `count` waiting jobs of one queue."""
-        taken = self.queue(slot, priority).take(consumer, count, self.now_ms())
-        return [Delivery(slot, priority, entry_id, sealed) for entry_id, sealed in taken]
+        queue = self.queue(slot, priority)
+        return [
+            Delivery(slot, priority, entry_id, sealed, accepted_first_ms=queue.accepted_first_ms.get(entry_id, 0))
+            for entry_id, sealed in queue.take(consumer, count, self.now_ms())
+        ]
 
     def serve_armed(self, slot: str) -> None:
         """Hand waiting jobs to the workers that asked, in the order in which they did."""
-        if not self.armed:
+        if not self.armed or slot in self.paused:
             return
         now_ms = self.now_ms()
         for armed in [claim for claim in self.armed if slot in claim.slots and now_ms < claim.until_ms]:
@@ -646,6 +771,82 @@ class _State:
         self.slots[commit.slot].drained += 1
         self.settle(commit.job_id, record, commit.state, commit.sealed, result_ttl_ms)
         return Verdict.COMMITTED
+
+    def put_aside(self, delivery: Delivery, reason: str, deliveries: int, job_id: str) -> None:
+        """Write a dead letter, about `job_id` if the bytes were accepted as that; the oldest make room."""
+        slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
+        place = self.slots[slot]
+        place.last_dead_id = _next_entry_id(place.last_dead_id, self.now_ms())
+        key = crashes_key(slot, priority, entry_id)
+        record = self.records.get(job_id) if job_id else None
+        letter = DeadLetter(
+            slot,
+            "{}-{}".format(*place.last_dead_id),
+            reason,
+            priority,
+            entry_id.decode(),
+            delivery.accepted_ms,
+            deliveries,
+            len(self.crashes.get(key) or ()),
+            len(delivery.sealed),
+            job_id,
+            record.tenant if record else "",
+            delivery.sealed,
+        )
+        self.crashes.pop(key)
+        letters = place.dead_letters
+        letters[letter.entry] = letter
+        size = sum(each.size for each in letters.values())
+        while len(letters) > 1 and (len(letters) > DEAD_LETTERS_CAP or size > self.dead_letters_bytes):
+            size -= letters.pop(next(iter(letters))).size
+
+    def withdraw(self, slot: str, priority: Priority, job: Withdrawal, ttl_ms: int) -> bool:
+        """Take an entry that nobody holds out of its queue; its job, if it has a record, ends cancelled."""
+        queue = self.queue(slot, priority)
+        lease = queue.leases.get(job.entry_id)
+        if lease.owner != _NOBODY if lease else job.entry_id not in queue.waiting:
+            return False
+        queue.remove(job.entry_id)
+        record = self.records.get(job.job_id)
+        if record is not None and record.is_entry(priority, job.entry_id):
+            self.slots[slot].leave(record.tenant)
+            self.settle(job.job_id, record, State.CANCELLED, job.sealed, ttl_ms)
+            if record.reply:
+                self.tell(slot, record.reply, [(job.job_id, record)])
+        elif record is None and job.tenant:
+            # Its record has expired: it still counts as in flight.
+            self.slots[slot].leave(job.tenant)
+        return True
+
+    def replay(self, slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Replay:
+        """Put a dead letter back as the job it was."""
+        letters = self.slots[slot].dead_letters
+        record, letter = self.records.get(job.job_id), letters.get(entry)
+        is_live = record is not None and record.state is State.QUEUED
+        if letter is None:
+            return Replay.REPLAYED if is_live else Replay.MISSING
+        queue = self.queue(slot, job.priority)
+        accepted_as = letter.accepted_as.encode()
+        is_orphan = record is not None and record.is_entry(job.priority, accepted_as) and not queue.has(accepted_as)
+        if is_live and not is_orphan:
+            return Replay.LIVE
+        if record is not None and record.state not in (State.QUEUED, State.DEAD):
+            return Replay.SETTLED
+        once = idempotency_key(slot, job.once) if job.once else ""
+        if once and (first := self.once.get(once)) and first[1] != job.job_id:
+            return Replay.SUPERSEDED
+        entry_id = queue.add(letter.sealed, self.now_ms())
+        if keeps_acceptance:
+            queue.accepted_first_ms[entry_id] = letter.accepted_ms
+        fresh = _Record(job.tenant, job.priority, entry_id, job.reply, job.once)
+        self.records.put(job.job_id, fresh, job_ttl_ms + OUTLIVES_MS)
+        self.streams.pop(events_key(job.job_id))
+        if once:
+            self.once.extend(once, job_ttl_ms + OUTLIVES_MS)
+        if not is_orphan:
+            self.slots[slot].in_flight[job.tenant] += 1
+        del letters[entry]
+        return Replay.REPLAYED
 
     def settle(self, job_id: str, record: _Record, state: State, sealed: bytes, ttl_ms: int) -> None:
         """Turn the record into its result, and tell those who follow the job."""

@@ -17,6 +17,7 @@ from registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    DeadLetter,
     Delivery,
     Depth,
     Event,
@@ -25,26 +26,41 @@ from registry.broker.base import (
     Publication,
     Receipt,
     Renewal,
+    Replay,
     Standing,
     State,
     StreamEntry,
     Verdict,
+    Waiting,
+    Withdrawal,
 )
 from registry.queues import (
     GROUP,
     Priority,
+    crashes_key,
     dead_key,
     flow_key,
     idempotency_key,
     lane_key,
     local_record_key,
+    paused_key,
     record_key,
     slot_of,
     stream_key,
     stream_keys,
 )
 
-__all__ = ["EVENTS_CAP", "REPLY_CAP", "REPLY_TTL_MS", "SOURCES", "Call", "sha_of"]
+__all__ = [
+    "DEAD_LETTERS_BYTES",
+    "DEAD_LETTERS_CAP",
+    "EVENTS_CAP",
+    "OUTLIVES_MS",
+    "REPLY_CAP",
+    "REPLY_TTL_MS",
+    "SOURCES",
+    "Call",
+    "sha_of",
+]
 
 Call: TypeAlias = list[Any]
 """A command's words, EVALSHA first."""
@@ -56,6 +72,11 @@ OUTLIVES_MS: Final = 3_600_000
 """How long a record outlives its job: a forward that began in time must find it, and whoever asks, the reason."""
 EVENTS_CAP: Final = 10_000
 """Events that a job's stream keeps; a subscriber who missed more is told so."""
+MEMORY_HIGH_WATER_PCT: Final = 80
+"""Of the server's maxmemory; what is left beyond is room for results."""
+DEAD_LETTERS_CAP: Final = 100_000
+DEAD_LETTERS_BYTES: Final = 256 * 1024 * 1024
+"""What the dead letters of one slot keep, whichever is reached first; the oldest go."""
 
 _FILES: Final[dict[str, str]] = {
     path.name.removesuffix(".lua"): path.read_text()
@@ -64,7 +85,8 @@ _FILES: Final[dict[str, str]] = {
 }
 _ENDING: Final = _FILES.pop("ending")
 SOURCES: Final[dict[str, str]] = {
-    name: _ENDING + source if name in ("cancel", "bury") else source for name, source in _FILES.items()
+    name: _ENDING + source if name in ("cancel", "bury", "replay", "withdraw") else source
+    for name, source in _FILES.items()
 }
 """Each script as Redis gets it; those that end a single job share how."""
 _SHAS: Final = {
@@ -73,6 +95,14 @@ _SHAS: Final = {
 _PRIORITIES: Final = tuple(Priority)
 _STATES: Final = {state.value: state for state in State}
 _VERDICTS: Final = {ord("C"): Verdict.COMMITTED, ord("F"): Verdict.FENCED, ord("G"): Verdict.GONE}
+_REFUSALS: Final = {b"f": "full", b"t": "tenant-full", b"m": "memory"}
+_REPLAYS: Final = {
+    b"R": Replay.REPLAYED,
+    b"N": Replay.MISSING,
+    b"L": Replay.LIVE,
+    b"S": Replay.SETTLED,
+    b"K": Replay.SUPERSEDED,
+}
 _CANCELS: Final = {
     b"C": CancelOutcome.CANCELLED,
     b"R": CancelOutcome.REQUESTED,
@@ -105,7 +135,14 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     """One call that accepts or refuses `jobs`."""
     once_keys: list[str] = []
     record_ttl_ms = limits.job_ttl_ms + OUTLIVES_MS
-    args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, record_ttl_ms, len(jobs)]
+    args: list[Any] = [
+        GROUP,
+        limits.max_depth,
+        limits.tenant_max_in_flight,
+        record_ttl_ms,
+        len(jobs),
+        MEMORY_HIGH_WATER_PCT,
+    ]
     records: list[str] = []
     for job in jobs:
         once = job.once
@@ -140,28 +177,37 @@ def _receipt(slot: str, job_id: str, answer: bytes) -> Receipt:
         return Receipt("known", f"{slot}.{rest}")
     if letter == b"c":
         return Receipt("conflict", job_id)
-    return Receipt("full" if letter == b"f" else "tenant-full", job_id, int(rest) / 1000)
+    return Receipt(_REFUSALS[letter], job_id, int(rest) / 1000)
 
 
 def claim(consumer: str, wish: Claim) -> Call:
     """One call that takes jobs of one slot."""
-    return _call("claim", stream_keys(wish.slot), [GROUP, consumer, wish.credit, wish.reserve, wish.ageing_ms])
+    keys = [*stream_keys(wish.slot), paused_key(wish.slot)]
+    return _call("claim", keys, [GROUP, consumer, wish.credit, wish.reserve, wish.ageing_ms])
 
 
-def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, list[Delivery]]:
-    """(the broker's time in ms, deliveries) of an answer of `claim`."""
+def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, bool, list[Delivery]]:
+    """(the broker's time in ms, whether the slot is paused, deliveries) of an answer of `claim`."""
     deliveries: list[Delivery] = []
-    for index in range(2, len(answer), 2):
+    for index in range(3, len(answer), 2):
         deliveries += _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1])
-    return int(answer[0]) * 1000 + int(answer[1]) / 1000, deliveries
+    return int(answer[0]) * 1000 + int(answer[1]) / 1000, answer[2] == 1, deliveries
 
 
 def _deliveries(slot: str, priority: Priority, entries: Sequence[Any]) -> list[Delivery]:
-    # A foreign XADD may have any fields: what is not ours goes on as bytes that do not open.
     return [
-        Delivery(slot, priority, entry_id, fields[1] if len(fields) == 2 else b"".join(fields))
+        Delivery(slot, priority, entry_id, fields[1])
+        if len(fields) == 2
+        else _unusual(slot, priority, entry_id, fields)
         for entry_id, fields in entries
     ]
+
+
+def _unusual(slot: str, priority: Priority, entry_id: bytes, fields: Sequence[bytes]) -> Delivery:
+    """A job that came back from the dead letters, or a foreign XADD: that goes on as bytes that do not open."""
+    if len(fields) == 4 and fields[2] == b"a" and (accepted_ms := _number(fields[3].decode(errors="replace"))):
+        return Delivery(slot, priority, entry_id, fields[1], accepted_first_ms=accepted_ms)
+    return Delivery(slot, priority, entry_id, b"".join(fields))
 
 
 def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int) -> Call:
@@ -260,19 +306,28 @@ def release(consumer: str, slot: str, held: Sequence[Held]) -> Call:
 
 def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
     """One call that claims lapsed jobs of one slot; it does nothing when it arrives late."""
-    return _call("take_over", stream_keys(slot), [GROUP, consumer, lease_ms, count, int(now_ms)])
+    return _call("take_over", [*stream_keys(slot), paused_key(slot)], [GROUP, consumer, lease_ms, count, int(now_ms)])
 
 
 def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
     """The answer of `take_over`."""
     deliveries: list[Delivery] = []
-    for index in range(0, len(answer), 3):
+    for index in range(0, len(answer), 4):
         found = _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1])
         deliveries += [
-            structs.replace(delivery, attempt=attempt)
-            for delivery, attempt in zip(found, answer[index + 2], strict=True)
+            structs.replace(delivery, attempt=attempt, crashes=crashes)
+            for delivery, attempt, crashes in zip(found, answer[index + 2], answer[index + 3], strict=True)
         ]
     return deliveries
+
+
+def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call:
+    """One call that adds a crash to jobs of one slot."""
+    args: list[Any] = [GROUP, incident, ttl_ms, len(jobs)]
+    for job in jobs:
+        args += (int(job.priority), job.entry_id)
+    marks = [crashes_key(slot, job.priority, job.entry_id) for job in jobs]
+    return _call("suspect", [*stream_keys(slot), *marks], args)
 
 
 def emit(consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, after: int) -> Call:
@@ -323,15 +378,121 @@ def record_standing(record: bytes) -> Standing:
     return Standing(_STATES[letter], "", record[2:])
 
 
-def bury(consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes, result_ttl_ms: int) -> Call:
+def bury(
+    consumer: str,
+    delivery: Delivery,
+    reason: str,
+    job_id: str,
+    sealed: bytes,
+    result_ttl_ms: int,
+    most_bytes: int = DEAD_LETTERS_BYTES,
+) -> Call:
     """One call that moves bytes to the dead letters, and ends the job that they were accepted as."""
-    slot = delivery.slot
-    keys = [flow_key(slot), stream_key(slot, delivery.priority), dead_key(slot)]
-    args: list[Any] = [GROUP, consumer, delivery.entry_id, int(delivery.priority), reason, delivery.sealed]
+    slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
+    keys = [flow_key(slot), stream_key(slot, priority), dead_key(slot), crashes_key(slot, priority, entry_id)]
+    args: list[Any] = [GROUP, consumer, entry_id, int(priority), reason, delivery.sealed]
+    args += (DEAD_LETTERS_CAP, most_bytes, delivery.accepted_ms)
     if job_id:
         keys.append(record_key(job_id))
         args += _ending(job_id, State.DEAD, sealed, result_ttl_ms)
     return _call("bury", keys, args)
+
+
+def dead_letters(slot: str, after: str, count: int) -> Call:
+    """One call that describes dead letters of one slot."""
+    return _call("dead_letters", [dead_key(slot)], [after or "0-0", count])
+
+
+def letters(slot: str, answer: Sequence[Any]) -> list[DeadLetter]:
+    """The answer of `dead_letters`."""
+    return [_letter(slot, entry, size, fields) for entry, size, fields in answer]
+
+
+def dead_letter(slot: str, entry: str) -> Call:
+    """One call that reads a dead letter with its bytes."""
+    return ["XRANGE", dead_key(slot), entry, entry]
+
+
+def letter(slot: str, answer: Sequence[Any]) -> DeadLetter | None:
+    """The answer of `dead_letter`."""
+    if not answer:
+        return None
+    entry, fields = answer[0]
+    sealed = dict(_pairs(fields)).get(b"e", b"")
+    return structs.replace(_letter(slot, entry, len(sealed), fields), sealed=sealed)
+
+
+def replay(slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Call:
+    """One call that puts a dead letter back into its queue."""
+    keys = [flow_key(slot), dead_key(slot), stream_key(slot, job.priority), record_key(job.job_id)]
+    if job.once:
+        keys.append(idempotency_key(slot, job.once))
+    args = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.once]
+    return _call("replay", keys, [*args, job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance)])
+
+
+def replayed(answer: bytes) -> Replay:
+    """The answer of `replay`."""
+    return _REPLAYS[answer]
+
+
+def purge_dead(slot: str, entries: Sequence[str]) -> Call:
+    """One call that forgets dead letters of one slot."""
+    return _call("purge_dead", [flow_key(slot), dead_key(slot)], entries)
+
+
+def waiting(slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> Call:
+    """One call that looks at jobs that nobody holds."""
+    return _call("waiting", [stream_key(slot, priority)], [GROUP, after or b"0-0", count, head_bytes])
+
+
+def waited(answer: Sequence[Any]) -> list[Waiting]:
+    """The answer of `waiting`."""
+    return [Waiting(entry_id, head) for entry_id, head in answer]
+
+
+def withdraw(slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> Call:
+    """One call that withdraws jobs of one queue."""
+    once_prefix = idempotency_key(slot, "")
+    args: list[Any] = [GROUP, int(priority), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, once_prefix, len(jobs)]
+    keys = [flow_key(slot), stream_key(slot, priority)]
+    for job in jobs:
+        local = _local(job.job_id)
+        keys.append(local_record_key(slot, local))
+        args += (job.entry_id, local, job.tenant, _record(State.CANCELLED, job.sealed))
+    return _call("withdraw", keys, args)
+
+
+def withdrawn(answer: bytes) -> int:
+    """How many jobs left the queue by an answer of `withdraw`."""
+    return answer.count(b"W") + answer.count(b"R")
+
+
+def _letter(slot: str, entry: bytes, size: int, fields: Sequence[bytes]) -> DeadLetter:
+    # Anybody with the broker's password may have written it: what is not as expected is left empty.
+    said = {name: value.decode(errors="replace") for name, value in _pairs(fields) if name != b"e"}
+    local = said.get(b"job", "")
+    return DeadLetter(
+        slot,
+        entry.decode(),
+        said.get(b"reason", ""),
+        _PRIORITIES[_number(said.get(b"priority")) % len(_PRIORITIES)],
+        said.get(b"entry", ""),
+        _number(said.get(b"accepted")),
+        _number(said.get(b"deliveries")),
+        _number(said.get(b"crashes")),
+        size,
+        f"{slot}.{local}" if local else "",
+        said.get(b"tenant", ""),
+    )
+
+
+def _pairs(fields: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    return list(zip(fields[::2], fields[1::2], strict=False))
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 18 else 0
 
 
 def depths(slot: str) -> Call:

@@ -7,6 +7,7 @@ when its answer was lost: publishing goes by job id, commits are fenced, the res
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    DeadLetter,
     Delivery,
     Depth,
     Event,
@@ -31,21 +33,48 @@ from registry.broker.base import (
     Publication,
     Receipt,
     Renewal,
+    Replay,
     Standing,
     StreamEntry,
     Verdict,
+    Waiting,
+    Withdrawal,
 )
 from registry.errors import BrokerUnavailable, ConfigurationError
-from registry.queues import GROUP, MODELS_KEY, WORKERS_KEY, record_key, spec_key, stream_keys, worker_key
+from registry.queues import (
+    GROUP,
+    MODELS_KEY,
+    WORKERS_KEY,
+    Priority,
+    flow_key,
+    paused_key,
+    record_key,
+    spec_key,
+    stream_keys,
+    worker_key,
+)
 
 __all__ = ["RedisStreams"]
 
 RETRY_PAUSE_S = 0.05
 LOST_CONNECTION = (redis.ConnectionError, redis.TimeoutError, OSError)
 _PASSING = frozenset(
-    {"MISCONF", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "BUSY", "NOPERM", "NOAUTH"}
+    {
+        "MISCONF",
+        "NOREPLICAS",
+        "MASTERDOWN",
+        "CLUSTERDOWN",
+        "TRYAGAIN",
+        "LOADING",
+        "BUSY",
+        "NOPERM",
+        "NOAUTH",
+        "READONLY",
+    }
 )
 """First words of errors that say more about the server's present state than about our command."""
+_BY_CLASS = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY"}
+_IN_SCRIPT = re.compile(r"@user_script: ?\d+: -([A-Z]+) ")
 _SLOT_BY_SLOT = 256
 """Jobs per call of the scripts that work through a list, so that no call holds the server for long."""
 
@@ -67,17 +96,33 @@ class RedisStreams:
         clock_offset_ms: the broker's clock minus this machine's, as of the last claim or look at the queues.
     """
 
-    def __init__(self, client: redis.Redis, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        *,
+        timeout_s: float = 5.0,
+        result_ttl_ms: int = 3_600_000,
+        dead_letters_bytes: int = scripts.DEAD_LETTERS_BYTES,
+    ) -> None:
         self.timeout_s = timeout_s
         self.clock_offset_ms = 0.0
         self._redis = client
         self._pool = client.connection_pool
         self._result_ttl_ms = result_ttl_ms
+        self._dead_letters_bytes = dead_letters_bytes
         self._armed: _ArmedClaim | None = None
+        self._paused: frozenset[str] = frozenset()
         self._line: _Line | None = None
 
     @classmethod
-    def from_url(cls, url: str, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> RedisStreams:
+    def from_url(
+        cls,
+        url: str,
+        *,
+        timeout_s: float = 5.0,
+        result_ttl_ms: int = 3_600_000,
+        dead_letters_bytes: int = scripts.DEAD_LETTERS_BYTES,
+    ) -> RedisStreams:
         """From redis://, rediss:// or unix://. Raises ConfigurationError for another scheme; connects later."""
         try:
             client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **connection_options(timeout_s))
@@ -85,7 +130,7 @@ class RedisStreams:
             raise ConfigurationError(
                 "The broker's URL is not usable. Expected redis://host:port/db, rediss://... or unix:///path?db=0"
             ) from None
-        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms, dead_letters_bytes=dead_letters_bytes)
 
     # Producers' end
 
@@ -167,15 +212,20 @@ class RedisStreams:
                 verdicts[index] = verdict
         deliveries: list[Delivery] = []
         for wish, answer in zip(claims, answers[len(chunks) :], strict=True):
-            now_ms, found = scripts.claimed(wish.slot, answer)
+            now_ms, is_paused, found = scripts.claimed(wish.slot, answer)
+            if is_paused != (wish.slot in self._paused):
+                self._paused ^= {wish.slot}
             self.clock_offset_ms = now_ms - time.time() * 1000
             deliveries += found
         return verdicts, deliveries
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""
+        # A blocking read knows nothing of pauses: it must not name the queues of a paused slot.
+        active = [slot for slot in slots if slot not in self._paused]
         with self._armed_line() as armed:
-            armed.send(consumer, slots, count, block_ms)
+            if active:
+                armed.send(consumer, active, count, block_ms)
 
     def fileno(self) -> int:
         """See WorkerEnd.fileno. -1 before the first arm and after a lost connection."""
@@ -185,7 +235,7 @@ class RedisStreams:
         """See WorkerEnd.collect."""
         with self._armed_line() as armed:
             try:
-                return armed.receive()
+                return armed.receive() if armed.is_outstanding else []
             except ResponseError as error:
                 if not _is_no_group(error):
                     raise
@@ -205,6 +255,11 @@ class RedisStreams:
         if self._armed is not None:
             self._armed.close()
             self._armed = None
+
+    def paused(self, slots: Sequence[str]) -> frozenset[str]:
+        """See WorkerEnd.paused."""
+        self._paused = frozenset(slot for slot in slots if self._run(["EXISTS", paused_key(slot)]))
+        return self._paused
 
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
         """See WorkerEnd.renew."""
@@ -234,13 +289,19 @@ class RedisStreams:
         for slot, jobs in _by_slot(held):
             self._run(scripts.release(consumer, slot, jobs))
 
+    def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        """See WorkerEnd.suspect."""
+        for start in range(0, len(jobs), _SLOT_BY_SLOT):
+            self._run(scripts.suspect(slot, jobs[start : start + _SLOT_BY_SLOT], incident, ttl_ms))
+
     def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
         """See WorkerEnd.emit."""
         return int(self._run(scripts.emit(consumer, held, events, ttl_ms, after)))
 
     def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
         """See WorkerEnd.bury."""
-        return bool(self._run(scripts.bury(consumer, delivery, reason, job_id, sealed, self._result_ttl_ms)))
+        call = scripts.bury(consumer, delivery, reason, job_id, sealed, self._result_ttl_ms, self._dead_letters_bytes)
+        return bool(self._run(call))
 
     def put_spec(self, slot: str, spec: bytes) -> None:
         """See WorkerEnd.put_spec."""
@@ -272,6 +333,10 @@ class RedisStreams:
         self.clock_offset_ms = answer[0] - time.time() * 1000
         return scripts.measured(slot, answer)
 
+    def drained(self, slot: str) -> int:
+        """See Broker.drained."""
+        return int(self._run(["HGET", flow_key(slot), "done"]) or 0)
+
     def workers(self) -> list[bytes]:
         """See Broker.workers."""
         names = [name.decode() for name in self._run(["ZRANGE", WORKERS_KEY, 0, -1])]
@@ -282,6 +347,41 @@ class RedisStreams:
         if gone:
             self._run(["ZREM", WORKERS_KEY, *gone])
         return [report for report in reports if report is not None]
+
+    def pause(self, slot: str) -> None:
+        """See Broker.pause."""
+        self._run(["SET", paused_key(slot), int(self.now_ms())])
+
+    def resume(self, slot: str) -> None:
+        """See Broker.resume."""
+        self._run(["DEL", paused_key(slot)])
+
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
+        """See Broker.waiting."""
+        return scripts.waited(self._run(scripts.waiting(slot, priority, after, count, head_bytes)))
+
+    def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
+        """See Broker.withdraw."""
+        return scripts.withdrawn(self._run(scripts.withdraw(slot, priority, jobs, result_ttl_ms))) if jobs else 0
+
+    def replay(
+        self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
+    ) -> Replay:
+        """See Broker.replay."""
+        return scripts.replayed(self._run(scripts.replay(slot, entry, job, job_ttl_ms, keeps_acceptance)))
+
+    def purge_dead(self, slot: str, entries: Sequence[str]) -> int:
+        """See Broker.purge_dead."""
+        parts = [entries[start : start + _SLOT_BY_SLOT] for start in range(0, len(entries), _SLOT_BY_SLOT)]
+        return sum(self._run(scripts.purge_dead(slot, part)) for part in parts)
+
+    def dead_letters(self, slot: str, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """See Broker.dead_letters."""
+        return scripts.letters(slot, self._run(scripts.dead_letters(slot, after, count)))
+
+    def dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
+        """See Broker.dead_letter."""
+        return scripts.letter(slot, self._run(scripts.dead_letter(slot, entry)))
 
     def close(self) -> None:
         """See Broker.close."""
@@ -461,12 +561,22 @@ def _translated() -> Iterator[None]:
 
 def refusal(error: ResponseError) -> BrokerUnavailable | None:
     """BrokerUnavailable, when the server says that it cannot work at present; None for an error of the command."""
-    if isinstance(error, OutOfMemoryError):
+    word = _first_word(error)
+    if word == "OOM":
         return BrokerUnavailable("The broker refuses to write: it is out of memory")
-    word = str(error).partition(" ")[0]
-    if isinstance(error, ReadOnlyError) or word in _PASSING:
-        return BrokerUnavailable(f"The broker refuses to work: {'READONLY' if word not in _PASSING else word}")
+    if word in _PASSING:
+        return BrokerUnavailable(f"The broker refuses to work: {word}")
     return None
+
+
+def _first_word(error: ResponseError) -> str:
+    """OOM, READONLY and the like. redis-py takes it off some errors and makes a class of it; Redis 6.2 puts the
+    script's name and line before what a command in it was told."""
+    for kind, word in _BY_CLASS.items():
+        if isinstance(error, kind):
+            return word
+    told = _IN_SCRIPT.search(str(error))
+    return told[1] if told else str(error).partition(" ")[0]
 
 
 def unanswered(error: BaseException, timeout_s: float) -> BrokerUnavailable:

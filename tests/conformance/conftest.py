@@ -11,11 +11,12 @@ import pytest
 from registry.broker.base import Broker
 from registry.broker.memory import MemoryBroker
 from registry.broker.redis_streams import RedisStreams
-from registry.queues import dead_key
 from tests.servers import RedisServer, redis_binaries, require, wait_until
 
 RESULT_TTL_MS = 60_000
 """What a cancelled job's result lives for."""
+DEAD_LETTERS_BYTES = 100_000
+"""What the dead letters of a slot keep."""
 
 
 class Brokerage(ABC):
@@ -29,26 +30,21 @@ class Brokerage(ABC):
     def elapse(self, milliseconds: float) -> None:
         """Let the broker's clock go on by that much."""
 
-    @abstractmethod
-    def dead_letters(self, slot: str) -> list[tuple[str, bytes]]:
-        """(reason, bytes) of what was buried."""
-
 
 class InMemory(Brokerage):
     """The clock moves only when the test says so."""
 
     def __init__(self) -> None:
         self._now_s = 1_700_000_000.0
-        self._broker = MemoryBroker(lambda: self._now_s, result_ttl_ms=RESULT_TTL_MS)
+        self._broker = MemoryBroker(
+            lambda: self._now_s, result_ttl_ms=RESULT_TTL_MS, dead_letters_bytes=DEAD_LETTERS_BYTES
+        )
 
     def connect(self) -> Broker:
         return self._broker.connect()
 
     def elapse(self, milliseconds: float) -> None:
         self._now_s += milliseconds / 1000
-
-    def dead_letters(self, slot: str) -> list[tuple[str, bytes]]:
-        return self._broker.dead_letters(slot)
 
 
 class OnRedis(Brokerage):
@@ -58,15 +54,13 @@ class OnRedis(Brokerage):
         self.server = server
 
     def connect(self) -> Broker:
-        return RedisStreams.from_url(self.server.url, result_ttl_ms=RESULT_TTL_MS)
+        return RedisStreams.from_url(
+            self.server.url, result_ttl_ms=RESULT_TTL_MS, dead_letters_bytes=DEAD_LETTERS_BYTES
+        )
 
     def elapse(self, milliseconds: float) -> None:
         until = time.monotonic() + milliseconds / 1000 + 0.002
         wait_until(lambda: time.monotonic() > until, milliseconds / 1000 + 5, "time passes")
-
-    def dead_letters(self, slot: str) -> list[tuple[str, bytes]]:
-        with self.server.client() as client:
-            return [(fields[b"reason"].decode(), fields[b"e"]) for _, fields in client.xrange(dead_key(slot))]
 
 
 @pytest.fixture(scope="session")

@@ -196,14 +196,17 @@ def test_commit_spans_moments_of_acceptance(brokerage: Brokerage, broker: Broker
     assert verdicts == [Verdict.COMMITTED] * 13
 
 
-def test_undecodable_bytes_go_to_the_dead_letters(brokerage: Brokerage, broker: Broker, slot: str):
+def test_undecodable_bytes_go_to_the_dead_letters(broker: Broker, slot: str):
     """Bytes that no worker can open leave the queue, with the reason and as they were; only their holder may."""
     publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
     assert not broker.bury("w2", delivery, "not mine")
     assert broker.bury("w1", delivery, "not an envelope")
     assert not broker.bury("w1", delivery, "again")
-    assert brokerage.dead_letters(slot) == [("not an envelope", delivery.sealed)]
+    (letter,) = broker.dead_letters(slot)
+    kept = broker.dead_letter(slot, letter.entry)
+    assert kept is not None
+    assert (kept.reason, kept.sealed) == ("not an envelope", delivery.sealed)
     assert queued(broker, slot) == 0
 
 
@@ -227,6 +230,16 @@ def test_entries_of_two_priorities_are_two_jobs(brokerage: Brokerage, broker: Br
     brokerage.elapse(LEASE_MS * 2)
     assert broker.renew("w1", [held(delivery) for delivery in deliveries]) == NOTHING
     assert broker.take_over("w2", slot, LEASE_MS, 8) == []
+
+
+def test_answered_jobs_are_counted(broker: Broker, slot: str):
+    """The count goes up by every result, not by what was fenced, and begins at nothing."""
+    assert broker.drained(slot) == 0
+    publish(broker, slot, 3)
+    first, second, _ = claim(broker, "w", slot)
+    settle(broker, "w", commit_of(first), commit_of(second, state=State.FAILED))
+    settle(broker, "w2", commit_of(second, b"late"))
+    assert broker.drained(slot) == 2
 
 
 def test_workers_are_listed_while_they_report(brokerage: Brokerage, broker: Broker, slot: str):

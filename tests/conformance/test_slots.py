@@ -8,8 +8,8 @@ from binascii import crc_hqx
 import pytest
 
 from registry.broker import redis_scripts
-from registry.broker.base import Claim, Event
-from registry.queues import reply_key
+from registry.broker.base import Claim, Event, Withdrawal
+from registry.queues import Priority, reply_key
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import ROOMY, TTL_MS, claim, commit_of, held, ids, publication, settle
 
@@ -45,7 +45,16 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.renew("w", [held(first), held(second)])
         broker.release("w", [held(second)])
         assert ids(broker.take_over("w2", model, 1000, 8)) == [jobs[2].job_id]
+        broker.suspect(model, [held(first)], "incident", TTL_MS)
         broker.bury("w", third, "reason")
+        (letter,) = broker.dead_letters(model)
+        broker.replay(model, letter.entry, jobs[3], TTL_MS)
+        (entry,) = broker.waiting(model, Priority.NORMAL, b"", 8, 64)
+        broker.withdraw(model, Priority.NORMAL, [Withdrawal(entry.entry_id, jobs[3].job_id, "acme", b"")], TTL_MS)
+        broker.purge_dead(model, [letter.entry])
+        broker.pause(model)
+        broker.paused([model])
+        broker.resume(model)
         settle(broker, "w", commit_of(first, reply=reply_key(model, "me"), once="k1"))
         broker.depths(model)
     broker.close()

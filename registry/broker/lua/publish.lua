@@ -1,13 +1,33 @@
 -- Accept or refuse jobs, in order.
 -- KEYS  1 flow, 2-5 streams by priority, then one record per job, then the idempotency keys that are used
--- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs, then per job:
---       priority 0-3, sealed, local id, tenant, reply, digest of the idempotency key ('' without),
---       index into the idempotency keys (0 without), fingerprint
+-- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs,
+--       percentage of the server's memory beyond which nothing is accepted, then per job: priority 0-3, sealed,
+--       local id, tenant, reply, digest of the idempotency key ('' without), index into the idempotency keys
+--       (0 without), fingerprint
 -- Returns per job: 'a' accepted, 'k<local id>' the key's first job answers, 'c' conflict,
---       'f<retry ms>' queue full, 't<retry ms>' the tenant has too many jobs in flight.
+--       'f<retry ms>' queue full, 't<retry ms>' the tenant has too many jobs in flight, 'm<retry ms>' the server is
+--       short of memory.
 local max_depth, tenant_max, ttl, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local depths, in_flight, accepted = {}, {}, {}
 local refused = 0
+local LOOK_AGAIN_MS = 100
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+-- What is left beyond the mark is for results. The answer is believed for a moment: INFO costs more than a job.
+-- At the very limit nothing can be written, hence pcall; and who may not ask is not told.
+local function is_short_of_memory()
+  local seen = redis.call('HMGET', KEYS[1], 'memory_at', 'short')
+  local age = seen[1] and now - seen[1]
+  if age and age >= 0 and age < LOOK_AGAIN_MS then return seen[2] == '1' end
+  local info = redis.pcall('INFO', 'memory')
+  local used = type(info) == 'string' and tonumber(string.match(info, 'used_memory:(%d+)'))
+  local most = used and tonumber(string.match(info, 'maxmemory:(%d+)')) or 0
+  local is_short = most > 0 and used > most * ARGV[6] / 100
+  redis.pcall('HSET', KEYS[1], 'memory_at', now, 'short', is_short and '1' or '0')
+  return is_short
+end
 
 local function depth_of(stream)
   if not depths[stream] then depths[stream] = redis.call('XLEN', stream) end
@@ -23,24 +43,23 @@ end
 
 -- Time until `waiting` more jobs have left, from the rate at which jobs were committed lately.
 local function retry_ms(waiting)
-  local time = redis.call('TIME')
-  local now = time[1] * 1000 + math.floor(time[2] / 1000)
   local flow = redis.call('HMGET', KEYS[1], 'done', 'mark', 'at', 'rate')
   local done, mark, at, rate = tonumber(flow[1] or 0), tonumber(flow[2] or 0), tonumber(flow[3]), tonumber(flow[4])
   local elapsed = at and now - at
   if not elapsed or elapsed < 0 or elapsed > 30000 then
-    redis.call('HSET', KEYS[1], 'mark', done, 'at', now)
+    redis.pcall('HSET', KEYS[1], 'mark', done, 'at', now)
   elseif elapsed >= 500 then
     rate = (done - mark) / elapsed
-    redis.call('HSET', KEYS[1], 'mark', done, 'at', now, 'rate', string.format('%.6f', rate))
+    redis.pcall('HSET', KEYS[1], 'mark', done, 'at', now, 'rate', string.format('%.6f', rate))
   end
   if not rate or rate <= 0 then return 1000 end
   return math.max(10, math.min(30000, math.ceil(waiting / rate)))
 end
 
+local is_short = is_short_of_memory()
 local out = {}
 for job = 1, count do
-  local a = 5 + (job - 1) * 8
+  local a = 6 + (job - 1) * 8
   local priority, sealed, id, tenant, reply = ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4], ARGV[a + 5]
   local once, once_index, fingerprint = ARGV[a + 6], tonumber(ARGV[a + 7]), ARGV[a + 8]
   local record, stream = KEYS[5 + job], KEYS[2 + priority]
@@ -50,11 +69,14 @@ for job = 1, count do
     local known, owner = string.match(first, '^([^\n]*)\n(.*)$')
     out[job] = known == fingerprint and 'k' .. owner or 'c'
   else
-    local no_room = depth_of(stream) >= max_depth and 'f'
+    local no_room = is_short and 'm' or depth_of(stream) >= max_depth and 'f'
       or tenant_max > 0 and in_flight_of(tenant) >= tenant_max and 't'
     if no_room and redis.call('EXISTS', record) == 0 then
       refused = refused + 1
       out[job] = no_room .. retry_ms(refused)
+    elseif no_room then
+      -- The same id again: a client that did not hear our first answer.
+      out[job] = 'a'
     else
       local entry = redis.call('XADD', stream, '*', 'e', sealed)
       local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. reply .. '\n' .. once
@@ -64,7 +86,7 @@ for job = 1, count do
         accepted[tenant] = (accepted[tenant] or 0) + 1
         if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
       else
-        -- The same id again: a client that did not hear our first answer.
+        -- The same id again, here too.
         redis.call('XDEL', stream, entry)
       end
       out[job] = 'a'

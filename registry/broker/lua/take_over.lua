@@ -1,29 +1,33 @@
--- Claim jobs whose lease has lapsed.
--- KEYS  1-4 streams by priority
+-- Claim jobs whose lease has lapsed; those of a paused slot stay as they are.
+-- KEYS  1-4 streams by priority, 5 there when the slot is paused
 -- ARGV  group, consumer, lease_ms, count, when it was asked for in ms of this clock
--- Returns triples: band 1-4, entries, their counts of deliveries. Consumers that left are forgotten.
+-- Returns quadruples: band 1-4, entries, their counts of deliveries, their counts of crashes. Consumers that left
+-- are forgotten.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local FORGET_MS, STALE_MS = 3600000, 1000
 -- A call that waited in the socket of a paused server would find everybody's lease lapsed.
 local time = redis.call('TIME')
 if time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5] > STALE_MS then return {} end
+if redis.call('EXISTS', KEYS[5]) == 1 then return {} end
 local out = {}
 for band = 1, 4 do
   local stream, cursor = KEYS[band], '0-0'
   while left > 0 do
     -- The reply has two parts on Redis 6.2 and three from 7.0 on.
     local reply = redis.call('XAUTOCLAIM', stream, group, consumer, ARGV[3], cursor, 'COUNT', left)
-    local entries, deliveries = {}, {}
+    local entries, deliveries, crashes = {}, {}, {}
     for _, entry in ipairs(reply[2]) do
       if entry and entry[2] then
         table.insert(entries, entry)
         table.insert(deliveries, redis.call('XPENDING', stream, group, entry[1], entry[1], 1)[1][4])
+        table.insert(crashes, redis.call('SCARD', stream .. ':crashes:' .. entry[1]))
       end
     end
     if #entries > 0 then
       out[#out + 1] = band
       out[#out + 1] = entries
       out[#out + 1] = deliveries
+      out[#out + 1] = crashes
       left = left - #entries
     end
     cursor = reply[1]

@@ -1,0 +1,36 @@
+-- Look at the jobs that nobody holds, oldest first: those that were given back, then those that were never claimed.
+-- KEYS  1 stream
+-- ARGV  group, after this entry, count, bytes of each job to show
+-- Returns pairs: entry, its first bytes.
+local stream, group, after, count, bytes = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local out = {}
+
+local function show(entry)
+  local sealed = #entry[2] == 2 and entry[2][2] or table.concat(entry[2])
+  table.insert(out, { entry[1], string.sub(sealed, 1, bytes) })
+end
+
+local function later(one, other)
+  local ms, n = string.match(one, '^(%d+)-(%d+)$')
+  local other_ms, other_n = string.match(other, '^(%d+)-(%d+)$')
+  if ms == other_ms then return tonumber(n) > tonumber(other_n) and one or other end
+  return tonumber(ms) > tonumber(other_ms) and one or other
+end
+
+local delivered = '0-0'
+for _, each in ipairs(redis.pcall('XINFO', 'GROUPS', stream)) do
+  local info = {}
+  for field = 1, #each, 2 do info[each[field]] = each[field + 1] end
+  if info['name'] == group then delivered = info['last-delivered-id'] end
+end
+if delivered ~= '0-0' then
+  for _, pending in ipairs(redis.call('XPENDING', stream, group, '(' .. after, '+', count, 'released')) do
+    local entry = redis.call('XRANGE', stream, pending[1], pending[1])[1]
+    if entry then show(entry) end
+  end
+end
+if #out < count then
+  local left = redis.call('XRANGE', stream, '(' .. later(after, delivered), '+', 'COUNT', count - #out)
+  for _, entry in ipairs(left) do show(entry) end
+end
+return out

@@ -1,0 +1,269 @@
+"""Dead letters: bytes that were put aside, what is remembered about them, and how they come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from registry.broker.base import Broker, Event, Limits, Publication, Replay, Standing, State, Verdict
+from registry.queues import Priority, reply_key
+from tests.conformance.conftest import DEAD_LETTERS_BYTES, Brokerage
+from tests.conformance.jobs import (
+    LEASE_MS,
+    ROOMY,
+    TTL_MS,
+    claim,
+    commit_of,
+    held,
+    ids,
+    publication,
+    publish,
+    queued,
+    settle,
+)
+
+
+def _bury(broker: Broker, slot: str, sealed: bytes = b"", *, count: int = 1) -> list[str]:
+    """Jobs of the slot, given up by a worker; their ids."""
+    ids = publish(broker, slot, count)
+    for delivery in claim(broker, "w", slot, count):
+        assert broker.bury("w", delivery, "poison", job_id=delivery.sealed.decode(), sealed=sealed)
+    return ids
+
+
+def test_letter_keeps_what_is_known_about_the_job(brokerage: Brokerage, broker: Broker, slot: str):
+    """Reason, job, tenant, priority, when it was accepted and buried, deliveries, crashes, and its very bytes."""
+    job = publication(slot, Priority.HIGH, tenant="acme", reply=reply_key(slot, "me"))
+    broker.publish(slot, [job], ROOMY)
+    (first,) = claim(broker, "w1", slot)
+    broker.suspect(slot, [held(first)], "w1:boot1", TTL_MS)
+    brokerage.elapse(LEASE_MS + 10)
+    (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
+    assert broker.bury("w2", second, "it killed w1", job_id=job.job_id, sealed=b"dead")
+    (letter,) = broker.dead_letters(slot)
+    assert (letter.slot, letter.reason, letter.priority) == (slot, "it killed w1", Priority.HIGH)
+    assert (letter.job_id, letter.tenant) == (job.job_id, "acme")
+    assert (letter.deliveries, letter.crashes, letter.size) == (2, 1, len(job.sealed))
+    assert letter.accepted_as == first.entry_id.decode()
+    assert letter.accepted_ms == first.accepted_ms
+    assert LEASE_MS <= letter.buried_ms - letter.accepted_ms < 60_000
+    assert letter.sealed == b""
+    whole = broker.dead_letter(slot, letter.entry)
+    assert whole is not None
+    assert whole.sealed == job.sealed
+    assert broker.standings([job.job_id]) == [Standing(State.DEAD, "", b"dead")]
+    (told,) = broker.read({reply_key(slot, "me"): "0-0"}, 0)
+    assert told.fields == [job.job_id.rpartition(".")[2].encode(), b"D-dead"]
+
+
+def test_bytes_that_were_no_job_name_none(broker: Broker, slot: str):
+    """A letter about bytes whose claim did not hold says nothing of the job that they claimed to be."""
+    victim, _ = publish(broker, slot, 2)
+    _, forged = claim(broker, "w", slot)
+    assert broker.bury("w", forged, "forged", job_id=victim, sealed=b"dead")
+    (letter,) = broker.dead_letters(slot)
+    assert (letter.job_id, letter.tenant, letter.deliveries) == ("", "", 1)
+
+
+def test_letters_are_listed_in_pages(broker: Broker, slot: str):
+    """Oldest first, after any entry, no more than asked for, until nothing is left."""
+    ids = _bury(broker, slot, count=5)
+    first, second = broker.dead_letters(slot, count=2)
+    rest = broker.dead_letters(slot, second.entry)
+    assert [letter.job_id for letter in (first, second, *rest)] == ids
+    assert broker.dead_letters(slot, rest[-1].entry) == []
+    assert broker.dead_letter(slot, "1-1") is None
+    assert broker.dead_letters(f"{slot}-unheard-of") == []
+
+
+def test_oldest_letters_make_room(broker: Broker, slot: str):
+    """The dead letters keep a bounded number of bytes, and always the last one."""
+    size = DEAD_LETTERS_BYTES // 4
+    for number in range(6):
+        job = publication(slot)
+        broker.publish(slot, [Publication(job.job_id, job.priority, bytes([number]) * size, job.tenant)], ROOMY)
+    for delivery in claim(broker, "w", slot):
+        assert broker.bury("w", delivery, f"number {delivery.sealed[0]}")
+    assert [letter.reason for letter in broker.dead_letters(slot)] == [f"number {number}" for number in range(2, 6)]
+    job = publication(slot)
+    broker.publish(slot, [Publication(job.job_id, job.priority, bytes(DEAD_LETTERS_BYTES + 1), job.tenant)], ROOMY)
+    (large,) = claim(broker, "w", slot)
+    assert broker.bury("w", large, "large")
+    assert [letter.reason for letter in broker.dead_letters(slot)] == ["large"]
+    assert queued(broker, slot) == 0
+
+
+def _bury_job(broker: Broker, slot: str, job: Publication) -> str:
+    """Publish a job and give it up; the name of its letter."""
+    assert broker.publish(slot, [job], ROOMY)[0].outcome == "accepted"
+    (delivery,) = claim(broker, "w", slot)
+    assert broker.bury("w", delivery, "poison", job_id=job.job_id, sealed=b"dead")
+    return broker.dead_letters(slot)[-1].entry
+
+
+def test_replayed_job_runs_under_its_own_id(broker: Broker, slot: str):
+    """The record is live again, the bytes are the original ones, the letter is gone, and the client hears the end."""
+    reply = reply_key(slot, "me")
+    job = publication(slot, Priority.HIGH, reply=reply, once="key", fingerprint="p")
+    entry = _bury_job(broker, slot, job)
+    assert broker.replay(slot, entry, job, ROOMY.job_ttl_ms) is Replay.REPLAYED
+    assert broker.standings([job.job_id]) == [Standing(State.QUEUED, "acme")]
+    assert broker.dead_letters(slot) == []
+    (receipt,) = broker.publish(slot, [publication(slot, once="key", fingerprint="p")], ROOMY)
+    assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)
+    (delivery,) = claim(broker, "w2", slot)
+    assert (delivery.sealed, delivery.priority, delivery.attempt) == (job.sealed, Priority.HIGH, 1)
+    assert settle(broker, "w2", commit_of(delivery, reply=reply, once="key")) == [Verdict.COMMITTED]
+    assert broker.standings([job.job_id]) == [Standing(State.COMPLETED, "", b"result")]
+    told = broker.read({reply: "0-0"}, 0)
+    assert [entry.fields[1] for entry in told] == [b"D-dead", b"C-result"]
+
+
+def test_replay_forgets_crashes_and_events(brokerage: Brokerage, broker: Broker, slot: str):
+    """It is a fresh start: no crash counts, and who subscribes now does not read of the earlier end."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    broker.emit("w1", held(delivery), [Event("chunk", b"1")], TTL_MS, after=0)
+    broker.suspect(slot, [held(delivery)], "w1:boot1", TTL_MS)
+    assert broker.bury("w1", delivery, "poison", job_id=job_id, sealed=b"dead")
+    (letter,) = broker.dead_letters(slot)
+    assert letter.crashes == 1
+    job = Publication(job_id, Priority.NORMAL, b"", "acme")
+    assert broker.replay(slot, letter.entry, job, ROOMY.job_ttl_ms) is Replay.REPLAYED
+    claim(broker, "w2", slot)
+    brokerage.elapse(LEASE_MS + 10)
+    (again,) = broker.take_over("w3", slot, LEASE_MS, 8)
+    assert (again.sealed, again.attempt, again.crashes) == (delivery.sealed, 2, 0)
+    assert broker.emit("w3", held(again), [Event("chunk", b"2")], TTL_MS, after=0) == 3
+
+
+def test_replay_outlives_the_result(brokerage: Brokerage, broker: Broker, slot: str):
+    """Also a job whose record is gone comes back, and then lives as long as a job that was accepted now."""
+    job = publication(slot)
+    broker.publish(slot, [job], Limits(10, 0, job_ttl_ms=100))
+    (delivery,) = claim(broker, "w", slot)
+    assert broker.bury("w", delivery, "poison")
+    entry = broker.dead_letters(slot)[-1].entry
+    settled = publication(slot)
+    assert broker.replay(slot, entry, settled, 60_000) is Replay.REPLAYED
+    assert broker.standings([settled.job_id]) == [Standing(State.QUEUED, "acme")]
+    brokerage.elapse(150)
+    (standing,) = broker.standings([settled.job_id])
+    assert standing == Standing(State.QUEUED, "acme")
+
+
+def test_replay_counts_as_in_flight(broker: Broker, slot: str):
+    """The tenant's place was free while the job was dead, and is taken again."""
+    limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
+    job = publication(slot)
+    entry = _bury_job(broker, slot, job)
+    assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
+    assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
+    (delivery,) = claim(broker, "w", slot)
+    settle(broker, "w", commit_of(delivery))
+    assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "accepted"
+
+
+def test_replay_wakes_a_waiting_worker(broker: Broker, slot: str):
+    """A blocking claim is handed the job, as if it had been submitted."""
+    job = publication(slot)
+    entry = _bury_job(broker, slot, job)
+    broker.arm("w", [slot], 8, 1000)
+    broker.replay(slot, entry, job, 60_000)
+    assert ids(broker.collect()) == [job.job_id]
+
+
+def test_deadline_counts_from_the_first_acceptance(brokerage: Brokerage, broker: Broker, slot: str):
+    """A replayed job that keeps its acceptance says so to whoever claims it, also when it goes back a second time."""
+    job = publication(slot)
+    broker.publish(slot, [job], ROOMY)
+    (first,) = claim(broker, "w", slot)
+    broker.bury("w", first, "poison", job_id=job.job_id, sealed=b"dead")
+    for consumer in ("w1", "w2"):
+        brokerage.elapse(20)
+        (letter,) = broker.dead_letters(slot)
+        assert letter.accepted_ms == first.accepted_ms
+        assert broker.replay(slot, letter.entry, job, 60_000, keeps_acceptance=True) is Replay.REPLAYED
+        (delivery,) = claim(broker, consumer, slot)
+        assert (delivery.accepted_ms, delivery.sealed) == (first.accepted_ms, job.sealed)
+        brokerage.elapse(LEASE_MS + 10)
+        (delivery,) = broker.take_over("w", slot, LEASE_MS, 8)
+        assert (delivery.accepted_ms, delivery.sealed) == (first.accepted_ms, job.sealed)
+        assert broker.bury("w", delivery, "again", job_id=job.job_id, sealed=b"dead")
+    (letter,) = broker.dead_letters(slot)
+    assert broker.replay(slot, letter.entry, job, 60_000) is Replay.REPLAYED
+    (delivery,) = claim(broker, "w", slot)
+    assert delivery.accepted_ms > first.accepted_ms
+
+
+def test_replay_of_what_is_not_there(broker: Broker, slot: str):
+    """No such letter: nothing happens. A repeat whose first answer was lost is told that it worked."""
+    job = publication(slot)
+    assert broker.replay(slot, "1-1", job, 60_000) is Replay.MISSING
+    assert broker.standings([job.job_id]) == [None]
+    entry = _bury_job(broker, slot, job)
+    assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
+    assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
+    assert queued(broker, slot) == 1
+    (delivery,) = claim(broker, "w", slot)
+    settle(broker, "w", commit_of(delivery))
+    assert broker.replay(slot, entry, job, 60_000) is Replay.MISSING
+
+
+@pytest.mark.parametrize("now", ["live", "completed"])
+def test_replay_never_doubles_a_job(broker: Broker, slot: str, now: str):
+    """A letter about a job that lives, or has another end, stays where it is."""
+    (job_id, copy) = publish(broker, slot, 2)
+    original, double = claim(broker, "w", slot)
+    assert broker.bury("w", double, "a copy under a name of its own", job_id=copy, sealed=b"dead")
+    (letter,) = broker.dead_letters(slot)
+    if now == "completed":
+        settle(broker, "w", commit_of(original))
+    job = Publication(job_id, Priority.NORMAL, b"", "acme")
+    expected = Replay.LIVE if now == "live" else Replay.SETTLED
+    assert broker.replay(slot, letter.entry, job, 60_000) is expected
+    assert len(broker.dead_letters(slot)) == 1
+    assert queued(broker, slot) == (1 if now == "live" else 0)
+
+
+def test_replay_respects_who_has_the_idempotency_key(brokerage: Brokerage, broker: Broker, slot: str):
+    """When the key has expired and answers for another job now, a replay would be a second effect."""
+    job = publication(slot, once="key", fingerprint="p")
+    broker.publish(slot, [job], Limits(10, 0, job_ttl_ms=60_000))
+    (delivery,) = claim(broker, "w", slot)
+    broker.bury("w", delivery, "poison")
+    (letter,) = broker.dead_letters(slot)
+    other = publication(slot, once="another", fingerprint="p")
+    broker.publish(slot, [other], ROOMY)
+    claimed = Publication(other.job_id + "0", Priority.NORMAL, b"", "acme", "", "another", "p")
+    assert broker.replay(slot, letter.entry, claimed, 60_000) is Replay.SUPERSEDED
+    assert broker.replay(slot, letter.entry, job, 60_000) is Replay.REPLAYED
+
+
+def test_job_that_could_not_be_opened_comes_back(broker: Broker, slot: str):
+    """Bytes of a newer protocol name no job when they are put aside; its record still waits, and is used again."""
+    job = publication(slot)
+    broker.publish(slot, [job], ROOMY)
+    (delivery,) = claim(broker, "w", slot)
+    broker.bury("w", delivery, "protocol 2; expected 1")
+    assert broker.standings([job.job_id]) == [Standing(State.QUEUED, "acme")]
+    (letter,) = broker.dead_letters(slot)
+    assert broker.replay(slot, letter.entry, job, 60_000) is Replay.REPLAYED
+    (again,) = claim(broker, "w", slot)
+    assert settle(broker, "w", commit_of(again)) == [Verdict.COMMITTED]
+    limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
+    assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "accepted"
+
+
+def test_purged_letters_are_gone(broker: Broker, slot: str):
+    """Those that were named, no others; and the bytes that they took are free again."""
+    _bury(broker, slot, count=3)
+    first, second, third = broker.dead_letters(slot)
+    assert broker.purge_dead(slot, [first.entry, third.entry, "1-1"]) == 2
+    assert broker.dead_letters(slot) == [second]
+    assert broker.purge_dead(slot, []) == 0
+    size = DEAD_LETTERS_BYTES - second.size
+    job = publication(slot)
+    broker.publish(slot, [Publication(job.job_id, job.priority, bytes(size), job.tenant)], ROOMY)
+    (large,) = claim(broker, "w", slot)
+    assert broker.bury("w", large, "large")
+    assert [letter.reason for letter in broker.dead_letters(slot)] == ["poison", "large"]
