@@ -10,7 +10,6 @@ request.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -161,15 +160,16 @@ def _options(spec: ModelSpec, outputs: Sequence[str], lane: bool, retry: Retry |
 def _check_retry(spec: ModelSpec, retry: object) -> None:
     if not isinstance(retry, Retry):
         raise InvalidInput(f"retry is a {type(retry).__name__}. Expected a Retry(attempts, backoff_s, longest_s)")
-    numbers = (retry.attempts, retry.backoff_s, retry.longest_s)
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise InvalidInput("Bad retry. Expected numbers")
-    if not 1 <= retry.attempts <= _MAX_ATTEMPTS or retry.attempts != int(retry.attempts):
-        raise InvalidInput(f"retry.attempts is {retry.attempts}. Expected 1 to {_MAX_ATTEMPTS}")
-    if not 0 <= retry.backoff_s <= retry.longest_s <= _MAX_PAUSE_S:
+    # Nothing but the very types: True and 3.0 would pass for numbers here and make a header that no worker can read.
+    if type(retry.attempts) is not int or not 1 <= retry.attempts <= _MAX_ATTEMPTS:
         raise InvalidInput(
-            f"retry pauses are {retry.backoff_s:g} to {retry.longest_s:g} s. Expected backoff_s <= longest_s, "
-            f"both from 0 to {_MAX_PAUSE_S}"
+            f"retry.attempts is {retry.attempts!r:.40}. Expected a whole number from 1 to {_MAX_ATTEMPTS}"
+        )
+    pauses = (retry.backoff_s, retry.longest_s)
+    if any(type(pause) not in (int, float) for pause in pauses) or not 0 <= pauses[0] <= pauses[1] <= _MAX_PAUSE_S:
+        raise InvalidInput(
+            f"retry pauses are {pauses[0]!r:.40} to {pauses[1]!r:.40} s. Expected plain numbers, "
+            f"backoff_s <= longest_s, both from 0 to {_MAX_PAUSE_S}"
         )
     if spec.streams:
         raise InvalidInput(f"{spec.name} streams, and what its subscribers have seen stands. Expected no retry")

@@ -22,6 +22,7 @@ __all__ = [
     "MAX_BYTES",
     "MAX_DIMS",
     "MAX_RESULT_BYTES",
+    "MAX_STRINGS",
     "MAX_TENSORS",
     "Array",
     "Tensor",
@@ -39,6 +40,8 @@ MAX_RESULT_BYTES: Final = 64 * 1024 * 1024
 """The largest body of a result: outputs may well be larger than what they were made from."""
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
+MAX_STRINGS: Final = 65_536
+"""The most strings in one body: each becomes an object of its own, so few bytes could ask for much memory."""
 STRING: Final = "string"
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(name).newbyteorder("<")
@@ -73,16 +76,25 @@ def _strings(values: Array) -> bytes:
 def encode(tensors: Mapping[str, Array]) -> tuple[tuple[Tensor, ...], bytes]:
     """(descriptions, body) of arrays whose dtypes are among DTYPES (object arrays hold str).
 
-    Raises InvalidInput for another dtype.
+    Raises InvalidInput for another dtype, and for more strings than may travel.
     """
     described = []
     parts = []
+    strings = 0
     for name, values in tensors.items():
         dtype = _NAMES.get(values.dtype)
         if dtype is None:
             raise InvalidInput(f"{name}: dtype {values.dtype} cannot travel. Expected one of: {', '.join(DTYPES)}")
         described.append(Tensor(name, dtype, values.shape))
-        parts.append(_strings(values) if dtype == STRING else values.tobytes())
+        if dtype != STRING:
+            parts.append(values.tobytes())
+            continue
+        strings += values.size
+        if strings > MAX_STRINGS:
+            raise InvalidInput(
+                f"{name}: {strings} strings, with those before. Expected at most {MAX_STRINGS} in one body"
+            )
+        parts.append(_strings(values))
     return tuple(described), parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -110,12 +122,14 @@ def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, A
         raise UndecodableEnvelope(f"{len(described)} tensors; at most {MAX_TENSORS} may travel together")
     view = memoryview(body)
     arrays: dict[str, Array] = {}
+    strings_left = MAX_STRINGS
     for tensor in described:
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise UndecodableEnvelope(f"{tensor.name!r:.80} has an unknown dtype")
         if tensor.dtype == STRING:
-            arrays[tensor.name], view = _take_strings(tensor, view)
+            arrays[tensor.name], view = _take_strings(tensor, view, strings_left)
+            strings_left -= arrays[tensor.name].size
         else:
             size = _count(tensor) * dtype.itemsize
             arrays[tensor.name], view = _numbers(tensor, dtype, view[:size]), view[size:]
@@ -128,12 +142,14 @@ def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, A
 
 def _count(tensor: Tensor) -> int:
     shape = tensor.shape
-    count = math.prod(shape)
-    # A zero extent hides what the others claim, and NumPy still looks at them.
-    claimed = count or math.prod(extent or 1 for extent in shape)
-    if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or claimed > MAX_RESULT_BYTES:
-        raise UndecodableEnvelope(f"{tensor.name!r:.80} has an impossible shape")
-    return count
+    # Looked at first: a product of thousands of large extents takes longer than all the rest.
+    if len(shape) <= MAX_DIMS and min(shape, default=0) >= 0:
+        count = math.prod(shape)
+        # A zero extent hides what the others claim, and NumPy still looks at them.
+        claimed = count or math.prod(extent or 1 for extent in shape)
+        if claimed <= MAX_RESULT_BYTES:
+            return count
+    raise UndecodableEnvelope(f"{tensor.name!r:.80} has an impossible shape")
 
 
 def _numbers(tensor: Tensor, dtype: np.dtype[Any], body: memoryview | bytes) -> Array:
@@ -142,8 +158,10 @@ def _numbers(tensor: Tensor, dtype: np.dtype[Any], body: memoryview | bytes) -> 
     return np.frombuffer(body, dtype).reshape(tensor.shape)
 
 
-def _take_strings(tensor: Tensor, view: memoryview) -> tuple[Array, memoryview]:
+def _take_strings(tensor: Tensor, view: memoryview, most: int) -> tuple[Array, memoryview]:
     count = _count(tensor)
+    if count > most:
+        raise UndecodableEnvelope(f"{tensor.name!r:.80}: more than {MAX_STRINGS} strings in one body")
     if count * 4 > len(view):
         raise UndecodableEnvelope(f"{tensor.name!r:.80}: fewer bytes than its {count} lengths need")
     ends = np.cumsum(np.frombuffer(view[: count * 4], _LENGTH), dtype=np.uint64).tolist()

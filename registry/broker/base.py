@@ -348,7 +348,7 @@ class WorkerEnd(Protocol):
         """
 
     def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
-        """Move a held job, or bytes that cannot be one, to the dead letters with the reason.
+        """Move a held job, or bytes that cannot be one, to the dead letters with the reason, as the queue has them.
 
         Returns False, and nothing happens, when the consumer lost them. The oldest dead letters make room for it.
 

@@ -764,8 +764,11 @@ class _State:
             is_ours = settled is not None and (settled.state, settled.result) == (commit.state, commit.sealed)
             return Verdict.COMMITTED if is_ours else Verdict.FENCED
         self.queue(commit.slot, commit.priority).remove(commit.entry_id)
-        self.slots[commit.slot].leave(commit.tenant)
         record = self.records.get(commit.job_id)
+        if record is not None and record.state is not State.QUEUED:
+            # The job left when it ended: this entry was a repetition of its message.
+            return Verdict.GONE
+        self.slots[commit.slot].leave(commit.tenant)
         if record is None:
             return Verdict.GONE
         self.slots[commit.slot].drained += 1

@@ -390,7 +390,7 @@ def bury(
     """One call that moves bytes to the dead letters, and ends the job that they were accepted as."""
     slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
     keys = [flow_key(slot), stream_key(slot, priority), dead_key(slot), crashes_key(slot, priority, entry_id)]
-    args: list[Any] = [GROUP, consumer, entry_id, int(priority), reason, delivery.sealed]
+    args: list[Any] = [GROUP, consumer, entry_id, int(priority), reason]
     args += (DEAD_LETTERS_CAP, most_bytes, delivery.accepted_ms)
     if job_id:
         keys.append(record_key(job_id))

@@ -16,7 +16,7 @@ from typing import Any
 import redis
 from hiredis import pack_command
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.retry import Retry
 
 from registry.broker import redis_scripts as scripts
@@ -73,7 +73,7 @@ _PASSING = frozenset(
     }
 )
 """First words of errors that say more about the server's present state than about our command."""
-_BY_CLASS = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY"}
+_BY_CLASS = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", NoPermissionError: "NOPERM"}
 _IN_SCRIPT = re.compile(r"@user_script: ?\d+: -([A-Z]+) ")
 _SLOT_BY_SLOT = 256
 """Jobs per call of the scripts that work through a list, so that no call holds the server for long."""
@@ -93,7 +93,8 @@ class RedisStreams:
     """A broker on one Redis. Thread-safe, except for exchange, arm, fileno, collect and disarm: one thread's own.
 
     Attributes:
-        clock_offset_ms: the broker's clock minus this machine's, as of the last claim or look at the queues.
+        clock_offset_ms: the broker's clock minus this machine's monotonic one, as of the last claim or look at the
+            queues; who sets the wall clock changes nothing here.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class RedisStreams:
         dead_letters_bytes: int = scripts.DEAD_LETTERS_BYTES,
     ) -> None:
         self.timeout_s = timeout_s
-        self.clock_offset_ms = 0.0
+        # Until the broker has said what time it is, the wall clock is the best guess.
+        self.clock_offset_ms = (time.time() - time.monotonic()) * 1000
         self._redis = client
         self._pool = client.connection_pool
         self._result_ttl_ms = result_ttl_ms
@@ -215,7 +217,7 @@ class RedisStreams:
             now_ms, is_paused, found = scripts.claimed(wish.slot, answer)
             if is_paused != (wish.slot in self._paused):
                 self._paused ^= {wish.slot}
-            self.clock_offset_ms = now_ms - time.time() * 1000
+            self.clock_offset_ms = now_ms - time.monotonic() * 1000
             deliveries += found
         return verdicts, deliveries
 
@@ -319,7 +321,7 @@ class RedisStreams:
 
     def now_ms(self) -> float:
         """See WorkerEnd.now_ms; without asking."""
-        return time.time() * 1000 + self.clock_offset_ms
+        return time.monotonic() * 1000 + self.clock_offset_ms
 
     # Operators
 
@@ -330,7 +332,7 @@ class RedisStreams:
     def depths(self, slot: str) -> list[Depth]:
         """See Broker.depths."""
         answer = self._run(scripts.depths(slot))
-        self.clock_offset_ms = answer[0] - time.time() * 1000
+        self.clock_offset_ms = answer[0] - time.monotonic() * 1000
         return scripts.measured(slot, answer)
 
     def drained(self, slot: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from registry.broker.base import Broker
+from registry.broker.base import Broker, Held
 from registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import LEASE_MS, TTL_MS, claim, commit_of, held, publish, settle
@@ -63,7 +63,9 @@ def test_job_that_has_ended_or_waits_is_no_suspect(brokerage: Brokerage, broker:
     finished, buried = claim(broker, "w1", slot)
     settle(broker, "w1", commit_of(finished))
     broker.suspect(slot, [held(finished)], "w1:boot1", TTL_MS)
-    publish(broker, slot)
+    (waiting_id,) = publish(broker, slot)
+    (entry,) = broker.waiting(slot, Priority.NORMAL, b"", 8, 8)
+    broker.suspect(slot, [Held(slot, Priority.NORMAL, entry.entry_id, waiting_id)], "w1:boot1", TTL_MS)
     broker.suspect(f"{slot}-unheard-of", [held(finished)._replace(slot=f"{slot}-unheard-of")], "w1:boot1", TTL_MS)
     broker.suspect(slot, [], "w1:boot1", TTL_MS)
     assert broker.bury("w1", buried, "poison")

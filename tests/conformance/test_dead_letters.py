@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from registry.broker.base import Broker, Event, Limits, Publication, Replay, Standing, State, Verdict
-from registry.queues import Priority, reply_key
-from tests.conformance.conftest import DEAD_LETTERS_BYTES, Brokerage
+from registry.queues import Priority, reply_key, stream_key
+from tests.conformance.conftest import DEAD_LETTERS_BYTES, Brokerage, OnRedis
 from tests.conformance.jobs import (
     LEASE_MS,
     ROOMY,
@@ -62,6 +62,23 @@ def test_bytes_that_were_no_job_name_none(broker: Broker, slot: str):
     assert broker.bury("w", forged, "forged", job_id=victim, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
     assert (letter.job_id, letter.tenant, letter.deliveries) == ("", "", 1)
+
+
+def test_foreign_entry_is_kept_as_it_was_handed_out(redis_brokerage: OnRedis, slot: str):
+    """Whoever wrote to the stream may have used any fields: none is lost."""
+    broker = redis_brokerage.connect()
+    broker.prepare([slot])
+    written = [{"e": b"one"}, {"x": b"1", "y": b"22"}, {"a": b"1", "b": b"2", "a2": b"3"}]
+    with redis_brokerage.server.client() as client:
+        for fields in written:
+            client.xadd(stream_key(slot, Priority.NORMAL), fields)
+    for delivery in claim(broker, "w", slot):
+        assert broker.bury("w", delivery, "foreign")
+        letter = broker.dead_letter(slot, broker.dead_letters(slot)[-1].entry)
+        assert letter is not None
+        assert letter.sealed == delivery.sealed
+    assert [letter.size for letter in broker.dead_letters(slot)] == [3, 5, 7]
+    broker.close()
 
 
 def test_letters_are_listed_in_pages(broker: Broker, slot: str):
@@ -267,3 +284,18 @@ def test_purged_letters_are_gone(broker: Broker, slot: str):
     (large,) = claim(broker, "w", slot)
     assert broker.bury("w", large, "large")
     assert [letter.reason for letter in broker.dead_letters(slot)] == ["poison", "large"]
+
+
+def test_replayed_letter_leaves_its_room(broker: Broker, slot: str):
+    """Its bytes no longer count: another as large drives nothing out."""
+    _bury(broker, slot)
+    large = [publication(slot) for _ in range(2)]
+    for job in large:
+        sealed = bytes(int(DEAD_LETTERS_BYTES * 0.6))
+        broker.publish(slot, [Publication(job.job_id, job.priority, sealed, job.tenant)], ROOMY)
+    first, second = claim(broker, "w", slot)
+    assert broker.bury("w", first, "first", job_id=large[0].job_id, sealed=b"dead")
+    (_, letter) = broker.dead_letters(slot)
+    assert broker.replay(slot, letter.entry, large[0], 60_000) is Replay.REPLAYED
+    assert broker.bury("w", second, "second")
+    assert [letter.reason for letter in broker.dead_letters(slot)] == ["poison", "second"]

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from registry.broker.base import Broker, Delivery, Limits, Renewal, Standing, State, Verdict
-from registry.queues import Priority
+from registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
     LEASE_MS,
@@ -92,6 +92,29 @@ def test_first_commit_wins(broker: Broker, slot: str):
     assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
     assert settle(broker, "w", commit_of(delivery, b"2")) == [Verdict.FENCED]
     assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"1")]
+
+
+def test_repeated_commit_tells_nobody_twice(broker: Broker, slot: str):
+    """The client has one reply per result, however often the worker repeats what it was not answered to."""
+    reply = reply_key(slot, "me")
+    publish(broker, slot, reply=reply)
+    (delivery,) = claim(broker, "w", slot)
+    for _ in range(2):
+        assert settle(broker, "w", commit_of(delivery, reply=reply)) == [Verdict.COMMITTED]
+    assert len(broker.read({reply: "0-0"}, 0)) == 1
+
+
+def test_repetition_of_an_ended_job_frees_no_place(broker: Broker, slot: str):
+    """An entry whose job had ended before says nothing about the tenant's jobs in flight, nor changes the result."""
+    ended, running = publish(broker, slot, 2)
+    first, second = claim(broker, "w", slot)
+    settle(broker, "w", commit_of(first, b"result"))
+    repeated = structs.replace(commit_of(second, b"another"), job_id=ended)
+    assert settle(broker, "w", repeated) == [Verdict.GONE]
+    assert broker.standings([ended]) == [Standing(State.COMPLETED, "", b"result")]
+    limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
+    assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
+    assert broker.standings([running]) == [Standing(State.QUEUED, "acme")]
 
 
 def test_another_boot_of_a_worker_is_another_consumer(broker: Broker, slot: str):

@@ -69,6 +69,8 @@ def test_job_that_was_claimed_meanwhile_goes_on(broker: Broker, slot: str):
     running, given_back = claim(broker, "w", slot, 2)
     broker.release("w", [held(given_back)])
     assert broker.withdraw(slot, Priority.NORMAL, withdrawals, TTL_MS) == 2
+    depth = broker.depths(slot)[Priority.NORMAL]
+    assert (depth.jobs, depth.running) == (1, 1)
     assert broker.renew("w", [held(running)]).cancelled == frozenset()
     assert settle(broker, "w", commit_of(running)) == [Verdict.COMMITTED]
     states = [standing.state for standing in broker.standings(published) if standing]

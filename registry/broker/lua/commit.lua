@@ -63,10 +63,12 @@ for job = 1, jobs do
     owned[stream][entry] = nil
     done[stream] = done[stream] or {}
     table.insert(done[stream], entry)
-    left[ARGV[a + 5]] = (left[ARGV[a + 5]] or 0) + 1
     local head = redis.call('GETRANGE', key, 0, 1)
     local state = string.sub(head, 1, 1)
-    if state ~= 'Q' and state ~= 'K' then
+    local is_live = state == 'Q' or state == 'K'
+    -- A job that had ended before left when it ended: this entry was a repetition of its message.
+    if is_live or head == '' then left[ARGV[a + 5]] = (left[ARGV[a + 5]] or 0) + 1 end
+    if not is_live then
       verdicts[job] = 'G'
     else
       verdicts[job] = 'C'

@@ -4,10 +4,11 @@
 -- Returns quadruples: band 1-4, entries, their counts of deliveries, their counts of crashes. Consumers that left
 -- are forgotten.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
-local FORGET_MS, STALE_MS = 3600000, 1000
+local FORGET_MS = 3600000
+local stale_ms = math.min(1250, math.max(250, ARGV[3] / 4))
 -- A call that waited in the socket of a paused server would find everybody's lease lapsed.
 local time = redis.call('TIME')
-if time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5] > STALE_MS then return {} end
+if time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5] > stale_ms then return {} end
 if redis.call('EXISTS', KEYS[5]) == 1 then return {} end
 local out = {}
 for band = 1, 4 do

@@ -1,0 +1,28 @@
+"""What only Redis has: a call that lies in a socket while the server is paused, and is executed when it wakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from registry.broker import redis_scripts
+from registry.broker.redis_streams import RedisStreams
+from tests.conformance.conftest import OnRedis
+from tests.conformance.jobs import claim, held, publish
+
+
+@pytest.mark.parametrize(
+    ("lease_ms", "late_ms", "is_obeyed"),
+    [(1000, 100, True), (1000, 300, False), (5000, 1000, True), (5000, 1300, False), (200, 100, True)],
+)
+def test_late_take_over_takes_nothing(
+    redis_brokerage: OnRedis, slot: str, lease_ms: int, late_ms: int, is_obeyed: bool
+):
+    """When it is executed everybody's lease may have lapsed, for nobody could renew: it is no fresh look any more."""
+    broker = redis_brokerage.connect()
+    assert isinstance(broker, RedisStreams)
+    publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    broker.release("w1", [held(delivery)])
+    call = redis_scripts.take_over("w2", slot, lease_ms, 8, broker.now_ms() - late_ms)
+    assert len(redis_scripts.taken_over(slot, broker._run(call))) == is_obeyed
+    broker.close()
