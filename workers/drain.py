@@ -528,7 +528,7 @@ class Drain:
     def _dispatch_suspects(self) -> None:
         """Suspects have the model threads to themselves, or the innocent would be counted with them: one suspect, then
         one batch of others, as long as there are both."""
-        if self.executor.running() or self.executor.waiting():
+        if self.executor.idle < self.executor.threads:
             return
         was_suspect, self._suspect = self._suspect is not None, None
         work = self._next_work(is_idle=True) if was_suspect or not self._suspects else None
@@ -598,6 +598,7 @@ class Drain:
 
     def _look_for_hung_work(self) -> None:
         """A forward over its limit cannot be ended but with its process, which whoever watches that will do."""
+        self._ailment = self._ailment or self.executor.device_lost
         now = self._clock()
         for work in self.executor.running():
             if now - work.alive_at > work.limit_s and not self._ailment:
@@ -606,7 +607,7 @@ class Drain:
                 logger.error("a forward hangs", extra={"model": model, "limit_s": work.limit_s})
 
     def _serve_no_more(self) -> None:
-        """Beside a forward that hangs: what is done is committed, and the rest is for others."""
+        """What is done is committed, and the rest is for others: a forward hangs, or the device is lost."""
         self._give_back_unbegun()
         self._exchange([])
         self._tell()
@@ -622,9 +623,10 @@ class Drain:
     def _conclude(self, work: Work) -> None:
         model = self._served[work.batch.key.model]
         model.in_flight -= 1
-        if work.too_large is not None:
-            model.learn(work.too_large, self._clock())
+        if work.misfits:
             self._metrics.out_of_memory(model.name)
+        if (too_large := work.too_large) is not None:
+            model.learn(too_large, self._clock())
         self._concluded += [
             Conclusion(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
             for item, answer in zip(work.batch.items, work.answers, strict=True)
@@ -637,9 +639,7 @@ class Drain:
             job = end.job
             if end.state is State.FAILED and self._runs_again(end):
                 continue
-            if job.digest and self._leaders.get(job.digest) is job:
-                del self._leaders[job.digest]
-            followers, job.followers = job.followers or [], None
+            followers = self._end_flight(job)
             if job.is_lost:
                 self._let_go([job])
             else:
@@ -662,6 +662,8 @@ class Drain:
             return False
         self._watcher.retried([Failed(job.header, failure)], time.time())
         self._metrics.retried(job.header.model)
+        # A pause may be longer than its equals can wait: they go ahead.
+        self._rejoin(self._end_flight(job))
         if self._is_stopping:
             self._to_release.append(job)
             return True
@@ -689,6 +691,13 @@ class Drain:
                 self._suspects.append(job)
             else:
                 self._served[job.delivery.slot].add([job])
+
+    def _end_flight(self, job: ClaimedJob) -> list[ClaimedJob]:
+        """From now on nobody follows the job; returns those that did."""
+        if job.digest and self._leaders.get(job.digest) is job:
+            del self._leaders[job.digest]
+        followers, job.followers = job.followers or [], None
+        return followers
 
     def _commit_of(self, end: Conclusion) -> tuple[Conclusion, Commit]:
         version = self._served[end.job.delivery.slot].runtime.version

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -38,6 +39,7 @@ logger = logging.getLogger("runtime")
 
 Outputs: TypeAlias = dict[str, Array]
 _LONGEST_MESSAGE = 500
+_size = attrgetter("size")
 _STOPPED = Failure("Cancelled", "The job was cancelled while it ran")
 
 
@@ -53,6 +55,11 @@ class TooLarge(NamedTuple):
 
     rows: int
     tokens: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """What of two forwards takes more memory: the tokens say, and the rows where there are none."""
+        return self.tokens, self.rows
 
 
 @dataclass(slots=True, eq=False)
@@ -84,8 +91,10 @@ class Work:
     prepared: Prepared | None = None
     is_prepared: threading.Event | None = None
     """Set for work that the prepare thread looks after."""
-    too_large: TooLarge | None = None
-    """The smallest part of it that did not fit the device."""
+    misfits: list[TooLarge] = field(default_factory=list)
+    """The parts of it that did not fit the device."""
+    fitted: tuple[int, int] = (0, 0)
+    """The size of the largest part that did."""
 
     def touch(self) -> None:
         """It shows progress."""
@@ -99,8 +108,20 @@ class Work:
 
     def did_not_fit(self, rows: int, tokens: int) -> None:
         """A forward of so many rows and padded tokens, 0 where there are none, was too large for the device."""
-        if self.too_large is None or (rows, tokens) < self.too_large:
-            self.too_large = TooLarge(rows, tokens)
+        self.misfits.append(TooLarge(rows, tokens))
+
+    def did_fit(self, prepared: Prepared) -> None:
+        """A forward was not too large."""
+        self.fitted = max(self.fitted, (prepared.padded_tokens, prepared.rows))
+
+    @property
+    def too_large(self) -> TooLarge | None:
+        """The smallest part that did not fit the device and could be halved, of those larger than any that did fit.
+
+        Otherwise one job was at fault and not the size of the batch: others need not be cut for it.
+        """
+        halvable = (part for part in self.misfits if part.size > max(self.fitted, (0, 1)))
+        return min(halvable, key=_size, default=None)
 
 
 class Executor:
@@ -279,6 +300,7 @@ def _forward(work: Work, jobs: list[ClaimedJob], *, is_whole: bool) -> list[Outp
 
 
 def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[Outputs | Failure]:
+    rows = sum(job.rows for job in jobs)
     try:
         if prepared is None:
             prepared = work.runtime.prepare([job.inputs for job in jobs])
@@ -287,23 +309,23 @@ def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[
         outputs = work.runtime.run(prepared)
         work.tokens += prepared.tokens
         work.padded_tokens += prepared.padded_tokens
+        work.did_fit(prepared)
         return _by_job(outputs, jobs, work.finite_outputs)
     except DeviceLost:
         raise
     except MemoryError as error:
-        rows = sum(job.rows for job in jobs)
         work.did_not_fit(rows, prepared.padded_tokens if prepared else 0)
         logger.warning("a forward did not fit the device", extra={"rows": rows})
-        if len(jobs) > 1:
-            return _run_halves(work, jobs)
-        if rows > 1:
-            return [_run_in_slices(work, jobs[0], rows // 2)]
-        return [_failure(error, jobs[0])]
+        if rows == 1:
+            return [_failure(error, jobs[0])]
     except (Exception, SystemExit) as error:  # a model may raise anything, and its neighbours must not pay for it
-        if len(jobs) > 1:
-            logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
-            return _run_halves(work, jobs)
-        return [_failure(error, jobs[0])]
+        if len(jobs) == 1:
+            return [_failure(error, jobs[0])]
+        logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
+    # Out here, because an exception that is being handled keeps all that the failed forward had on the device.
+    if len(jobs) > 1:
+        return _run_halves(work, jobs)
+    return [_run_in_slices(work, jobs[0], rows // 2)]
 
 
 def _run_halves(work: Work, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
@@ -327,6 +349,7 @@ def _run_in_slices(work: Work, job: ClaimedJob, max_rows: int) -> Outputs | Fail
             prepared = work.runtime.prepare([inputs])
             try:
                 parts.append(work.runtime.run(prepared))
+                work.did_fit(prepared)
                 start = stop
             except MemoryError:
                 work.did_not_fit(stop - start, prepared.padded_tokens)

@@ -11,12 +11,14 @@ trip. A worker that stops in order has no journal left: drains and releases coun
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,13 +34,15 @@ __all__ = ["MARGIN_S", "FileJournal", "Journal", "Unwritten", "hung", "journal_p
 _MAGIC: Final = b"PSJ1"
 _HEAD: Final = struct.Struct("<4sHH")
 """Magic, seats, bytes of the consumer's name, which follows."""
-_SEAT: Final = struct.Struct("<ddQ")
+_SEAT: Final = struct.Struct("=ddQ")
 """When it last showed progress and for how long it may be silent, in monotonic seconds; bytes of the jobs."""
+_SIZE_AT: Final = 16
 _HEAD_BYTES: Final = 4096
 _SEAT_BYTES: Final = 256 * 1024
-"""For some 2,000 jobs; a sparse file takes up what was written only. Of larger batches the first jobs are kept."""
+"""For some 2,000 jobs. Of larger batches the first jobs are kept."""
 _LONGEST_CONSUMER: Final = 1024
 _SUFFIX: Final = ".journal"
+_LOOK_AGAIN_S: Final = 0.02
 MARGIN_S: Final = 0.5
 """How far beyond its limit a forward is killed from outside: its own process comes first, and gives back the rest."""
 
@@ -90,17 +94,24 @@ def _folder(home: Path) -> Path:
 
 
 class FileJournal:
-    """A journal in a file of this process, locked for as long as it lives. Raises OSError when it cannot be made."""
+    """A journal in a file of this process, locked for as long as it lives.
 
-    def __init__(self, path: Path, consumer: str, seats: int) -> None:
+    Raises OSError when it cannot be made, also when somebody else has not let go of the file after `patience_s`.
+    """
+
+    def __init__(self, path: Path, consumer: str, seats: int, *, patience_s: float = 10.0) -> None:
         name = consumer.encode()[:_LONGEST_CONSUMER]
+        size = _HEAD_BYTES + seats * _SEAT_BYTES
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._fd = _own(path, patience_s)
         os.ftruncate(self._fd, 0)
-        os.ftruncate(self._fd, _HEAD_BYTES + seats * _SEAT_BYTES)
-        self._map = mmap.mmap(self._fd, _HEAD_BYTES + seats * _SEAT_BYTES)
+        # Not a sparse file: to write to a map that the disk has no room for is a deadly signal.
+        os.posix_fallocate(self._fd, 0, size)
+        self._map = mmap.mmap(self._fd, size)
+        # Fields that the supervisor reads meanwhile: each is one store, where struct.pack_into clears them first.
+        self._times = memoryview(self._map).cast("d")
+        self._sizes = memoryview(self._map).cast("Q")
         self._map[_HEAD.size : _HEAD.size + len(name)] = name
         _HEAD.pack_into(self._map, 0, _MAGIC, seats, len(name))
 
@@ -112,16 +123,18 @@ class FileJournal:
             packed = _encode(jobs)
         start = _seat_start(seat)
         self._map[start + _SEAT.size : start + _SEAT.size + len(packed)] = packed
-        # Last, so that whoever reads meanwhile sees the old size, none, or all of it.
-        _SEAT.pack_into(self._map, start, now, limit_s, len(packed))
+        self._times[start // 8] = now
+        self._times[start // 8 + 1] = limit_s
+        # Last, as the seat is empty without it, whatever else it says.
+        self._sizes[(start + _SIZE_AT) // 8] = len(packed)
 
     def touch(self, seat: int, now: float) -> None:
         """See Journal.touch."""
-        struct.pack_into("<d", self._map, _seat_start(seat), now)
+        self._times[_seat_start(seat) // 8] = now
 
     def end(self, seat: int) -> None:
         """See Journal.end."""
-        _SEAT.pack_into(self._map, _seat_start(seat), 0.0, 0.0, 0)
+        self._sizes[(_seat_start(seat) + _SIZE_AT) // 8] = 0
 
     def retire(self) -> None:
         """See Journal.retire. Forwards that still run may go on writing: nobody will read it."""
@@ -129,24 +142,49 @@ class FileJournal:
             os.unlink(self._path)
 
 
+def _own(path: Path, patience_s: float) -> int:
+    """The journal's file, locked by this process. Whoever reports a leftover of that name may finish first."""
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if _locks(fd) and os.fstat(fd).st_nlink > 0:
+            return fd
+        os.close(fd)
+        if time.monotonic() >= give_up_at:
+            raise BlockingIOError(errno.EAGAIN, "another process has not let go of it")
+        time.sleep(_LOOK_AGAIN_S)
+
+
 def _seat_start(seat: int) -> int:
     return _HEAD_BYTES + seat * _SEAT_BYTES
 
 
 def hung(path: Path, now: float) -> str | None:
-    """Why a worker that lives must be killed, by its journal: a forward is over its limit; else None."""
+    """Why a worker that lives must be killed, by its journal: a forward is over its limit; else None.
+
+    What a dead process of the same number left there says nothing about the one that lives.
+    """
     try:
         with path.open("rb") as file:
             magic, seats, _ = _HEAD.unpack(file.read(_HEAD.size))
             for seat in range(seats if magic == _MAGIC else 0):
                 file.seek(_seat_start(seat))
                 since, limit_s, size = _SEAT.unpack(file.read(_SEAT.size))
-                if size and now - since > limit_s + MARGIN_S:
+                if size and now - since > limit_s + MARGIN_S and not _locks(file.fileno()):
                     return f"a forward took longer than its limit of {limit_s:g} s"
     except (OSError, struct.error):
         # Not there yet, no longer, or caught while it was made: the next look will tell.
         return None
     return None
+
+
+def _locks(fd: int) -> bool:
+    """Whether the file could be locked: no living process has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(path: Path) -> tuple[str, list[Held]]:
@@ -160,6 +198,8 @@ def _read(path: Path) -> tuple[str, list[Held]]:
         for seat in range(seats):
             file.seek(_seat_start(seat))
             _, _, size = _SEAT.unpack(file.read(_SEAT.size))
+            if size > _SEAT_BYTES - _SEAT.size:
+                raise ValueError("not a journal")
             for slot, priority, entry, job in _decoder.decode(file.read(size)) if size else ():
                 jobs.append(Held(slot, Priority(priority), entry, job))
     return head[_HEAD.size : _HEAD.size + length].decode(), jobs
@@ -203,10 +243,7 @@ def _ownerless(path: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Another reporter may have dropped it between our open and our lock.
-        yield os.fstat(fd).st_nlink > 0
-    except BlockingIOError:
-        yield False
+        yield _locks(fd) and os.fstat(fd).st_nlink > 0
     finally:
         os.close(fd)

@@ -35,7 +35,7 @@ from workers.celery_bridge import (
     show_drain,
     withdraw_commands,
 )
-from workers.observe.watcher import Ended
+from workers.observe.watcher import Ended, Failed
 
 HOST = "cpu0@test"
 CANARY = "canary-payload"
@@ -168,6 +168,21 @@ def test_every_end_of_a_job_has_its_state_in_celery(app: Celery, end: State, sta
         assert task.exception == "ModelError('ValueError: no')"
     else:
         assert monitor.events[-1]["expired"] is (end is State.EXPIRED)
+
+
+def test_a_failed_forward_of_a_job_that_runs_again_shows_as_a_retry(app: Celery):
+    """Until it runs again the task is in retry, with what the forward failed of; its end is its own."""
+    failing = job()
+    with monitoring(app) as monitor, watching(app) as watcher:
+        watcher.received([failing], 1000.0)
+        watcher.started([failing], 1001.0)
+        watcher.retried([Failed(failing, Failure("ModelError", "ValueError: not now"))], 1002.0)
+        task = monitor.task(failing.id, "RETRY")
+        assert (task.retried, task.exception) == (1002.0, "ModelError('ValueError: not now')")
+        watcher.started([failing], 1003.0)
+        watcher.finished([ended(failing)], 1004.0)
+        task = monitor.task(failing.id, "SUCCESS")
+    assert task.succeeded == 1004.0
 
 
 def test_the_task_that_brought_a_lane_job_ends_with_it(app: Celery):

@@ -313,7 +313,7 @@ class Batcher(Generic[T]):
         lane.nbytes -= draft.nbytes
         if not any(lane.bands):
             del self._lanes[lane.key]
-        elif self.limits.max_tokens and draft.longest == lane.longest:
+        elif self._room.tokens < sys.maxsize and draft.longest == lane.longest:
             lane.recount()
         self._jobs -= len(draft.items)
 

@@ -18,9 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchDevice"]
 
-_CPU_EXHAUSTED = ("can't allocate memory", "not enough memory")
-_CUDA_LOST = "CUDA error"
-"""An illegal access or a failed assertion on the device leaves the process's context unusable for good."""
+_EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+_CUDA_LOST = (
+    *("illegal memory access", "device-side assert", "misaligned address", "illegal instruction", "illegal address"),
+    *(
+        "unspecified launch failure",
+        "hardware stack error",
+        "invalid program counter",
+        "uncorrectable",
+        "launch timed out",
+    ),
+)
+"""What CUDA says when the process's context is unusable for good (CUDA runtime API, type cudaError: "this leaves
+the process in an inconsistent state"). Its other errors end with their forward."""
 
 
 class TorchDevice:
@@ -73,11 +83,11 @@ class TorchDevice:
         except (self._torch.OutOfMemoryError, MemoryError) as error:
             raise self._out_of_memory(error) from error
         except RuntimeError as error:
-            if self.is_cuda and _CUDA_LOST in str(error):
+            if any(phrase in str(error) for phrase in _EXHAUSTED):
+                raise self._out_of_memory(error) from error
+            if self.is_cuda and any(phrase in str(error) for phrase in _CUDA_LOST):
                 raise DeviceLost(f"{self.device}: {str(error).partition(chr(10))[0]:.200}") from error
-            if not any(phrase in str(error) for phrase in _CPU_EXHAUSTED):
-                raise
-            raise self._out_of_memory(error) from error
+            raise
 
     def release_memory(self) -> None:
         """Gives cached device memory back."""

@@ -1,0 +1,300 @@
+"""The model threads, stepped in this thread: what a batch becomes when its forward fails, does not fit, or hangs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from registry.broker.base import Delivery, Held
+from registry.envelope import Failure, JobHeader
+from registry.errors import OutOfMemory
+from registry.package import ModelSpec, load_package
+from registry.queues import Priority
+from registry.settings import InferenceConfig
+from registry.tensors import Array
+from tests.packages import write_double, write_package
+from tests.servers import wait_until
+from workers.batching.batcher import Batch, BatchKey, Pending
+from workers.executor import Executor, TooLarge, Work
+from workers.job import ClaimedJob
+from workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
+from workers.served import ServedModel
+
+KEY = BatchKey("double", "1", "infer")
+Forward = Callable[[Array], Array]
+
+
+class Device:
+    """A runtime over one function of `x`; rows have `length` tokens each where that is not 0."""
+
+    def __init__(self, forward: Forward, length: int = 0) -> None:
+        self._forward = forward
+        self._length = length
+        self.ran: list[int] = []
+        """Rows of each forward, in order."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        raise NotImplementedError
+
+    version = "1"
+
+    def load(self, device: str, threads: int) -> None:
+        """There is nothing to load."""
+
+    def length(self, inputs: Mapping[str, Array]) -> int:
+        return self._length or 1
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        rows = concatenate(jobs)["x"]
+        tokens = len(rows) * self._length
+        return Prepared(len(rows), rows, tokens, tokens)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        self.ran.append(prepared.rows)
+        return {"y": self._forward(prepared.payload)}
+
+    def stream(
+        self, inputs: Mapping[str, Array], context: StreamContext
+    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
+        yield from ()
+        return self.run(self.prepare([inputs]))
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def fits(most: int, forward: Forward = lambda rows: rows * 2) -> Forward:
+    """A forward on a device with room for `most` rows."""
+
+    def on_device(rows: Array) -> Array:
+        if len(rows) > most:
+            raise OutOfMemory(f"{len(rows)} rows")
+        return forward(rows)
+
+    return on_device
+
+
+def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16) -> Work:
+    """A batch with one job per list of numbers, a row for each number."""
+    items = []
+    for order, numbers in enumerate(jobs):
+        inputs = {"x": np.array([[number] for number in numbers], np.float32)}
+        header = JobHeader(f"double.{order}", "acme", "double", "normal", ())
+        delivery = Delivery("double", Priority.NORMAL, f"{order + 1}-0".encode(), b"")
+        job = ClaimedJob(delivery, header, inputs, len(numbers), 0.0, 0.0, 0)
+        items.append(Pending(KEY, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
+    rows = sum(item.rows for item in items)
+    return Work(Batch(KEY, items, rows, rows, "full", 2), runtime, max_rows)
+
+
+def run(work: Work, executor: Executor | None = None) -> list[list[float] | str]:
+    """The forward of one batch, on this thread: the numbers of each job's answer, or the code of its failure."""
+    executor = executor or executor_of()
+    executor.submit(work, prepare_apart=False)
+    assert executor.begin("here") is work
+    executor.run(work)
+    executor.finish("here", work)
+    return [answer.code if isinstance(answer, Failure) else answer["y"][:, 0].tolist() for answer in work.answers]
+
+
+def executor_of(journal: Pages | None = None, clock: Callable[[], float] = lambda: 0.0) -> Executor:
+    """An executor without threads."""
+    return Executor(1, lambda: None, lambda _: {}, lambda _: None, clock, journal)
+
+
+class Pages:
+    """A journal that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, object]] = []
+
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
+        self.told.append(("begin", seat, [job.job_id for job in jobs]))
+
+    def touch(self, seat: int, now: float) -> None:
+        self.told.append(("touch", seat, now))
+
+    def end(self, seat: int) -> None:
+        self.told.append(("end", seat, None))
+
+    def retire(self) -> None:
+        self.told.append(("retire", -1, None))
+
+
+SIXTEEN = [[number] for number in range(16)]
+
+
+def test_a_batch_that_does_not_fit_is_halved_until_it_does():
+    """Room for four rows: 16, then 8, then 4 at a time, every job answered, and the 8 that did not fit noted."""
+    device = Device(fits(4))
+    work = work_of(device, SIXTEEN)
+    assert run(work) == [[2.0 * number] for number in range(16)]
+    assert device.ran == [16, 8, 4, 4, 8, 4, 4]
+    assert work.too_large == TooLarge(8, 0)
+
+
+def test_tokens_are_noted_where_forwards_have_them():
+    """What did not fit is told in padded tokens, and the smallest of it counts."""
+    work = work_of(Device(fits(4), length=100), SIXTEEN)
+    run(work)
+    assert work.too_large == TooLarge(8, 800)
+
+
+def test_one_large_job_is_cut_into_slices_that_fit():
+    """A job of twelve rows on a device with room for four comes back whole, its rows in order."""
+    device = Device(fits(4))
+    work = work_of(device, [list(range(12))])
+    assert run(work) == [[2.0 * number for number in range(12)]]
+    assert device.ran == [12, 6, 3, 3, 3, 3]
+    assert work.too_large == TooLarge(6, 0)
+
+
+def test_a_row_that_never_fits_fails_alone():
+    """One row is too large for the device: its job fails, its neighbours are answered, and what they ran in is not
+    what others are cut to half of.
+    """
+
+    def forward(rows: Array) -> Array:
+        if (rows < 0).any():
+            raise OutOfMemory("a large row")
+        return rows * 2
+
+    work = work_of(Device(forward), [[-1] if number == 5 else [number] for number in range(16)])
+    answers = run(work)
+    assert answers[5] == "ModelError"
+    assert [answer for number, answer in enumerate(answers) if number != 5] == [
+        [2.0 * number] for number in range(16) if number != 5
+    ]
+    assert len(work.misfits) == 5
+    # Eight rows did run at once.
+    assert work.too_large == TooLarge(16, 0)
+    alone = work_of(Device(forward), [[-1]])
+    assert run(alone) == ["ModelError"]
+    assert alone.too_large is None
+
+
+class Activations:
+    """What a forward allocates on its way."""
+
+
+@pytest.mark.parametrize(
+    ("error", "jobs"),
+    [(OutOfMemory, SIXTEEN), (OutOfMemory, [list(range(16))]), (ValueError, SIXTEEN)],
+    ids=["a batch does not fit", "a job does not fit", "a batch fails"],
+)
+def test_what_a_failed_forward_had_allocated_is_free_for_its_parts(
+    error: type[Exception], jobs: Sequence[Sequence[float]]
+):
+    """While the parts run nothing of the whole is alive: on a full device they could not run beside it."""
+    allocated: list[weakref.ref[Activations]] = []
+    alive: list[int] = []
+
+    def forward(rows: Array) -> Array:
+        alive.append(sum(each() is not None for each in allocated))
+        activations = Activations()
+        allocated.append(weakref.ref(activations))
+        if len(rows) > 4:
+            raise error(f"{len(rows)} rows")
+        return rows * 2
+
+    work = work_of(Device(forward), jobs)
+    assert "ModelError" not in run(work)
+    assert len(alive) >= 6
+    assert not any(alive)
+
+
+def test_work_is_in_the_journal_while_it_runs_and_touched_at_every_part():
+    """Begun with its jobs, touched before each half, ended: a split batch has its limit for each part."""
+    now = iter(range(100))
+    journal = Pages()
+    run(work_of(Device(fits(1)), [[1], [2]]), executor_of(journal, lambda: float(next(now))))
+    assert journal.told == [
+        ("begin", 0, ["double.0", "double.1"]),
+        ("touch", 0, 1.0),
+        ("touch", 0, 2.0),
+        ("end", 0, None),
+    ]
+
+
+def test_a_lost_device_ends_its_thread_and_keeps_the_batch_in_the_journal():
+    """No halves, no answers, no end in the journal: the jobs run again in another process, as suspects."""
+
+    def forward(rows: Array) -> Array:
+        raise DeviceLost("cuda:0: an illegal access")
+
+    device, journal = Device(forward), Pages()
+    executor = Executor(1, lambda: None, lambda _: {}, lambda _: None, journal=journal)
+    executor.start()
+    executor.submit(work_of(device, SIXTEEN), prepare_apart=False)
+    wait_until(lambda: not executor.is_alive(), 5, "the model thread ends")
+    assert executor.device_lost == "cuda:0: an illegal access"
+    assert device.ran == [16]
+    assert [what for what, _, _ in journal.told] == ["begin"]
+    assert len(executor.running()) == 1
+    assert executor.take_done() == []
+    executor.stop()
+
+
+def model(models_root, **batching: int) -> ServedModel:
+    """The model `double`, as served with these limits."""
+    return ServedModel(load_package(write_double(models_root)), InferenceConfig.model_validate({"batching": batching}))
+
+
+def test_a_cap_of_rows_is_half_of_what_did_not_fit_and_is_relaxed_step_by_step(models_root):
+    """8 of 16 rows did not fit: batches of 4, of 8 after five quiet minutes, of 16 after ten; not a moment earlier."""
+    served = model(models_root)
+    served.learn(TooLarge(8, 0), 1000.0)
+    assert served.max_rows == 4
+    served.relax(1299.9)
+    assert served.max_rows == 4
+    served.relax(1300.0)
+    assert (served.max_rows, served.is_capped) == (8, True)
+    served.relax(1600.0)
+    assert (served.max_rows, served.is_capped) == (16, False)
+    served.relax(9999.0)
+    assert served.max_rows == 16
+
+
+def test_another_misfit_tightens_the_cap_and_begins_the_wait_anew(models_root):
+    """A smaller misfit halves again; a larger one loosens nothing."""
+    served = model(models_root)
+    served.learn(TooLarge(8, 0), 0.0)
+    served.learn(TooLarge(4, 0), 200.0)
+    assert served.max_rows == 2
+    served.learn(TooLarge(16, 0), 250.0)
+    assert served.max_rows == 2
+    served.relax(549.0)
+    assert served.max_rows == 2
+    served.relax(550.0)
+    assert served.max_rows == 4
+
+
+def test_a_cap_of_tokens_leaves_short_texts_their_full_batches(models_root):
+    """800 padded tokens did not fit: what is longer is cut to 400, sixteen rows of 20 tokens still run at once."""
+    root = models_root
+    write_package(root, "texts", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
+    served = ServedModel(load_package(root / "texts" / "1"), InferenceConfig())
+    served.learn(TooLarge(8, 800), 0.0)
+    assert served.max_rows == 16
+    assert [batch_rows(served, length) for length in (20, 50, 100, 500)] == [16, 8, 4, 1]
+    served.relax(300.0)
+    assert batch_rows(served, 100) == 8
+    for minutes in range(10, 100, 5):
+        served.relax(60.0 * minutes)
+    assert not served.is_capped
+    assert batch_rows(served, 500) == 16
+
+
+def batch_rows(served: ServedModel, length: int) -> int:
+    """The rows of the first batch of 16 rows of so many tokens each."""
+    one = work_of(Device(fits(16)), [[0]]).batch.items[0]
+    for _ in range(16):
+        served.batcher.add(Pending(KEY, 2, 1, length, 0, 0.0, one.job))
+    batch = served.batcher.next(0.0, device_idle=True)
+    served.batcher.discard(lambda _: True)
+    assert batch is not None
+    return batch.rows
