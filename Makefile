@@ -2,16 +2,17 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+OLD_CELERY := $(VENV)-celery56
 REQUIREMENTS := pyproject.toml constraints.txt
 # The text of ASK as it was given: it reaches the command through the environment, so no shell reads it.
 override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench chaos test-celery56 clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## embed your standard library's docstrings and search them; ASK="your question" adds one
 	@$(BIN)/penstock demo $(if $(ASK),--ask "$$ASK")
@@ -28,8 +29,21 @@ lint: $(VENV)/.dev ## ruff, ruff format, mypy and the import contracts
 bench: $(VENV)/.bench ## print the benchmark tables, peers beside ours
 	$(BIN)/python -m tests.benchmarks
 
+# The minutes of the simulator, the rounds of each fault on real servers, and a file for the table, if any.
+SIMULATED_MINUTES ?= 2
+FAULT_ROUNDS ?= 20
+CHAOS_TABLE ?=
+
+chaos: $(VENV)/.dev ## break everything, often, and print a table of what was lost; takes about 40 minutes
+	$(BIN)/python -m tests.simulation --minutes $(SIMULATED_MINUTES)
+	$(BIN)/python -m tests.faults --rounds $(FAULT_ROUNDS) $(if $(CHAOS_TABLE),--output $(CHAOS_TABLE))
+
+test-celery56: $(OLD_CELERY)/.tests ## run what Celery takes part in on the oldest Celery that is supported
+	$(OLD_CELERY)/bin/python -m pytest -p no:cacheprovider \
+	  tests/workers/test_celery_bridge.py tests/workers/test_lane.py tests/flow/test_celery.py
+
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(OLD_CELERY) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo: $(BIN)/python $(REQUIREMENTS)
@@ -46,6 +60,15 @@ $(VENV)/.bench: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench,demo,dev]'
 	@touch $@ $(VENV)/.dev $(VENV)/.demo
+
+# The pins of constraints.txt but for Celery's own family; no torch: none of these tests needs it.
+$(OLD_CELERY)/.tests: $(BIN)/python $(REQUIREMENTS)
+	@echo 'Installing into $(OLD_CELERY)'
+	@$(BIN)/python -m venv $(OLD_CELERY)
+	@sed -e '/^celery==/d' -e '/^kombu==/d' constraints.txt > $(OLD_CELERY)/constraints.txt
+	@$(OLD_CELERY)/bin/python -m pip install --quiet -c $(OLD_CELERY)/constraints.txt -e '.[flower]' \
+	  'celery==5.6.3' 'kombu>=5.6,<5.7' hypothesis pytest pytest-timeout
+	@touch $@
 
 $(BIN)/python:
 	@for python in python3.12 python3.11 python3; do \

@@ -51,6 +51,12 @@ def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
     return value
 
 
+def let_pass(seconds: float) -> None:
+    """Returns when so much time has passed: for tests whose condition is time itself."""
+    until = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > until, seconds + 5, "time passes")
+
+
 def free_port() -> int:
     """A TCP port of the loopback that was free a moment ago."""
     with socket.socket() as listener:
@@ -134,12 +140,16 @@ class Process:
 
 
 class RedisServer(Process):
-    """A redis-server with an append-only file (everysec), on a unix socket and, if wanted, a loopback port."""
+    """A redis-server with an append-only file (everysec), on a unix socket and, if wanted, a loopback port.
 
-    def __init__(self, binary: Path, *, with_port: bool = False) -> None:
+    environment: what its process has in its environment beyond ours.
+    """
+
+    def __init__(self, binary: Path, *, with_port: bool = False, environment: Mapping[str, str] | None = None) -> None:
         # Not pytest's tmp_path: the path of a unix socket ends at 107 bytes.
         super().__init__(Path(tempfile.mkdtemp(prefix="penstock-")))
         self.binary = binary
+        self._environment = {**os.environ, **(environment or {})}
         self.socket = self.folder / "redis.sock"
         self.port = free_port() if with_port else 0
 
@@ -171,7 +181,8 @@ class RedisServer(Process):
             "save": "",
             "loglevel": "warning",
         }
-        self._spawn([self.binary, *(part for name, value in options.items() for part in (f"--{name}", value))])
+        words = [part for name, value in options.items() for part in (f"--{name}", value)]
+        self._spawn([self.binary, *words], self._environment)
         wait_until(self._answers, 20, "redis-server answers")
         return self
 

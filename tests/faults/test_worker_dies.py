@@ -1,4 +1,4 @@
-"""F1 and CX-045: a worker is killed at each point of a job's way, or told to stop, while jobs come in."""
+"""F1: a worker is killed (kill -9) at each of the eight points of a job's way; CX-045: it is told to stop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.conftest import StartWorker
-from tests.faults.conftest import StartFailing, StartLoad
+from tests.faults.conftest import StartFailing, StartLoad, Trial
 from tests.faults.failing_worker import POINTS
 from tests.faults.history import check
+from tests.faults.rounds import seeds
 from tests.packages import recorded_forwards, write_recorder
 from tests.servers import RedisServer, WorkerProcess, wait_until
 
@@ -44,13 +45,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory, shared_redis: RedisServer) -
 
 
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("seed", seeds(ways=len(POINTS)))
 def test_killed_worker_loses_and_doubles_nothing(
-    point, stage: Stage, start_failing: StartFailing, start_load: StartLoad
+    seed: int, point, stage: Stage, start_failing: StartFailing, start_load: StartLoad, trial: Trial
 ):
     """kill -9 at any point: every accepted job ends exactly once, what the worker held within the lease plus 1 s."""
     load = start_load(stage.server, stage.ledger)
     worker = start_failing(
-        stage.server, stage.models_root, how="kill", point=point, nth=3 if point != "mid-drain" else 1
+        stage.server, stage.models_root, how="kill", point=point, nth=2 + seed if point != "mid-drain" else 1
     )
     with load.running():
         if point == "mid-drain":
@@ -60,9 +62,7 @@ def test_killed_worker_loses_and_doubles_nothing(
         died_ms = time.time() * 1000
     assert status == -signal.SIGKILL, worker.tail()
 
-    history = load.history()
-    findings = check(history)
-    assert findings.violations == {}
+    findings = trial.judge(load.history())
     assert findings.recovered == frozenset()
     load.check_answers()
     redelivered = [load.claimed_ms(job) for job, result in load.results.items() if result.attempt > 1]
@@ -70,7 +70,9 @@ def test_killed_worker_loses_and_doubles_nothing(
         assert redelivered, "the dead worker held nothing"
     if point in _AFTER_THE_FORWARD:
         assert findings.re_executed
-    assert all(died_ms <= claimed <= died_ms + (LEASE_S + 1) * 1000 for claimed in redelivered)
+    assert all(claimed >= died_ms for claimed in redelivered)
+    if redelivered:
+        trial.recovered((max(redelivered) - died_ms) / 1000, within=LEASE_S + 1)
 
 
 def test_stopped_worker_finishes_its_batch_and_gives_back_the_rest(

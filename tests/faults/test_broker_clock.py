@@ -1,0 +1,62 @@
+"""P1: the broker's clock jumps by an hour, forth and back, while jobs wait and run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
+from tests.faults.jumping_worker import Clock
+from tests.faults.rounds import seeds
+
+HOUR_S = 3600.0
+RESUME_S = 3.0
+"""A lease, twice: whoever seems to be away is given one, too."""
+
+
+class Timed(NamedTuple):
+    """A stage whose server has the time of `clock`."""
+
+    stage: Stage
+    clock: Clock
+
+
+@pytest.fixture(scope="module")
+def timed(open_stage: OpenStage, tmp_path_factory: pytest.TempPathFactory) -> Timed:
+    """Two workers, whose results outlive the jumps."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler, to give one process a clock of its own")
+    folder = tmp_path_factory.mktemp("clock")
+    library = folder / "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    clock = Clock(folder / "time")
+    environment = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(folder / "time")}
+    stage = open_stage(forward_s=0.05, server_environment=environment)
+    for wait in (False, True):
+        stage.employ(wait=wait, PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S="86400")
+    return Timed(stage, clock)
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_jump_of_the_brokers_clock_loses_nothing(seed: int, timed: Timed, start_load: StartLoad, trial: Trial):
+    """Whatever waits or runs at the jump is answered soon after it, and so is what comes later."""
+    stage, clock = timed
+    load = start_load(stage.server, stage.ledger)
+    with stage.server.client() as client:
+        for hours in (1, 0) if seed % 2 else (-1, 0):
+            before_s, _ = client.time()
+            load.publish(200 + seed)
+            clock.jump_to(hours * HOUR_S)
+            after_s, _ = client.time()
+            assert abs(abs(after_s - before_s) - HOUR_S) < 10, "the server's clock did not jump"
+            trial.recovered(load.await_progress(30), within=RESUME_S)
+            trial.recovered(load.await_all(30), within=RESUME_S + 2)
+    # The jump ended the lifetime of reply streams, too.
+    load.check_records()
+    trial.note(times=2, jobs=load.accepted)

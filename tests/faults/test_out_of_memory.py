@@ -1,0 +1,46 @@
+"""F8: the model runs out of memory at a batch of 16, and at one of 8."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.conftest import OpenStage, StartLoad, Trial
+from tests.faults.models import write_cramped
+from tests.faults.rounds import seeds
+from tests.packages import recorded_forwards
+
+BATCH = 16
+FITS = 4
+WITHIN_S = 2.0
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_batch_that_does_not_fit_is_split_and_the_cap_is_learnt(
+    seed: int, open_stage: OpenStage, start_load: StartLoad, trial: Trial
+):
+    """16 become 8 become 4, all succeed; of the next jobs no batch is above 4, and memory runs out no more."""
+    stage = open_stage(model="cramped")
+    write_cramped(stage.models_root, stage.ledger, stage.model, fits=FITS, max_batch_size=BATCH)
+    worker = stage.employ()
+    load = start_load(stage.server, stage.ledger, stage.model)
+    warm = len(recorded_forwards(stage.ledger))
+
+    worker.freeze()
+    load.publish(BATCH + seed)
+    worker.thaw()
+    trial.recovered(load.await_all(10), within=WITHIN_S)
+    sizes = [len(rows) for rows in recorded_forwards(stage.ledger)[warm:]]
+    assert any(large > FITS for large in sizes), "everything fitted"
+    learnt_at = len(recorded_forwards(stage.ledger))
+
+    load.publish(4 * BATCH)
+    load.await_all(10)
+    assert max(len(rows) for rows in recorded_forwards(stage.ledger)[learnt_at:]) <= FITS
+    history = load.history()
+    # A forward that did not fit counts as begun: only answers are to be single.
+    findings = trial.judge(history)
+    assert len(findings.re_executed) <= BATCH + seed
+    load.check_answers()
+    assert {result.attempt for result in load.results.values()} == {1}
+    assert worker.is_running
+    stage.close()
