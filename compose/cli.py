@@ -1,9 +1,12 @@
 """The `penstock` command.
 
-    up, worker, bench, demo        run things              submit, status, models       talk to what runs
+    up, worker, bench, demo                run things
+    submit, status, models                 talk to what runs
+    dead, queue, workers, top, doctor      operate it (compose/operators.py)
 
 Frameworks, NumPy and the terminal library are imported by the commands that need them, so that --help is quick.
-A refusal is one line on stderr: exit status 1, or EXIT_CONFIGURATION for a setting or a machine that cannot work.
+A refusal is one line on stderr: exit status 1, or EXIT_CONFIGURATION for a setting or a machine that cannot work;
+compose/terminal.py sees to that.
 """
 
 from __future__ import annotations
@@ -13,44 +16,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final
 
 import click
 
-from compose.supervisor import EXIT_CONFIGURATION, Supervisor
-from registry.errors import ConfigurationError, PenstockError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from registry.broker.redis_streams import RedisStreams
-    from registry.settings import Settings
+from compose.operators import dead, doctor, queue, top, workers
+from compose.supervisor import Supervisor
+from compose.terminal import Commands, as_json_option, connected, console, load_settings, open_broker, terminable
+from registry.errors import ConfigurationError
 
 __all__ = ["main"]
 
 _PRIORITIES: Final = click.Choice(["critical", "high", "normal", "low"])
-_json = click.option("--json", "as_json", is_flag=True, help="Print data for programs.")
 
 
-class _Misconfigured(click.ClickException):
-    exit_code = EXIT_CONFIGURATION
-
-
-class _Commands(click.Group):
-    """Turns Penstock's errors into one line and an exit status, for every command."""
-
-    def invoke(self, context: click.Context) -> Any:
-        try:
-            return super().invoke(context)
-        except PenstockError as error:
-            refusal = _Misconfigured if isinstance(error, ConfigurationError) else click.ClickException
-            raise refusal(str(error)) from error
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", type=click.Path(path_type=Path), help="A YAML file of settings.")
 @click.version_option(package_name="penstock")
 @click.pass_context
@@ -84,24 +67,24 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
     from compose.fleet import choose
     from compose.local import LocalStack
 
-    settings = _settings(environ, {"device": device, "worker.models": _names(models)})
-    console = _console()
+    settings = load_settings(environ, {"device": device, "worker.models": _names(models)})
+    screen = console()
     stack = LocalStack(
         settings,
         choose(settings, environ),
         environ=environ,
         with_flower=flower,
         flower_port=flower_port,
-        on_progress=console.print,
+        on_progress=screen.print,
     )
-    with suppress(KeyboardInterrupt), _terminable(), stack:
+    with suppress(KeyboardInterrupt), terminable(), stack:
         running = stack.running
-        console.print(f"Redis    {running.redis_url}")
+        screen.print(f"Redis    {running.redis_url}")
         if running.flower_url:
-            console.print(
+            screen.print(
                 f"Flower   {running.flower_url} (user {running.flower_user}, password {running.flower_password})"
             )
-        console.print(f"Logs     {stack.log_folder}\nCtrl-C stops everything; jobs that wait are kept.")
+        screen.print(f"Logs     {stack.log_folder}\nCtrl-C stops everything; jobs that wait are kept.")
         _until_interrupted(lambda: stack.has_failed)
         if stack.has_failed:
             raise ConfigurationError(stack.complaint())
@@ -126,7 +109,7 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     from compose.fleet import choose, worker_patience, worker_program
     from registry import logs
 
-    settings = _connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
+    settings = connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
     children = {**environ, "PENSTOCK_REDIS_URL": settings.redis_url or ""}
     if settings.signing_keys is not None:
         children["PENSTOCK_SIGNING_KEYS"] = settings.signing_keys.get_secret_value()
@@ -149,7 +132,7 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
 @click.option("--version", help="A fixed version of the model.")
 @click.option("--wait", is_flag=True, help="Wait for the result and print it.")
 @click.option("--timeout", default=60.0, show_default=True, help="How long --wait waits, in seconds.")
-@_json
+@as_json_option
 @click.pass_obj
 def submit(
     environ: Mapping[str, str],
@@ -173,7 +156,7 @@ def submit(
     from producers import Client
 
     given = {**_read_inputs(file), **dict(map(_parse_input, inputs))}
-    with Client.from_env(settings=_settings(environ)) as client:
+    with Client.from_env(settings=load_settings(environ)) as client:
         job = client.submit(model, given, priority=priority, deadline_s=deadline_s, version=version)
         if not wait:
             click.echo(json.dumps({"job_id": job.id}) if as_json else job.id)
@@ -187,7 +170,7 @@ def submit(
 
 
 @main.command()
-@_json
+@as_json_option
 @click.pass_obj
 def status(environ: Mapping[str, str], as_json: bool) -> None:
     """Show the queues with depth and age, the workers and the models.
@@ -198,12 +181,12 @@ def status(environ: Mapping[str, str], as_json: bool) -> None:
     """
     from compose import overview
 
-    with _broker(environ) as broker:
+    with open_broker(connected(environ)) as broker:
         state = overview.status(broker)
     if as_json:
         click.echo(json.dumps(state))
     else:
-        _console().print(overview.draw_status(state))
+        console().print(overview.draw_status(state))
 
 
 @main.group()
@@ -213,7 +196,7 @@ def models() -> None:
 
 @models.command("register")
 @click.argument("path", type=click.Path(path_type=Path))
-@_json
+@as_json_option
 @click.pass_obj
 def register(environ: Mapping[str, str], path: Path, as_json: bool) -> None:
     """Make the package in PATH known, so that jobs for it are accepted before a worker runs.
@@ -228,13 +211,13 @@ def register(environ: Mapping[str, str], path: Path, as_json: bool) -> None:
     except ConfigurationError as error:
         # The package is refused, not this command's own configuration.
         raise click.ClickException(str(error)) from None
-    with _broker(environ) as broker:
+    with open_broker(connected(environ)) as broker:
         broker.put_spec(spec.name, spec.to_json())
     click.echo(json.dumps({"name": spec.name, "version": spec.version}) if as_json else f"Registered {spec.reference}")
 
 
 @models.command("list")
-@_json
+@as_json_option
 @click.pass_obj
 def list_models(environ: Mapping[str, str], as_json: bool) -> None:
     """List the models that jobs are accepted for.
@@ -244,19 +227,19 @@ def list_models(environ: Mapping[str, str], as_json: bool) -> None:
     """
     from compose import overview
 
-    with _broker(environ) as broker:
+    with open_broker(connected(environ)) as broker:
         known = overview.models(broker)
     if as_json:
         click.echo(json.dumps(known))
     else:
-        _console().print(overview.draw_models(known))
+        console().print(overview.draw_models(known))
 
 
 @main.command()
 @click.option("--model", default="mlp", show_default=True)
 @click.option("--count", type=click.IntRange(1), default=20_000, show_default=True, help="Jobs to run at saturation.")
 @click.option("--outstanding", type=click.IntRange(1), default=256, show_default=True, help="Jobs in flight at a time.")
-@_json
+@as_json_option
 @click.pass_obj
 def bench(environ: Mapping[str, str], model: str, count: int, outstanding: int, as_json: bool) -> None:
     """Measure the running stack, or a private one when none runs: jobs/s, latency, CPU per job.
@@ -267,19 +250,19 @@ def bench(environ: Mapping[str, str], model: str, count: int, outstanding: int, 
     """
     from compose import bench as measuring
 
-    with _terminable(), measuring.stack_for(environ, model, _steps(as_json)) as settings:
+    with terminable(), measuring.stack_for(environ, model, _steps(as_json)) as settings:
         figures = measuring.measure(settings, model, count, outstanding)
     if as_json:
         click.echo(json.dumps(figures.as_json()))
     else:
-        _console().print(measuring.draw(figures))
+        console().print(measuring.draw(figures))
 
 
 @main.command()
 @click.option("--ask", multiple=True, metavar="TEXT", help="A question of your own; may be repeated.")
 @click.option("--count", type=click.IntRange(10), default=3_000, show_default=True, help="Docstrings to embed.")
 @click.option("--stay", is_flag=True, help="Keep everything running until Ctrl-C, to look at Flower.")
-@_json
+@as_json_option
 @click.pass_obj
 def demo(environ: Mapping[str, str], ask: tuple[str, ...], count: int, stay: bool, as_json: bool) -> None:
     """Embed the docstrings of your Python's standard library and search them by meaning.
@@ -292,38 +275,12 @@ def demo(environ: Mapping[str, str], ask: tuple[str, ...], count: int, stay: boo
     """
     from compose.demo import demonstrate
 
-    console = _console(quiet=as_json)
+    screen = console(quiet=as_json)
     wait = _until_interrupted if stay else lambda: None
-    with _terminable():
-        shown = demonstrate(console, environ, count=count, ask=ask, stay=wait)
+    with terminable():
+        shown = demonstrate(screen, environ, count=count, ask=ask, stay=wait)
     if as_json:
         click.echo(json.dumps(shown.as_json()))
-
-
-def _settings(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Settings:
-    from registry.settings import Settings
-
-    return Settings.load(environ=environ, overrides=overrides)
-
-
-def _connected(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Settings:
-    from registry.local_stack import with_broker
-
-    return with_broker(_settings(environ, overrides))
-
-
-@contextmanager
-def _broker(environ: Mapping[str, str]) -> Iterator[RedisStreams]:
-    from registry.broker.redis_streams import RedisStreams
-
-    with closing(RedisStreams.from_url(_connected(environ).redis_url or "")) as broker:
-        yield broker
-
-
-def _console(*, quiet: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(quiet=quiet, highlight=False, soft_wrap=False)
 
 
 def _steps(as_json: bool) -> Callable[[str], None]:
@@ -358,21 +315,6 @@ def _read_inputs(file: Any) -> dict[str, object]:
     return read
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the block as Ctrl-C does: what was started is stopped in order."""
-
-    def leave(number: int, _frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _until_interrupted(is_over: Callable[[], bool] = lambda: False) -> None:
     """Wait for Ctrl-C, or until `is_over`."""
     try:
@@ -380,3 +322,7 @@ def _until_interrupted(is_over: Callable[[], bool] = lambda: False) -> None:
             time.sleep(0.2)
     except KeyboardInterrupt:
         click.echo()
+
+
+for operating in (dead, queue, workers, top, doctor):
+    main.add_command(operating)

@@ -26,11 +26,13 @@ __all__ = [
     "draw_latency",
     "draw_models",
     "draw_status",
+    "draw_workers",
     "latency_ms",
     "models",
     "snapshots",
     "status",
     "worker_pids",
+    "workers",
 ]
 
 PARTS: Final = {
@@ -45,7 +47,10 @@ _BAR: Final = 40
 
 
 def status(broker: Broker) -> dict[str, Any]:
-    """{"queues": [...], "workers": [...], "models": [...]}, ready for JSON. Raises BrokerUnavailable."""
+    """{"queues": [...], "workers": [...], "models": [...], "paused": [...]}, ready for JSON.
+
+    Raises BrokerUnavailable.
+    """
     return {
         "queues": [
             {
@@ -58,9 +63,15 @@ def status(broker: Broker) -> dict[str, Any]:
             for model in broker.models()
             for depth in broker.depths(model)
         ],
-        "workers": [json.loads(report) for report in broker.workers()],
+        "workers": workers(broker),
         "models": models(broker),
+        "paused": sorted(broker.paused(broker.models())),
     }
+
+
+def workers(broker: Broker) -> list[dict[str, Any]]:
+    """What the living workers say of themselves. Raises BrokerUnavailable."""
+    return [json.loads(report) for report in broker.workers()]
 
 
 def models(broker: Broker) -> list[dict[str, Any]]:
@@ -121,23 +132,33 @@ def _is_here(report: Mapping[str, Any]) -> bool:
 
 def draw_status(state: Mapping[str, Any]) -> RenderableType:
     """Three tables; queues that hold nothing are left out."""
-    queues = _table("queue", "priority", "waiting", "running", "oldest waits")
+    queues = _table("queue", "priority", "waiting", "running", "oldest waits", "")
     for queue in state["queues"]:
         if queue["jobs"]:
             waiting = queue["jobs"] - queue["running"]
             age = f"{queue['oldest_waiting_s']:.1f} s" if waiting else ""
-            queues.add_row(queue["model"], queue["priority"], f"{waiting:,}", f"{queue['running']:,}", age)
-    workers = _table("worker", "device", "state", "models")
-    for report in state["workers"]:
-        loaded = ", ".join(f"{name}/{version}" for name, version in report["models"].items())
-        workers.add_row(report["name"], report["device"], "ready" if report["ready"] else "not ready", loaded)
+            note = "paused" if queue["model"] in state["paused"] else ""
+            queues.add_row(queue["model"], queue["priority"], f"{waiting:,}", f"{queue['running']:,}", age, note)
+    paused = f"Paused: {', '.join(state['paused'])}"
     return Group(
         queues if queues.row_count else Text("No job waits or runs."),
+        *([Text(paused, style="yellow")] if state["paused"] else []),
         Text(),
-        workers if workers.row_count else Text("No worker runs."),
+        draw_workers(state["workers"]),
         Text(),
         draw_models(state["models"]),
     )
+
+
+def draw_workers(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """One line per worker."""
+    table = _table("worker", "device", "state", "models", "in memory", "batches")
+    for report in reports:
+        loaded = ", ".join(f"{name}/{version}" for name, version in report["models"].items())
+        state = "ready" if report["ready"] else "not ready"
+        held, batches = report.get("in_memory", 0), report.get("batches", 0)
+        table.add_row(report["name"], report["device"], state, loaded, f"{held:,}", f"{batches:,}")
+    return table if table.row_count else Text("No worker runs.")
 
 
 def draw_models(known: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -184,7 +205,7 @@ def _named(tensors: Mapping[str, str]) -> str:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    numeric = {"waiting", "running", "oldest waits", "batches", "p50 ms", "p99 ms"}
+    numeric = {"waiting", "running", "oldest waits", "in memory", "batches", "p50 ms", "p99 ms"}
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left")
     return table

@@ -7,42 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from compose.cli import main
-from compose.fleet import Device
-from compose.local import LocalStack
 from compose.supervisor import EXIT_CONFIGURATION
-from registry.settings import Settings
+from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package
 from tests.servers import ROOT, RedisServer, wait_until
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Path]:
-    """The home of a stack that serves `double`, as `penstock up` runs it."""
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        write_double(Path(folder) / "models")
-        environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
-            "PYTHONPATH": str(ROOT),
-            "PENSTOCK_HOME": f"{folder}/home",
-            "PENSTOCK_INFERENCE_REPO_ROOT": f"{folder}/models",
-            "PENSTOCK_METRICS_PORT": "0",
-        }
-        settings = Settings.load(environ=environ)
-        with LocalStack(settings, [Device("cpu", 0)], environ=environ, with_flower=False):
-            yield settings.home
-
-
-def penstock(home: Path, *arguments: str, stdin: str = "", **environ: str) -> Result:
-    return CliRunner().invoke(main, arguments, input=stdin, env={"PENSTOCK_HOME": str(home), **environ})
 
 
 def commands(group: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

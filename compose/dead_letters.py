@@ -1,0 +1,218 @@
+"""Dead letters as an operator sees them: what each one is, whether it may go back, and the way back.
+
+    broker (letters) --> describe: header, signature, age          --> data for tables and JSON
+                     --> replay: verified as a worker would do it  --> broker, one step per letter
+
+A letter's bytes were written by anybody: they are decoded with the envelope's own caps, and whatever does not decode
+is described by what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from registry.broker.base import Broker, DeadLetter, Publication, Replay
+from registry.envelope import MAX_HEADER_BYTES, PROTOCOL, JobHeader, Keyring, open_job
+from registry.errors import BadSignature, Corrupt, InvalidInput, UndecodableEnvelope
+from registry.queues import is_job_id, is_reply_key, parse_name, parse_priority
+
+__all__ = [
+    "Replayed",
+    "Verdict",
+    "describe",
+    "find",
+    "letters",
+    "moment",
+    "older_than_ms",
+    "peek",
+    "replay",
+    "summary",
+    "verdict",
+]
+
+_PAGE: Final = 200
+_ENTRY: Final = re.compile(r"\d{1,20}-\d{1,20}")
+_AGE: Final = re.compile(r"(\d+)([smhd])")
+_UNIT_MS: Final = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_FIXED: Final = 8
+"""Bytes before an envelope's header; see registry/envelope.py."""
+_decode: Final = msgspec.msgpack.Decoder(JobHeader).decode
+
+
+class Verdict(NamedTuple):
+    """What a worker would make of a letter's bytes: the job, or None and why there is none."""
+
+    job: JobHeader | None
+    problem: str = ""
+
+
+class Replayed(NamedTuple):
+    """One letter that was to go back: whether it did, and if not, why."""
+
+    entry: str
+    job_id: str
+    is_back: bool
+    reason: str = ""
+
+
+def letters(broker: Broker, slot: str) -> Iterator[DeadLetter]:
+    """All dead letters of a model that are there now, oldest first, without their bytes."""
+    after = ""
+    while page := broker.dead_letters(slot, after, _PAGE):
+        yield from page
+        after = page[-1].entry
+
+
+def find(broker: Broker, slot: str, entry: str) -> DeadLetter:
+    """One letter with its bytes. Raises InvalidInput when there is none."""
+    letter = broker.dead_letter(slot, entry) if _ENTRY.fullmatch(entry) else None
+    if letter is None:
+        raise InvalidInput(
+            f"No dead letter {entry!r:.60} of model {slot}. Expected an entry that `penstock dead list {slot}` shows"
+        )
+    return letter
+
+
+def older_than_ms(text: str) -> int:
+    """An age such as 7d, 12h, 30m or 45s, in ms. Raises InvalidInput."""
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise InvalidInput(f"Bad age {text!r:.40}. Expected a number and s, m, h or d, such as 7d")
+    return int(match[1]) * _UNIT_MS[match[2]]
+
+
+def peek(sealed: bytes) -> JobHeader | None:
+    """What the header of a job says, whether or not its signature holds; None when it cannot be read.
+
+    `sealed` may be cut off after the header.
+    """
+    size = int.from_bytes(sealed[4:_FIXED], "little")
+    if (
+        sealed[:4] != b"PS" + bytes([PROTOCOL]) + b"J"
+        or not 0 < size <= MAX_HEADER_BYTES
+        or len(sealed) < _FIXED + size
+    ):
+        return None
+    try:
+        return _decode(sealed[_FIXED : _FIXED + size])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def verdict(letter: DeadLetter, keyring: Keyring, now_ms: float) -> Verdict:
+    """Whether the letter's bytes are a job that a worker would run now, by the rules that a worker goes by."""
+    try:
+        header, _ = open_job(letter.sealed, keyring)
+        _check_place(header, letter)
+    except Corrupt as error:
+        return Verdict(None, f"its bytes cannot be a job: {error}")
+    if header.deadline_ms and now_ms > letter.accepted_ms + header.deadline_ms:
+        return Verdict(None, f"its deadline has passed: {moment(letter.accepted_ms + header.deadline_ms)}")
+    return Verdict(header)
+
+
+def _check_place(header: JobHeader, letter: DeadLetter) -> None:
+    slot = letter.slot
+    try:
+        parse_priority(header.priority)
+        parse_name("tenant", header.tenant)
+    except InvalidInput as error:
+        raise UndecodableEnvelope(str(error)) from None
+    is_ours = header.model == slot and is_job_id(header.id, slot) and letter.job_id in ("", header.id)
+    # A record's fields are separated by line breaks.
+    is_whole = "\n" not in header.reply + header.once
+    if not is_ours or not is_whole or (header.reply and not is_reply_key(header.reply, slot)):
+        raise BadSignature("the envelope was made for another queue")
+
+
+def describe(letter: DeadLetter, keyring: Keyring, now_ms: float) -> dict[str, Any]:
+    """A letter with its bytes, ready for JSON; never raises for what is in them."""
+    found = verdict(letter, keyring, now_ms)
+    header = found.job or peek(letter.sealed)
+    return {
+        **summary(letter),
+        "protocol": _protocol(letter.sealed),
+        "header": None if header is None else _shown(header),
+        "signature": _signature(letter.sealed, header, keyring),
+        "replay": "possible" if found.job else f"refused: {found.problem}",
+    }
+
+
+def summary(letter: DeadLetter) -> dict[str, Any]:
+    """What is known without looking at the bytes, ready for JSON."""
+    return {
+        "model": letter.slot,
+        "entry": letter.entry,
+        "reason": letter.reason,
+        "job_id": letter.job_id,
+        "tenant": letter.tenant,
+        "priority": letter.priority.label,
+        "accepted_ms": letter.accepted_ms,
+        "buried_ms": letter.buried_ms,
+        "deliveries": letter.deliveries,
+        "crashes": letter.crashes,
+        "size": letter.size,
+    }
+
+
+def moment(at_ms: int) -> str:
+    """A time as operators read it, in UTC; ? for what is none."""
+    try:
+        return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ") if at_ms else "?"
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def _protocol(sealed: bytes) -> int | None:
+    return sealed[2] if sealed[:2] == b"PS" and len(sealed) >= _FIXED else None
+
+
+def _signature(sealed: bytes, header: JobHeader | None, keyring: Keyring) -> str:
+    if header is None:
+        return "unknown: the header cannot be read"
+    if not header.key and not keyring.signs:
+        return "none: the job is unsigned, and this command has no signing keys"
+    try:
+        open_job(sealed, keyring)
+    except Corrupt as error:
+        return f"refused: {error}"
+    return f"holds: key {header.key}"
+
+
+def _shown(header: JobHeader) -> dict[str, Any]:
+    return {
+        "id": header.id,
+        "tenant": header.tenant,
+        "model": header.model,
+        "version": header.version,
+        "priority": header.priority,
+        "deadline_ms": header.deadline_ms,
+        "key": header.key,
+        "inputs": {tensor.name: f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in header.content},
+    }
+
+
+_REFUSALS: Final = {
+    Replay.MISSING: "it is no longer among the dead letters",
+    Replay.LIVE: "its job is in the queue already",
+    Replay.SETTLED: "its job has another result by now",
+    Replay.SUPERSEDED: "its idempotency key belongs to another job by now",
+}
+
+
+def replay(broker: Broker, letter: DeadLetter, keyring: Keyring, *, job_ttl_ms: int, now_ms: float) -> Replayed:
+    """Put a letter with its bytes back under its job's own id, unless a worker could not run it.
+
+    Its lifetime begins anew, its own deadline does not.
+    """
+    found = verdict(letter, keyring, now_ms)
+    if (job := found.job) is None:
+        return Replayed(letter.entry, letter.job_id, False, found.problem)
+    publication = Publication(job.id, parse_priority(job.priority), b"", job.tenant, job.reply, job.once)
+    outcome = broker.replay(letter.slot, letter.entry, publication, job_ttl_ms, keeps_acceptance=bool(job.deadline_ms))
+    return Replayed(letter.entry, job.id, outcome is Replay.REPLAYED, _REFUSALS.get(outcome, ""))

@@ -1,0 +1,24 @@
+#!/bin/sh
+# Makes the secrets of compose.yaml once: .env (mode 0600) and secrets/metrics-token, both beside this file.
+# Existing ones are never overwritten: remove them yourself to get new ones.
+set -eu
+cd "$(dirname "$0")"
+if [ -e .env ] || [ -e secrets/metrics-token ]; then
+  echo 'penstock: there are secrets already (.env, secrets/metrics-token). Remove both for new ones' >&2
+  exit 1
+fi
+umask 077
+random() { od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n'; }
+mkdir -p secrets
+random > secrets/metrics-token
+# Read by the users of two containers; the folder keeps other users of this machine out.
+chmod 0444 secrets/metrics-token
+{
+  for role in PRODUCER WORKER OPERATOR CELERY FLOWER; do
+    echo "REDIS_${role}_PASSWORD=$(random)"
+  done
+  echo "FLOWER_PASSWORD=$(random)"
+  echo "PENSTOCK_SIGNING_KEYS=main:$(head -c 32 /dev/urandom | base64)"
+  echo 'METRICS_TOKEN_FILE=./secrets/metrics-token'
+} > .env
+echo 'Wrote compose/.env and compose/secrets/metrics-token'

@@ -1,0 +1,172 @@
+"""Dead letters as operators see them: whatever the bytes are, they are described; only what a worker would run goes
+back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from compose.dead_letters import describe, older_than_ms, peek, replay
+from registry.broker.base import Claim, DeadLetter, Limits, Publication
+from registry.broker.memory import MemoryBroker
+from registry.envelope import PROTOCOL, JobHeader, Keyring, seal
+from registry.errors import InvalidInput
+from registry.queues import Priority, new_job_id, reply_key
+
+KEYS = Keyring.parse("k1:" + "A" * 43 + "=")
+OTHER_KEYS = Keyring.parse("k2:" + "B" * 43 + "=")
+NO_KEYS = Keyring.parse(None)
+NOW_S = 1_700_000_000.0
+
+
+def _header(slot: str = "m", **changes: object) -> JobHeader:
+    plain = JobHeader(new_job_id(slot), "acme", slot, "normal", (), key="k1")
+    return structs.replace(plain, **changes)
+
+
+def _sealed(header: JobHeader, body: bytes = b"body") -> bytes:
+    return seal("job", header, body, {"k1": KEYS, "k2": OTHER_KEYS, "": NO_KEYS}[header.key])
+
+
+def _letter(sealed: bytes, *, slot: str = "m", job_id: str = "", accepted_ms: int = int(NOW_S * 1000)) -> DeadLetter:
+    entry = f"{int(NOW_S * 1000)}-0"
+    return DeadLetter(
+        slot, entry, "why", Priority.NORMAL, f"{accepted_ms}-0", accepted_ms, 1, 0, len(sealed), job_id, "", sealed
+    )
+
+
+def _buried(broker: MemoryBroker, sealed: bytes) -> DeadLetter:
+    """The bytes, as a worker that could make nothing of them leaves them."""
+    broker.publish("m", [Publication(new_job_id("m"), Priority.NORMAL, sealed, "x")], Limits(10, 0, 1000))
+    _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
+    assert broker.bury("w", delivery, "why")
+    letter = broker.dead_letter("m", broker.dead_letters("m")[-1].entry)
+    assert letter is not None
+    return letter
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.booleans(), st.integers(0, 300))
+def test_any_bytes_are_described(noise: bytes, is_cut: bool, position: int):
+    """Foreign, cut off or flipped: each is shown with what is wrong, as JSON, and nothing is raised."""
+    good = _sealed(_header())
+    sealed = good[:position] + noise if is_cut else noise
+    shown = describe(_letter(sealed), KEYS, NOW_S * 1000)
+    assert json.loads(json.dumps(shown))["size"] == len(sealed)
+    assert (shown["replay"] == "possible") == (sealed == good)
+
+
+def test_signed_job_is_shown_with_its_header():
+    """What it is, whose, and that its signature holds; without the key the header is shown as a claim."""
+    header = _header(deadline_ms=5000)
+    shown = describe(_letter(_sealed(header)), KEYS, NOW_S * 1000)
+    assert (shown["protocol"], shown["signature"], shown["replay"]) == (PROTOCOL, "holds: key k1", "possible")
+    assert shown["header"] == {
+        "id": header.id,
+        "tenant": "acme",
+        "model": "m",
+        "version": "",
+        "priority": "normal",
+        "deadline_ms": 5000,
+        "key": "k1",
+        "inputs": {},
+    }
+    shown = describe(_letter(_sealed(header)), NO_KEYS, NOW_S * 1000)
+    assert shown["header"]["id"] == header.id
+    assert shown["signature"].startswith("refused: signed with a key that is not known here")
+    assert shown["replay"].startswith("refused: ")
+
+
+@pytest.mark.parametrize(
+    ("sealed", "why"),
+    [
+        (b"not an envelope", "not a Penstock envelope"),
+        (b"PS\x02J" + bytes(20), "protocol 2; expected 1"),
+        (_sealed(_header()).replace(b"PS\x01J", b"PS\x01R"), "not a job"),
+        (_sealed(_header())[:-1] + b"!", "signature"),
+        (_sealed(_header(key="")), "unsigned"),
+        (_sealed(_header(key="k2")), "not known here: 'k2'"),
+        (_sealed(_header("other")), "another queue"),
+        (_sealed(_header(model="other")), "another queue"),
+        (_sealed(_header(reply="penstock:elsewhere")), "another queue"),
+        (_sealed(_header(reply=reply_key("m", "me\nyou"))), "another queue"),
+        (_sealed(_header(once="a\nb")), "another queue"),
+        (_sealed(_header(tenant="Mallory\nacme")), "Bad tenant name"),
+        (_sealed(_header(priority="urgent")), "Unknown priority"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_a_job_stays(sealed: bytes, why: str):
+    """Refused with the reason, shown with it too, and still there afterwards."""
+    broker = MemoryBroker(lambda: NOW_S)
+    letter = _buried(broker, sealed)
+    outcome = replay(broker, letter, KEYS, job_ttl_ms=1000, now_ms=NOW_S * 1000)
+    assert not outcome.is_back
+    assert why in outcome.reason
+    assert describe(letter, KEYS, NOW_S * 1000)["replay"] == f"refused: {outcome.reason}"
+    assert len(broker.dead_letters("m")) == 1
+    assert broker.depths("m")[Priority.NORMAL].jobs == 0
+
+
+def test_good_job_goes_back_as_itself():
+    """Under the id, tenant, reply address and priority of its signed header."""
+    broker = MemoryBroker(lambda: NOW_S)
+    header = _header(priority="high", reply=reply_key("m", "me"), once="ab")
+    outcome = replay(broker, _buried(broker, _sealed(header)), KEYS, job_ttl_ms=60_000, now_ms=NOW_S * 1000)
+    assert (outcome.is_back, outcome.job_id, outcome.reason) == (True, header.id, "")
+    _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
+    assert (delivery.priority, delivery.sealed) == (Priority.HIGH, _sealed(header))
+    (standing,) = broker.standings([header.id])
+    assert standing is not None
+    assert standing.tenant == "acme"
+
+
+def test_expired_job_stays_and_says_so():
+    """A deadline counts from the first acceptance; before it the job goes back, with what is left of it."""
+    now = [NOW_S]
+    broker = MemoryBroker(lambda: now[0])
+    letter = _buried(broker, _sealed(_header(deadline_ms=5000)))
+    now[0] += 5.1
+    outcome = replay(broker, letter, KEYS, job_ttl_ms=60_000, now_ms=now[0] * 1000)
+    assert not outcome.is_back
+    assert outcome.reason == "its deadline has passed: 2023-11-14 22:13:25Z"
+    now[0] -= 1
+    assert replay(broker, letter, KEYS, job_ttl_ms=60_000, now_ms=now[0] * 1000).is_back
+    _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
+    assert delivery.accepted_ms == letter.accepted_ms == NOW_S * 1000
+
+
+def test_letter_about_another_job_is_refused():
+    """Bytes that were accepted as one job never go back as another."""
+    letter = _letter(_sealed(_header()), job_id=new_job_id("m"))
+    outcome = replay(MemoryBroker(), letter, KEYS, job_ttl_ms=1000, now_ms=NOW_S * 1000)
+    assert "another queue" in outcome.reason
+
+
+def test_header_is_read_from_the_beginning_alone():
+    """A purge looks at the beginning of each job only: the body may be missing, the header may not."""
+    header = _header()
+    sealed = _sealed(header, bytes(1000))
+    end = 8 + int.from_bytes(sealed[4:8], "little")
+    assert peek(sealed[:end]) == header
+    assert peek(sealed[: end - 1]) is None
+    assert peek(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"), [("45s", 45_000), ("30m", 1_800_000), ("12h", 43_200_000), ("7d", 604_800_000)]
+)
+def test_ages_have_units(text: str, ms: int):
+    """Seconds, minutes, hours and days."""
+    assert older_than_ms(text) == ms
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "7w", "-7d", "7 d", "1.5h"])
+def test_other_ages_are_refused(text: str):
+    """The error says which are understood."""
+    with pytest.raises(InvalidInput, match="Expected a number and s, m, h or d"):
+        older_than_ms(text)
