@@ -82,3 +82,13 @@ def test_failure_without_a_forward_is_expected():
     """A job that expired or was cancelled ends without having run."""
     history = History({1.0}, {1.0}, [Effect(1.0, b"expired", is_answer=False)], {1.0: b"expired"}, [])
     assert check(history).violations == {}
+
+
+def test_equal_jobs_may_share_one_forward():
+    """Jobs that ask the same question are told apart by their numbers, and one forward answers for all of them."""
+    results = {1.0: b"one", 2.0: b"two"}
+    effects = [Effect(job, result) for job, result in results.items()]
+    history = History({1.0, 2.0}, {1.0, 2.0}, effects, results, forwards=[7.0], questions={1.0: 7.0, 2.0: 7.0})
+    assert check(history).violations == {}
+    history.forwards.clear()
+    assert check(history).violations == {"unexpected": [1.0, 2.0]}

@@ -1,4 +1,4 @@
-"""F3: 100 kills at random moments while 10,000 jobs come in."""
+"""F3: workers are killed (kill -9) at random moments: 100 kills while over 10,000 jobs come in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F13: two workers are restarted one after the other (SIGTERM, drain, new process) under half their load."""
+"""F13: two workers are restarted one after the other (SIGTERM, drain, start) under half their load; the time is p99."""
 
 from __future__ import annotations
 

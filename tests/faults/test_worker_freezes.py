@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,13 @@ from registry.metrics import FENCED
 from registry.queues import GROUP, Priority, stream_key
 from tests.faults.conftest import StartFailing, StartLoad, Trial
 from tests.faults.history import check
+from tests.faults.load import Load
 from tests.faults.rounds import seeds
 from tests.packages import write_recorder
 from tests.servers import RedisServer, WorkerProcess, wait_until
+
+LEASE_S = 1.0
+"""What tests/servers.py starts every worker with."""
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,13 @@ def survivor(
     )
     yield worker.start()
     worker.stop()
+
+
+def _redelivered_s(load: Load, frozen_ms: float) -> float:
+    """From the freeze until the last job of the frozen worker was claimed by another one."""
+    claimed = [load.claimed_ms(job) for job, result in load.results.items() if result.attempt > 1]
+    assert claimed, "the frozen worker held nothing"
+    return (max(claimed) - frozen_ms) / 1000
 
 
 def _held_by(server: RedisServer, worker: WorkerProcess) -> int:
@@ -64,8 +76,12 @@ def test_jobs_handed_to_a_frozen_worker_survive_its_death(
     worker = start_worker(shared_redis, ledger.parent / "models")
     load = start_load(shared_redis, ledger)
 
+    frozen_ms = 0.0
+
     def is_handed_jobs_while_frozen() -> bool:
+        nonlocal frozen_ms
         worker.freeze()
+        frozen_ms = time.time() * 1000
         before = _held_by(shared_redis, worker)
         load.publish(3 + seed)
         if _held_by(shared_redis, worker) > before:
@@ -77,7 +93,7 @@ def test_jobs_handed_to_a_frozen_worker_survive_its_death(
     wait_until(is_handed_jobs_while_frozen, 20, "the frozen worker is handed a job")
     worker.kill()
     trial.judge(load.history())
-    assert [result for result in load.results.values() if result.attempt > 1]
+    trial.recovered(_redelivered_s(load, frozen_ms), within=LEASE_S + 1)
     load.check_answers()
 
 
@@ -98,8 +114,9 @@ def test_results_after_a_lapsed_lease_are_discarded(
     load = start_load(shared_redis, ledger)
     with load.running():
         wait_until(lambda: "T (stopped)" in Path(f"/proc/{worker.pid}/status").read_text(), 20, "the worker freezes")
+        frozen_ms = time.time() * 1000
     assert check(load.history()).violations == {}
-    assert [result for result in load.results.values() if result.attempt > 1], "the frozen worker held nothing"
+    trial.recovered(_redelivered_s(load, frozen_ms), within=LEASE_S + 1)
 
     worker.thaw()
     if point == "before-commit":

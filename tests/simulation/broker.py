@@ -1,0 +1,340 @@
+"""An end of the broker in memory whose calls go over a bad network, and what is known about the truth behind it.
+
+    call -- refused: no effect          -- repeated: effect twice, the second answer
+         -- unheard: effect, no answer  -- late: no answer, and the effect comes afterwards
+         -- slow: time passes before and after the effect, and everybody else goes on
+
+The `serve_*` methods are the broker's side of each call; mutants.py breaks them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeVar
+
+from registry.broker.base import (
+    CancelOutcome,
+    Claim,
+    Commit,
+    Delivery,
+    Held,
+    Limits,
+    Publication,
+    Receipt,
+    Renewal,
+    Standing,
+    StreamEntry,
+    Verdict,
+)
+from registry.broker.memory import MemoryBroker
+from registry.envelope import Keyring, open_job
+from registry.errors import BrokerUnavailable
+from registry.queues import Priority
+from tests.simulation.plan import LEASE_S, Plan
+from tests.simulation.world import World
+
+__all__ = ["TTL_MS", "UNSIGNED", "Caller", "Entry", "Truth", "UnreliableEnd"]
+
+T = TypeVar("T")
+Entry = tuple[str, Priority, bytes]
+"""A queue entry: slot, priority, entry id."""
+
+TTL_MS: Final = 7 * 86_400_000
+"""How long jobs and results are kept: longer than the clock can jump in one schedule."""
+UNSIGNED: Final = Keyring.parse(None)
+_FAILURES: Final = ("refused", "refused", "unheard", "unheard", "repeated", "late")
+
+
+class Caller(Protocol):
+    """The process at this end."""
+
+    label: str
+    cut_until: float
+    """Its connection is down until then."""
+    disturbed_at: float
+    """When it last may have been kept from renewing its leases."""
+
+    def wait(self, delay: float) -> None:
+        """Lets time pass in the middle of what it does. Raises Crash when it died meanwhile."""
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether it is alive and has the job in memory."""
+
+    def is_winding_up(self) -> bool:
+        """Whether what it does now was begun after it had been told to stop."""
+
+
+@dataclass(slots=True)
+class Truth:
+    """What really happened at the broker."""
+
+    accepted_ms: dict[str, int] = field(default_factory=dict)
+    """By job id: when it was accepted, as its entry has it."""
+    withdrawn: dict[str, float] = field(default_factory=dict)
+    """By job id: when it was cancelled while nobody held it, in the world's time."""
+    crashes: Counter[str] = field(default_factory=Counter)
+    """By job id: how often a process died, and not while it wound up, with the job on its model."""
+    callers: dict[str, Caller] = field(default_factory=dict)
+    """Workers by consumer."""
+
+
+class UnreliableEnd(MemoryBroker):
+    """One process's end. The first end makes the broker; others are given it as `shared`."""
+
+    def __init__(self, world: World, plan: Plan, truth: Truth, caller: Caller, shared: UnreliableEnd | None) -> None:
+        super().__init__(world.broker_clock, result_ttl_ms=TTL_MS)
+        if shared is not None:
+            self._state, self._changed = shared._state, shared._changed
+        self.world = world
+        self.truth = truth
+        self._plan = plan
+        self._caller = caller
+        self.rouse: Callable[[], None] = lambda: None
+        """Called when an armed claim has an answer."""
+
+    def _wake(self) -> None:
+        super()._wake()
+        self.rouse()
+
+    def _call(self, name: str, serve: Callable[[], T], *, may_recur: bool = True) -> T:
+        """One call, as the network lets it pass. `may_recur`: its effect may come twice, or after the caller left."""
+        world, caller = self.world, self._caller
+        is_down = world.now < world.down_until or world.now < caller.cut_until
+        is_bad = world.now < self._plan.until and bool(self._plan.loss or self._plan.delay)
+        if world.is_over or not (is_down or is_bad):
+            return serve()
+        if is_down:
+            fate = "late" if may_recur and world.rng.random() < 0.1 else "refused"
+        elif world.rng.random() < self._plan.loss:
+            fate = world.rng.choice(_FAILURES if may_recur else _FAILURES[:4])
+            world.inject(f"call {fate}", f"{caller.label} {name}")
+        elif world.rng.random() < self._plan.delay:
+            world.injected["call slow"] += 1
+            caller.wait(world.rng.uniform(0.0, 0.02))
+            served = serve()
+            caller.wait(world.rng.uniform(0.0, 0.02))
+            return served
+        else:
+            return serve()
+        if fate != "refused" or world.now >= world.down_until:
+            # A pause of the broker keeps everybody from renewing alike; anything else is this caller's own trouble.
+            caller.disturbed_at = world.now
+        if fate == "repeated":
+            serve()
+            return serve()
+        if fate == "unheard":
+            serve()
+        elif fate == "late":
+            world.after(max(0.0, world.down_until - world.now) + world.rng.uniform(0.0, 0.5), lambda: _served(serve()))
+        raise BrokerUnavailable(f"{name}: {fate}")
+
+    # Producers' end
+
+    def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        """See ProducerEnd.publish."""
+        return self._call("publish", lambda: self.serve_publish(slot, jobs, limits))
+
+    def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        """The broker's side of `publish`."""
+        receipts = super().publish(slot, jobs, limits)
+        for receipt in receipts:
+            record = self._state.records.get(receipt.job_id)
+            if record is not None:
+                self.truth.accepted_ms[receipt.job_id] = int(record.entry_id.partition(b"-")[0])
+        self.world.note(f"publish {[(receipt.job_id[-4:], receipt.outcome) for receipt in receipts]}")
+        return receipts
+
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+        """See ProducerEnd.cancel."""
+        return self._call("cancel", lambda: self.serve_cancel(job_id, tenant, sealed))
+
+    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+        """The broker's side of `cancel`."""
+        outcome = super().cancel(job_id, tenant, sealed)
+        if outcome is CancelOutcome.CANCELLED:
+            self.truth.withdrawn[job_id] = self.world.now
+        self.world.note(f"cancel {job_id[-4:]} {outcome.value}")
+        return outcome
+
+    def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
+        """See ProducerEnd.read."""
+        return self._call("read", lambda: super(UnreliableEnd, self).read(cursors, 0, count), may_recur=False)
+
+    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+        """See ProducerEnd.standings."""
+        return self._call("standings", lambda: super(UnreliableEnd, self).standings(job_ids), may_recur=False)
+
+    # Workers' end
+
+    def exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        """See WorkerEnd.exchange."""
+        if claims and self._caller.is_winding_up():
+            self.world.violate(f"claimed after its stop: {self._caller.label}")
+        return self._call("exchange", lambda: self.serve_exchange(consumer, commits, claims, result_ttl_ms))
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        """The broker's side of `exchange`."""
+        verdicts, deliveries = super().exchange(consumer, commits, claims, result_ttl_ms)
+        self._check_order(claims, deliveries)
+        if verdicts:
+            ended = [(commit.job_id[-4:], verdict.value) for commit, verdict in zip(commits, verdicts, strict=True)]
+            self.world.note(f"commit {self._caller.label} {ended}")
+        if deliveries:
+            self.world.note(f"claim {self._caller.label} {_shown(deliveries)}")
+        return verdicts, deliveries
+
+    def _check_order(self, claims: Sequence[Claim], deliveries: Sequence[Delivery]) -> None:
+        """No job is handed out while a more urgent one of its model waits; ageing is off in simulations."""
+        for wish in claims:
+            least = max((each.priority for each in deliveries if each.slot == wish.slot), default=Priority.CRITICAL)
+            if any(self._state.queue(wish.slot, band).waiting for band in Priority if band < least):
+                self.world.violate(f"claimed a less urgent job first: {self._caller.label} {_shown(deliveries)}")
+
+    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+        """See WorkerEnd.arm."""
+        if self._caller.is_winding_up():
+            self.world.violate(f"claimed after its stop: {self._caller.label}")
+        self._call("arm", lambda: super(UnreliableEnd, self).arm(consumer, slots, count, block_ms), may_recur=False)
+
+    def collect(self) -> list[Delivery]:
+        """See WorkerEnd.collect."""
+        return self._call("collect", self._collected, may_recur=False)
+
+    def disarm(self) -> list[Delivery]:
+        """See WorkerEnd.disarm."""
+        return self._call("disarm", self._collected, may_recur=False)
+
+    def _collected(self) -> list[Delivery]:
+        deliveries = super().collect()
+        if deliveries:
+            self.world.note(f"collect {self._caller.label} {_shown(deliveries)}")
+        return deliveries
+
+    def drop_armed(self) -> None:
+        """See WorkerEnd.drop_armed. The connection is closed: no call that could fail."""
+        super().collect()
+
+    def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
+        """See WorkerEnd.renew."""
+        return self._call("renew", lambda: self.serve_renew(consumer, held))
+
+    def serve_renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
+        """The broker's side of `renew`."""
+        renewal = super().renew(consumer, held)
+        if renewal.lost or renewal.cancelled:
+            lost = sorted(job.job_id[-4:] for job in renewal.lost)
+            stopped = sorted(job_id[-4:] for job_id in renewal.cancelled)
+            self.world.note(f"renew {self._caller.label} lost {lost} cancelled {stopped}")
+        return renewal
+
+    def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        """See WorkerEnd.take_over."""
+        asked_ms = self.now_ms()
+        return self._call("take_over", lambda: self.serve_asked(asked_ms, consumer, slot, lease_ms, count))
+
+    def serve_asked(self, asked_ms: float, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        """Nothing is taken over for a call that was long on its way, as registry/broker/lua/take_over.lua has it.
+
+        While it was, the broker may have been away, and the leases of the living have lapsed like all others.
+        """
+        if self.now_ms() - asked_ms > min(1250.0, max(250.0, lease_ms / 4)):
+            return []
+        return self.serve_take_over(consumer, slot, lease_ms, count)
+
+    def serve_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        """The broker's side of `take_over`."""
+        owners = {
+            (slot, priority, entry_id): lease.owner
+            for priority in Priority
+            for entry_id, lease in self._state.queue(slot, priority).leases.items()
+        }
+        deliveries = self.hand_over(super().take_over(consumer, slot, lease_ms, count))
+        if deliveries:
+            self.world.note(f"take over {self._caller.label} {_shown(deliveries)}")
+            for delivery in deliveries:
+                self._check_owner(delivery, owners)
+        return deliveries
+
+    def hand_over(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """What `take_over` found; no crash may be counted that did not happen."""
+        for delivery in deliveries:
+            job_id = open_job(delivery.sealed, UNSIGNED)[0].id
+            if delivery.crashes > self.truth.crashes[job_id]:
+                self.world.violate(f"counted {delivery.crashes} crashes of {self.truth.crashes[job_id]}: {job_id[-4:]}")
+        return deliveries
+
+    def _check_owner(self, delivery: Delivery, owners: Mapping[Entry, str]) -> None:
+        """Nobody takes over from a worker that lives and could renew its leases all the time."""
+        entry = (delivery.slot, delivery.priority, delivery.entry_id)
+        owner = self.truth.callers.get(owners.get(entry, ""))
+        if owner is None or not owner.holds(entry):
+            return
+        since = self.world.now - 2 * LEASE_S
+        if self.world.disturbed_at < since and owner.disturbed_at < since:
+            self.world.violate(f"taken from the living: {owner.label} by {self._caller.label} {_shown([delivery])}")
+
+    def release(self, consumer: str, held: Sequence[Held]) -> None:
+        """See WorkerEnd.release."""
+        if held:
+            self._call("release", lambda: self.serve_release(consumer, held))
+
+    def serve_release(self, consumer: str, held: Sequence[Held]) -> None:
+        """The broker's side of `release`."""
+        super().release(consumer, held)
+        self.world.note(f"release {self._caller.label} {[job.job_id[-4:] for job in held]}")
+
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
+        """See WorkerEnd.report."""
+        self._call("report", lambda: super(UnreliableEnd, self).report(worker, report, ttl_ms))
+
+    def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        """See WorkerEnd.suspect."""
+        self._call("suspect", lambda: self.serve_suspect(slot, jobs, incident, ttl_ms))
+
+    def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        """The broker's side of `suspect`."""
+        super().suspect(slot, jobs, incident, ttl_ms)
+        self.world.note(f"suspect {[job.job_id[-4:] for job in jobs]}")
+
+    def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
+        """See WorkerEnd.bury."""
+        return self._call("bury", lambda: self.serve_bury(consumer, delivery, reason, job_id, sealed))
+
+    def serve_bury(self, consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes) -> bool:
+        """The broker's side of `bury`."""
+        self.world.note(f"bury {self._caller.label} {job_id[-4:]} {reason}")
+        return super().bury(consumer, delivery, reason, job_id=job_id, sealed=sealed)
+
+    def paused(self, slots: Sequence[str]) -> frozenset[str]:
+        """See WorkerEnd.paused."""
+        return self._call("paused", lambda: super(UnreliableEnd, self).paused(slots), may_recur=False)
+
+    # The truth
+
+    def leased_to(self, consumer: str) -> list[Entry]:
+        """The entries that a consumer has the lease of."""
+        return [
+            (slot, priority, entry_id)
+            for slot, place in self._state.slots.items()
+            for priority in Priority
+            for entry_id, lease in place.queues[priority].leases.items()
+            if lease.owner == consumer
+        ]
+
+    def unfinished(self) -> int:
+        """Entries that are still in a queue."""
+        return sum(len(queue) for place in self._state.slots.values() for queue in place.queues)
+
+
+def _served(_: object) -> None:
+    """The answer of a call whose caller has left."""
+
+
+def _shown(deliveries: Sequence[Delivery]) -> list[tuple[str, str, int]]:
+    return [(each.priority.label, each.entry_id.decode()[-7:], each.attempt) for each in deliveries]

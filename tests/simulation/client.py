@@ -1,0 +1,210 @@
+"""A producer in a schedule: the real Press and Postbox, and what a client does when it hears nothing.
+
+A call that fails is repeated with the very same bytes, as the real clients do; a caller that used an idempotency key
+and gave up tries once more with a job of its own. Whatever is offered, answered or told is kept for the judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from producers.publish import accepted, cancellation
+from producers.replies import Postbox
+from registry.admission import Press
+from registry.broker.base import CancelOutcome, Limits, Publication, Standing, StreamEntry
+from registry.envelope import Retry
+from registry.errors import BrokerUnavailable, QueueFull
+from registry.package import ModelSpec
+from tests.simulation.broker import UNSIGNED, Entry
+from tests.simulation.plan import Order
+
+if TYPE_CHECKING:
+    from tests.simulation.judge import Simulation
+
+__all__ = ["Client", "Job"]
+
+_ATTEMPTS: Final = 5
+_READ_EVERY_S: Final = 0.5
+_AGAIN: Final = 0x800000
+"""Added to a job's number for the id of its second submission."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One question asked once; `number` is its own, and twins share a `question`."""
+
+    number: int
+    question: float
+    order: Order
+    client: Client
+    publication: Publication
+    second: Publication | None = None
+    """The same request under the same idempotency key, as a job of its own."""
+    is_accepted: bool = False
+    is_doubtful: bool = False
+    """Some call to publish it was not answered."""
+    cancel_asked: bool = False
+    is_cancelled: bool = False
+    """The client was told that it will never run."""
+    is_told: bool = False
+    """Its result has reached whoever waits for it."""
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Under which it may be known."""
+        return [each.job_id for each in (self.publication, self.second) if each is not None]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Waiter:
+    """Whoever waits for one of the ids under which a job was offered."""
+
+    id: str
+    job: Job
+
+    def receive(self, standing: Standing | None) -> None:
+        """See Recipient."""
+        self.job.is_told = True
+
+
+class Client:
+    """One tenant's client, with a reply stream per model."""
+
+    def __init__(self, simulation: Simulation, index: int, limits: Limits) -> None:
+        self.label = f"c{index}"
+        self.cut_until = 0.0
+        self.disturbed_at = 0.0
+        self.tenant = f"tenant-{index}"
+        self.world = simulation.world
+        self.jobs: list[Job] = []
+        self.busy = 0
+        """Things that it has yet to do."""
+        self._simulation = simulation
+        self._limits = limits
+        self._press = Press(tenant=self.tenant, keyring=UNSIGNED, max_bytes=1 << 20)
+        self._waiters: list[Waiter] = []
+        """Kept alive, as handles are by those who wait."""
+        self._postbox: Postbox[Waiter] = Postbox(self.label)
+        self.end = simulation.connect(self)
+
+    def wait(self, delay: float) -> None:
+        """See Caller.wait."""
+        self.world.elapse(delay)
+
+    def holds(self, entry: Entry) -> bool:
+        """See Caller.holds."""
+        return False
+
+    def is_winding_up(self) -> bool:
+        """See Caller.is_winding_up."""
+        return False
+
+    def plan(self, order: Order, spec: ModelSpec) -> None:
+        """Carry out the order, when its time comes."""
+        self._later(order.at, lambda: self._place(order, spec))
+
+    def begin_reading(self) -> None:
+        """Read replies from now on, for ever."""
+        self.world.after(self.world.rng.uniform(0.1, _READ_EVERY_S), self._read_on)
+
+    def read(self) -> None:
+        """Hands new replies to those who wait."""
+        self._postbox.deliver(self.end.read(self._postbox.cursors(), 0))
+
+    def replies(self) -> list[StreamEntry]:
+        """All that was ever told on its reply streams, which it never trims."""
+        return self.end.read(dict.fromkeys(self._postbox.cursors(), "0-0"), 0, 1_000_000)
+
+    def _read_on(self) -> None:
+        try:
+            self.read()
+        except BrokerUnavailable:
+            self.world.note(f"{self.label} hears nothing")
+        self.begin_reading()
+
+    def _later(self, delay: float, action: Callable[[], None]) -> None:
+        """A thing to do, which the schedule does not end without."""
+        self.busy += 1
+
+        def act() -> None:
+            action()
+            self.busy -= 1
+
+        self.world.after(delay, act)
+
+    def _place(self, order: Order, spec: ModelSpec) -> None:
+        first = self._simulation.next_number()
+        jobs: list[Job] = []
+        for count in range(order.count):
+            number = first if count == 0 else self._simulation.next_number()
+            question = float(first if order.is_twin else number)
+            job = Job(number, question, order, self, self._publication(order, spec, number, question))
+            if order.has_key and order.again_after is not None:
+                job.second = self._publication(order, spec, number + _AGAIN, question, key=number)
+            jobs.append(job)
+            self._simulation.know(job)
+        self.jobs += jobs
+        self._publish(spec.name, [(job, job.publication) for job in jobs], 1)
+        if order.again_after is not None:
+            again = [(job, job.second or job.publication) for job in jobs]
+            self.world.injected["publish again"] += 1
+            self._later(order.again_after, lambda: self._publish(spec.name, again, 1))
+        if order.cancel_after is not None:
+            for job in jobs:
+                self._later(order.cancel_after, partial(self._cancel, job, 1))
+
+    def _publication(
+        self, order: Order, spec: ModelSpec, number: int, question: float, *, key: int | None = None
+    ) -> Publication:
+        return self._press.publication(
+            spec,
+            {"x": [[question, 0, 0, 0]] * order.rows},
+            priority=order.priority,
+            deadline_s=order.deadline_s,
+            retry=Retry(attempts=2, backoff_s=0.1, longest_s=0.1) if order.making == "flaky" else None,
+            idempotency_key=f"key-{key or number}" if order.has_key else None,
+            reply=self._postbox.address(spec.name),
+            job_id=f"{spec.name}.00000000-0000-7000-8000-{number:012x}",
+        )
+
+    def _publish(self, slot: str, offers: Sequence[tuple[Job, Publication]], attempt: int) -> None:
+        for job, publication in offers:
+            if not job.is_told:
+                self._waiters.append(Waiter(publication.job_id, job))
+                self._postbox.expect(publication.job_id, self._waiters[-1])
+        try:
+            receipts = self.end.publish(slot, [publication for _, publication in offers], self._limits)
+        except BrokerUnavailable:
+            for job, _ in offers:
+                job.is_doubtful = True
+            if attempt < _ATTEMPTS:
+                pause = self.world.rng.uniform(0.05, 0.5)
+                self._later(pause, lambda: self._publish(slot, offers, attempt + 1))
+            return
+        for (job, _), receipt in zip(offers, receipts, strict=True):
+            try:
+                job_id = accepted(receipt, slot)
+            except QueueFull:
+                continue
+            job.is_accepted = True
+            if job_id not in job.job_ids:
+                self.world.violate(f"job {job.number} is answered for by {job_id[-4:]}")
+
+    def _cancel(self, job: Job, attempt: int) -> None:
+        if not job.is_accepted:
+            return
+        job.cancel_asked = True
+        outcomes = []
+        for job_id in job.job_ids:
+            try:
+                outcomes.append(self.end.cancel(job_id, self.tenant, cancellation(job_id, self.tenant, UNSIGNED)))
+            except BrokerUnavailable:
+                if attempt < _ATTEMPTS:
+                    self._later(self.world.rng.uniform(0.05, 0.5), lambda: self._cancel(job, attempt + 1))
+                return
+        job.is_cancelled |= CancelOutcome.CANCELLED in outcomes
+        if all(outcome is CancelOutcome.UNKNOWN for outcome in outcomes):
+            self.world.violate(f"job {job.number} was accepted and is unknown")

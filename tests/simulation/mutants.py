@@ -1,0 +1,478 @@
+"""Brokers and drains that break one promise each: what the simulator must catch, or its silence says nothing.
+
+Each is a small change to the side that it breaks, by which `finding` it is caught, and nothing else about it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from msgspec import structs
+
+from registry.broker.base import (
+    CancelOutcome,
+    Claim,
+    Commit,
+    Delivery,
+    Held,
+    Limits,
+    Publication,
+    Receipt,
+    Renewal,
+    State,
+    Verdict,
+)
+from registry.broker.memory import _Lease
+from registry.envelope import Failure
+from registry.queues import Priority, slot_of
+from tests.simulation.broker import Entry, UnreliableEnd
+from tests.simulation.judge import Mutation
+from tests.simulation.worker import SteppedDrain
+from workers.batching.batcher import Batcher, Pending, _Lane
+from workers.executor import Work
+from workers.job import ClaimedJob
+from workers.leases import LeaseKeeper
+from workers.served import ServedModel
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One broken promise, and the beginning of the finding that must show it. `first` is a seed that is known to
+    show it, as long as nothing changes which calls a worker makes: the search begins there."""
+
+    mutation: Mutation
+    finding: str
+    first: int = 0
+
+
+class _Popping(UnreliableEnd):
+    """Entries can be taken off their queue before they are committed; a commit does without them."""
+
+    def pop(self, entries: Sequence[Entry]) -> None:
+        for slot, priority, entry_id in entries:
+            self._state.queue(slot, priority).remove(entry_id)
+
+    def serve_renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
+        return Renewal(frozenset(), super().serve_renew(consumer, held).cancelled)
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        for commit in commits:
+            record = self._state.records.get(commit.job_id)
+            leases = self._state.queue(commit.slot, commit.priority).leases
+            if record is not None and record.state is State.QUEUED and commit.entry_id not in leases:
+                leases[commit.entry_id] = _Lease(b"", consumer, self.now_ms())
+        return super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+
+
+class PopWithoutRecord(_Popping):
+    """A claim takes the job off the queue, and nobody notes who has it."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        verdicts, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+        self.pop([_entry(delivery) for delivery in deliveries])
+        return verdicts, deliveries
+
+    def _collected(self) -> list[Delivery]:
+        deliveries = super()._collected()
+        self.pop([_entry(delivery) for delivery in deliveries])
+        return deliveries
+
+
+class AckBeforeCommit(SteppedDrain):
+    """The job leaves the queue when its batch is formed."""
+
+    def _next_work(self, *, is_idle: bool) -> Work | None:
+        work = super()._next_work(is_idle=is_idle)
+        if work is not None:
+            assert isinstance(self._broker, _Popping)
+            self._broker.pop([_entry(item.job.delivery) for item in work.batch.items])
+        return work
+
+
+class NoFence(UnreliableEnd):
+    """Whoever commits is believed, whoever holds the job and whatever was committed before."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        for commit in commits:
+            record = self._state.records.get(commit.job_id)
+            if record is not None and record.result != commit.sealed:
+                record.state = State.QUEUED
+                self._state.queue(commit.slot, commit.priority).leases[commit.entry_id] = _Lease(b"", consumer, 0.0)
+        return super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+
+
+class LeaseNeverRenewed(UnreliableEnd):
+    """A renewal is answered and not carried out."""
+
+    def serve_renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
+        before = {entry: lease.since_ms for entry, lease in self._leases(held)}
+        renewal = super().serve_renew(consumer, held)
+        for entry, lease in self._leases(held):
+            lease.since_ms = before[entry]
+        return renewal
+
+    def _leases(self, held: Sequence[Held]) -> list[tuple[Entry, _Lease]]:
+        entries = [(job.slot, job.priority, job.entry_id) for job in held]
+        return [
+            (entry, lease)
+            for entry in entries
+            if (lease := self._state.queue(entry[0], entry[1]).leases.get(entry[2])) is not None
+        ]
+
+
+class TakeOverOfTheLiving(UnreliableEnd):
+    """Any lease counts as lapsed."""
+
+    def serve_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        return super().serve_take_over(consumer, slot, 0, count)
+
+
+class TakeOverForgotten(UnreliableEnd):
+    """Only what was released is ever handed out again."""
+
+    def serve_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        return super().serve_take_over(consumer, slot, 1 << 50, count)
+
+
+class TakeOverLate(UnreliableEnd):
+    """A lease counts as lapsed after three times its length."""
+
+    def serve_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        return super().serve_take_over(consumer, slot, 3 * lease_ms, count)
+
+
+class LateTakeOver(UnreliableEnd):
+    """A take-over that was long on its way is served like any other."""
+
+    def serve_asked(self, asked_ms: float, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        return self.serve_take_over(consumer, slot, lease_ms, count)
+
+
+class _GapUnseen(LeaseKeeper):
+    """However long the broker was away, others' leases count as theirs to renew."""
+
+    @property
+    def _is_after_gap(self) -> bool:
+        return False
+
+
+class _GapSeenLate(LeaseKeeper):
+    """The first take-over after a gap is asked for before the gap is noticed."""
+
+    def _take_over(self) -> None:
+        is_after_gap, self._last_contact = self._is_after_gap, self._clock()
+        super()._take_over()
+        if is_after_gap:
+            self._may_take_over_at = self._clock() + self._lease_s
+
+
+class _ShortGapUnseen(LeaseKeeper):
+    """Gaps of less than a second are none, however short the leases are."""
+
+    @property
+    def _is_after_gap(self) -> bool:
+        return self._clock() - self._last_contact > max(1.0, self._lease_s / 2)
+
+
+class TakeOverAfterAPause(SteppedDrain):
+    """A worker takes over before the living had the time to renew."""
+
+    keeper: type[LeaseKeeper] = _GapUnseen
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.leases.__class__ = self.keeper
+
+
+class IdleTakesOverAfterAPause(TakeOverAfterAPause):
+    """A worker that holds nothing does so, as its first call after the pause is the take-over itself."""
+
+    keeper = _GapSeenLate
+
+
+class TakeOverAfterAShortPause(TakeOverAfterAPause):
+    """A worker does so when the pause was short, and the leases as well."""
+
+    keeper = _ShortGapUnseen
+
+
+class ToldTwice(UnreliableEnd):
+    """A commit that is repeated, because its answer was lost, tells its client again."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        held = [self._state.lease_of(consumer, each.slot, each.priority, each.entry_id) for each in commits]
+        verdicts, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+        for commit, lease, verdict in zip(commits, held, verdicts, strict=True):
+            if lease is None and verdict is Verdict.COMMITTED:
+                with self._changed:
+                    self._tell_clients([commit])
+        return verdicts, deliveries
+
+
+class DeliveriesCountedAsCrashes(UnreliableEnd):
+    """Every delivery but the first counts as if its process had died of the job."""
+
+    def hand_over(self, deliveries: list[Delivery]) -> list[Delivery]:
+        return super().hand_over([structs.replace(each, crashes=each.attempt - 1) for each in deliveries])
+
+
+class ReleaseCountedAsCrash(UnreliableEnd):
+    """What a draining worker gives back is held against it."""
+
+    def serve_release(self, consumer: str, held: Sequence[Held]) -> None:
+        super().serve_release(consumer, held)
+        for job in held:
+            super().serve_suspect(job.slot, [job], f"release at {self.now_ms()}", 1 << 40)
+
+
+class CrashesForgotten(UnreliableEnd):
+    """Nobody counts who died of what."""
+
+    def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        """Nothing is kept."""
+
+
+class CrashCountedTwice(UnreliableEnd):
+    """A report that is repeated counts again."""
+
+    def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        super().serve_suspect(slot, jobs, f"{incident} at {self.now_ms()} {self.world.rng.random()}", ttl_ms)
+
+
+class CommitNotAtomic(UnreliableEnd):
+    """Now and then a result is written and its entry stays in the queue."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        places = [(self._state.queue(commit.slot, commit.priority).leases, commit.entry_id) for commit in commits]
+        held = [(leases, entry_id, leases.get(entry_id)) for leases, entry_id in places]
+        answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+        for leases, entry_id, lease in held:
+            if lease is not None and self.world.rng.random() < 0.05:
+                leases[entry_id] = lease
+        return answer
+
+
+class ReplyWithoutRecord(UnreliableEnd):
+    """The client is told, and now and then nothing is written."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+        for commit in commits:
+            record = self._state.records.get(commit.job_id)
+            if record is not None and self.world.rng.random() < 0.05:
+                record.state, record.result = State.QUEUED, b""
+        return answer
+
+
+class RecordWithoutReply(UnreliableEnd):
+    """A result is written, and its client is not told."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        silent = [structs.replace(commit, reply="") for commit in commits]
+        return super().serve_exchange(consumer, silent, claims, result_ttl_ms)
+
+
+class IdempotencyForgotten(UnreliableEnd):
+    """A key is not remembered."""
+
+    def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        return super().serve_publish(slot, [structs.replace(job, once="") for job in jobs], limits)
+
+
+class PublishedTwice(UnreliableEnd):
+    """The same job offered again is a second entry."""
+
+    def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        for job in jobs:
+            if self._state.records.get(job.job_id) is not None:
+                self._state.queue(slot, job.priority).add(job.sealed, self.now_ms())
+        return super().serve_publish(slot, jobs, limits)
+
+
+class AcceptedWithoutRoom(UnreliableEnd):
+    """A full queue says that it has taken the job."""
+
+    def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        return [Receipt("accepted", each.job_id) for each in super().serve_publish(slot, jobs, limits)]
+
+
+class RefusedAndKept(UnreliableEnd):
+    """A full queue refuses the job and takes it all the same."""
+
+    def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
+        receipts = super().serve_publish(slot, jobs, limits)
+        full = [job for job, receipt in zip(jobs, receipts, strict=True) if receipt.outcome == "full"]
+        super().serve_publish(slot, full, Limits(1 << 30, 0, limits.job_ttl_ms))
+        return receipts
+
+
+class CancelForgotten(UnreliableEnd):
+    """A waiting job is said to be withdrawn, and stays."""
+
+    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+        record = self._state.records.get(job_id)
+        if record is None or record.state is not State.QUEUED:
+            return super().serve_cancel(job_id, tenant, sealed)
+        queue = self._state.queue(slot_of(job_id), record.priority)
+        waiting = queue.waiting.get(record.entry_id)
+        outcome = super().serve_cancel(job_id, tenant, sealed)
+        if waiting is not None:
+            queue.waiting[record.entry_id] = waiting
+        return outcome
+
+
+class LeastUrgentFirst(UnreliableEnd):
+    """A claim begins with the lowest band."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[Verdict], list[Delivery]]:
+        verdicts, found = super().serve_exchange(consumer, commits, (), result_ttl_ms)
+        for wish in claims:
+            for band in reversed(Priority):
+                found += self._state.hand_out(consumer, wish.slot, band, wish.credit - len(found))
+        self._check_order(claims, found)
+        return verdicts, found
+
+
+class LateJobsRun(SteppedDrain):
+    """Nobody looks at deadlines and cancellations again before a forward."""
+
+    def _too_late(self, jobs: Sequence[ClaimedJob]) -> dict[int, Failure]:
+        return {}
+
+
+class FollowerDropped(SteppedDrain):
+    """A job that joined an equal one is forgotten."""
+
+    def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:
+        joins = super()._joins_another(job, model)
+        if joins:
+            self._leaders[job.digest].followers = None
+        return joins
+
+
+class _UpsideDown(Batcher[ClaimedJob]):
+    """The least urgent job leads a batch."""
+
+    def _most_urgent(self) -> tuple[_Lane[ClaimedJob], Pending[ClaimedJob]]:
+        lane, leader = super()._most_urgent()
+        return lane, next((band[0] for band in reversed(lane.bands) if band), leader)
+
+
+class LowerPriorityBatched(SteppedDrain):
+    """A batch is led by the least urgent job."""
+
+    def load(self) -> None:
+        super().load()
+        for model in self._turns:
+            model.batcher.__class__ = _UpsideDown
+
+
+class NothingReleased(UnreliableEnd):
+    """A release is answered and not carried out."""
+
+    def serve_release(self, consumer: str, held: Sequence[Held]) -> None:
+        """The leases stay."""
+
+
+class ClaimsWhileStopping(SteppedDrain):
+    """SIGTERM does not end the claims."""
+
+    def _wind_up(self) -> bool:
+        self._exchange([Claim(model.name, 1, 0, self._ageing_ms) for model in self._turns])
+        return super()._wind_up()
+
+
+class NeighboursPay(SteppedDrain):
+    """One bad job fails its whole batch."""
+
+    def _conclude(self, work: Work) -> None:
+        failure = next((answer for answer in work.answers if isinstance(answer, Failure)), None)
+        if failure is not None:
+            work.answers = [failure for _ in work.answers]
+        super()._conclude(work)
+
+
+class AnswersSwapped(SteppedDrain):
+    """Within a batch each job gets the next one's answer."""
+
+    def _conclude(self, work: Work) -> None:
+        work.answers = work.answers[1:] + work.answers[:1]
+        super()._conclude(work)
+
+
+class PauseForgotten(UnreliableEnd):
+    """An operator's pause is answered and not carried out."""
+
+    def pause(self, slot: str) -> None:
+        """Nothing is kept."""
+
+
+def _entry(delivery: Delivery) -> Entry:
+    return delivery.slot, delivery.priority, delivery.entry_id
+
+
+def _broken(end: type[UnreliableEnd], finding: str, first: int = 0) -> Mutant:
+    return Mutant(Mutation(end.__name__, end=end), finding, first)
+
+
+def _misled(
+    drain: type[SteppedDrain], finding: str, first: int = 0, *, end: type[UnreliableEnd] = UnreliableEnd
+) -> Mutant:
+    return Mutant(Mutation(drain.__name__, end, drain), finding, first)
+
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    _broken(PopWithoutRecord, "lost"),
+    _misled(AckBeforeCommit, "lost", end=_Popping),
+    _broken(NoFence, "duplicated"),
+    _broken(LeaseNeverRenewed, "taken from the living"),
+    _broken(TakeOverOfTheLiving, "taken from the living"),
+    _broken(TakeOverForgotten, "no end"),
+    _broken(TakeOverLate, "not redelivered"),
+    _broken(LateTakeOver, "taken from the living", 999),
+    _misled(TakeOverAfterAPause, "taken from the living", 505),
+    _misled(IdleTakesOverAfterAPause, "taken from the living", 586),
+    _misled(TakeOverAfterAShortPause, "taken from the living", 1781),
+    _broken(ToldTwice, "duplicated"),
+    _broken(DeliveriesCountedAsCrashes, "counted"),
+    _broken(ReleaseCountedAsCrash, "counted"),
+    _broken(CrashCountedTwice, "counted"),
+    _broken(CrashesForgotten, "no end"),
+    _broken(CommitNotAtomic, "ran twice"),
+    _broken(ReplyWithoutRecord, "lost"),
+    _broken(RecordWithoutReply, "lost"),
+    _broken(IdempotencyForgotten, "two records"),
+    _broken(PublishedTwice, "ran twice"),
+    _broken(AcceptedWithoutRoom, "lost"),
+    _broken(RefusedAndKept, "unexpected"),
+    _broken(CancelForgotten, "ran after it was withdrawn"),
+    _broken(LeastUrgentFirst, "claimed a less urgent job first"),
+    _misled(LowerPriorityBatched, "batched a less urgent job first"),
+    _misled(LateJobsRun, "ran after its deadline"),
+    _misled(FollowerDropped, "no end"),
+    _broken(NothingReleased, "left with"),
+    _misled(ClaimsWhileStopping, "claimed after its stop"),
+    _misled(NeighboursPay, "ended failed"),
+    _misled(AnswersSwapped, "the answer of another"),
+    _broken(PauseForgotten, "ran while its model was paused"),
+)

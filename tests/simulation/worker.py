@@ -1,0 +1,413 @@
+"""A worker process in a schedule: the real Drain, whose threads the scheduler steps.
+
+    Strand "io"     Drain.step          woken by the broker's answer and by a finished forward
+    Strand "leases" LeaseKeeper.tick
+    Strand "model"  Executor.begin, run -- the forward's time passes --> finish
+
+A process dies by `Crash`, which unwinds whatever it was doing: its memory is gone, its leases stay. A frozen one is
+not stepped until it thaws, also when it freezes in the middle of a step. A supervisor starts another in the place of
+one that died, and reports what its journal had on the model.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, Final
+
+from registry.broker.base import Held
+from registry.errors import BrokerUnavailable, OutOfMemory
+from registry.settings import Settings
+from tests.simulation.broker import TTL_MS, Entry, UnreliableEnd
+from tests.simulation.plan import LEASE_S, Fault
+from tests.simulation.world import World
+from workers.drain import Drain
+from workers.executor import Work
+from workers.observe.metrics import InferenceMetrics
+from workers.observe.watcher import Unwatched
+from workers.runtime.python_entrypoint import PythonRuntime
+
+if TYPE_CHECKING:
+    from tests.simulation.judge import Simulation
+
+__all__ = ["Crash", "SteppedDrain", "Strand", "Supervisor", "Worker"]
+
+_METRICS: Final = InferenceMetrics((0.1, 1.0))
+"""Of all workers together: nobody looks at them, but they are reported to."""
+_LATE_S: Final = 0.05
+"""A wait that takes so much longer than meant may have cost a renewal."""
+
+
+class Crash(BaseException):
+    """The process is dead. Not an Exception: no code of ours survives it."""
+
+
+class SteppedDrain(Drain):
+    """A drain with a model double, and a bell that the scheduler hears."""
+
+    def __init__(
+        self,
+        *args: Any,
+        double: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        hear_bell: Callable[[], None],
+        violate: Callable[[str], None],
+        **kwargs: Any,
+    ) -> None:
+        self._double = double
+        self._hear_bell = hear_bell
+        self._violate = violate
+        super().__init__(*args, **kwargs)
+
+    def load(self) -> None:
+        """The double in the place of what the packages would build."""
+        for model in self._turns:
+            assert isinstance(model.runtime, PythonRuntime)
+            model.runtime.model = self._double
+
+    @property
+    def ails(self) -> bool:
+        """Whether it gives its jobs back, and can only be replaced."""
+        return bool(self._ailment)
+
+    def patience_s(self) -> float:
+        """For how long the I/O thread would sleep now."""
+        return self._patience_s()
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether the job is in memory."""
+        slot, priority, entry_id = entry
+        return (slot, int(priority), entry_id) in self._holdings._held
+
+    def has_jobs(self) -> bool:
+        """Whether any are in memory, or running on after they were given back."""
+        return bool(len(self._holdings) or self.executor.running())
+
+    def _ring(self) -> None:
+        super()._ring()
+        self._hear_bell()
+
+    def _next_work(self, *, is_idle: bool) -> Work | None:
+        """As ever, and checks that no more urgent job of the lane stays behind; ageing is off in simulations."""
+        work = super()._next_work(is_idle=is_idle)
+        if work is not None:
+            least = max(item.priority for item in work.batch.items)
+            pending = self._served[work.batch.key.model].batcher.pending()
+            if any(item.priority < least and item.key == work.batch.key for item in pending):
+                self._violate(f"batched a less urgent job first: {self.name}")
+        return work
+
+
+class Strand:
+    """One thread: `body` is one turn of it, and says in how many seconds the next is due; None: when roused."""
+
+    def __init__(self, worker: Worker, body: Callable[[], float | None]) -> None:
+        self._worker = worker
+        self._body = body
+        self._turn = 0
+        self.is_busy = False
+        self.is_asleep = True
+        self._is_roused = False
+
+    def due(self, delay: float) -> None:
+        """The next turn comes in `delay` seconds, and not when it was due before."""
+        self._turn += 1
+        self.is_asleep = False
+        self._worker.world.after(delay, partial(self._fire, self._turn))
+
+    def rouse(self) -> None:
+        """The next turn comes at once, or right after the one that is under way."""
+        if self.is_busy:
+            self._is_roused = True
+        else:
+            self.due(self._worker.world.rng.uniform(0.0, 0.0005))
+
+    def _fire(self, turn: int) -> None:
+        worker, world = self._worker, self._worker.world
+        if turn != self._turn or worker.is_gone:
+            return
+        if world.now < worker.frozen_until:
+            self.due(worker.frozen_until - world.now + world.rng.uniform(0.0, 0.01))
+            return
+        self.is_busy, self._is_roused = True, False
+        try:
+            delay = self._body()
+        except Crash:
+            worker.die()
+            return
+        except Exception as error:  # the process would end here, and nobody would expect it
+            world.violate(f"raised {error!r} at {_place_of(error)}")
+            worker.die()
+            return
+        finally:
+            self.is_busy = False
+        if self._is_roused:
+            delay = 0.0
+        if delay is None:
+            self.is_asleep = True
+        else:
+            self.due(delay + world.rng.uniform(0.0, 0.002))
+
+
+def _place_of(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.name}:{frame.lineno}"
+
+
+class KeptJournal:
+    """A journal that outlives its process, like the file."""
+
+    def __init__(self) -> None:
+        self._seats: dict[int, Sequence[Held]] = {}
+        self._is_retired = False
+
+    def leftovers(self) -> list[Held]:
+        """What was on the model, if the process was not told to stop."""
+        return [] if self._is_retired else [job for jobs in self._seats.values() for job in jobs]
+
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
+        """See Journal.begin."""
+        self._seats[seat] = jobs
+
+    def touch(self, seat: int, now: float) -> None:
+        """See Journal.touch."""
+
+    def end(self, seat: int) -> None:
+        """See Journal.end."""
+        self._seats.pop(seat, None)
+
+    def retire(self) -> None:
+        """See Journal.retire."""
+        self._is_retired = True
+
+
+class Supervisor:
+    """Starts workers in the place of those that died or left, and reports what had been on their models."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.label = "supervisor"
+        self.cut_until = 0.0
+        self.disturbed_at = -1e9
+        self.world: World = simulation.world
+        self._simulation = simulation
+        self.end: UnreliableEnd = simulation.connect(self)
+
+    def has_died(self, worker: Worker) -> None:
+        """Looks into its journal, as soon as it notices."""
+        if suspects := worker.journal.leftovers():
+            self._report(worker.drain.consumer, suspects)
+        self.replace()
+
+    def replace(self) -> None:
+        """Another worker boots in a moment."""
+        self.world.after(self.world.rng.choice((0.0, 0.3, 1.2)), self._simulation.boot)
+
+    def _report(self, consumer: str, suspects: Sequence[Held]) -> None:
+        try:
+            for slot in sorted({job.slot for job in suspects}):
+                self.end.suspect(slot, [job for job in suspects if job.slot == slot], consumer, TTL_MS)
+        except BrokerUnavailable:
+            self.world.after(self.world.rng.uniform(0.05, 0.3), partial(self._report, consumer, suspects))
+
+    def wait(self, delay: float) -> None:
+        """See Caller.wait."""
+        self.world.elapse(delay)
+
+    def holds(self, entry: Entry) -> bool:
+        """See Caller.holds."""
+        return False
+
+    def is_winding_up(self) -> bool:
+        """See Caller.is_winding_up."""
+        return False
+
+
+class Worker:
+    """One boot of one worker."""
+
+    def __init__(self, simulation: Simulation, label: str, settings: Settings) -> None:
+        world: World = simulation.world
+        self.world = world
+        self.label = label
+        self.cut_until = 0.0
+        self.disturbed_at = -1e9
+        self.frozen_until = 0.0
+        self.is_gone = False
+        self.born = world.now
+        self.stopped_at: float | None = None
+        """When it was told to wind up."""
+        self._simulation = simulation
+        self._io_began = 0.0
+        self._fail_points: list[Fault] = []
+        self._work: Work | None = None
+        self._io: Strand
+        self._forward_s = 0.0
+        self._is_given_up = False
+        self.asked: set[float] = set()
+        """What the batch that runs has asked the model so far."""
+        self.batch_began = (0.0, 0.0)
+        """When the batch that runs was last looked over: the world's time, and the broker's in ms."""
+        self.journal = KeptJournal()
+        self.end: UnreliableEnd = simulation.connect(self)
+        self.drain = simulation.mutation.drain(
+            settings,
+            self.end,
+            simulation.packages,
+            name=label,
+            device="cpu",
+            threads=1,
+            watcher=Unwatched(),
+            metrics=_METRICS,
+            checkpoint=self._checkpoint,
+            clock=lambda: world.now,
+            jitter=world.rng.random,
+            journal=lambda _consumer, _seats: self.journal,
+            double=self._forward,
+            hear_bell=lambda: self._io.rouse(),
+            violate=world.violate,
+        )
+        self.drain.load()
+        simulation.truth.callers[self.drain.consumer] = self
+        self._io = Strand(self, self._turn_io)
+        self._leases = Strand(self, self.drain.leases.tick)
+        self._model = Strand(self, self._turn_model)
+        self.end.rouse = self._io.rouse
+        self._io.due(world.rng.uniform(0.0, 0.05))
+        self._leases.due(world.rng.uniform(0.0, 0.05))
+        world.note(f"{label} boots")
+
+    # What happens to it
+
+    def die(self) -> None:
+        """kill -9. Its jobs come back within a lease and a second, if anybody is there to take them."""
+        if self.is_gone:
+            return
+        self.is_gone = True
+        self.world.inject("death", self.label)
+        leased = self.end.leased_to(self.drain.consumer)
+        if self._work is not None and self.stopped_at is None:
+            self._simulation.truth.crashes.update(item.job.header.id for item in self._work.batch.items)
+        # The system closes a dead process's connections in a moment; what its blocking claim is handed until then
+        # is leased to nobody.
+        self.world.after(self.world.rng.uniform(0.0, 0.05), self.end.drop_armed)
+        self._simulation.expect_redelivery(self, leased)
+        self._simulation.supervisor.has_died(self)
+
+    def freeze(self, seconds: float) -> None:
+        """Not a step of it for so long."""
+        self.world.inject("freeze", self.label)
+        self.frozen_until = max(self.frozen_until, self.world.now + seconds)
+        self.disturbed_at = self.frozen_until
+
+    def fail_at(self, fault: Fault) -> None:
+        """It crashes or freezes when it next passes the fault's point, or the nth time."""
+        self._fail_points.append(fault)
+
+    def terminate(self, grace_s: float) -> None:
+        """SIGTERM."""
+        if self.stopped_at is None and not self.is_gone:
+            self.stopped_at = self.world.now
+            self.world.inject("drain", self.label)
+            self.drain.ask_to_stop(grace_s)
+
+    # What it does
+
+    def wait(self, delay: float) -> None:
+        """See Caller.wait."""
+        if self.world.elapse(delay) > _LATE_S:
+            self.disturbed_at = self.world.now
+        if self.is_gone:
+            raise Crash
+
+    def holds(self, entry: Entry) -> bool:
+        """See Caller.holds."""
+        return not self.is_gone and self.drain.holds(entry)
+
+    def is_winding_up(self) -> bool:
+        """See Caller.is_winding_up."""
+        return self.stopped_at is not None and self._io_began > self.stopped_at
+
+    def _checkpoint(self, point: str) -> None:
+        for fault in self._fail_points:
+            if fault.point == point:
+                self._fail_points.remove(fault)
+                if fault.nth > 1:
+                    self._fail_points.append(Fault(fault.kind, 0.0, 0, fault.seconds, point, fault.nth - 1))
+                elif fault.kind == "crash":
+                    self.world.inject(f"crash {point}", self.label)
+                    raise Crash
+                else:
+                    self.world.inject(f"freeze {point}", self.label)
+                    self.freeze(fault.seconds)
+                    self.wait(fault.seconds)
+                return
+
+    def _turn_io(self) -> float | None:
+        self._io_began = self.world.now
+        pause_s = self.drain.step(0.0)
+        if pause_s is None:
+            self._leave()
+            return None
+        if self.drain.ails and not self._is_given_up:
+            # Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
+            self._is_given_up = True
+            self.world.after(self.world.rng.uniform(0.3, 1.5), self.die)
+        if self._model.is_asleep and not self._model.is_busy and self.drain.executor.waiting():
+            self._model.due(self.world.rng.uniform(0.0, 0.001))
+        return pause_s or max(0.0002, self.drain.patience_s())
+
+    def _turn_model(self) -> float | None:
+        executor = self.drain.executor
+        if self._work is not None:
+            if self._forward_s == inf:
+                return None
+            executor.finish(0, self._work)
+            self._work = None
+        work = executor.begin(0)
+        if work is None:
+            return None
+        self._work = work
+        self.asked = set()
+        self._forward_s = self._simulation.forward_s()
+        self.batch_began = (self.world.now, self.end.now_ms())
+        executor.run(work)
+        return None if self._forward_s == inf else self._forward_s
+
+    def _forward(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The model double: answers twice the question, unless its job's making is another."""
+        questions = inputs["x"][:, 0].tolist()
+        items = self._work.batch.items if self._work is not None else []
+        makings = self._simulation.forward_begins(self, questions, [item.job for item in items])
+        if "poison" in makings:
+            self.world.inject("poison", self.label)
+            raise Crash
+        if "hung" in makings:
+            self.world.inject("hung", self.label)
+            self._forward_s = inf
+        if 0 < self._simulation.plan.device_rows < len(questions):
+            raise OutOfMemory(f"{len(questions)} rows")
+        if "bad" in makings or "flaky" in makings:
+            raise ValueError("a bad question")
+        return {"y": inputs["x"] * 2}
+
+    def _leave(self) -> None:
+        self.is_gone = True
+        self.world.note(f"{self.label} leaves")
+        self.end.drop_armed()
+        self._simulation.has_left(self)
+        self._simulation.supervisor.replace()
+
+    def is_engaged(self) -> bool:
+        """Whether it has jobs in memory, or may turn out to have had some once it thaws."""
+        return not self.is_gone and (self.frozen_until > self.world.now or self.drain.has_jobs())
+
+    def may_take_over(self, since: float) -> bool:
+        """Whether it has lived and been in touch for long enough, at `since`, to take over from others."""
+        return (
+            not self.is_gone
+            and self.stopped_at is None
+            and not self.drain.ails
+            and self.born < since - LEASE_S - 0.2
+            and self.disturbed_at < since - LEASE_S
+        )
