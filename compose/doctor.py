@@ -324,7 +324,7 @@ def _broker(settings: Settings) -> Iterator[Finding]:
                 "PENSTOCK_REDIS_URL=redis://user:password@host:6379/0",
             )
             return
-        except redis.NoPermissionError:
+        except redis.exceptions.NoPermissionError:
             yield Finding(
                 "broker",
                 "warning",

@@ -40,7 +40,7 @@ MAX_RESULT_BYTES: Final = 64 * 1024 * 1024
 """The largest body of a result: outputs may well be larger than what they were made from."""
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
-MAX_STRINGS: Final = 65_536
+MAX_STRINGS: Final = 32_768
 """The most strings in one body: each becomes an object of its own, so few bytes could ask for much memory."""
 STRING: Final = "string"
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
@@ -121,15 +121,15 @@ def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, A
     if len(described) > MAX_TENSORS:
         raise UndecodableEnvelope(f"{len(described)} tensors; at most {MAX_TENSORS} may travel together")
     view = memoryview(body)
+    if sum(_count(tensor) for tensor in described if tensor.dtype == STRING) > MAX_STRINGS:
+        raise UndecodableEnvelope(f"more than {MAX_STRINGS} strings in one body")
     arrays: dict[str, Array] = {}
-    strings_left = MAX_STRINGS
     for tensor in described:
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise UndecodableEnvelope(f"{tensor.name!r:.80} has an unknown dtype")
         if tensor.dtype == STRING:
-            arrays[tensor.name], view = _take_strings(tensor, view, strings_left)
-            strings_left -= arrays[tensor.name].size
+            arrays[tensor.name], view = _take_strings(tensor, view)
         else:
             size = _count(tensor) * dtype.itemsize
             arrays[tensor.name], view = _numbers(tensor, dtype, view[:size]), view[size:]
@@ -158,10 +158,8 @@ def _numbers(tensor: Tensor, dtype: np.dtype[Any], body: memoryview | bytes) -> 
     return np.frombuffer(body, dtype).reshape(tensor.shape)
 
 
-def _take_strings(tensor: Tensor, view: memoryview, most: int) -> tuple[Array, memoryview]:
+def _take_strings(tensor: Tensor, view: memoryview) -> tuple[Array, memoryview]:
     count = _count(tensor)
-    if count > most:
-        raise UndecodableEnvelope(f"{tensor.name!r:.80}: more than {MAX_STRINGS} strings in one body")
     if count * 4 > len(view):
         raise UndecodableEnvelope(f"{tensor.name!r:.80}: fewer bytes than its {count} lengths need")
     ends = np.cumsum(np.frombuffer(view[: count * 4], _LENGTH), dtype=np.uint64).tolist()

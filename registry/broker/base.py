@@ -13,6 +13,8 @@ Rules that every broker keeps, and that tests/conformance checks:
     broker's clock since it was claimed or last renewed; then `take_over` gives it to the consumer that asks.
   * commit is one step: the record turns into the result, the entry leaves the queue, the client is told. It has
     no effect for a job that the consumer no longer holds.
+  * A paused slot hands out nothing; all else goes on.
+  * What is put aside keeps its bytes and what is known about them, and goes back in one step under its own id.
   * A record outlives its job's lifetime by an hour, so that whoever asks late reads why it never ran.
 Times are the broker's own, in ms since the epoch.
 """

@@ -577,6 +577,8 @@ def _first_word(error: ResponseError) -> str:
     for kind, word in _BY_CLASS.items():
         if isinstance(error, kind):
             return word
+    if "The user executing the script can't" in str(error):
+        return "NOPERM"
     told = _IN_SCRIPT.search(str(error))
     return told[1] if told else str(error).partition(" ")[0]
 

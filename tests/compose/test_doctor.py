@@ -71,6 +71,14 @@ def test_healthy_stack_is_said_to_be_healthy(environ: dict[str, str]):
     assert all(finding["mend"] for finding in data["findings"] if finding["status"] != "ok")
 
 
+def test_stack_of_penstock_up_is_healthy(home: Path):
+    """What we start ourselves leaves the doctor nothing to find: signed, persistent, served, private."""
+    data = json.loads(penstock(home, "doctor", "--json").stdout)
+    assert [finding for finding in data["findings"] if finding["status"] == "broken"] == []
+    assert any(finding["what"].startswith("1 alive: cpu0@") for finding in data["findings"])
+    assert any("jobs and results are signed" in finding["what"] for finding in data["findings"])
+
+
 def test_what_is_broken_ends_with_status_1(environ: dict[str, str], server: RedisServer):
     """The line that mends it is printed as it can be typed."""
     with server.client() as client:
@@ -282,6 +290,19 @@ def test_role_that_may_not_look_is_no_crash(environ: dict[str, str], server: Red
     url = server.tcp_url.replace("//", "//plain:pw@")
     finding = _found({**environ, "PENSTOCK_REDIS_URL": url}, "append-only persistence is on")
     assert finding.what.endswith("unknown to this user")
+
+
+@pytest.mark.parametrize("denied", [("-info",), ("-info", "-evalsha"), ("-xadd", "-xinfo", "-xlen")], ids=" ".join)
+def test_role_that_may_do_little_is_told_so(environ: dict[str, str], server: RedisServer, denied: tuple[str, ...]):
+    """Whatever the user may not do, the command ends with findings."""
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", *denied)
+        client.sadd("penstock:models", "double")
+    url = server.tcp_url.replace("//", "//plain:pw@")
+    shown = _doctor({**environ, "PENSTOCK_REDIS_URL": url})
+    assert shown.exit_code in (0, 1)
+    assert "operator role" in shown.stdout
+    assert shown.stderr == ""
 
 
 def test_doctor_changes_nothing(environ: dict[str, str], server: RedisServer):
