@@ -17,6 +17,7 @@ from typing import Final
 from compose.supervisor import Patience, Program
 from registry.broker.redis_streams import RedisStreams
 from registry.errors import BrokerUnavailable, ConfigurationError
+from registry.package import discover, load_package
 from registry.settings import Settings
 from workers.device import visible_gpus
 from workers.journal import hung, journal_path, report_crashes
@@ -25,6 +26,7 @@ __all__ = ["Device", "JournalWitness", "choose", "worker_patience", "worker_prog
 
 _MARGIN_S: Final = 5.0
 _REPORT_TIMEOUT_S: Final = 5.0
+_STOOD_STILL_S: Final = 1.0
 _log = logging.getLogger("supervisor")
 
 
@@ -77,6 +79,19 @@ def worker_program(device: Device, settings: Settings, environ: Mapping[str, str
     return Program(device.name, arguments, {**environ, **own}, beats=True, output=output, witness=witness)
 
 
+def _longest_limit_s(settings: Settings) -> float:
+    """The longest limit that a package sets for its own forwards; 0 when none does."""
+    limits = [0.0]
+    root = settings.inference.repo_root
+    for found in discover(root) if root.is_dir() else ():
+        try:
+            limits.append(float(load_package(found.path, settings.trusted_roots).spec.timeout_s or 0))
+        except ConfigurationError:
+            # The worker will say what is wrong with it.
+            continue
+    return max(limits)
+
+
 class JournalWitness:
     """Reads a worker's journal (workers/journal.py): ends it when a forward hangs, and after its death tells the
     broker which jobs were on the model."""
@@ -85,10 +100,14 @@ class JournalWitness:
         self._home = settings.home
         self._url = url
         self._ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
+        self._looked = self._judges_from = 0.0
 
     def hung(self, pid: int, now: float) -> str | None:
-        """See Witness.hung."""
-        return hung(journal_path(self._home, pid), now)
+        """See Witness.hung. Where this process stood still its worker may have, too: that gets time to come round."""
+        if now - self._looked > _STOOD_STILL_S:
+            self._judges_from = now + _STOOD_STILL_S
+        self._looked = now
+        return hung(journal_path(self._home, pid), now) if now >= self._judges_from else None
 
     def ended(self) -> None:
         """See Witness.ended. What the broker does not hear now, the next worker on this machine reports."""
@@ -105,8 +124,8 @@ class JournalWitness:
 
 
 def worker_patience(settings: Settings) -> Patience:
-    """How long to wait for workers: a forward may take its limit, a drain its grace period."""
+    """How long to wait for workers: a forward may take its limit, or its package's, and a drain its grace period."""
     return Patience(
-        silence_s=settings.inference.timeout_seconds + 1.0,
+        silence_s=max(settings.inference.timeout_seconds, _longest_limit_s(settings)) + 1.0,
         warm_s=settings.inference.queue.drain_grace_s + _MARGIN_S,
     )

@@ -218,10 +218,15 @@ class WorkerParts:
         self._guard.join()
 
     def _watch(self) -> None:
-        next_look = time.monotonic()
+        next_look = looped = time.monotonic()
         while self._grace_s is None:
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + _HEALTH_S
+            now = time.monotonic()
+            if now - looped > _HEALTH_S:
+                # The whole process stood still: let the other threads come round before they are judged.
+                next_look = now + _HEALTH_S
+            looped = now
+            if now >= next_look:
+                next_look = now + _HEALTH_S
                 if ailment := self._ailment():
                     _log.critical("worker gives up", extra={"reason": ailment})
                     logging.shutdown()

@@ -153,7 +153,7 @@ class Drain:
         self._pollers: dict[int, select.poll] = {}
         self._is_stopping = False
         self._stop_at = float("inf")
-        self._ticked = clock()
+        self._ticked = self._looked = clock()
         self._pause_s = _SHORTEST_PAUSE_S
         self._is_armed = False
         self._armed_count = 0
@@ -600,8 +600,12 @@ class Drain:
         """A forward over its limit cannot be ended but with its process, which whoever watches that will do."""
         self._ailment = self._ailment or self.executor.device_lost
         now = self._clock()
+        gap_s, self._looked = now - self._looked, now
         for work in self.executor.running():
-            if now - work.alive_at > work.limit_s and not self._ailment:
+            if gap_s > work.limit_s:
+                # The whole process stood still, and the forward with it.
+                work.touch()
+            elif now - work.alive_at > work.limit_s and not self._ailment:
                 model = work.batch.key.model
                 self._ailment = f"a forward of {model} took longer than its limit of {work.limit_s:g} s"
                 logger.error("a forward hangs", extra={"model": model, "limit_s": work.limit_s})
@@ -664,9 +668,6 @@ class Drain:
         self._metrics.retried(job.header.model)
         # A pause may be longer than its equals can wait: they go ahead.
         self._rejoin(self._end_flight(job))
-        if self._is_stopping:
-            self._to_release.append(job)
-            return True
         job.tries += 1
         if len(self._resting) >= self._max_in_memory // 2:
             # Too many rest already: they would keep out jobs that nothing is wrong with.

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from producers import Client
-from registry.errors import ForwardTimeout
+from registry.errors import DeadLettered
 from tests.conftest import StartWorker
-from tests.flow.conftest import snapshot
 from tests.packages import write_package
-from tests.servers import RedisServer
+from tests.servers import RedisServer, wait_until
+from workers.journal import journal_path
 
 LIMIT_S = 0.4
+EXIT_UNHEALTHY = 70
 SOURCE = """
 import time
 
@@ -28,18 +29,38 @@ def build():
 """
 
 
-def test_forward_beyond_its_limit_fails_alone(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """A forward that hangs ends its job with ForwardTimeout at the limit; those who wait longer than that still run."""
+def x(seconds: float, number: float = 0) -> dict[str, object]:
+    return {"x": np.array([[seconds, number, 0, 0]], np.float32)}
+
+
+def test_a_forward_beyond_its_limit_costs_its_process_and_nobody_else(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """A worker whose forward hangs gives back what has not begun and ends, each within a second of the limit; what
+    waits for longer than a limit still runs, on the next worker, where a second death of the sort is the job's end.
+    """
     write_package(models_root, "hanging", SOURCE, max_batch_size=1)
-    worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_TIMEOUT_SECONDS": str(LIMIT_S)})
+    environment = {
+        "PENSTOCK_INFERENCE_TIMEOUT_SECONDS": str(LIMIT_S),
+        "PENSTOCK_INFERENCE_QUEUE_MAX_CRASHES": "2",
+        # One machine has one home: who comes next finds the journals of those before.
+        "PENSTOCK_HOME": str(models_root / ".." / "home"),
+    }
+    worker = start_worker(shared_redis, models_root, environment=environment)
     with Client(shared_redis.url) as client:
         begun = time.monotonic()
-        hung = client.submit("hanging", {"x": np.array([[8, 0, 0, 0]], np.float32)})
-        waiting = [client.submit("hanging", {"x": np.array([[0.1, number, 0, 0]], np.float32)}) for number in range(8)]
-        with pytest.raises(ForwardTimeout, match=r"The forward took longer than its limit of 0\.4 s"):
-            hung.result(10)
-        assert LIMIT_S <= time.monotonic() - begun < LIMIT_S + 1
-        assert [job.result(10)["y"][0, 1] for job in waiting] == [2 * number for number in range(8)]
-        assert time.monotonic() - begun < 5
-    assert snapshot(worker, "hanging")["outcomes"] == {"failed": 1, "completed": 8}
-    assert worker.report()["ready"]
+        hung = client.submit("hanging", x(60))
+        wait_until(lambda: worker.report().get("in_memory"), 5, "the forward that hangs has begun")
+        waiting = [client.submit("hanging", x(0.1, number)) for number in range(8)]
+        assert worker.wait(10) == EXIT_UNHEALTHY
+        # A second between two looks at its health, and a quarter for the drain to notice.
+        assert LIMIT_S <= time.monotonic() - begun < LIMIT_S + 2
+        next_one = start_worker(shared_redis, models_root, environment=environment)
+        assert [job.result(20)["y"][0, 1] for job in waiting] == [2 * number for number in range(8)]
+        assert next_one.wait(20) == EXIT_UNHEALTHY
+        start_worker(shared_redis, models_root, environment=environment)
+        with pytest.raises(DeadLettered, match="2 worker processes died, or hung and were killed, while it ran"):
+            hung.result(20)
+    for gone in (worker, next_one):
+        assert not journal_path(Path(environment["PENSTOCK_HOME"]), gone.pid).exists()
+        assert "worker gives up" in gone.output.read_text()

@@ -1,6 +1,6 @@
 """The execution guards of a drain, stepped under a clock of the test's: no thread, no sleep, the broker in memory.
 
-    Bench.employ -> Worker.turn (the drain's), Worker.forward (a model thread's), Bench.pass_time (everybody's)
+Bench.employ -> Worker.turn (the drain's), Worker.forward (a model thread's), Bench.pass_time (everybody's)
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from registry.admission import Press
 from registry.broker.base import Broker, Held, Limits, Standing, State
 from registry.broker.memory import MemoryBroker
 from registry.envelope import Keyring, Retry, open_result
-from registry.errors import BrokerUnavailable
 from registry.package import Package, load_package
 from registry.settings import Settings
 from registry.tensors import decode
 from tests.flow.conftest import amend
-from tests.packages import recorded_forwards, write_package, write_recorder
+from tests.packages import write_package, write_recorder
 from workers.drain import Drain
 from workers.executor import Work
 from workers.observe.metrics import InferenceMetrics
@@ -137,9 +135,7 @@ class Bench:
     def __init__(self, models_root: Path, **settings: Any) -> None:
         self.now = 1_000_000.0
         self.clock: Callable[[], float] = lambda: self.now
-        self.settings = Settings.load(
-            overrides={"queue": {"lease_s": LEASE_S}, "timeout_seconds": LIMIT_S, **settings}
-        )
+        self.settings = Settings.load(overrides={"queue": {"lease_s": LEASE_S}, "timeout_seconds": LIMIT_S, **settings})
         self.workers: list[Worker] = []
         self._root = models_root
         self._broker = MemoryBroker(self.clock)
@@ -213,9 +209,6 @@ def open_bench(models_root: Path, **settings: Any) -> Iterator[Bench]:
     yield bench
     for end in bench.ends:
         end.close()
-
-
-WriteModel = Callable[..., Path]
 
 
 @pytest.fixture
@@ -369,9 +362,7 @@ def test_a_suspect_shares_no_flight(bench: Bench, models_root: Path, ledger: Pat
 
 
 @pytest.mark.parametrize("fate", ["cancelled", "expired", "lost", "drained", "paused"])
-def test_a_suspect_that_waits_may_still_come_to_another_end(
-    fate: str, bench: Bench, models_root: Path, ledger: Path
-):
+def test_a_suspect_that_waits_may_still_come_to_another_end(fate: str, bench: Bench, models_root: Path, ledger: Path):
     """While it waits for its forward it is cancelled, expires, is lost, or goes back; it has not run then."""
     write_recorder(models_root, ledger)
     write_recorder(models_root, ledger, "other")
@@ -393,11 +384,12 @@ def test_a_suspect_that_waits_may_still_come_to_another_end(
     elif fate == "expired":
         bench.pass_time(4)
     elif fate == "lost":
-        (taken,) = bench.broker.take_over("a thief", "recorder", 0, 10)
+        assert len(bench.broker.take_over("a thief", "recorder", 0, 10)) == 1
         bench.pass_time(3)
     elif fate == "paused":
         bench.broker.pause("recorder")
         bench.pass_time(2)
+        assert not bench.standing(job).is_claimed
     else:
         worker.drain.ask_to_stop(10.0)
         worker.turn()
@@ -725,6 +717,7 @@ def test_beside_a_hung_forward_the_rest_is_given_back_at_the_limit(bench: Bench,
     assert not any(bench.standing(job).is_claimed for job in waiting)
     bench.pass_time(3)
     assert not any(bench.standing(job).is_claimed for job in waiting)
+    assert worker.counted("penstock_taken_over") == 0
     assert [job.job_id for job in worker.journal.jobs] == hung
     assert bench.standing(hung[0]).is_claimed
     other = bench.employ()

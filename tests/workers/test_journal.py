@@ -31,6 +31,11 @@ def held(count: int, slot: str = "mlp") -> list[Held]:
     return [Held(slot, Priority.HIGH, f"{number + 1}-0".encode(), f"{slot}.{number}") for number in range(count)]
 
 
+def one_of(slot: str, number: int) -> Held:
+    """The job that a process of `start` calls `<slot>=<number>-0`."""
+    return Held(slot, Priority.HIGH, f"{number}-0".encode(), f"{slot}.{number}-0")
+
+
 class Suspicions(MemoryBroker):
     """A broker that notes what it is told of crashes, and is away for the first `away` calls."""
 
@@ -244,9 +249,9 @@ def test_the_jobs_of_a_killed_process_are_reported_once(start: Callable[..., Pro
     broker = Suspicions()
     assert report_crashes(tmp_path, broker, A_DAY_MS) == 3
     assert broker.told == [
-        ("mlp", [Held("mlp", Priority.HIGH, b"1-0", "mlp.1-0"), Held("mlp", Priority.HIGH, b"2-0", "mlp.2-0")], "gpu0@test:1"),
-        ("other", [Held("other", Priority.HIGH, b"3-0", "other.3-0")], "gpu0@test:1"),
-    ]  # fmt: skip
+        ("mlp", [one_of("mlp", 1), one_of("mlp", 2)], "gpu0@test:1"),
+        ("other", [one_of("other", 3)], "gpu0@test:1"),
+    ]
     assert report_crashes(tmp_path, broker, A_DAY_MS) == 0
     assert len(broker.told) == 2
     assert not process.path.exists()
