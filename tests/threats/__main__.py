@@ -1,0 +1,107 @@
+"""The long run: `python -m tests.threats --messages 100000` offers every door its share, and a real worker the most.
+
+Prints a line per door: how many, how many refused, messages a second, the slowest refusal; and what the worker made of
+its messages. Exit status 1 when anything was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from producers import Client
+from tests.packages import write_double
+from tests.servers import RedisServer, WorkerProcess, redis_binaries
+from tests.threats import fuzz
+from tests.threats.siege import besiege, besiege_lane
+
+_SHARES = {"envelope": 0.2, "tensors": 0.1, "inputs": 0.15, "spec": 0.03, "settings": 0.03, "lane": 0.09}
+"""Of the messages; the rest goes through the worker."""
+_PER_TASK = 0.01
+_PER_BROKEN_TASK = 0.0002
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.threats", description=__doc__)
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    _say(f"{options.messages} messages, seed {options.seed}")
+    with tempfile.TemporaryDirectory() as folder:
+        findings = _doors(Path(folder), options.messages, options.seed)
+        findings += _worker(Path(folder), options.messages, options.seed)
+    for finding in findings[:20]:
+        _say(f"FINDING {finding}")
+    _say(f"findings: {len(findings)}")
+    return 1 if findings else 0
+
+
+def _doors(folder: Path, messages: int, seed: int) -> list[str]:
+    findings = []
+    for door in fuzz.targets(folder):
+        count = int(messages * _SHARES[door.name])
+        refused, slowest, begun = 0, 0.0, time.perf_counter()
+        for number in range(count):
+            # Each offer has a seed of its own: a finding is repeated without those before it.
+            offered = door.make(Random(f"{seed} {door.name} {number}"))
+            try:
+                outcome = door.offer(offered)
+            except fuzz.Finding as finding:
+                findings.append(f"{number}: {finding}")
+                continue
+            if outcome.refusal:
+                refused += 1
+                slowest = max(slowest, outcome.seconds)
+        rate = count / (time.perf_counter() - begun)
+        _say(
+            f"{door.name:9} {count:6} offered, {refused:6} refused, {rate:7.0f}/s, slowest refusal "
+            f"{slowest * 1000:.1f} ms"
+        )
+    return findings
+
+
+def _worker(folder: Path, messages: int, seed: int) -> list[str]:
+    server = RedisServer(next(iter(redis_binaries().values())))
+    write_double(folder / "served")
+    environment = {"PENSTOCK_SIGNING_KEYS": fuzz.KEYS, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
+    (folder / "worker").mkdir()
+    worker = WorkerProcess(server, folder / "served", folder / "worker", name="siege@fuzz", environment=environment)
+    count = messages - sum(int(messages * share) for share in _SHARES.values())
+    tasks, broken = int(messages * _PER_TASK), max(1, int(messages * _PER_BROKEN_TASK))
+    try:
+        server.start()
+        worker.start()
+        with Client(server.url, signing_keys=fuzz.KEYS) as client:
+            siege = besiege(worker, client, Random(seed), count - tasks - broken)
+        begun = time.monotonic()
+        besiege_lane(worker, Random(seed), tasks, broken=broken)
+        lane_s = time.monotonic() - begun
+    except (AssertionError, pytest.fail.Exception) as error:
+        return [f"worker: {type(error).__name__}: {error}"]
+    finally:
+        deaths = 0 if worker.is_running else 1
+        worker.stop()
+        server.stop()
+    _say(
+        f"worker    {siege.sent:6} entries in its queues, {siege.put_aside:6} put aside, "
+        f"{siege.sent / siege.seconds:7.0f}/s, slowest good job among them {siege.slowest_good_s * 1000:.0f} ms\n"
+        f"worker    {tasks + broken:6} messages on Celery's queue ({broken} of them no tasks) in {lane_s:.1f} s\n"
+        f"worker deaths: {deaths}"
+    )
+    return []
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

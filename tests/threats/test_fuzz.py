@@ -1,0 +1,98 @@
+"""Every door against changed and random input: a clear refusal within 50 ms, or a valid reading. Reduced counts.
+
+`python -m tests.threats` runs the same with a hundred thousand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.threats import fuzz
+from tests.threats.conftest import Besieged
+from tests.threats.siege import besiege, besiege_lane
+
+DOORS = ["envelope", "tensors", "inputs", "spec", "settings", "lane"]
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzz.Target]:
+    """By name."""
+    found = {target.name: target for target in fuzz.targets(tmp_path_factory.mktemp("doors"))}
+    assert list(found) == DOORS
+    return found
+
+
+@pytest.mark.parametrize("name", DOORS)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(random=st.randoms(use_true_random=False))
+def test_door_refuses_in_time_or_reads(name: str, doors: dict[str, fuzz.Target], random: Random):
+    """Whatever comes; hypothesis looks for the smallest that does something else."""
+    door = doors[name]
+    door.offer(door.make(random))
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_door_withstands_many(name: str, doors: dict[str, fuzz.Target]):
+    """A seeded run of some hundreds: mostly refusals, so that the changes do what they are for, and some readings."""
+    door, random = doors[name], Random(f"{name} 1")
+    outcomes = [door.offer(door.make(random)) for _ in range(300)]
+    assert sum(bool(outcome.refusal) for outcome in outcomes) > 150
+    assert name == "envelope" or not all(outcome.refusal for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("envelope", "envelopes"), ("spec", "specs"), ("lane", "lane"), ("settings", "settings")]
+)
+def test_known_attacks_are_refused(name: str, kind: str, doors: dict[str, fuzz.Target]):
+    """The corpus: what fuzzing found, and what others' parsers fell for. The first item is a good one."""
+    good, *hostile = fuzz.seeds(kind)
+    door = doors[name]
+    shape = {"settings": lambda item: ({}, item), "lane": fuzz.arguments_of}.get(name, lambda item: item)
+    shaped = [shape(item) for item in (good, *hostile)]
+    outcomes = [door.offer(item) for item in shaped]
+    assert len(outcomes) > 25
+    assert sum(bool(outcome.refusal) for outcome in outcomes[1:]) > len(hostile) * 0.7
+    assert name == "envelope" or not outcomes[0].refusal
+
+
+def test_worker_survives_hostile_messages(besieged: Besieged):
+    """A thousand entries of every kind in its queues: each one leaves them, and good jobs between them are served."""
+    with besieged.client() as client:
+        siege = besiege(besieged.worker, client, Random(1), 1_000)
+    assert siege.put_aside > 900
+    assert siege.slowest_good_s < 5
+
+
+def test_worker_survives_hostile_tasks(besieged: Besieged):
+    """Tasks with changed arguments on Celery's queue: each one is taken, and the lane goes on."""
+    besiege_lane(besieged.worker, Random(1), 100, broken=1)
+
+
+def test_finding_is_found():
+    """The checks themselves: another exception, a refusal that says nothing, and one that takes too long."""
+
+    def slow(_: object) -> None:
+        sum(range(5_000_000))
+        raise ValueError("late")
+
+    def wrong(_: object) -> None:
+        raise KeyError("x")
+
+    def silent(_: object) -> None:
+        raise ValueError
+
+    for take in (slow, wrong, silent):
+        with pytest.raises(fuzz.Finding):
+            fuzz.Target("door", lambda random: 0, take, (ValueError,)).offer(0)
+
+
+def test_corpus_is_data():
+    """Lines of JSON strings, so that nothing in it can be taken for a program."""
+    for path in sorted(Path(fuzz.CORPUS).iterdir()):
+        assert path.suffix == ".jsonl"
+        assert fuzz.seeds(path.stem)

@@ -1,0 +1,134 @@
+"""S0.7: tenants meet nowhere: results, streams, cancels, idempotency keys, shared forwards. Crossings: 0."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from producers import Client
+from registry.errors import Cancelled, PenstockError, ResultGone, UnknownJob
+from registry.queues import new_job_id
+from registry.settings import Settings
+from tests.packages import recorded_forwards
+from tests.servers import wait_until
+from tests.threats.conftest import Besieged
+from tests.threats.fuzz import KEYS
+
+ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
+_LOOKS: dict[str, Callable[[Any], object]] = {
+    "status": lambda job: job.status(),
+    "result": lambda job: job.result(timeout=0.2),
+    "cancel": lambda job: job.cancel(),
+    "stream": lambda job: list(job.stream()),
+}
+
+
+def _refusal(look: Callable[[Any], object], client: Client, job_id: str) -> tuple[type[BaseException], str]:
+    """What a look at a job raises, with the job's id left out of the text."""
+    with pytest.raises(PenstockError) as refused:
+        look(client.job(job_id))
+    return type(refused.value), str(refused.value).replace(job_id, "<id>")
+
+
+@pytest.mark.parametrize("state", ["completed", "waiting", "running", "cancelled"])
+def test_another_tenants_job_looks_like_a_missing_one(state: str, besieged: Besieged):
+    """The same class and the same text, whatever the job's state; the job itself is not touched by it."""
+    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+        if state == "completed":
+            job = owner.submit("double", ROW)
+            job.result(10)
+            jobs = [job]
+        else:
+            jobs = owner.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(5)])
+            wait_until(lambda: jobs[0].status() != "queued", 10, "the first job runs")
+            job = jobs[0] if state == "running" else jobs[-1]
+            if state == "cancelled":
+                assert job.cancel()
+        for look in _LOOKS.values():
+            missing = _refusal(look, stranger, new_job_id("double"))
+            assert _refusal(look, stranger, job.id) == missing
+            assert missing[0] is UnknownJob
+        if state == "cancelled":
+            with pytest.raises(Cancelled):
+                job.result(10)
+            jobs = jobs[:-1]
+        for each in jobs:
+            each.result(10)
+
+
+def test_looking_takes_as_long_as_for_a_missing_job(besieged: Besieged):
+    """Roughly: the medians of two hundred looks at a result, in turns, within a factor of two."""
+    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+        job = owner.submit("double", ROW)
+        job.result(10)
+        ids = {"theirs": job.id, "missing": new_job_id("double")}
+        times: dict[str, list[float]] = {name: [] for name in ids}
+        for _ in range(200):
+            for name, job_id in ids.items():
+                begun = time.perf_counter()
+                with pytest.raises(UnknownJob):
+                    stranger.job(job_id).status()
+                times[name].append(time.perf_counter() - begun)
+    theirs, missing = (statistics.median(times[name]) for name in ids)
+    assert 0.5 < theirs / missing < 2
+
+
+def test_old_job_of_another_tenant_is_gone_like_a_missing_one(besieged: Besieged):
+    """An id older than results are kept: gone, for whoever asks and whether or not it existed."""
+    old = "double.01900000-0000-7000-8000-000000000000"
+    with besieged.client("stranger") as stranger:
+        assert _refusal(_LOOKS["status"], stranger, old)[0] is ResultGone
+
+
+def test_idempotency_keys_of_tenants_are_apart(besieged: Besieged):
+    """The same key, model and inputs: each tenant has its own job, and with other inputs nobody's conflict is told."""
+    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+        mine = owner.submit("double", ROW, idempotency_key="order-17")
+        theirs = stranger.submit("double", ROW, idempotency_key="order-17")
+        assert mine.id != theirs.id
+        assert owner.submit("double", ROW, idempotency_key="order-17").id == mine.id
+        with besieged.client("third") as other:
+            row = {"x": [[9.0, 9.0, 9.0, 9.0]]}
+            assert other.submit("double", row, idempotency_key="order-17").result(10)["y"].tolist() == [[18.0] * 4]
+
+
+def test_equal_jobs_of_tenants_share_no_forward(besieged: Besieged):
+    """Single flight is within a tenant: equal inputs of two tenants at the same time run twice."""
+    marker = 31337.0
+    row = {"x": [[marker, 0, 0, 0]]}
+    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+        jobs = [*owner.submit_many("recorder", [row] * 4), *stranger.submit_many("recorder", [row] * 4)]
+        for job in jobs:
+            assert job.result(10)["y"].tolist() == [[2 * marker, 0, 0, 0]]
+    rows = [each for batch in recorded_forwards(besieged.ledger) for each in batch]
+    assert rows.count(marker) >= 2
+
+
+def test_a_client_hears_no_replies_of_another(besieged: Besieged):
+    """Each client has reply streams of its own: what one waits for, the other is never told."""
+    with besieged.client("owner") as owner, besieged.client("stranger") as stranger, besieged.server.client() as redis:
+        owner.submit("double", ROW).result(10)
+        stranger.submit("double", ROW).result(10)
+        streams = {key for key in redis.scan_iter("{double}:reply:*", count=1_000)}
+        heard = [{entry for _, fields in redis.xrange(key) for entry in fields} for key in streams]
+    assert len(streams) >= 2
+    assert sum(map(len, heard)) == len(set().union(*heard))
+
+
+def test_tenants_limits_are_their_own(besieged: Besieged):
+    """A tenant at its limit of jobs in flight stops nobody else."""
+    settings = Settings.load(environ={}, overrides={"queue.tenant_max_in_flight": 2})
+    with (
+        Client(besieged.server.url, tenant="owner", signing_keys=KEYS, settings=settings) as owner,
+        Client(besieged.server.url, tenant="stranger", signing_keys=KEYS, settings=settings) as stranger,
+    ):
+        jobs = [owner.submit("napper", {"x": [[n, 1, 0, 0]]}) for n in range(2)]
+        with pytest.raises(PenstockError, match="as many jobs in flight as it may"):
+            owner.submit("napper", ROW)
+        jobs.append(stranger.submit("napper", {"x": [[7, 1, 0, 0]]}, priority="critical"))
+        for job in jobs:
+            job.result(10)
