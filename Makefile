@@ -30,7 +30,7 @@ bench: $(VENV)/.bench ## print the benchmark tables, peers beside ours
 	$(BIN)/python -m tests.benchmarks
 
 # The minutes of the simulator, the rounds of each fault on real servers, and a file for the table, if any.
-SIMULATED_MINUTES ?= 2
+SIMULATED_MINUTES ?= 5
 FAULT_ROUNDS ?= 20
 CHAOS_TABLE ?=
 

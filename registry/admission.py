@@ -18,7 +18,7 @@ from typing import Final
 
 from registry.broker.base import Limits, Publication
 from registry.envelope import JobHeader, Keyring, Options, Retry, seal
-from registry.errors import DeadlineExceeded, InvalidInput, UnknownModel
+from registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
 from registry.package import ModelSpec, find, load_package
 from registry.queues import new_job_id, parse_name, parse_priority
 from registry.settings import QueueConfig, Settings
@@ -51,7 +51,8 @@ class SpecCache:
 
         Raises InvalidInput for a name that no model can have.
         """
-        kept = self._specs.get(model)
+        # Through the lane, anything may stand where a name is expected.
+        kept = self._specs.get(model) if isinstance(model, str) else None
         if kept is not None and kept[0] > time.monotonic():
             return kept[2]
         parse_name("model", model)
@@ -114,7 +115,7 @@ class Press:
         band = parse_priority(priority)
         owner = self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant)
         if version and version != spec.version:
-            raise UnknownModel(f"Unknown model {spec.name}/{version!r:.80}. Expected version: {spec.version}")
+            raise UnknownModel(f"Unknown model {spec.name}/{described(version)}. Expected version: {spec.version}")
         if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
             raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
         if not isinstance(inputs, Mapping):
@@ -178,6 +179,9 @@ def _check_retry(spec: ModelSpec, retry: object) -> None:
 def _deadline_ms(deadline_s: float) -> int:
     if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool):
         raise InvalidInput(f"deadline_s is a {type(deadline_s).__name__}. Expected seconds from now")
+    if isinstance(deadline_s, int):
+        # No float holds any integer, and the errors show one.
+        deadline_s = max(-(10**18), min(deadline_s, 10**18))
     if not deadline_s > 0:
         raise DeadlineExceeded(f"deadline_s is {deadline_s:g}. Expected a positive number of seconds from now")
     if deadline_s > _MAX_DEADLINE_S:

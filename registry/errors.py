@@ -58,7 +58,9 @@ __all__ = [
     "UndecodableEnvelope",
     "UnknownJob",
     "UnknownModel",
+    "described",
     "job_failure",
+    "shown",
 ]
 
 
@@ -198,6 +200,20 @@ class ConfigurationError(PenstockError):
     """A setting, a model package or a machine that cannot work; the process says so in one line and exits."""
 
     disposition = "stop"
+
+
+def shown(name: object) -> str:
+    """A name that somebody sent, as it may stand in an error: cut short, and without line breaks of its own."""
+    text = str(name)[:80]
+    return text if text.isprintable() else repr(text)
+
+
+def described(value: object) -> str:
+    """What somebody sent in the place of a name, as it may stand in an error; never more work than a short text."""
+    if isinstance(value, str):
+        return repr(value[:80])
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return repr(value)[:80] if is_plain else f"of type {type(value).__name__}"
 
 
 _FAILURES: dict[str, type[JobFailed]] = {

@@ -19,10 +19,10 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from registry.errors import ConfigurationError, InvalidInput, UnknownModel
+from registry.documents import BadDocument, read_yaml
+from registry.errors import ConfigurationError, InvalidInput, UnknownModel, shown
 from registry.queues import parse_name
 from registry.signature import BATCH, Signature, TensorSpec
 from registry.tensors import STRING
@@ -227,13 +227,11 @@ def load_package(path: Path, trusted_roots: Sequence[Path] | None = None) -> Pac
 
 def _read_spec(file: Path, label: str) -> ModelSpec:
     try:
-        document: Any = yaml.safe_load(file.read_bytes())
+        document: Any = read_yaml(file.read_bytes())
     except OSError as error:
         raise ConfigurationError(f"{label}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigurationError(f"{label}{where}: not valid YAML") from None
+    except BadDocument as problem:
+        raise ConfigurationError(f"{label}{problem}") from None
     if not isinstance(document, dict):
         raise ConfigurationError(f"{label}: found {type(document).__name__}, expected a mapping of fields")
     try:
@@ -342,7 +340,7 @@ def _label(folder: Path) -> str:
 def _first_problem(error: ValidationError) -> str:
     """One line for the first problem: field, found, expected."""
     problem = error.errors(include_url=False)[0]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    field = shown("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip("."))
     kind, found = problem["type"], problem["input"]
     if kind == "value_error":
         return (f"{field}: " if field else "") + str(problem["ctx"]["error"])

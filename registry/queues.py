@@ -13,7 +13,7 @@ import time
 from enum import IntEnum
 from typing import Final
 
-from registry.errors import InvalidInput
+from registry.errors import InvalidInput, described
 
 __all__ = [
     "CELERY_QUEUE",
@@ -83,16 +83,15 @@ def parse_priority(name: str) -> Priority:
     try:
         return _BY_LABEL[name]
     except (KeyError, TypeError):
-        raise InvalidInput(f"Unknown priority {name!r}. Expected one of: {', '.join(_LABELS)}") from None
+        raise InvalidInput(f"Unknown priority {described(name)}. Expected one of: {', '.join(_LABELS)}") from None
 
 
 def parse_name(kind: str, name: object) -> str:
     """`name` if it may name a model or a tenant (`kind` says which, for the error)."""
     if isinstance(name, str) and _NAME.match(name):
         return name
-    shown = repr(name)[:80]
     raise InvalidInput(
-        f"Bad {kind} name {shown}. Expected 1 to 64 characters of a-z, 0-9, '.', '_' or '-', "
+        f"Bad {kind} name {described(name)}. Expected 1 to 64 characters of a-z, 0-9, '.', '_' or '-', "
         "starting with a letter or digit"
     )
 

@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_origin
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -31,8 +30,9 @@ from pydantic import (
     field_validator,
 )
 
+from registry.documents import BadDocument, read_yaml
 from registry.envelope import Keyring
-from registry.errors import ConfigurationError
+from registry.errors import ConfigurationError, shown
 from registry.queues import parse_name
 
 __all__ = [
@@ -93,8 +93,15 @@ def _device(name: str) -> str:
     return name
 
 
+def _folder(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("expected a folder; its ~ names nobody on this machine") from None
+
+
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
-Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+Folder = Annotated[Path, AfterValidator(_folder)]
 Regex = Annotated[str, AfterValidator(_pattern)]
 
 
@@ -423,11 +430,9 @@ def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Found]:
 
 def _from_yaml(path: Path) -> list[_Found]:
     try:
-        document = yaml.safe_load(_read(path))
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        where = f" near line {mark.line + 1}" if mark else ""
-        raise ConfigurationError(f"{path.name} is not valid YAML{where}") from None
+        document = read_yaml(_read(path).encode())
+    except BadDocument as problem:
+        raise ConfigurationError(f"{path.name}{problem}") from None
     return _from_table({} if document is None else document, path.name)
 
 
@@ -529,7 +534,7 @@ def _misfit(problem: ValidationError, found: Mapping[str, _Found]) -> Configurat
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> ConfigurationError:
     nearest = difflib.get_close_matches(name.partition(" in ")[0], known, n=1, cutoff=0.0)
-    return ConfigurationError(f"Unknown {kind} {name}. The nearest that exists is {nearest[0]}")
+    return ConfigurationError(f"Unknown {kind} {shown(name)}. The nearest that exists is {nearest[0]}")
 
 
 def _named_config(environ: Mapping[str, str]) -> Path | None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from registry.errors import InvalidInput, ModelError
+from registry.errors import InvalidInput, ModelError, shown
 from registry.tensors import DTYPES, MAX_DIMS, STRING, Array
 
 __all__ = ["BATCH", "Signature", "TensorSpec"]
@@ -24,6 +24,8 @@ __all__ = ["BATCH", "Signature", "TensorSpec"]
 BATCH: Final = "batch"
 """The symbolic dimension along which jobs are concatenated; always the first."""
 _EXAMPLE_EXTENT: Final = 8
+_MOST_NAMES: Final = 64
+"""Names that an error lists."""
 _PROBE_ELEMENTS: Final = 8192
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z")
 _PYTHON_NUMBERS: Final = (int, float, np.integer, np.floating)
@@ -157,6 +159,9 @@ class Signature:
 
     def select_outputs(self, wanted: Sequence[str]) -> tuple[str, ...]:
         """The declared outputs among `wanted`, all of them when it is empty. Raises InvalidInput (IN-031)."""
+        is_list = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+        if not is_list or not all(isinstance(name, str) for name in wanted):
+            raise InvalidInput(f"outputs: not a list of names. Declared outputs: {_listed(self._outputs)}")
         if unknown := set(wanted).difference(self._outputs):
             raise InvalidInput(f"Unknown output(s): {_listed(unknown)}. Declared outputs: {_listed(self._outputs)}")
         return tuple(name for name in self._outputs if not wanted or name in wanted)
@@ -366,4 +371,6 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
 
 
 def _listed(names: Iterable[object]) -> str:
-    return ", ".join(sorted(str(name)[:80] for name in names))
+    listed = sorted(map(shown, names))
+    more = [f"and {len(listed) - _MOST_NAMES} more"] if len(listed) > _MOST_NAMES else []
+    return ", ".join([*listed[:_MOST_NAMES], *more])

@@ -426,6 +426,9 @@ class LaneRequest(Request):  # type: ignore[misc]  # Celery is untyped
         return shown
 
 
+_UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError)
+
+
 class ForgivingConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
     """Celery's consumer, that takes a message nobody can read for a lost connection, not for its own end.
 
@@ -434,7 +437,20 @@ class ForgivingConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.channel_errors = (*self.conninfo.channel_errors, ValueError, TypeError, KeyError, AttributeError)
+        self.channel_errors = (*self.conninfo.channel_errors, *_UNREADABLE)
+
+    def create_task_handler(self, *args: Any, **options: Any) -> Callable[[Any], None]:
+        """Celery's handler; a message that it fails over would come back at every reconnect, and is dropped."""
+        handle = super().create_task_handler(*args, **options)
+
+        def handle_or_drop(message: Any) -> None:
+            try:
+                handle(message)
+            except _UNREADABLE as error:
+                _log.error("a message that is no task was dropped: %s", type(error).__name__)
+                message.reject_log_error(_log, self.connection_errors)
+
+        return handle_or_drop
 
 
 class ResultStore:

@@ -63,6 +63,8 @@ _LONGEST_PAUSE_S: Final = 1.0
 """How long to leave a broker alone that does not answer; doubled each time, between these."""
 _STUCK_S: Final = 30.0
 """An I/O or lease thread that has not come round for so long hangs."""
+_STOOD_STILL_S: Final = 1.0
+"""An I/O thread that wants to turn several times a second and does not for so long has been kept from it."""
 _REPORT_TTL_MS: Final = 5000
 
 
@@ -602,7 +604,7 @@ class Drain:
         now = self._clock()
         gap_s, self._looked = now - self._looked, now
         for work in self.executor.running():
-            if gap_s > work.limit_s:
+            if gap_s > max(work.limit_s, _STOOD_STILL_S):
                 # The whole process stood still, and the forward with it.
                 work.touch()
             elif now - work.alive_at > work.limit_s and not self._ailment:
@@ -687,6 +689,8 @@ class Drain:
             job = self._rouse()
             if job.is_lost or job.is_cancelled:
                 self._concluded.append(Conclusion(job, CANCELLED))
+            elif self._watcher.is_revoked(job.header.id):
+                self._concluded.append(Conclusion(job, REVOKED))
             elif job.is_suspect:
                 self._served[job.delivery.slot].hold(job)
                 self._suspects.append(job)

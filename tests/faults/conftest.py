@@ -16,7 +16,7 @@ import yaml
 from tests.faults.history import Findings, History, check
 from tests.faults.load import Load
 from tests.packages import write_recorder
-from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
+from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 
 
 class Stage:
@@ -58,22 +58,27 @@ class Stage:
 
         url: where it finds the broker, if not straight there. is_supervised: as `penstock worker` runs it.
         """
-        folder = self._folder / f"worker-{len(self.workers)}"
-        folder.mkdir()
         if url:
             environment |= {"PENSTOCK_REDIS_URL": url, "PENSTOCK_CELERY_URL": url}
-        name = f"stage{len(self.workers)}@test"
-        kind = SupervisedWorker if is_supervised else WorkerProcess
-        worker = kind(self.server, self.models_root, folder, name=name, environment=environment)
-        self.workers.append(worker)
+        worker = self._launched(SupervisedWorker if is_supervised else WorkerProcess, environment)
         if wait:
-            return worker.start()
-        worker.launch()
+            wait_until(worker.is_ready, 60, f"worker {worker.name} is ready")
         return worker
 
-    def load(self, **options: Any) -> Load:
-        """Jobs for the recorder; see Load. The caller closes it."""
-        return Load(self.server, self.model, self.ledger, f"load-{uuid4().hex[:8]}", **options)
+    def staff(self, count: int, **environment: str) -> None:
+        """So many more workers, started together; all are ready then."""
+        for worker in [self._launched(WorkerProcess, environment) for _ in range(count)]:
+            wait_until(worker.is_ready, 60, f"worker {worker.name} is ready")
+
+    def _launched(self, kind: type[WorkerProcess], environment: Mapping[str, str]) -> WorkerProcess:
+        number = len(self.workers)
+        folder = self._folder / f"worker-{number}"
+        folder.mkdir()
+        name = f"stage{number}@test"
+        worker = kind(self.server, self.models_root, folder, name=name, environment=environment)
+        self.workers.append(worker)
+        worker.launch()
+        return worker
 
     def close(self) -> None:
         """End everything."""

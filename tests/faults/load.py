@@ -80,6 +80,14 @@ class Load:
         for _ in range(count):
             self.submit(float(next(_numbers)), **options)
 
+    def publish_at_once(self, count: int) -> None:
+        """Submit `count` jobs in few calls, so that nobody ends the first before the last is there."""
+        numbers = [float(next(_numbers)) for _ in range(count)]
+        self._history.offered.update(numbers)
+        handles = self._client.submit_many(self._model, [{"x": row(number)} for number in numbers])
+        self._handles.update(zip(numbers, handles, strict=True))
+        self._history.accepted.update(numbers)
+
     def submit(self, number: float, **options: Any) -> JobHandle | None:
         """Submit one job; its handle when it was accepted."""
         self._history.offered.add(number)

@@ -38,8 +38,7 @@ def timed(open_stage: OpenStage, tmp_path_factory: pytest.TempPathFactory) -> Ti
     clock = Clock(folder / "time")
     environment = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(folder / "time")}
     stage = open_stage(forward_s=0.05, server_environment=environment)
-    for wait in (False, True):
-        stage.employ(wait=wait, PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S="86400")
+    stage.staff(2, PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S="86400")
     return Timed(stage, clock)
 
 
@@ -51,7 +50,7 @@ def test_jump_of_the_brokers_clock_loses_nothing(seed: int, timed: Timed, start_
     with stage.server.client() as client:
         for hours in (1, 0) if seed % 2 else (-1, 0):
             before_s, _ = client.time()
-            load.publish(200 + seed)
+            load.publish_at_once(200 + seed)
             clock.jump_to(hours * HOUR_S)
             after_s, _ = client.time()
             assert abs(abs(after_s - before_s) - HOUR_S) < 10, "the server's clock did not jump"

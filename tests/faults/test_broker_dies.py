@@ -35,7 +35,7 @@ def test_killed_broker_loses_nothing_and_work_resumes(seed: int, stage: Stage, s
     """kill -9 of the broker with a backlog and one worker: nothing lost, consuming again within 5 s, every time."""
     load = start_load(stage.server, stage.ledger)
     with load.running():
-        load.publish(100 + 10 * seed)
+        load.publish_at_once(100 + 10 * seed)
         load.await_progress(20)
         stage.server.restart()
         is_back = time.monotonic()

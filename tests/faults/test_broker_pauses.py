@@ -21,8 +21,7 @@ RESUME_S = 2.0
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers: each could take the other for dead."""
     stage = open_stage(forward_s=0.05)
-    stage.employ(wait=False)
-    stage.employ()
+    stage.staff(2)
     return stage
 
 

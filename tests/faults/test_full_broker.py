@@ -14,15 +14,16 @@ from tests.servers import RedisServer, wait_until
 RESUME_S = 2.0
 FULL_S = 2.5
 """Longer than a lease: nothing may be lost because renewals are refused, too."""
+BACKLOG = 600
+"""Over a second of work."""
 _ROOM = 4 * 1024 * 1024
 
 
 @pytest.fixture(scope="module")
 def stage(open_stage: OpenStage) -> Stage:
-    """Two workers with a backlog that outlasts the time without memory."""
+    """Two workers, each of which does 320 jobs a second."""
     stage = open_stage(forward_s=0.05)
-    stage.employ(wait=False)
-    stage.employ()
+    stage.staff(2)
     return stage
 
 
@@ -49,7 +50,7 @@ def test_full_broker_refuses_and_loses_nothing(seed: int, stage: Stage, start_lo
     refused = start_load(stage.server, stage.ledger, timeout_s=1)
     refused.publish(1)
     processes = [worker.pid for worker in stage.workers]
-    waiting.publish(400 + seed)
+    waiting.publish_at_once(BACKLOG + seed)
     _fill(stage.server)
     full_since = time.monotonic()
     try:

@@ -26,9 +26,7 @@ RESUME_S = 4.0
 def stage(open_stage: OpenStage) -> Stage:
     """Three workers, of which any one is killed and started again."""
     stage = open_stage(forward_s=FORWARD_S)
-    for _ in range(2):
-        stage.employ(wait=False)
-    stage.employ()
+    stage.staff(3)
     return stage
 
 

@@ -21,8 +21,7 @@ LONGEST_WAIT_S = 1.5
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers with the lease that users get."""
     stage = open_stage(forward_s=0.05)
-    stage.employ(wait=False, PENSTOCK_INFERENCE_QUEUE_LEASE_S=f"{LEASE_S:g}")
-    stage.employ(PENSTOCK_INFERENCE_QUEUE_LEASE_S=f"{LEASE_S:g}")
+    stage.staff(2, PENSTOCK_INFERENCE_QUEUE_LEASE_S=f"{LEASE_S:g}")
     return stage
 
 

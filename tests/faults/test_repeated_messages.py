@@ -19,8 +19,7 @@ JOBS = 200
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers, so that copies of a job run at the same time."""
     stage = open_stage(forward_s=0.005)
-    stage.employ(wait=False)
-    stage.employ()
+    stage.staff(2)
     return stage
 
 

@@ -29,8 +29,7 @@ STEADY_S = 1.5
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers whose capacity is known."""
     stage = open_stage(forward_s=FORWARD_S, max_batch_size=MAX_BATCH)
-    stage.employ(wait=False)
-    stage.employ()
+    stage.staff(2)
     return stage
 
 

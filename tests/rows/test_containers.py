@@ -126,19 +126,11 @@ def test_compose_reads_its_files(tmp_path: Path):
         pytest.skip("needs docker compose")
     given = tmp_path / "env"
     needed = sorted({name for name, mark, _ in _variables() if mark == ":?"})
-    command = [
-        docker,
-        "compose",
-        "--env-file",
-        given,
-        "-f",
-        COMPOSE / "compose.yaml",
-        "-f",
-        COMPOSE / "compose.gpu.yaml",
-    ]
+    files = ["-f", str(COMPOSE / "compose.yaml"), "-f", str(COMPOSE / "compose.gpu.yaml")]
+    command = [docker, "compose", "--env-file", str(given), *files, "config", "--quiet"]
     for left_out in ("", *needed):
         given.write_text("".join(f"{name}=./{'x' * 24}\n" for name in needed if name != left_out))
-        ended = subprocess.run([*command, "config", "--quiet"], capture_output=True, text=True)
+        ended = subprocess.run(command, capture_output=True, text=True)
         assert (ended.returncode == 0) == (not left_out), ended.stderr
         assert not left_out or left_out in ended.stderr
 

@@ -24,6 +24,7 @@ from registry.broker.base import (
     Publication,
     Receipt,
     Renewal,
+    Replay,
     Standing,
     StreamEntry,
     Verdict,
@@ -35,7 +36,7 @@ from registry.queues import Priority
 from tests.simulation.plan import LEASE_S, Plan
 from tests.simulation.world import World
 
-__all__ = ["TTL_MS", "UNSIGNED", "Caller", "Entry", "Truth", "UnreliableEnd"]
+__all__ = ["TTL_MS", "UNSIGNED", "Bystander", "Caller", "Entry", "Truth", "UnreliableEnd"]
 
 T = TypeVar("T")
 Entry = tuple[str, Priority, bytes]
@@ -66,6 +67,28 @@ class Caller(Protocol):
         """Whether what it does now was begun after it had been told to stop."""
 
 
+class Bystander:
+    """A process that lives through everything and holds no jobs: its calls may fail, and that is all."""
+
+    def __init__(self, world: World, label: str) -> None:
+        self.world = world
+        self.label = label
+        self.cut_until = 0.0
+        self.disturbed_at = 0.0
+
+    def wait(self, delay: float) -> None:
+        """See Caller.wait."""
+        self.world.elapse(delay)
+
+    def holds(self, entry: Entry) -> bool:
+        """See Caller.holds."""
+        return False
+
+    def is_winding_up(self) -> bool:
+        """See Caller.is_winding_up."""
+        return False
+
+
 @dataclass(slots=True)
 class Truth:
     """What really happened at the broker."""
@@ -76,6 +99,10 @@ class Truth:
     """By job id: when it was cancelled while nobody held it, in the world's time."""
     crashes: Counter[str] = field(default_factory=Counter)
     """By job id: how often a process died, and not while it wound up, with the job on its model."""
+    replayed: Counter[str] = field(default_factory=Counter)
+    """By job id: how often an operator put its dead letter back."""
+    when_buried: Callable[[str, str], None] = lambda _slot, _job_id: None
+    """Called with slot and job id of every new dead letter."""
     callers: dict[str, Caller] = field(default_factory=dict)
     """Workers by consumer."""
 
@@ -106,7 +133,7 @@ class UnreliableEnd(MemoryBroker):
         if world.is_over or not (is_down or is_bad):
             return serve()
         if is_down:
-            fate = "late" if may_recur and world.rng.random() < 0.1 else "refused"
+            fate = "late" if may_recur and world.rng.random() < 0.2 else "refused"
         elif world.rng.random() < self._plan.loss:
             fate = world.rng.choice(_FAILURES if may_recur else _FAILURES[:4])
             world.inject(f"call {fate}", f"{caller.label} {name}")
@@ -127,7 +154,9 @@ class UnreliableEnd(MemoryBroker):
         if fate == "unheard":
             serve()
         elif fate == "late":
-            world.after(max(0.0, world.down_until - world.now) + world.rng.uniform(0.0, 0.5), lambda: _served(serve()))
+            # A broker that wakes serves what lies in its sockets before anything else.
+            later = world.rng.choice((0.0, world.rng.uniform(0.0, 0.5)))
+            world.after(max(0.0, world.down_until - world.now) + later, lambda: _served(serve()))
         raise BrokerUnavailable(f"{name}: {fate}")
 
     # Producers' end
@@ -140,11 +169,14 @@ class UnreliableEnd(MemoryBroker):
         """The broker's side of `publish`."""
         receipts = super().publish(slot, jobs, limits)
         for receipt in receipts:
-            record = self._state.records.get(receipt.job_id)
-            if record is not None:
-                self.truth.accepted_ms[receipt.job_id] = int(record.entry_id.partition(b"-")[0])
+            self._note_acceptance(receipt.job_id)
         self.world.note(f"publish {[(receipt.job_id[-4:], receipt.outcome) for receipt in receipts]}")
         return receipts
+
+    def _note_acceptance(self, job_id: str) -> None:
+        record = self._state.records.get(job_id)
+        if record is not None:
+            self.truth.accepted_ms[job_id] = int(record.entry_id.partition(b"-")[0])
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -308,8 +340,29 @@ class UnreliableEnd(MemoryBroker):
 
     def serve_bury(self, consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes) -> bool:
         """The broker's side of `bury`."""
-        self.world.note(f"bury {self._caller.label} {job_id[-4:]} {reason}")
-        return super().bury(consumer, delivery, reason, job_id=job_id, sealed=sealed)
+        is_buried = super().bury(consumer, delivery, reason, job_id=job_id, sealed=sealed)
+        self.world.note(f"bury {self._caller.label} {job_id[-4:]} {'done' if is_buried else 'lost'}")
+        if is_buried:
+            self.truth.when_buried(delivery.slot, job_id)
+        return is_buried
+
+    def replay(
+        self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
+    ) -> Replay:
+        """See Broker.replay."""
+        return self._call("replay", lambda: self.serve_replay(slot, entry, job, job_ttl_ms, keeps_acceptance))
+
+    def serve_replay(self, slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Replay:
+        """The broker's side of `replay`."""
+        letter = super().dead_letter(slot, entry)
+        outcome = super().replay(slot, entry, job, job_ttl_ms, keeps_acceptance=keeps_acceptance)
+        if letter is not None and outcome is Replay.REPLAYED:
+            self.truth.replayed[job.job_id] += 1
+            del self.truth.crashes[job.job_id]
+            if not keeps_acceptance:
+                self._note_acceptance(job.job_id)
+        self.world.note(f"replay {job.job_id[-4:]} {outcome.value}")
+        return outcome
 
     def paused(self, slots: Sequence[str]) -> frozenset[str]:
         """See WorkerEnd.paused."""

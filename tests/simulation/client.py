@@ -18,7 +18,7 @@ from registry.broker.base import CancelOutcome, Limits, Publication, Standing, S
 from registry.envelope import Retry
 from registry.errors import BrokerUnavailable, QueueFull
 from registry.package import ModelSpec
-from tests.simulation.broker import UNSIGNED, Entry
+from tests.simulation.broker import UNSIGNED, Bystander
 from tests.simulation.plan import Order
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ class Job:
     is_doubtful: bool = False
     """Some call to publish it was not answered."""
     cancel_asked: bool = False
-    is_cancelled: bool = False
-    """The client was told that it will never run."""
     is_told: bool = False
     """Its result has reached whoever waits for it."""
 
@@ -70,15 +68,12 @@ class Waiter:
         self.job.is_told = True
 
 
-class Client:
+class Client(Bystander):
     """One tenant's client, with a reply stream per model."""
 
     def __init__(self, simulation: Simulation, index: int, limits: Limits) -> None:
-        self.label = f"c{index}"
-        self.cut_until = 0.0
-        self.disturbed_at = 0.0
+        super().__init__(simulation.world, f"c{index}")
         self.tenant = f"tenant-{index}"
-        self.world = simulation.world
         self.jobs: list[Job] = []
         self.busy = 0
         """Things that it has yet to do."""
@@ -89,18 +84,6 @@ class Client:
         """Kept alive, as handles are by those who wait."""
         self._postbox: Postbox[Waiter] = Postbox(self.label)
         self.end = simulation.connect(self)
-
-    def wait(self, delay: float) -> None:
-        """See Caller.wait."""
-        self.world.elapse(delay)
-
-    def holds(self, entry: Entry) -> bool:
-        """See Caller.holds."""
-        return False
-
-    def is_winding_up(self) -> bool:
-        """See Caller.is_winding_up."""
-        return False
 
     def plan(self, order: Order, spec: ModelSpec) -> None:
         """Carry out the order, when its time comes."""
@@ -205,6 +188,5 @@ class Client:
                 if attempt < _ATTEMPTS:
                     self._later(self.world.rng.uniform(0.05, 0.5), lambda: self._cancel(job, attempt + 1))
                 return
-        job.is_cancelled |= CancelOutcome.CANCELLED in outcomes
         if all(outcome is CancelOutcome.UNKNOWN for outcome in outcomes):
             self.world.violate(f"job {job.number} was accepted and is unknown")

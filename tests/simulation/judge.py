@@ -24,10 +24,10 @@ from registry.tensors import decode
 from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
 from tests.simulation.client import Client, Job
+from tests.simulation.operators import Operator
 from tests.simulation.plan import LEASE_S, Fault, Making, Plan, draw
-from tests.simulation.worker import SteppedDrain, Supervisor, Worker
+from tests.simulation.worker import Seat, SteppedDrain, Supervisor, Worker
 from tests.simulation.world import World
-from workers.job import ClaimedJob
 
 __all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
 
@@ -83,7 +83,7 @@ class Simulation:
         self.world = World(rng)
         self.mutation = mutation
         self.truth = Truth()
-        self.packages = _packages(self.plan.models, self.plan.max_rows)
+        self.packages = _packages(self.plan.models, self.plan.max_rows, self.plan.concurrency)
         self.history = History()
         self._settings = _settings(self.plan.single_flight)
         self._max_crashes = self._settings.inference.queue.max_crashes
@@ -94,9 +94,11 @@ class Simulation:
         self._faults_left = len(self.plan.faults)
         self.workers: list[Worker] = []
         self._flaked: set[float] = set()
+        self._mended: set[float] = set()
         self._paused_since: dict[str, float] = {}
         limits = Limits(self.plan.max_depth, 0, TTL_MS)
         self.supervisor = Supervisor(self)
+        self._operator = Operator(self) if self.plan.has_operator else None
         self._clients = [Client(self, index, limits) for index in range(2)]
 
     def run(self) -> bool:
@@ -137,6 +139,10 @@ class Simulation:
         for job_id in job.job_ids:
             self._jobs[job_id] = job
 
+    def mend(self, job_id: str) -> None:
+        """From now on the model takes the job's question like any other."""
+        self._mended.add(self._jobs[job_id].question)
+
     def forward_s(self) -> float:
         """How long the next forward takes."""
         rng = self.world.rng
@@ -144,22 +150,22 @@ class Simulation:
             return rng.uniform(1.2, 2.6)
         return self.plan.forward_s * rng.uniform(0.3, 2.0)
 
-    def forward_begins(self, worker: Worker, questions: list[float], jobs: list[ClaimedJob]) -> set[Making]:
+    def forward_begins(self, worker: Worker, seat: Seat, questions: list[float]) -> set[Making]:
         """A model is asked: nothing may be among it that was late or withdrawn when its batch began.
 
         Returns what the jobs are made to do.
         """
         self.world.note(f"forward {worker.label} {questions}")
-        asked, began, began_ms = set(questions), *worker.batch_began
+        asked, jobs, (began, began_ms) = set(questions), seat.jobs(), seat.began
         # A job that is cut into slices, or taken out of a failed batch, has begun once all the same.
-        self.history.forwards += sorted(asked - worker.asked)
-        worker.asked |= asked
+        self.history.forwards += sorted(asked - seat.asked)
+        seat.asked |= asked
         makings: set[Making] = set()
         for claimed in jobs:
             job = self._jobs[claimed.header.id]
             if job.question not in asked:
                 continue
-            if claimed.delivery.crashes and len(jobs) > 1:
+            if claimed.delivery.crashes and (len(jobs) > 1 or len(worker.drain.active()) > 1):
                 self.world.violate(f"a suspect in company: {job.number}")
             if self.truth.withdrawn.get(claimed.header.id, began) < began:
                 self.world.violate(f"ran after it was withdrawn: {job.number}")
@@ -177,7 +183,8 @@ class Simulation:
                     continue
                 if len(asked) == 1:
                     self._flaked.add(job.question)
-            makings.add(job.order.making)
+            if job.question not in self._mended:
+                makings.add(job.order.making)
         return makings
 
     def expect_redelivery(self, dead: Worker, leased: list[Entry]) -> None:
@@ -228,7 +235,12 @@ class Simulation:
             world.skew_s += fault.seconds
             world.disturbed_at = world.now
         elif living := [worker for worker in self.workers if not worker.is_gone]:
-            self._strike_worker(fault, living[fault.worker % len(living)])
+            if fault.kind == "drain" and fault.nth > 1:
+                world.inject("rolling restart")
+                for turn, worker in enumerate(living):
+                    world.after(0.4 * turn, partial(worker.terminate, fault.seconds))
+            else:
+                self._strike_worker(fault, living[fault.worker % len(living)])
 
     def _pause(self, slot: str, seconds: float) -> None:
         """An operator pauses the model for a while. Nobody takes over its jobs meanwhile."""
@@ -266,6 +278,7 @@ class Simulation:
         return (
             not self._faults_left
             and not any(client.busy for client in self._clients)
+            and not (self._operator and self._operator.busy)
             and not self._ends[0].unfinished()
             and not any(worker.is_engaged() for worker in self.workers)
         )
@@ -319,11 +332,28 @@ class Simulation:
             for entry in client.replies():
                 for local_id, record in zip(entry.fields[::2], entry.fields[1::2], strict=True):
                     self._note_effect(by_local_id[local_id.decode()], bytes(record))
+        self._forget_replayed(jobs)
         if self._replies_expired:
             told = {effect.job for effect in history.effects}
             for job in jobs:
                 if job.number in history.records and job.number not in told:
                     self._note_effect(job, b"C-" + history.records[job.number])
+
+    def _forget_replayed(self, jobs: list[Job]) -> None:
+        """An end that an operator took back was told, and then once more for each time that he did."""
+        told = Counter(effect.job for effect in self.history.effects)
+        for job in jobs:
+            superseded = sum(self.truth.replayed[job_id] for job_id in job.job_ids)
+            if superseded and told[job.number] == superseded + 1:
+                ends = [effect for effect in self.history.effects if effect.job == job.number]
+                for effect in ends[:-1]:
+                    self.history.effects.remove(effect)
+
+    @property
+    def _reports_arrive(self) -> bool:
+        """Whether every death was reported long before its jobs' leases ran out."""
+        kinds = {fault.kind for fault in self.plan.faults}
+        return not (self.plan.loss or self.plan.delay or kinds & {"outage", "partition", "jump"})
 
     @property
     def _replies_expired(self) -> bool:
@@ -339,9 +369,11 @@ class Simulation:
 
     def _check_state(self, job: Job, job_id: str, state: State) -> None:
         """Whether it could end like this."""
-        allowed = {_ENDS[job.order.making]}
-        if self.truth.crashes[job_id] >= self._max_crashes:
+        allowed = {State.COMPLETED if job.question in self._mended else _ENDS[job.order.making]}
+        if (crashes := self.truth.crashes[job_id]) >= self._max_crashes:
             allowed.add(State.DEAD)
+            if crashes > self._max_crashes and self._reports_arrive:
+                self.world.violate(f"outlived {crashes} processes: {job.number}")
         if job.cancel_asked:
             allowed.add(State.CANCELLED)
         if job.order.deadline_s is not None:
@@ -356,11 +388,11 @@ class Simulation:
 
 
 @cache
-def _packages(models: int, max_rows: int) -> list[Package]:
-    return [Package(_spec(f"model-{index}", max_rows), Path(f"model-{index}")) for index in range(models)]
+def _packages(models: int, max_rows: int, concurrency: int) -> list[Package]:
+    return [Package(_spec(f"model-{index}", max_rows, concurrency), Path(f"model-{index}")) for index in range(models)]
 
 
-def _spec(name: str, max_rows: int) -> ModelSpec:
+def _spec(name: str, max_rows: int, concurrency: int) -> ModelSpec:
     tensor = {"dtype": "float32", "shape": ["batch", 4]}
     return ModelSpec.model_validate(
         {
@@ -371,6 +403,7 @@ def _spec(name: str, max_rows: int) -> ModelSpec:
             "inputs": [{"name": "x", **tensor}],
             "outputs": [{"name": "y", **tensor}],
             "batching": {"max_batch_size": max_rows},
+            "concurrency": concurrency,
             "timeout_s": _FORWARD_LIMIT_S,
         }
     )

@@ -21,6 +21,7 @@ from registry.broker.base import (
     Publication,
     Receipt,
     Renewal,
+    Replay,
     State,
     Verdict,
 )
@@ -427,6 +428,35 @@ class PauseForgotten(UnreliableEnd):
         """Nothing is kept."""
 
 
+class SuspectsInCompany(SteppedDrain):
+    """Jobs that somebody may have died of run with the others."""
+
+    def _admit(self, deliveries: Sequence[Delivery]) -> None:
+        super()._admit(deliveries)
+        while self._suspects:
+            job = self._suspects.popleft()
+            self._served[job.delivery.slot].add([job])
+
+
+class PoisonTolerated(SteppedDrain):
+    """Two more processes may die of a job than is said."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_crashes += 2
+
+
+class ReplayLost(UnreliableEnd):
+    """A dead letter is said to be back in the queue, and is nowhere."""
+
+    def serve_replay(self, slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Replay:
+        outcome = super().serve_replay(slot, entry, job, job_ttl_ms, keeps_acceptance)
+        record = self._state.records.get(job.job_id)
+        if outcome is Replay.REPLAYED and record is not None:
+            self._state.queue(slot, job.priority).remove(record.entry_id)
+        return outcome
+
+
 def _entry(delivery: Delivery) -> Entry:
     return delivery.slot, delivery.priority, delivery.entry_id
 
@@ -449,10 +479,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _broken(TakeOverOfTheLiving, "taken from the living"),
     _broken(TakeOverForgotten, "no end"),
     _broken(TakeOverLate, "not redelivered"),
-    _broken(LateTakeOver, "taken from the living", 999),
-    _misled(TakeOverAfterAPause, "taken from the living", 505),
-    _misled(IdleTakesOverAfterAPause, "taken from the living", 586),
-    _misled(TakeOverAfterAShortPause, "taken from the living", 1781),
+    _broken(LateTakeOver, "taken from the living", 505),
+    _misled(TakeOverAfterAPause, "taken from the living"),
+    _misled(IdleTakesOverAfterAPause, "taken from the living"),
+    _misled(TakeOverAfterAShortPause, "taken from the living", 340),
     _broken(ToldTwice, "duplicated"),
     _broken(DeliveriesCountedAsCrashes, "counted"),
     _broken(ReleaseCountedAsCrash, "counted"),
@@ -470,9 +500,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(LowerPriorityBatched, "batched a less urgent job first"),
     _misled(LateJobsRun, "ran after its deadline"),
     _misled(FollowerDropped, "no end"),
-    _broken(NothingReleased, "left with"),
+    _broken(NothingReleased, "left with", 278),
     _misled(ClaimsWhileStopping, "claimed after its stop"),
     _misled(NeighboursPay, "ended failed"),
     _misled(AnswersSwapped, "the answer of another"),
+    _misled(SuspectsInCompany, "a suspect in company"),
+    _misled(PoisonTolerated, "outlived"),
+    _broken(ReplayLost, "lost"),
     _broken(PauseForgotten, "ran while its model was paused"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, Literal
 
@@ -55,6 +55,7 @@ class Fault:
     point: str = ""
     """For a crash or freeze: the checkpoint at which it strikes, the `nth` time; empty: between two steps."""
     nth: int = 1
+    """For a drain, more than 1 means all workers, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class Plan:
     workers: int
     models: int
     max_rows: int
+    concurrency: int
+    """Model threads of each worker."""
     until: float
     forward_s: float
     """The typical time of a forward; a few take as long as leases."""
@@ -73,6 +76,8 @@ class Plan:
     delay: float
     """The share of calls that take their time, while everything else goes on."""
     single_flight: bool
+    has_operator: bool
+    """Somebody puts dead letters back, once each."""
     device_rows: int
     """Rows that fit the device; 0: all."""
     max_depth: int
@@ -91,20 +96,31 @@ def draw(rng: Random) -> Plan:
     models = rng.choice((1, 1, 1, 2))
     is_calm = rng.random() < 0.12
     orders = tuple(_order(rng, until, models) for _ in range(rng.randint(2, 10)))
-    return Plan(
+    plan = Plan(
         workers=rng.choice((1, 2, 2, 3)),
         models=models,
         max_rows=rng.choice((1, 2, 4, 16)),
+        concurrency=rng.choice((1, 1, 2)),
         until=until,
         forward_s=rng.choice((0.001, 0.01, 0.05, 0.3)),
         has_long_forwards=rng.random() < 0.25,
         loss=0.0 if is_calm or rng.random() < 0.6 else rng.uniform(0.01, 0.2),
         delay=0.0 if rng.random() < 0.6 else rng.uniform(0.05, 0.4),
         single_flight=rng.random() < 0.7,
+        has_operator=rng.random() < 0.5,
         device_rows=rng.choice((1, 2, 3)) if not is_calm and rng.random() < 0.1 else 0,
         max_depth=rng.choice((100_000, 100_000, 100_000, 3)),
         orders=orders,
         faults=() if is_calm else tuple(_fault(rng, until) for _ in range(rng.choice((0, 1, 1, 2, 3, 5)))),
+    )
+    return _pause(rng, plan) if not is_calm and rng.random() < 0.12 else plan
+
+
+def _pause(rng: Random, plan: Plan) -> Plan:
+    """The same, but that its only fault is one pause of the broker, while jobs run that outlive their leases."""
+    outage = Fault("outage", rng.uniform(0.0, plan.until), seconds=rng.uniform(0.4, 2.0))
+    return replace(
+        plan, workers=rng.choice((2, 3)), forward_s=1.0, has_long_forwards=True, loss=0.0, delay=0.0, faults=(outage,)
     )
 
 

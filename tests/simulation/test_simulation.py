@@ -19,14 +19,13 @@ CHUNK = 500
 MUTANT_SEEDS = 2000
 """A mutant that survives so many schedules is not caught."""
 FOUND = {
-    6: "ToldTwice: a repeated commit told its client again (broker in memory)",
-    505: "TakeOverAfterAPause",
-    586: "IdleTakesOverAfterAPause: an idle worker's first call after a pause took over from the living",
-    999: "LateTakeOver: a take-over that lay in the socket of a paused broker took from the living when it woke",
-    1781: "TakeOverAfterAShortPause: a pause of 0.8 s was not seen as one by workers with leases of 1 s",
-    11078: "TakeOverAfterAShortPause, before plans had enough short pauses",
+    4: "ToldTwice: a repeated commit told its client again (broker in memory)",
+    56: "IdleTakesOverAfterAPause: an idle worker's first call after a pause took over from the living",
+    340: "TakeOverAfterAShortPause: a pause of 0.8 s was not seen as one by workers with leases of 1 s",
+    505: "LateTakeOver: a take-over that lay in the socket of a paused broker took from the living when it woke",
 }
-"""Seeds of bugs that schedules found, and the mutants that keep them: they must stay clean."""
+"""Schedules that show a bug which was found here, and the mutant that brings it back. A seed means the same schedule
+only as long as plan.py and the calls of a worker stay as they are; the mutant remains."""
 
 
 def _check(seeds) -> None:
@@ -41,7 +40,7 @@ def test_promises_hold_in_every_schedule(first):
 
 
 def test_found_bugs_stay_away():
-    """The schedules in which a promise was once found broken are clean."""
+    """The schedules that show the bugs which were once found are clean."""
     _check(sorted(FOUND))
 
 

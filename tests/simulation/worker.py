@@ -2,7 +2,7 @@
 
     Strand "io"     Drain.step          woken by the broker's answer and by a finished forward
     Strand "leases" LeaseKeeper.tick
-    Strand "model"  Executor.begin, run -- the forward's time passes --> finish
+    Seat            Executor.begin, run -- the forward's time passes --> finish, on each model thread
 
 A process dies by `Crash`, which unwinds whatever it was doing: its memory is gone, its leases stay. A frozen one is
 not stepped until it thaws, also when it freezes in the middle of a step. A supervisor starts another in the place of
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Final
 from registry.broker.base import Held
 from registry.errors import BrokerUnavailable, OutOfMemory
 from registry.settings import Settings
-from tests.simulation.broker import TTL_MS, Entry, UnreliableEnd
+from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.plan import LEASE_S, Fault
 from tests.simulation.world import World
 from workers.drain import Drain
 from workers.executor import Work
+from workers.job import ClaimedJob
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Unwatched
 from workers.runtime.python_entrypoint import PythonRuntime
@@ -32,7 +33,7 @@ from workers.runtime.python_entrypoint import PythonRuntime
 if TYPE_CHECKING:
     from tests.simulation.judge import Simulation
 
-__all__ = ["Crash", "SteppedDrain", "Strand", "Supervisor", "Worker"]
+__all__ = ["Crash", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker"]
 
 _METRICS: Final = InferenceMetrics((0.1, 1.0))
 """Of all workers together: nobody looks at them, but they are reported to."""
@@ -150,6 +151,52 @@ class Strand:
             self.due(delay + world.rng.uniform(0.0, 0.002))
 
 
+class Seat:
+    """One model thread of a worker, and the batch that is on it."""
+
+    def __init__(self, worker: Worker, simulation: Simulation, number: int) -> None:
+        self.strand = Strand(worker, self._turn)
+        self.forward_s = 0.0
+        """How long the forward takes; for ever, if it hangs."""
+        self.asked: set[float] = set()
+        """What the batch has asked the model so far."""
+        self.began = (0.0, 0.0)
+        """When the batch was last looked over: the world's time, and the broker's in ms."""
+        self._worker = worker
+        self._simulation = simulation
+        self._number = number
+        self._work: Work | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it waits for work."""
+        return self._work is None and self.strand.is_asleep and not self.strand.is_busy
+
+    def jobs(self) -> list[ClaimedJob]:
+        """The jobs of the batch."""
+        return [item.job for item in self._work.batch.items] if self._work is not None else []
+
+    def _turn(self) -> float | None:
+        worker, executor = self._worker, self._worker.drain.executor
+        if self._work is not None:
+            executor.finish(self._number, self._work)
+            self._work = None
+        work = executor.begin(self._number)
+        if work is None:
+            return None
+        self._work = work
+        self.asked = set()
+        self.forward_s = self._simulation.forward_s()
+        self.began = (worker.world.now, worker.end.now_ms())
+        # While this one waits at a checkpoint, another may begin and end.
+        outer, worker.seat = worker.seat, self
+        try:
+            executor.run(work)
+        finally:
+            worker.seat = outer
+        return None if self.forward_s == inf else self.forward_s
+
+
 def _place_of(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.name}:{frame.lineno}"
@@ -182,14 +229,11 @@ class KeptJournal:
         self._is_retired = True
 
 
-class Supervisor:
+class Supervisor(Bystander):
     """Starts workers in the place of those that died or left, and reports what had been on their models."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.label = "supervisor"
-        self.cut_until = 0.0
-        self.disturbed_at = -1e9
-        self.world: World = simulation.world
+        super().__init__(simulation.world, "supervisor")
         self._simulation = simulation
         self.end: UnreliableEnd = simulation.connect(self)
 
@@ -210,18 +254,6 @@ class Supervisor:
         except BrokerUnavailable:
             self.world.after(self.world.rng.uniform(0.05, 0.3), partial(self._report, consumer, suspects))
 
-    def wait(self, delay: float) -> None:
-        """See Caller.wait."""
-        self.world.elapse(delay)
-
-    def holds(self, entry: Entry) -> bool:
-        """See Caller.holds."""
-        return False
-
-    def is_winding_up(self) -> bool:
-        """See Caller.is_winding_up."""
-        return False
-
 
 class Worker:
     """One boot of one worker."""
@@ -240,14 +272,10 @@ class Worker:
         self._simulation = simulation
         self._io_began = 0.0
         self._fail_points: list[Fault] = []
-        self._work: Work | None = None
+        self.seat: Seat | None = None
+        """The one whose forward is under way."""
         self._io: Strand
-        self._forward_s = 0.0
         self._is_given_up = False
-        self.asked: set[float] = set()
-        """What the batch that runs has asked the model so far."""
-        self.batch_began = (0.0, 0.0)
-        """When the batch that runs was last looked over: the world's time, and the broker's in ms."""
         self.journal = KeptJournal()
         self.end: UnreliableEnd = simulation.connect(self)
         self.drain = simulation.mutation.drain(
@@ -271,7 +299,7 @@ class Worker:
         simulation.truth.callers[self.drain.consumer] = self
         self._io = Strand(self, self._turn_io)
         self._leases = Strand(self, self.drain.leases.tick)
-        self._model = Strand(self, self._turn_model)
+        self._seats = [Seat(self, simulation, number) for number in range(simulation.plan.concurrency)]
         self.end.rouse = self._io.rouse
         self._io.due(world.rng.uniform(0.0, 0.05))
         self._leases.due(world.rng.uniform(0.0, 0.05))
@@ -286,8 +314,8 @@ class Worker:
         self.is_gone = True
         self.world.inject("death", self.label)
         leased = self.end.leased_to(self.drain.consumer)
-        if self._work is not None and self.stopped_at is None:
-            self._simulation.truth.crashes.update(item.job.header.id for item in self._work.batch.items)
+        if self.stopped_at is None:
+            self._simulation.truth.crashes.update(job.header.id for seat in self._seats for job in seat.jobs())
         # The system closes a dead process's connections in a moment; what its blocking claim is handed until then
         # is leased to nobody.
         self.world.after(self.world.rng.uniform(0.0, 0.05), self.end.drop_armed)
@@ -353,38 +381,21 @@ class Worker:
             # Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
             self._is_given_up = True
             self.world.after(self.world.rng.uniform(0.3, 1.5), self.die)
-        if self._model.is_asleep and not self._model.is_busy and self.drain.executor.waiting():
-            self._model.due(self.world.rng.uniform(0.0, 0.001))
+        for seat, _ in zip((each for each in self._seats if each.is_free), self.drain.executor.waiting(), strict=False):
+            seat.strand.due(self.world.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.patience_s())
-
-    def _turn_model(self) -> float | None:
-        executor = self.drain.executor
-        if self._work is not None:
-            if self._forward_s == inf:
-                return None
-            executor.finish(0, self._work)
-            self._work = None
-        work = executor.begin(0)
-        if work is None:
-            return None
-        self._work = work
-        self.asked = set()
-        self._forward_s = self._simulation.forward_s()
-        self.batch_began = (self.world.now, self.end.now_ms())
-        executor.run(work)
-        return None if self._forward_s == inf else self._forward_s
 
     def _forward(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model double: answers twice the question, unless its job's making is another."""
         questions = inputs["x"][:, 0].tolist()
-        items = self._work.batch.items if self._work is not None else []
-        makings = self._simulation.forward_begins(self, questions, [item.job for item in items])
+        assert self.seat is not None
+        makings = self._simulation.forward_begins(self, self.seat, questions)
         if "poison" in makings:
             self.world.inject("poison", self.label)
             raise Crash
         if "hung" in makings:
             self.world.inject("hung", self.label)
-            self._forward_s = inf
+            self.seat.forward_s = inf
         if 0 < self._simulation.plan.device_rows < len(questions):
             raise OutOfMemory(f"{len(questions)} rows")
         if "bad" in makings or "flaky" in makings:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import redis
+from click.testing import CliRunner
 
+from compose.cli import main
 from producers import AsyncClient, Client
 from registry.broker.redis_scripts import SOURCES
 from registry.envelope import JobHeader, Keyring, seal
@@ -152,12 +152,8 @@ def _is_known(job: Any) -> bool:
 def _penstock(stack: Stack, *arguments: str) -> str:
     """What the command prints for an operator."""
     environ = {"PENSTOCK_REDIS_URL": stack.server.url_of("operator"), "PENSTOCK_HOME": str(stack.server.folder)}
-    # In a child, as operators run it: some commands look at the process itself.
-    command = [sys.executable, "-c", "from compose.cli import main; main(prog_name='penstock')", *arguments]
-    ended = subprocess.run(
-        command, env={"PATH": os.environ["PATH"], **environ}, cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert ended.returncode == 0 or arguments[0] == "doctor", ended.stderr
+    ended = CliRunner().invoke(main, arguments, env=environ)
+    assert ended.exit_code == 0 or arguments[0] == "doctor", ended.output
     return ended.stdout
 
 
@@ -174,31 +170,23 @@ def test_operator_does_all_of_its_work(stack: Stack):
     ):
         _penstock(stack, *command)
     with Client(stack.server.url_of("producer")) as client, stack.server.client() as overseer:
-        purged = client.submit("double", ROW)
-        _penstock(stack, "queue", "purge", "double", "--yes")
+        jobs = client.submit_many("napper", [{"x": [[300.0 + n, 0, 0, 0]]} for n in range(6)])
+        _penstock(stack, "queue", "purge", "napper", "--yes")
         with pytest.raises(Cancelled):
-            purged.result(10)
+            jobs[-1].result(10)
         _penstock(stack, "queue", "resume", "double")
         content, body = encode({"x": np.ones((1, 4), np.float32)})
         header = JobHeader(
             id=new_job_id("double"), tenant="default", model="double", priority="normal", content=content
         )
-        overseer.xadd(
-            dead_key("double"),
-            {
-                **{
-                    "reason": "poison",
-                    "e": seal("job", header, body, Keyring.parse(None)),
-                    "entry": "1-1",
-                    "priority": 2,
-                },
-                **{"deliveries": 3, "crashes": 3, "job": header.id.rpartition(".")[2], "tenant": "default"},
-            },
-        )
+        poison = seal("job", header, body, Keyring.parse(None))
+        counts = {"entry": "1-1", "priority": 2, "deliveries": 3, "crashes": 3}
+        whose = {"job": header.id.rpartition(".")[2], "tenant": "default"}
+        overseer.xadd(dead_key("double"), {"reason": "poison", "e": poison, **counts, **whose})
         letters = json.loads(_penstock(stack, "dead", "list", "double", "--json"))
         entry = letters[-1]["entry"]
         assert "poison" in _penstock(stack, "dead", "show", "double", entry)
-        _penstock(stack, "dead", "replay", "double", entry, "--yes")
+        _penstock(stack, "dead", "replay", "double", entry)
         assert client.job(header.id).result(10)["y"].tolist() == [[2, 2, 2, 2]]
         _penstock(stack, "dead", "purge", "double", "--all", "--yes")
         assert overseer.xlen(dead_key("double")) == 0

@@ -19,9 +19,10 @@ from celery import Celery
 from registry.envelope import JobHeader
 from registry.errors import ModelError
 from registry.queues import CELERY_QUEUE, Priority, dead_key, new_job_id, record_key, stream_key
+from registry.tensors import DTYPES
 from tests.flow.test_celery import celery_of, consumes, outcome, send
 from tests.servers import ROOT, wait_until
-from tests.threats import fuzz, siege
+from tests.threats import siege
 from tests.threats.conftest import Besieged
 from workers.celery_bridge import OPEN_COMMANDS
 
@@ -304,7 +305,7 @@ def test_job_headers_hold_plain_data_only():
     assert kinds <= {"string", "integer", "boolean", "array", "object", "number", "null"}
     closed = [part for part in schema["$defs"].values() if part.get("type") == "object"]
     assert all("additionalProperties" not in part for part in closed)
-    assert np.dtype(object) not in [dtype for name, dtype in fuzz.DTYPES.items() if name != "string"]
+    assert np.dtype(object) not in [dtype for name, dtype in DTYPES.items() if name != "string"]
     assert new_job_id("double").startswith("double.")
 
 

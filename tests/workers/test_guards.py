@@ -40,6 +40,10 @@ class Notes(Unwatched):
     def __init__(self) -> None:
         self.retries: list[str] = []
         self.ends: list[tuple[str, State, str]] = []
+        self.revoked: set[str] = set()
+
+    def is_revoked(self, job_id: str) -> bool:
+        return job_id in self.revoked
 
     def retried(self, failed: Sequence[Failed], at: float) -> None:
         self.retries += [each.header.id for each in failed]
@@ -582,6 +586,31 @@ def test_a_resting_job_can_be_cancelled(bench: Bench, models_root: Path):
     assert worker.drain.readiness[1]["in_memory"] == 0
 
 
+def test_a_job_that_is_revoked_while_it_rests_does_not_run_again(bench: Bench, models_root: Path):
+    """Withdrawn through Celery in the middle of its pause: that is its end."""
+    write_flaky(models_root, failures=1)
+    worker = bench.employ()
+    (job,) = bench.publish("flaky", -1, retry=TWICE)
+    worker.forwards()
+    worker.notes.revoked.add(job)
+    bench.pass_time(4)
+    assert worker.forwards() == []
+    assert bench.state(job) is State.CANCELLED
+
+
+def test_a_resting_job_that_was_lost_is_forgotten(bench: Bench, models_root: Path):
+    """Somebody else has it by now: it neither runs nor ends here."""
+    write_flaky(models_root, failures=1)
+    worker = bench.employ()
+    (job,) = bench.publish("flaky", -1, retry=TWICE)
+    worker.forwards()
+    assert len(bench.broker.take_over("somebody else", "flaky", 0, 10)) == 1
+    bench.pass_time(LEASE_S)
+    assert worker.forwards() == []
+    assert bench.standing(job).is_claimed
+    assert worker.drain.readiness[1]["in_memory"] == 0
+
+
 def test_a_resting_job_is_kept_from_others_by_its_lease(bench: Bench, models_root: Path):
     """A pause longer than the lease: the job stays where it rests, and has one forward there."""
     write_flaky(models_root, failures=1)
@@ -729,6 +758,39 @@ def test_beside_a_hung_forward_the_rest_is_given_back_at_the_limit(bench: Bench,
     thread.finish()
     assert bench.answer(hung[0]) == 2
     assert worker.journal.jobs == []
+
+
+def test_a_limit_shorter_than_the_drains_own_rest_is_kept(models_root: Path, ledger: Path):
+    """A forward of a tenth of a second hangs: noticed at the drain's next turn, though that comes later than that."""
+    write_recorder(models_root, ledger)
+    for bench in open_bench(models_root, timeout_seconds=0.1):
+        worker = bench.employ()
+        bench.publish("recorder", 1)
+        worker.turn(2)
+        thread = Thread(worker, "a")
+        (waiting,) = bench.publish("recorder", 2)
+        bench.pass_time(1)
+        assert not bench.standing(waiting).is_claimed
+        thread.finish()
+
+
+def test_a_process_that_stood_still_gives_its_forward_another_limit(bench: Bench, models_root: Path, ledger: Path):
+    """Frozen for longer than the limit, as a whole: nobody hangs, and the forward is answered; one that then takes its
+    limit again does hang.
+    """
+    write_recorder(models_root, ledger)
+    worker = bench.employ()
+    (job,) = bench.publish("recorder", 1)
+    worker.turn(2)
+    thread = Thread(worker, "a")
+    bench.now += 2 * LIMIT_S
+    (waiting,) = bench.publish("recorder", 2)
+    bench.pass_time(LIMIT_S - 1)
+    assert bench.standing(waiting).is_claimed
+    bench.pass_time(2)
+    assert not bench.standing(waiting).is_claimed
+    thread.finish()
+    assert bench.answer(job) == 2
 
 
 def test_progress_moves_the_limit(bench: Bench, models_root: Path, ledger: Path):

@@ -1,0 +1,49 @@
+"""An operator in a schedule: mends what killed the model, and puts dead letters back with the real command's code."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from compose import dead_letters
+from registry.errors import BrokerUnavailable
+from tests.simulation.broker import TTL_MS, UNSIGNED, Bystander, UnreliableEnd
+
+if TYPE_CHECKING:
+    from tests.simulation.judge import Simulation
+
+__all__ = ["Operator"]
+
+
+class Operator(Bystander):
+    """Replays each job's first dead letter, some time after it was buried, as often as it takes to hear of it."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation.world, "operator")
+        self.busy = 0
+        """Letters that it has yet to look at."""
+        self._simulation = simulation
+        self._seen: set[str] = set()
+        self.end: UnreliableEnd = simulation.connect(self)
+        simulation.truth.when_buried = self.hear
+
+    def hear(self, slot: str, job_id: str) -> None:
+        """A letter has come in."""
+        if job_id not in self._seen:
+            self._seen.add(job_id)
+            self.busy += 1
+            self.world.after(self.world.rng.uniform(0.1, 2.0), partial(self._put_back, slot, job_id))
+
+    def _put_back(self, slot: str, job_id: str) -> None:
+        self._simulation.mend(job_id)
+        try:
+            for letter in self.end.dead_letters(slot):
+                whole = self.end.dead_letter(slot, letter.entry) if letter.job_id == job_id else None
+                if whole is not None:
+                    self.world.inject("replay", job_id[-4:])
+                    now_ms = self.end.now_ms()
+                    dead_letters.replay(self.end, whole, UNSIGNED, job_ttl_ms=TTL_MS, now_ms=now_ms)
+        except BrokerUnavailable:
+            self.world.after(self.world.rng.uniform(0.1, 0.5), partial(self._put_back, slot, job_id))
+            return
+        self.busy -= 1
