@@ -28,6 +28,7 @@ import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -192,6 +193,7 @@ class Drain:
             self._thread.join(grace_s + 6.0)
             self.leases.stop(1.0)
             self.executor.stop()
+            self._withdraw_report()
         for model in self._turns:
             model.runtime.close()
             self._metrics.loaded(model.name, model.runtime.version, False)
@@ -854,6 +856,12 @@ class Drain:
         }
         self._broker.report(self.name, json.dumps(report).encode(), _REPORT_TTL_MS)
 
+    def _withdraw_report(self) -> None:
+        """After the last one: the lease thread reports until it ends. Without a broker the report expires."""
+        if not self._thread.is_alive():
+            with suppress(BrokerUnavailable):
+                self._broker.report(self.name, b"", 1)
+
     # Stop
 
     def _wind_up(self) -> bool:
@@ -869,7 +877,6 @@ class Drain:
         self._to_release += [item.job for work in self.executor.running() for item in work.batch.items]
         # Jobs that had joined one which ended without an answer are back in the batchers by now.
         self._give_back_waiting()
-        self._broker.report(self.name, b"", 1)
         logger.info("drained")
         return False
 

@@ -22,10 +22,11 @@ from tests.servers import ROOT, wait_until
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_gets_its_figures_and_leaves_no_process(section):
     """Each section runs real servers, workers and clients, finds every answer right, and ends what it started."""
+    before = set(meter.tree(os.getpid()))
     rows, stages = measure([section], SMOKE)
     assert rows or stages
     assert [row for row in rows if row.measured.startswith(FAILED)] == []
-    assert meter.tree(os.getpid()) == [os.getpid()]
+    assert set(meter.tree(os.getpid())) <= before
 
 
 @pytest.mark.slow

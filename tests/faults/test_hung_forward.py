@@ -19,6 +19,8 @@ from tests.servers import wait_until
 BATCH = 16
 LIMIT_S = 1.0
 KILLED_WITHIN_S = LIMIT_S + 1.0
+MARGIN_S = 0.5
+"""For a busy machine. That the process is silent is noticed only after 31 s, the limit of other models."""
 CRASHES = 2
 """The setting of these workers: hung once, tried again alone, and that is it."""
 WITHIN_S = 30.0
@@ -39,12 +41,10 @@ def test_hung_forward_is_killed_and_its_neighbours_succeed(
     """The process is gone a second after the limit; the job is tried again, then dead; the others are answered."""
     how = [*HANGING][seed % len(HANGING)]
     stage = open_stage(model="sluggish")
-    write_poisonable(stage.models_root, stage.ledger, stage.model, HANGING[how])
-    stage.employ(
-        is_supervised=True,
-        PENSTOCK_INFERENCE_TIMEOUT_SECONDS=f"{LIMIT_S:g}",
-        PENSTOCK_INFERENCE_QUEUE_MAX_CRASHES=str(CRASHES),
-    )
+    package = write_poisonable(stage.models_root, stage.ledger, stage.model, HANGING[how])
+    with (package / "model.yaml").open("a") as spec:
+        spec.write(f"timeout_s: {LIMIT_S}\n")
+    stage.employ(is_supervised=True, PENSTOCK_INFERENCE_QUEUE_MAX_CRASHES=str(CRASHES))
     load = start_load(stage.server, stage.ledger, stage.model)
     poison, place = -1000.0 - seed, random.Random(f"{seed} {how}").randrange(BATCH)
 
@@ -60,7 +60,7 @@ def test_hung_forward_is_killed_and_its_neighbours_succeed(
         wait_until(lambda: len(hanging()) > crash, WITHIN_S, "the forward hangs")  # noqa: B023  # called at once
         begun = time.monotonic()
         wait_until(lambda: not _is_alive(hanging()[-1]), WITHIN_S, "the process that hangs is killed")
-        trial.recovered(time.monotonic() - begun, within=KILLED_WITHIN_S)
+        trial.recovered(time.monotonic() - begun, within=KILLED_WITHIN_S + MARGIN_S)
     load.await_all(WITHIN_S)
     assert len(hanging()) == CRASHES
     with pytest.raises(DeadLettered, match=f"Poison: {CRASHES} worker processes died, or hung"):

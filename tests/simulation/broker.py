@@ -145,7 +145,7 @@ class UnreliableEnd(MemoryBroker):
             return served
         else:
             return serve()
-        if fate != "refused" or world.now >= world.down_until:
+        if world.now >= world.down_until:
             # A pause of the broker keeps everybody from renewing alike; anything else is this caller's own trouble.
             caller.disturbed_at = world.now
         if fate == "repeated":

@@ -42,12 +42,10 @@ __all__ = ["MUTANTS", "Mutant"]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One broken promise, and the beginning of the finding that must show it. `first` is a seed that is known to
-    show it, as long as nothing changes which calls a worker makes: the search begins there."""
+    """One broken promise, and the beginning of the finding that must show it."""
 
     mutation: Mutation
     finding: str
-    first: int = 0
 
 
 class _Popping(UnreliableEnd):
@@ -461,14 +459,12 @@ def _entry(delivery: Delivery) -> Entry:
     return delivery.slot, delivery.priority, delivery.entry_id
 
 
-def _broken(end: type[UnreliableEnd], finding: str, first: int = 0) -> Mutant:
-    return Mutant(Mutation(end.__name__, end=end), finding, first)
+def _broken(end: type[UnreliableEnd], finding: str) -> Mutant:
+    return Mutant(Mutation(end.__name__, end=end), finding)
 
 
-def _misled(
-    drain: type[SteppedDrain], finding: str, first: int = 0, *, end: type[UnreliableEnd] = UnreliableEnd
-) -> Mutant:
-    return Mutant(Mutation(drain.__name__, end, drain), finding, first)
+def _misled(drain: type[SteppedDrain], finding: str, *, end: type[UnreliableEnd] = UnreliableEnd) -> Mutant:
+    return Mutant(Mutation(drain.__name__, end, drain), finding)
 
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -479,10 +475,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _broken(TakeOverOfTheLiving, "taken from the living"),
     _broken(TakeOverForgotten, "no end"),
     _broken(TakeOverLate, "not redelivered"),
-    _broken(LateTakeOver, "taken from the living", 505),
+    _broken(LateTakeOver, "taken from the living"),
     _misled(TakeOverAfterAPause, "taken from the living"),
     _misled(IdleTakesOverAfterAPause, "taken from the living"),
-    _misled(TakeOverAfterAShortPause, "taken from the living", 340),
+    _misled(TakeOverAfterAShortPause, "taken from the living"),
     _broken(ToldTwice, "duplicated"),
     _broken(DeliveriesCountedAsCrashes, "counted"),
     _broken(ReleaseCountedAsCrash, "counted"),
@@ -500,7 +496,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(LowerPriorityBatched, "batched a less urgent job first"),
     _misled(LateJobsRun, "ran after its deadline"),
     _misled(FollowerDropped, "no end"),
-    _broken(NothingReleased, "left with", 278),
+    _broken(NothingReleased, "left with"),
     _misled(ClaimsWhileStopping, "claimed after its stop"),
     _misled(NeighboursPay, "ended failed"),
     _misled(AnswersSwapped, "the answer of another"),

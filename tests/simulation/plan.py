@@ -35,9 +35,9 @@ class Order:
     making: Making = "good"
     deadline_s: float | None = None
     has_key: bool = False
-    """With an idempotency key, under which the client submits again when it never heard."""
+    """With an idempotency key."""
     again_after: float | None = None
-    """Offered a second time so much later: under its key, or the very same bytes."""
+    """Offered a second time so much later: as a job of its own under the same key, else as the very same bytes."""
     is_twin: bool = False
     """All jobs of the order ask the same question."""
     cancel_after: float | None = None

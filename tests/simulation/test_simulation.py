@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,10 @@ CHUNK = 500
 MUTANT_SEEDS = 2000
 """A mutant that survives so many schedules is not caught."""
 FOUND = {
-    4: "ToldTwice: a repeated commit told its client again (broker in memory)",
+    16: "ToldTwice: a repeated commit told its client again (broker in memory)",
     56: "IdleTakesOverAfterAPause: an idle worker's first call after a pause took over from the living",
-    340: "TakeOverAfterAShortPause: a pause of 0.8 s was not seen as one by workers with leases of 1 s",
-    505: "LateTakeOver: a take-over that lay in the socket of a paused broker took from the living when it woke",
+    119: "LateTakeOver: a take-over that lay in the socket of a paused broker took from the living when it woke",
+    209: "TakeOverAfterAShortPause: a pause of 0.8 s was not seen as one by workers with leases of 1 s",
 }
 """Schedules that show a bug which was found here, and the mutant that brings it back. A seed means the same schedule
 only as long as plan.py and the calls of a worker stay as they are; the mutant remains."""
@@ -62,8 +61,8 @@ def _digests(hash_seed: str) -> list[str]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mutation.name)
 def test_broken_promise_is_caught(mutant: Mutant):
     """Each mutant shows the finding that it is made for, in a schedule that is clean without it."""
-    seeds = chain(range(mutant.first, mutant.first + MUTANT_SEEDS), range(mutant.first))
-    caught = next((each for each in outcomes(seeds, mutant.mutation) if _shows(each.violations, mutant)), None)
+    runs = outcomes(range(MUTANT_SEEDS), mutant.mutation)
+    caught = next((each for each in runs if _shows(each.violations, mutant)), None)
     assert caught is not None, f"{mutant.mutation.name} survived {MUTANT_SEEDS} schedules"
     _check([caught.seed])
 

@@ -6,6 +6,7 @@ Bench.employ -> Worker.turn (the drain's), Worker.forward (a model thread's), Be
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from registry.admission import Press
-from registry.broker.base import Broker, Held, Limits, Standing, State
+from registry.broker.base import Broker, Depth, Held, Limits, Standing, State
 from registry.broker.memory import MemoryBroker
 from registry.envelope import Keyring, Retry, open_result
 from registry.package import Package, load_package
@@ -22,6 +23,7 @@ from registry.settings import Settings
 from registry.tensors import decode
 from tests.flow.conftest import amend
 from tests.packages import write_package, write_recorder
+from tests.servers import wait_until
 from workers.drain import Drain
 from workers.executor import Work
 from workers.observe.metrics import InferenceMetrics
@@ -846,3 +848,35 @@ def test_on_a_lost_device_nothing_more_is_begun_and_the_rest_is_given_back(
         assert [job.job_id for job in worker.journal.jobs] == [lost]
     finally:
         worker.drain.stop(0.0)
+
+
+class SlowDepths(MemoryBroker):
+    """A broker that takes its time to count, once `is_slow` is set, until `may_go` is."""
+
+    def __init__(self, of: MemoryBroker) -> None:
+        super().__init__()
+        self._state, self._changed = of._state, of._changed
+        self.is_slow, self.has_begun, self.may_go = threading.Event(), threading.Event(), threading.Event()
+
+    def depths(self, slot: str) -> list[Depth]:
+        if self.is_slow.is_set():
+            self.has_begun.set()
+            self.may_go.wait(10)
+        return super().depths(slot)
+
+
+def test_a_worker_that_has_stopped_is_not_reported_any_more(bench: Bench, models_root: Path, ledger: Path):
+    """A report that was under way when the drain wound up does not outlive it."""
+    write_recorder(models_root, ledger)
+    worker = bench.employ(connect=SlowDepths)
+    broker = worker.broker
+    assert isinstance(broker, SlowDepths)
+    broker.is_slow.set()
+    worker.drain.start()
+    assert broker.has_begun.wait(10), "a report is under way"
+    stopping = threading.Thread(target=worker.drain.stop, args=(1.0,))
+    stopping.start()
+    wait_until(lambda: "drain" not in [each.name for each in threading.enumerate()], 10, "the drain has wound up")
+    broker.may_go.set()
+    stopping.join(10)
+    assert bench.broker.workers() == []
