@@ -34,20 +34,21 @@ from typing import Any, Final
 import msgspec
 
 from registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
-from registry.envelope import Failure, JobHeader, open_job
-from registry.errors import BadSignature, BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput
+from registry.envelope import Failure, JobHeader
+from registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
 from registry.package import Package
-from registry.queues import Priority, is_job_id, is_reply_key
+from registry.queues import Priority
 from registry.settings import Settings
-from registry.tensors import decode
+from workers.account import Account
 from workers.executor import Executor, Work
+from workers.intake import Intake
 from workers.job import ClaimedJob
 from workers.journal import Journal, Unwritten
 from workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
 from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Ended, Failed, Watcher
-from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of, unrun_result
-from workers.served import ENDPOINT, ServedModel
+from workers.observe.watcher import Failed, Watcher
+from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
+from workers.served import ServedModel
 from workers.streaming import EventStream
 
 __all__ = ["Drain"]
@@ -111,19 +112,29 @@ class Drain:
         self._checkpoint = checkpoint
         self._clock = clock
         self._jitter = jitter
-        self._max_crashes = queue.max_crashes
         self._job_ttl_ms = int(queue.job_ttl_s * 1000)
         self._result_ttl_ms = int(queue.result_ttl_s * 1000)
         self._ageing_ms = int(queue.ageing_s * 1000)
         self._max_in_memory = settings.inference.batching.max_queue_depth
         self._served = {package.spec.name: ServedModel(package, settings.inference) for package in packages}
         self._turns = deque(self._served.values())
+        self._account = Account(watcher, metrics, self._version_of)
+        self._intake = Intake(
+            broker,
+            self.consumer,
+            settings.keyring,
+            worker=name,
+            job_ttl_ms=self._job_ttl_ms,
+            max_crashes=queue.max_crashes,
+            version_of=self._version_of,
+            watcher=watcher,
+            metrics=metrics,
+        )
         self._lower_share = LowerShare()
         self._holdings = Holdings()
         self._leaders: dict[bytes, ClaimedJob] = {}
         self._concluded: list[Conclusion] = []
         self._uncommitted: list[tuple[Conclusion, Commit]] = []
-        self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
         self._to_release: list[ClaimedJob] = []
         self._resting: list[tuple[float, int, ClaimedJob]] = []
         """Jobs whose forward failed and that wait for the next, by when that is due; no batch has room for them."""
@@ -162,7 +173,6 @@ class Drain:
         self._armed_count = 0
         self._armed_until = 0.0
         self._is_ready = False
-        self._batches = 0
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
 
     # Life
@@ -287,7 +297,7 @@ class Drain:
         self._exchange(self._wishes())
         self._dispatch()
         self._arm()
-        self._tell()
+        self._account.tell()
 
     def _take_in_done(self) -> None:
         for work in self.executor.take_done():
@@ -414,7 +424,7 @@ class Drain:
             return
         self._checkpoint("after-claim")
         now, broker_now = self._clock(), self._broker.now_ms()
-        opened = [job for delivery in deliveries if (job := self._open(delivery, now, broker_now)) is not None]
+        opened = [job for delivery in deliveries if (job := self._intake.open(delivery, now, broker_now)) is not None]
         self._holdings.take(opened)
         self._watcher.received([job.header for job in opened], time.time())
         runnable: defaultdict[str, list[ClaimedJob]] = defaultdict(list)
@@ -431,56 +441,6 @@ class Drain:
         for name, jobs in runnable.items():
             self._served[name].add(jobs)
         self._checkpoint("before-batch")
-
-    def _open(self, delivery: Delivery, now: float, broker_now: float) -> ClaimedJob | None:
-        try:
-            header, body = open_job(delivery.sealed, self._keyring)
-            self._check_place(header, delivery)
-            inputs = decode(header.content, body)
-        except Corrupt as error:
-            logger.warning(
-                "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
-            )
-            self._metrics.quarantined(delivery.slot)
-            self._bury(delivery, f"{type(error).__name__}: {error}", error.claimed or ("", ""))
-            return None
-        if delivery.crashes >= self._max_crashes:
-            self._bury_poison(delivery, header)
-            return None
-        accepted_ms = delivery.accepted_ms
-        lifetime_ms = min(header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
-        return ClaimedJob(
-            delivery, header, inputs, 1, now, max(0.0, broker_now - accepted_ms), accepted_ms + lifetime_ms
-        )
-
-    @staticmethod
-    def _check_place(header: JobHeader, delivery: Delivery) -> None:
-        """Without signatures anybody may write a header: its names must be those of this queue."""
-        slot = delivery.slot
-        is_ours = header.model == slot and header.priority == delivery.priority.label and is_job_id(header.id, slot)
-        if not is_ours or (header.reply and not is_reply_key(header.reply, slot)):
-            raise BadSignature("the envelope was made for another queue", (header.id, header.tenant))
-
-    def _bury(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> bool:
-        """Keeps the bytes; where they were accepted as a job, its client is told. claimed: its id and tenant."""
-        job_id, tenant = claimed
-        if not is_job_id(job_id, delivery.slot):
-            return self._broker.bury(self.consumer, delivery, reason)
-        failure = Failure("DeadLettered", f"The job went to the dead letters. {reason}")
-        sealed = unrun_result(job_id, tenant, failure, worker=self.name, keyring=self._keyring)
-        return self._broker.bury(self.consumer, delivery, reason, job_id=job_id, sealed=sealed)
-
-    def _bury_poison(self, delivery: Delivery, header: JobHeader) -> None:
-        """Takes a job out of traffic that nobody survives."""
-        reason = f"Poison: {delivery.crashes} worker processes died, or hung and were killed, while it ran"
-        logger.error("poison", extra={"job_id": header.id, "model": header.model, "crashes": delivery.crashes})
-        if not self._bury(delivery, reason, (header.id, header.tenant)):
-            return
-        self._metrics.dead_lettered(delivery.slot)
-        version = self._served[delivery.slot].runtime.version
-        at = time.time()
-        self._watcher.received([header], at)
-        self._watcher.finished([Ended(header, State.DEAD, 0.0, Failure("DeadLettered", reason), version)], at)
 
     def _refusal(self, job: ClaimedJob, model: ServedModel, broker_now: float) -> Failure | None:
         """Why the job must not run, if it must not."""
@@ -618,7 +578,7 @@ class Drain:
         """What is done is committed, and the rest is for others: a forward hangs, or the device is lost."""
         self._give_back_unbegun()
         self._exchange([])
-        self._tell()
+        self._account.tell()
 
     # Conclude and commit
 
@@ -707,8 +667,11 @@ class Drain:
         return followers
 
     def _commit_of(self, end: Conclusion) -> tuple[Conclusion, Commit]:
-        version = self._served[end.job.delivery.slot].runtime.version
+        version = self._version_of(end.job.delivery.slot)
         return commit_of(end, version=version, worker=self.name, keyring=self._keyring)
+
+    def _version_of(self, name: str) -> str:
+        return self._served[name].runtime.version
 
     def _rejoin(self, followers: Iterable[ClaimedJob]) -> None:
         for follower in followers:
@@ -727,71 +690,13 @@ class Drain:
             elif verdict is Verdict.FENCED:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
-        self._settled.append((settled, now - begun, now))
-
-    def _tell(self) -> None:
-        """Events, metrics and log lines of what was settled: after the next batch and claim are on their way."""
-        settlements, self._settled = self._settled, []
-        for settled, commit_s, now in settlements:
-            ended: list[Ended] = []
-            by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
-            for end, state in settled:
-                work, job = end.work, end.job
-                by_work[id(work)].append(end)
-                version = self._served[job.delivery.slot].runtime.version
-                runtime_s = max(0.0, now - (work.started if work else job.claimed))
-                ended.append(Ended(job.header, state, runtime_s, end.failure, version))
-            self._watcher.finished(ended, time.time())
-            self._count_outcomes(ended)
-            for ends in by_work.values():
-                if ends[0].work is not None:
-                    self._measure_batch(ends[0].work, [end.job for end in ends], commit_s, now)
+        self._account.settled(settled, now - begun, now)
 
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
             if job.takes_room:
                 self._served[job.delivery.slot].make_room(job)
         self._holdings.drop(jobs)
-
-    def _count_outcomes(self, ended: Sequence[Ended]) -> None:
-        # Counted when they end: a job that runs again after a crash is still one request.
-        for name, count in Counter(end.header.model for end in ended).items():
-            self._metrics.requests(name, ENDPOINT, count)
-        outcomes = Counter((end.header.model, end.state) for end in ended)
-        for (name, state), count in outcomes.items():
-            self._metrics.outcome(name, self._served[name].runtime.version, ENDPOINT, state.name.lower(), count)
-        for end in ended:
-            if end.error is not None and end.state is State.FAILED:
-                self._metrics.exception(end.header.model, _exception_of(end.error))
-
-    def _measure_batch(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
-        name, version = work.batch.key.model, work.batch.key.version
-        self._batches += 1
-        self._metrics.batch(
-            name,
-            version,
-            ENDPOINT,
-            work.batch.rows,
-            len(work.batch.items),
-            [job.queue_ms / 1000 for job in jobs],
-            [max(0.0, work.started - job.claimed) for job in jobs],
-            work.ended - work.started,
-            commit_s,
-            [job.queue_ms / 1000 + now - job.claimed for job in jobs],
-        )
-        if work.padded_tokens:
-            self._metrics.padding(name, version, ENDPOINT, 1 - work.tokens / work.padded_tokens)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(
-                "batch committed",
-                extra={
-                    "model": name,
-                    "batch": self._batches,
-                    "size": work.batch.rows,
-                    "compute_ms": round((work.ended - work.started) * 1e3, 3),
-                    "job_ids": [job.header.id for job in jobs],
-                },
-            )
 
     # Leases
 
@@ -848,7 +753,7 @@ class Drain:
             "models": {name: model.runtime.version for name, model in self._served.items()},
             "ready": self.readiness[0],
             "in_memory": len(self._holdings),
-            "batches": self._batches,
+            "batches": self._account.batches,
             "probe": self._probe_url,
             "host": socket.gethostname(),
             "started": self._started_at,
@@ -871,7 +776,7 @@ class Drain:
         may_finish = bool(self.executor.running()) and self._clock() < self._stop_at
         self._take_in_done()
         self._exchange([])
-        self._tell()
+        self._account.tell()
         if may_finish:
             return True
         self._to_release += [item.job for work in self.executor.running() for item in work.batch.items]
@@ -937,9 +842,3 @@ def _digest(header: JobHeader, sealed: bytes) -> bytes:
     end = len(sealed) - (32 if header.key else 0)
     digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])
     return digest.digest()
-
-
-def _exception_of(failure: Failure) -> str:
-    """The class of what the model raised, where the failure says it."""
-    name = failure.message.partition(":")[0]
-    return name if failure.code == "ModelError" and name.isidentifier() else failure.code

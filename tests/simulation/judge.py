@@ -230,10 +230,12 @@ class Simulation:
         if fault.kind == "outage":
             world.inject("outage")
             world.down_until = max(world.down_until, world.now + fault.seconds)
+            self._outlast_jump()
         elif fault.kind == "jump":
             world.inject("jump", f"{fault.seconds:g} s")
             world.skew_s += fault.seconds
             world.disturbed_at = world.now
+            self._outlast_jump()
         elif living := [worker for worker in self.workers if not worker.is_gone]:
             if fault.kind == "drain" and fault.nth > 1:
                 world.inject("rolling restart")
@@ -241,6 +243,11 @@ class Simulation:
                     world.after(0.4 * turn, partial(worker.terminate, fault.seconds))
             else:
                 self._strike_worker(fault, living[fault.worker % len(living)])
+
+    def _outlast_jump(self) -> None:
+        """Leases that lapsed by a jump of the clock are not renewed before the broker is back."""
+        if self.world.disturbed_at >= self.world.now - 2 * LEASE_S:
+            self.world.disturbed_at = max(self.world.disturbed_at, self.world.down_until)
 
     def _pause(self, slot: str, seconds: float) -> None:
         """An operator pauses the model for a while. Nobody takes over its jobs meanwhile."""

@@ -441,7 +441,7 @@ class PoisonTolerated(SteppedDrain):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._max_crashes += 2
+        self._intake.max_crashes += 2
 
 
 class ReplayLost(UnreliableEnd):

@@ -265,6 +265,8 @@ class Worker:
         self.cut_until = 0.0
         self.disturbed_at = -1e9
         self.frozen_until = 0.0
+        self._overran_at = -1e9
+        """When a wait last ended much later than it was meant to."""
         self.is_gone = False
         self.born = world.now
         self.stopped_at: float | None = None
@@ -343,8 +345,10 @@ class Worker:
 
     def wait(self, delay: float) -> None:
         """See Caller.wait."""
+        before, self.disturbed_at = self.disturbed_at, inf
         if self.world.elapse(delay) > _LATE_S:
-            self.disturbed_at = self.world.now
+            self._overran_at = self.world.now
+        self.disturbed_at = max(before, self._overran_at)
         if self.is_gone:
             raise Crash
 

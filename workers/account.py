@@ -1,0 +1,103 @@
+"""What was settled -> events, metrics and log lines: told after the next batch and claim are on their way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from registry.broker.base import State
+from registry.envelope import Failure
+from workers.executor import Work
+from workers.job import ClaimedJob
+from workers.observe.metrics import InferenceMetrics
+from workers.observe.watcher import Ended, Watcher
+from workers.results import Conclusion
+from workers.served import ENDPOINT
+
+__all__ = ["Account"]
+
+logger = logging.getLogger("server")
+
+
+class Account:
+    """Keeps what a commit settled until there is time to tell. version_of: the version that is served of a model.
+
+    Attributes:
+        batches: told so far.
+    """
+
+    def __init__(self, watcher: Watcher, metrics: InferenceMetrics, version_of: Callable[[str], str]) -> None:
+        self.batches = 0
+        self._watcher = watcher
+        self._metrics = metrics
+        self._version_of = version_of
+        self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
+
+    def settled(self, ends: list[tuple[Conclusion, State]], commit_s: float, now: float) -> None:
+        """These jobs are committed since `now`, monotonic; that took `commit_s` seconds."""
+        self._settled.append((ends, commit_s, now))
+
+    def tell(self) -> None:
+        """Tells those who watch."""
+        settlements, self._settled = self._settled, []
+        for settled, commit_s, now in settlements:
+            ended: list[Ended] = []
+            by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
+            for end, state in settled:
+                work, job = end.work, end.job
+                by_work[id(work)].append(end)
+                runtime_s = max(0.0, now - (work.started if work else job.claimed))
+                ended.append(Ended(job.header, state, runtime_s, end.failure, self._version_of(job.delivery.slot)))
+            self._watcher.finished(ended, time.time())
+            self._count(ended)
+            for ends in by_work.values():
+                if ends[0].work is not None:
+                    self._measure(ends[0].work, [end.job for end in ends], commit_s, now)
+
+    def _count(self, ended: Sequence[Ended]) -> None:
+        # Counted when they end: a job that runs again after a crash is still one request.
+        for name, count in Counter(end.header.model for end in ended).items():
+            self._metrics.requests(name, ENDPOINT, count)
+        outcomes = Counter((end.header.model, end.state) for end in ended)
+        for (name, state), count in outcomes.items():
+            self._metrics.outcome(name, self._version_of(name), ENDPOINT, state.name.lower(), count)
+        for end in ended:
+            if end.error is not None and end.state is State.FAILED:
+                self._metrics.exception(end.header.model, _exception_of(end.error))
+
+    def _measure(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
+        name, version = work.batch.key.model, work.batch.key.version
+        self.batches += 1
+        self._metrics.batch(
+            name,
+            version,
+            ENDPOINT,
+            work.batch.rows,
+            len(work.batch.items),
+            [job.queue_ms / 1000 for job in jobs],
+            [max(0.0, work.started - job.claimed) for job in jobs],
+            work.ended - work.started,
+            commit_s,
+            [job.queue_ms / 1000 + now - job.claimed for job in jobs],
+        )
+        if work.padded_tokens:
+            self._metrics.padding(name, version, ENDPOINT, 1 - work.tokens / work.padded_tokens)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "batch committed",
+                extra={
+                    "model": name,
+                    "batch": self.batches,
+                    "size": work.batch.rows,
+                    "compute_ms": round((work.ended - work.started) * 1e3, 3),
+                    "job_ids": [job.header.id for job in jobs],
+                },
+            )
+
+
+def _exception_of(failure: Failure) -> str:
+    """The class of what the model raised, where the failure says it."""
+    name = failure.message.partition(":")[0]
+    return name if failure.code == "ModelError" and name.isidentifier() else failure.code
