@@ -18,7 +18,7 @@ demo: $(VENV)/.demo ## embed your standard library's docstrings and search them;
 	@$(BIN)/penstock demo $(if $(ASK),--ask "$$ASK")
 
 test: $(VENV)/.dev ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests
 
 lint: $(VENV)/.dev ## ruff, ruff format, mypy and the import contracts
 	$(BIN)/ruff check .

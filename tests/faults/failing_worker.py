@@ -6,9 +6,9 @@ from the first claimed job on: before that nothing is at stake.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+import threading
 from functools import partial
 from typing import Final
 
@@ -42,7 +42,8 @@ class FailPoint:
             return
         self._passes_left -= 1
         if self._passes_left == 0:
-            os.kill(os.getpid(), self._signal)
+            # To this thread: it goes no further, whichever thread is next to run.
+            signal.pthread_kill(threading.get_ident(), self._signal)
 
 
 def main(how: str, point: str, nth: str, name: str) -> None:

@@ -263,10 +263,10 @@ class Worker:
         self.world = world
         self.label = label
         self.cut_until = 0.0
-        self.disturbed_at = -1e9
+        self._disturbed_at = -1e9
         self.frozen_until = 0.0
-        self._overran_at = -1e9
-        """When a wait last ended much later than it was meant to."""
+        self._waits = 0
+        """How many of its threads wait for something just now."""
         self.is_gone = False
         self.born = world.now
         self.stopped_at: float | None = None
@@ -307,6 +307,15 @@ class Worker:
         self._leases.due(world.rng.uniform(0.0, 0.05))
         world.note(f"{label} boots")
 
+    @property
+    def disturbed_at(self) -> float:
+        """See Caller.disturbed_at. How long a wait will be is known when it is over."""
+        return inf if self._waits else self._disturbed_at
+
+    @disturbed_at.setter
+    def disturbed_at(self, at: float) -> None:
+        self._disturbed_at = max(self._disturbed_at, at)
+
     # What happens to it
 
     def die(self) -> None:
@@ -345,10 +354,11 @@ class Worker:
 
     def wait(self, delay: float) -> None:
         """See Caller.wait."""
-        before, self.disturbed_at = self.disturbed_at, inf
-        if self.world.elapse(delay) > _LATE_S:
-            self._overran_at = self.world.now
-        self.disturbed_at = max(before, self._overran_at)
+        self._waits += 1
+        overran_s = self.world.elapse(delay)
+        self._waits -= 1
+        if overran_s > _LATE_S:
+            self.disturbed_at = self.world.now
         if self.is_gone:
             raise Crash
 
