@@ -172,7 +172,7 @@ class _Line:
             if self._wire is None or self._wire.is_lost:
                 # redis-py leaves the pool's methods untyped.
                 pool: Any = self._client.connection_pool
-                connection = pool.make_connection()
+                connection = pool.connection_class(**pool.connection_kwargs)
                 await connection.connect()
                 self._wire = _Wire(connection, self._timeout_s)
             return self._wire

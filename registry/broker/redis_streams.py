@@ -86,6 +86,8 @@ def connection_options(timeout_s: float) -> dict[str, Any]:
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "decode_responses": False,
+        # One per thread that asks; the library's own limit of a hundred would look like a broker that is away.
+        "max_connections": 2**31,
     }
 
 
@@ -480,8 +482,9 @@ class _Line:
     """A connection that one thread has to itself: no pool, and no answer is looked at twice."""
 
     def __init__(self, client: redis.Redis) -> None:
-        # redis-py leaves these methods untyped.
-        connection: Any = client.connection_pool.make_connection()
+        # Not from the pool, which counts what it makes for ever: after a hundred lost lines it would give no more.
+        pool: Any = client.connection_pool
+        connection: Any = pool.connection_class(**pool.connection_kwargs)
         connection.connect()
         self._connection = connection
 

@@ -157,12 +157,13 @@ class Proxy:
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for link in self._links:
+        self._is_open.set()
+        self.delay(0)
+        for link in list(self._links):
             link.end()
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        if others:
+            await asyncio.wait(others, timeout=5)
 
     def _await(self, step: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(step, self._loop).result(10)

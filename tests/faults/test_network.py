@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 import pytest
 
+from registry.broker.base import Claim
+from registry.broker.redis_streams import RedisStreams
+from registry.errors import BrokerUnavailable
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.load import Load
 from tests.faults.proxy import Direction, Proxy
@@ -16,6 +20,8 @@ from tests.servers import let_pass, wait_until
 
 RESUME_S = 10.0
 LATENCY_S = 0.2
+LOSSES = 150
+"""Of two connections each."""
 _SIDES: tuple[tuple[Direction, ...], ...] = (("requests",), ("answers",), ("requests", "answers"))
 
 
@@ -123,6 +129,24 @@ def test_idle_worker_notices_that_nobody_hears_its_claim(
         trial.recovered(load.await_all(30), within=RESUME_S)
     trial.judge(load.history())
     load.check_answers()
+
+
+def test_worker_survives_hundreds_of_lost_connections(network: Network):
+    """A worker's end that has lost its connections 300 times claims and waits as on the first day."""
+    stage, _ = network
+    with Proxy(stage.server.port) as between, closing(RedisStreams.from_url(between.url)) as end:
+        end.prepare(["unserved"])
+        for _ in range(LOSSES):
+            end.exchange("worker", [], [Claim("unserved", 1, 0, 1000)], 60_000)
+            end.arm("worker", ["unserved"], 1, 1000)
+            between.reset()
+            with suppress(BrokerUnavailable):
+                end.exchange("worker", [], [], 60_000)
+                end.exchange("worker", [], [Claim("unserved", 1, 0, 1000)], 60_000)
+            end.drop_armed()
+        assert end.exchange("worker", [], [Claim("unserved", 1, 0, 1000)], 60_000) == ([], [])
+        end.arm("worker", ["unserved"], 1, 1000)
+        assert end.disarm() == []
 
 
 @pytest.mark.parametrize("seed", seeds(2, ways=len(_BREAKS)))
