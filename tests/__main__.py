@@ -15,7 +15,7 @@ from typing import Final
 __all__ = ["main"]
 
 _HERE: Final = Path(__file__).parent
-_WATCHES_THE_CLOCK: Final = frozenset({"benchmarks", "compose", "faults", "flow", "workers"})
+_WATCHES_THE_CLOCK: Final = frozenset({"faults", "flow", "workers"})
 _NOTHING_COLLECTED: Final = 5
 
 
