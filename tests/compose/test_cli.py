@@ -200,8 +200,13 @@ def test_worker_command_serves_and_drains(shared_redis: RedisServer, tmp_path, s
             there = {"PENSTOCK_REDIS_URL": shared_redis.url}
             submitted = ["submit", slot, "-i", "x=[[1, 2, 3, 4]]", "--wait", "--json"]
             wait_until(lambda: penstock(tmp_path, *submitted, **there).exit_code == 0, 60, "the worker serves")
-            reports = json.loads(penstock(tmp_path, "status", "--json", **there).output)["workers"]
-            assert [report["name"].partition("@")[0] for report in reports if slot in report["models"]] == ["cpu3"]
+
+            def names() -> list[str]:
+                reports = json.loads(penstock(tmp_path, "status", "--json", **there).output)["workers"]
+                return [report["name"].partition("@")[0] for report in reports if slot in report["models"]]
+
+            # It may answer a job before its first report.
+            wait_until(lambda: names() == ["cpu3"], 5, "the worker is listed")
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
         finally:
