@@ -605,9 +605,9 @@ class Drain:
         concluded, self._concluded = self._concluded, []
         for end in concluded:
             job = end.job
-            if end.state is State.FAILED and self._runs_again(end):
+            if job.header.options.retry is not None and end.state is State.FAILED and self._runs_again(end):
                 continue
-            followers = self._end_flight(job)
+            followers = self._end_flight(job) if job.digest else []
             if job.is_lost:
                 self._let_go([job])
             else:
@@ -695,7 +695,8 @@ class Drain:
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
             if job.takes_room:
-                self._served[job.delivery.slot].make_room(job)
+                job.takes_room = False
+                self._served[job.delivery.slot].in_memory -= 1
         self._holdings.drop(jobs)
 
     # Leases

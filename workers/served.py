@@ -163,7 +163,8 @@ class ServedModel:
     def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
         for job in jobs:
-            self.hold(job)
+            job.takes_room = True
+        self.in_memory += len(jobs)
         self.batcher.extend([self._pending(job) for job in jobs])
 
     def alone(self, job: ClaimedJob) -> Batch[ClaimedJob]:
