@@ -60,6 +60,8 @@ _ANSWER_S: Final = 0.25
 """How long after its time a blocking claim may answer."""
 _LOOK_AGAIN_S: Final = 0.02
 _TICK_S: Final = 0.25
+_ASIDE_S: Final = 0.1
+"""How long what was put aside may wait for a moment in which nothing else is to be done."""
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 """How long to leave a broker alone that does not answer; doubled each time, between these."""
@@ -167,7 +169,7 @@ class Drain:
         self._pollers: dict[int, select.poll] = {}
         self._is_stopping = False
         self._stop_at = float("inf")
-        self._ticked = self._looked = clock()
+        self._ticked = self._looked = self._aside_since = clock()
         self._pause_s = _SHORTEST_PAUSE_S
         self._is_armed = False
         self._armed_count = 0
@@ -298,6 +300,16 @@ class Drain:
         self._dispatch()
         self._arm()
         self._account.tell()
+        self._bury_aside()
+
+    def _bury_aside(self) -> None:
+        """Once nobody waits for this thread, or when that has been so for too long."""
+        if not self._intake.is_behind:
+            self._aside_since = self._clock()
+        elif self._clock() - self._aside_since > _ASIDE_S or not (
+            self._concluded or self._uncommitted or self.executor.running() or self.executor.waiting()
+        ):
+            self._intake.bury_next()
 
     def _take_in_done(self) -> None:
         for work in self.executor.take_done():
@@ -378,6 +390,8 @@ class Drain:
         timeout_s = _TICK_S
         if self._uncommitted or self._concluded:
             timeout_s = 0.0
+        elif self._intake.is_behind:
+            timeout_s = _SHORTEST_PAUSE_S if self.executor.running() else 0.0
         elif self._is_armed:
             timeout_s = min(timeout_s, max(0.0, self._armed_until - self._clock()))
         elif not self.executor.running():
@@ -781,6 +795,8 @@ class Drain:
         if may_finish:
             return True
         self._to_release += [item.job for work in self.executor.running() for item in work.batch.items]
+        while self._intake.is_behind:
+            self._intake.bury_next()
         # Jobs that had joined one which ended without an answer are back in the batchers by now.
         self._give_back_waiting()
         logger.info("drained")

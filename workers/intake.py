@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from registry.broker.base import Delivery, State, WorkerEnd
 from registry.envelope import Failure, JobHeader, Keyring, open_job
@@ -21,6 +23,9 @@ from workers.observe.watcher import Ended, Watcher
 from workers.results import unrun_result
 
 __all__ = ["Intake"]
+
+_MOST_ASIDE: Final = 16
+_MOST_ASIDE_BYTES: Final = 16 * 1024 * 1024
 
 logger = logging.getLogger("server")
 
@@ -50,6 +55,8 @@ class Intake:
         self._version_of = version_of
         self._watcher = watcher
         self._metrics = metrics
+        self._aside: deque[tuple[Delivery, str, tuple[str, str]]] = deque()
+        self._aside_bytes = 0
 
     def open(self, delivery: Delivery, now: float, broker_now: float) -> ClaimedJob | None:
         """The job, or None when it was put aside. `now` is monotonic, `broker_now` in ms by the broker's clock."""
@@ -62,7 +69,7 @@ class Intake:
                 "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
             )
             self._metrics.quarantined(delivery.slot)
-            self._bury(delivery, f"{type(error).__name__}: {error}", error.claimed or ("", ""))
+            self._put_aside(delivery, f"{type(error).__name__}: {error}", error.claimed or ("", ""))
             return None
         if delivery.crashes >= self.max_crashes:
             self._bury_poison(delivery, header)
@@ -72,6 +79,25 @@ class Intake:
         return ClaimedJob(
             delivery, header, inputs, 1, now, max(0.0, broker_now - accepted_ms), accepted_ms + lifetime_ms
         )
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something to bury."""
+        return bool(self._aside)
+
+    def bury_next(self) -> None:
+        """Moves what was put aside first to the dead letters. Raises BrokerUnavailable, and then keeps it."""
+        delivery, reason, claimed = self._aside[0]
+        self._bury(delivery, reason, claimed)
+        self._aside.popleft()
+        self._aside_bytes -= len(delivery.sealed)
+
+    def _put_aside(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> None:
+        """The broker takes a while over large bytes, and the jobs behind them need not wait for that."""
+        self._aside.append((delivery, reason, claimed))
+        self._aside_bytes += len(delivery.sealed)
+        while len(self._aside) > _MOST_ASIDE or self._aside_bytes > _MOST_ASIDE_BYTES:
+            self.bury_next()
 
     def _bury(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> bool:
         """Keeps the bytes; where they were accepted as a job, its client is told. claimed: its id and tenant."""
