@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import redis
 from rich.table import Table
+from rich.text import Text
 
 from compose import fleet
 from compose.local import LocalStack, private_settings
@@ -123,7 +124,7 @@ def draw(figures: Figures) -> Table:
     """The figures, one a line."""
     worker = "runs elsewhere" if figures.worker_cpu_us is None else f"{figures.worker_cpu_us:,.0f} us"
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row(f"[bold]{figures.model}[/]", f"{figures.jobs:,} jobs with distinct inputs")
+    table.add_row(Text(figures.model, style="bold"), f"{figures.jobs:,} jobs with distinct inputs")
     table.add_row("throughput", f"{figures.jobs_per_s:,.0f} jobs/s, {figures.outstanding} outstanding")
     table.add_row("latency then", f"p50 {figures.saturated_p50_ms:,.2f} ms, p99 {figures.saturated_p99_ms:,.2f} ms")
     table.add_row("one at a time", f"p50 {figures.alone_p50_ms:,.2f} ms, p99 {figures.alone_p99_ms:,.2f} ms")

@@ -77,7 +77,8 @@ def demonstrate(
 
     `stay` is called when everything was shown and still runs. Raises ConfigurationError when the stack cannot start.
     """
-    console.print("[bold]Penstock demo[/]: search the docstrings of this Python's standard library by meaning")
+    title = ("Penstock demo", "bold")
+    console.print(Text.assemble(title, ": search the docstrings of this Python's standard library by meaning"))
     with private_settings(environ, [MODEL]) as (settings, own):
         devices = fleet.choose(settings, own)
         with LocalStack(settings, devices, environ=own, on_progress=_steps(console)) as stack:
@@ -132,10 +133,8 @@ def draw(console: Console, shown: Demonstration) -> None:
         for hit in answer.hits:
             table.add_row(f"{hit.score:.2f}", Text(hit.name, style="cyan"), Text(hit.text))
         console.print(table)
-    console.print(
-        f"\n[bold]{shown.jobs_per_s:,.0f} jobs/s[/]: {shown.passages:,} texts embedded in {shown.seconds:.1f} s, "
-        "one job each\n"
-    )
+    rate = (f"\n{shown.jobs_per_s:,.0f} jobs/s", "bold")
+    console.print(Text.assemble(rate, f": {shown.passages:,} texts embedded in {shown.seconds:.1f} s, one job each\n"))
     console.print(overview.draw_batches(shown.batch_sizes))
     console.print()
     console.print(overview.draw_latency(shown.latency_ms))
@@ -165,6 +164,6 @@ def _steps(console: Console) -> Callable[[str], None]:
     begin = time.perf_counter()
 
     def show(step: str) -> None:
-        console.print(f"[dim]{time.perf_counter() - begin:5.1f} s[/]  {step}")
+        console.print(Text.assemble((f"{time.perf_counter() - begin:5.1f} s", "dim"), f"  {step}"))
 
     return show

@@ -78,10 +78,13 @@ def open_broker(settings: Settings, *, timeout_s: float = 5.0) -> Iterator[Redis
 
 
 def console(*, quiet: bool = False) -> Console:
-    """Where tables go. A pipe has no width of its own: it gets one at which little is cut off."""
+    """Where tables go; brackets and colons in what it prints are text, as folders and names may have them.
+
+    A pipe has no width of its own: it gets one at which little is cut off.
+    """
     from rich.console import Console
 
-    screen = Console(quiet=quiet, highlight=False, soft_wrap=False)
+    screen = Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=False)
     if not screen.is_terminal and "COLUMNS" not in os.environ:
         screen.width = _PIPE_WIDTH
     return screen

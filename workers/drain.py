@@ -143,8 +143,8 @@ class Drain:
         self._rested = 0
         self._suspects: deque[ClaimedJob] = deque()
         """Jobs during whose forward a process died; see _dispatch_suspects."""
-        self._suspect: Work | None = None
-        """The last forward, if that was a suspect's."""
+        self._was_suspect = False
+        """Whether the last forward was a suspect's."""
         self._paused: frozenset[str] = frozenset()
         self._ailment = ""
         """Why this process can only be replaced; empty while all is well."""
@@ -399,7 +399,7 @@ class Drain:
         elif any(model.free > 0 for model in self._turns):
             # Other models must not wait for the long forward of the one whose queue is full.
             timeout_s = _LOOK_AGAIN_S
-        if self.executor.idle == 0 and not (self._suspects or self._suspect):
+        if self.executor.idle == 0 and not (self._suspects or self._was_suspect):
             for model in filter(self._may_form_ahead, self._turns):
                 if (flush_at := model.batcher.next_flush_at()) is not None:
                     timeout_s = min(timeout_s, max(0.0, flush_at - self._clock()) + 0.0005)
@@ -489,31 +489,29 @@ class Drain:
     def _dispatch(self) -> None:
         """Gives every idle model thread a batch, and forms the next full one while they are busy."""
         self._recall_for_urgent()
-        if self._suspects or self._suspect is not None:
+        if self._suspects or self._was_suspect:
             self._dispatch_suspects()
             return
         while (idle := self.executor.idle) >= 0:
             work = self._next_work(is_idle=idle > 0)
             if work is None:
                 return
-            self._submit(work)
+            self._submit(work, is_idle=idle > 0)
 
-    def _submit(self, work: Work) -> None:
+    def _submit(self, work: Work, *, is_idle: bool) -> None:
         self._watcher.started([item.job.header for item in work.batch.items], time.time())
         tokenises = self._served[work.batch.key.model].tokenises
-        self.executor.submit(work, prepare_apart=self.executor.idle == 0 and tokenises)
+        self.executor.submit(work, prepare_apart=tokenises and not is_idle)
 
     def _dispatch_suspects(self) -> None:
         """Suspects have the model threads to themselves, or the innocent would be counted with them: one suspect, then
         one batch of others, as long as there are both."""
         if self.executor.idle < self.executor.threads:
             return
-        was_suspect, self._suspect = self._suspect is not None, None
-        work = self._next_work(is_idle=True) if was_suspect or not self._suspects else None
-        if work is None and self._suspects:
-            work = self._suspect = self._next_suspect()
+        work = self._next_work(is_idle=True) if self._was_suspect or not self._suspects else None
+        self._was_suspect = work is None and (work := self._next_suspect()) is not None
         if work is not None:
-            self._submit(work)
+            self._submit(work, is_idle=True)
 
     def _next_suspect(self) -> Work | None:
         """The suspect that has been here longest, unless it is too late for it."""

@@ -12,6 +12,7 @@ import pytest
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.jumping_worker import Clock
 from tests.faults.rounds import seeds
+from tests.servers import require
 
 HOUR_S = 3600.0
 RESUME_S = 3.0
@@ -28,9 +29,7 @@ class Timed(NamedTuple):
 @pytest.fixture(scope="module")
 def timed(open_stage: OpenStage, tmp_path_factory: pytest.TempPathFactory) -> Timed:
     """Two workers, whose results outlive the jumps."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler, to give one process a clock of its own")
+    compiler = require(shutil.which("cc"), "a C compiler, to give one process a clock of its own")
     folder = tmp_path_factory.mktemp("clock")
     library = folder / "clock.so"
     source = Path(__file__).with_name("clock.c")

@@ -294,7 +294,7 @@ def test_worker_is_healthy_only_when_it_is_ready(tmp_path: Path):
     token = tmp_path / "token"
     token.write_text("t" * 32)
     is_ready = True
-    probe = Probe(InferenceMetrics((0.1,)), lambda: (is_ready, {}), host="0.0.0.0", port=0, bearer_file=token)  # noqa: S104
+    probe = Probe(InferenceMetrics((0.1,)), lambda: (is_ready, {}), host="0.0.0.0", port=0, bearer_file=token)  # noqa: S104 - as in a container
     probe.start()
     try:
         check = healthcheck("worker", {"9464": str(probe.port), "/run/secrets/metrics_token": str(token)})
