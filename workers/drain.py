@@ -605,8 +605,8 @@ class Drain:
         model.in_flight -= 1
         if work.misfits:
             self._metrics.out_of_memory(model.name)
-        if (too_large := work.too_large) is not None:
-            model.learn(too_large, self._clock())
+            if (too_large := work.too_large) is not None:
+                model.learn(too_large, self._clock())
         self._concluded += [
             Conclusion(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
             for item, answer in zip(work.batch.items, work.answers, strict=True)
