@@ -213,7 +213,17 @@ class InferenceConfig(_Section):
     )
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     repo_root: Folder = Field(default=Path("models"), description="The models root: <name>/<version>/model.yaml")
+    model_version: str = Field(
+        default="latest", min_length=1, description="Version served; latest: the one in production, else the highest"
+    )
     preload: bool = Field(default=True, description="Load models at start, not at their first job")
+    load_timeout_s: float = Field(default=300.0, gt=0, description="Limit of loading one model version")
+    model_memory_mb: int = Field(
+        default=0, ge=0, description="Memory of all loaded versions; beyond, the least recently used go; 0: no limit"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="Of torch models whose package does not say; auto: as built"
+    )
     timeout_seconds: float = Field(default=30.0, gt=0, description="Limit of one forward")
     max_request_size_mb: int = Field(default=10, ge=1, le=10, description="Largest request, in MiB")
     uvicorn_access_log: bool = Field(default=False, description="One line per HTTP request")
@@ -270,6 +280,13 @@ class Settings(_Section):
         default_factory=lambda known: f"sqlite:///{known['home'] / 'registry.db'}",
         repr=False,
         description="Database of the model registry; unset: SQLite in `home`",
+    )
+    operator_key_file: Folder = Field(
+        default_factory=lambda known: known["home"] / "operator.pem",
+        description="Ed25519 key that signs registry records and control commands; unset: operator.pem in `home`",
+    )
+    operator_public_keys: str = Field(
+        default="", description="id:base64[,id:base64] of the operators that workers obey; empty: no signature asked for"
     )
     tenant_id: Annotated[str, AfterValidator(_tenant)] = Field(
         default="default", description="Tenant of unnamed callers"
