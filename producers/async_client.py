@@ -95,7 +95,7 @@ class AsyncClient:
     ) -> AsyncJobHandle:
         """Publishes one job; see Client.submit."""
         publication = self._press.publication(
-            self._specs.fresh(model) or await self._spec(model),
+            self._specs.fresh(model, version or "") or await self._spec(model, version),
             inputs,
             priority=priority,
             deadline_s=deadline_s,
@@ -129,7 +129,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> list[AsyncJobHandle]:
         """Publishes one job per item and waits for room; see Client.submit_many."""
-        spec, reply = await self._spec(model), self._inbox.address(model)
+        spec, reply = await self._spec(model, version), self._inbox.address(model)
         publications = [
             self._press.publication(
                 spec,
@@ -229,8 +229,10 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
-    async def _spec(self, model: str) -> ModelSpec:
-        return self._specs.fresh(model) or self._specs.store(model, await self._broker.spec(model))
+    async def _spec(self, model: str, version: str | None = None) -> ModelSpec:
+        named = version or ""
+        known = self._specs.fresh(model, named)
+        return known or self._specs.store(model, await self._broker.spec(model, named), named)
 
     def _handle(self, publication: Publication) -> AsyncJobHandle:
         handle = AsyncJobHandle(self, publication.job_id, publication.tenant, is_ours=True)

@@ -115,7 +115,7 @@ class Client:
         Raises a Rejected error before anything is written, QueueFull among them; BrokerUnavailable.
         """
         publication = self._press.publication(
-            self._spec(model),
+            self._spec(model, version),
             inputs,
             priority=priority,
             deadline_s=deadline_s,
@@ -151,7 +151,7 @@ class Client:
         jobs accepted so far stay accepted (`error.accepted`, their handles). BrokerUnavailable carries these, too, and
         in `error.in_doubt` the handles of the jobs whose answer did not come.
         """
-        spec, reply = self._spec(model), self._inbox.address(model)
+        spec, reply = self._spec(model, version), self._inbox.address(model)
         publications = [
             self._press.publication(
                 spec,
@@ -230,8 +230,10 @@ class Client:
     ) -> None:
         self.close()
 
-    def _spec(self, model: str) -> ModelSpec:
-        return self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
+    def _spec(self, model: str, version: str | None = None) -> ModelSpec:
+        named = version or ""
+        known = self._specs.fresh(model, named)
+        return known or self._specs.store(model, self._broker.spec(model, named), named)
 
     def _handle(self, publication: Publication) -> JobHandle:
         # Before publishing: the reply may be there before publish returns.

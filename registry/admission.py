@@ -29,6 +29,7 @@ __all__ = ["Press", "SpecCache", "limits_of"]
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_DEADLINE_S: Final = 366 * 86_400
 _KEEP_SPEC_S: Final = 1.0
+_MOST_SPECS: Final = 10_000
 _PLAIN: Final = Options()
 _MAX_ATTEMPTS: Final = 100
 _MAX_PAUSE_S: Final = 3600
@@ -40,42 +41,51 @@ def limits_of(queue: QueueConfig) -> Limits:
 
 
 class SpecCache:
-    """Specs as the broker has them, believed for a second; without one, the package under the models root."""
+    """Specs as the broker has them, believed for a second; without one, the package under the models root.
+
+    A version that a caller names has a spec of its own.
+    """
 
     def __init__(self, models_root: Path) -> None:
         self._root = models_root
-        self._specs: dict[str, tuple[float, bytes | None, ModelSpec]] = {}
+        self._specs: dict[tuple[str, str], tuple[float, bytes | None, ModelSpec]] = {}
+        """By model and version; an empty version is the one that answers."""
 
-    def fresh(self, model: str) -> ModelSpec | None:
+    def fresh(self, model: str, version: str = "") -> ModelSpec | None:
         """The spec if it was asked for a moment ago; None: ask the broker, then `store`.
 
         Raises InvalidInput for a name that no model can have.
         """
         # Through the lane, anything may stand where a name is expected.
-        kept = self._specs.get(model) if isinstance(model, str) else None
+        kept = self._specs.get((model, version)) if isinstance(model, str) and isinstance(version, str) else None
         if kept is not None and kept[0] > time.monotonic():
             return kept[2]
         parse_name("model", model)
+        if version:
+            parse_name("version", version)
         return None
 
-    def store(self, model: str, found: bytes | None) -> ModelSpec:
+    def store(self, model: str, found: bytes | None, version: str = "") -> ModelSpec:
         """Takes in the broker's answer. Raises UnknownModel when there is no local package either."""
-        kept = self._specs.get(model)
+        kept = self._specs.get((model, version))
         if kept is not None and kept[1] == found:
             spec = kept[2]
         elif found is not None:
             spec = ModelSpec.from_json(found)
         else:
-            spec = self._local(model)
-        self._specs[model] = (time.monotonic() + _KEEP_SPEC_S, found, spec)
+            spec = self._local(model, version)
+        if len(self._specs) >= _MOST_SPECS:
+            self._specs.clear()
+        self._specs[model, version] = (time.monotonic() + _KEEP_SPEC_S, found, spec)
         return spec
 
-    def _local(self, model: str) -> ModelSpec:
+    def _local(self, model: str, version: str) -> ModelSpec:
         try:
-            return load_package(find(self._root, model).path, trusted_roots=(self._root,)).spec
+            return load_package(find(self._root, model, version or None).path, trusted_roots=(self._root,)).spec
         except UnknownModel:
+            reference = f"{model}/{version}" if version else model
             raise UnknownModel(
-                f"Unknown model {model!r}. Expected one that a worker serves or that `penstock models register` "
+                f"Unknown model {reference!r}. Expected one that a worker serves or that `penstock models register` "
                 "has announced"
             ) from None
 

@@ -144,6 +144,7 @@ class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     id: str
     context: RequestContext
     version: str = ""
+    """Label of the version that answered."""
     worker: str = ""
     content: tuple[Tensor, ...] = ()
     error: Failure | None = None
@@ -152,6 +153,8 @@ class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Rows of the micro-batch that answered."""
     timings: Timings = Timings()
     key: str = ""
+    content_hash: str = ""
+    """SHA-256 of the content of that version; empty for a job that no model saw."""
 
 
 class EventHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -9,8 +9,11 @@
         IdempotencyConflict      the key is taken by a job with other inputs
         Unauthorized  Forbidden
         QueueFull                carries retry_after_s
+        TransitionRefused        a stage change that the rules, an approver or the gate forbid
+          TransitionConflict       another change of the same model came first
+        ContentChanged           a version's files are not those that were registered
       Retryable                goes back to the queue
-        BrokerUnavailable  ModelNotReady  OutOfMemory
+        BrokerUnavailable  RegistryUnavailable  ModelNotReady  OutOfMemory
       Corrupt                  goes to the dead letters, bytes kept
         UndecodableEnvelope  BadSignature
       JobFailed                what result() raises
@@ -35,6 +38,7 @@ __all__ = [
     "BrokerUnavailable",
     "Cancelled",
     "ConfigurationError",
+    "ContentChanged",
     "Corrupt",
     "DeadLettered",
     "DeadlineExceeded",
@@ -50,10 +54,13 @@ __all__ = [
     "OutOfMemory",
     "PenstockError",
     "QueueFull",
+    "RegistryUnavailable",
     "Rejected",
     "ResultGone",
     "ResultTimeout",
     "Retryable",
+    "TransitionConflict",
+    "TransitionRefused",
     "Unauthorized",
     "UndecodableEnvelope",
     "UnknownJob",
@@ -116,6 +123,18 @@ class QueueFull(Rejected):
         self.accepted: Sequence[object] = ()
 
 
+class TransitionRefused(Rejected):
+    """A version may not change its stage so: the rules, an approver or the gate forbid it; nothing was changed."""
+
+
+class TransitionConflict(TransitionRefused):
+    """Another change of the same model came first; look at what it is now, and decide again."""
+
+
+class ContentChanged(Rejected):
+    """The files of a version are not those that were registered."""
+
+
 class Retryable(PenstockError):
     """Nothing is wrong with the job: it goes back to the queue."""
 
@@ -133,6 +152,10 @@ class BrokerUnavailable(Retryable, ConnectionError):
         super().__init__(*args)
         self.accepted: Sequence[object] = ()
         self.in_doubt: Sequence[object] = ()
+
+
+class RegistryUnavailable(Retryable, ConnectionError):
+    """The registry's database did not answer, or refused."""
 
 
 class ModelNotReady(Retryable):

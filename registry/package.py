@@ -1,6 +1,6 @@
 """`models/<name>/<version>/model.yaml` -> ModelSpec: what a model accepts, answers and costs.
 
-    folder -> load_package -> Package (spec + folder) -> a worker's runtime
+    folder -> load_package -> Package (spec + folder) -> Package.manifest -> a worker's runtime, the catalogue
                               ModelSpec.to_json -> `{model}:spec` in the broker -> ModelSpec.from_json -> a client
 
 Nothing of a model is loaded or executed here. A package that cannot work is a ConfigurationError of one line: the
@@ -10,30 +10,40 @@ file relative to the models root, the field, what was found and what was expecte
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from registry.documents import BadDocument, read_yaml
 from registry.errors import ConfigurationError, InvalidInput, UnknownModel, shown
+from registry.hub_cache import HubSnapshot, find_snapshot
+from registry.inspection import (
+    PICKLES,
+    inspect_onnx,
+    inspect_safetensors,
+    inspect_torchscript,
+    inspect_transformers,
+)
+from registry.manifest import FileTree, Manifest, hash_files
 from registry.queues import parse_name
+from registry.sections import Batching, Codecs, Device, InsidePath, Knobs, Policy, Precision, Section, Source
 from registry.signature import BATCH, Signature, TensorSpec
 from registry.tensors import STRING
 
 __all__ = [
+    "FORMATS",
     "SPEC_FILE",
-    "Batching",
     "ModelSpec",
     "Package",
     "PackageRef",
-    "Source",
     "discover",
     "find",
     "load_package",
@@ -41,6 +51,15 @@ __all__ = [
 
 SPEC_FILE: Final = "model.yaml"
 _ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
+_TASK: Final = re.compile(r"[a-z][a-z0-9-]{0,63}\Z")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}\Z")
+
+Format = Literal["torchscript", "python", "pytorch", "transformers", "onnx"]
+FORMATS: Final[tuple[str, ...]] = get_args(Format)
+"""What a package may be; each has its runtime."""
+_TENSORFLOW: Final = frozenset({"tensorflow", "savedmodel", "saved_model", "keras", "tflite", "tfjs"})
+_WEIGHTS: Final = {"torchscript": (".pt", ".ts"), "pytorch": (".safetensors",), "onnx": (".onnx",)}
+"""The formats with a `weights` file, and how its name may end."""
 
 
 def _version_text(value: object) -> object:
@@ -48,60 +67,57 @@ def _version_text(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-class Section(BaseModel):
-    """A part of model.yaml: immutable, exact types, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-class Source(Section):
-    """Where the weights of a `transformers` package lie: a folder of the package, or of an installed one."""
-
-    path: str = "."
-    package: str | None = None
-    """The importable name of an installed Python distribution; None: the model package's own folder."""
-
-    @model_validator(mode="after")
-    def _stays_inside(self) -> Source:
-        path = PurePosixPath(self.path)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"path: found {self.path!r:.80}, expected a relative path inside the package")
-        if self.package is not None and not self.package.isidentifier():
-            raise ValueError(f"package: found {self.package!r:.80}, expected the name of a top-level Python package")
-        return self
+def _served_format(value: object) -> object:
+    if isinstance(value, str) and value.lower() in _TENSORFLOW:
+        raise ValueError(
+            f"found {value!r}, expected one of: {', '.join(FORMATS)}; TensorFlow is not served, export to onnx"
+        )
+    return value
 
 
-class Batching(Section):
-    """How jobs of this model share a forward. 0 and null mean: use the setting, or no bound."""
-
-    max_batch_size: Annotated[int, Field(ge=0)] = 0
-    """Rows; 0: the worker's setting."""
-    max_wait_ms: Annotated[int | float | None, Field(ge=0)] = None
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Rows times the longest length in the batch."""
-    max_bytes: Annotated[int | None, Field(ge=1)] = None
-    sort_window: Annotated[int, Field(ge=1)] = 1
-    """How many batches of waiting jobs are sorted by length before one is cut."""
-    length_input: str | None = None
-    """The input whose length decides: characters of text, or the extent of a tensor's first symbolic axis."""
-    max_length: Annotated[int | None, Field(ge=1)] = None
-    """The longest `length_input`; for `transformers` in tokens, otherwise as `length_input` is measured."""
-    truncate: bool = False
-    """Whether longer text is cut; only `transformers` can, and must, since clients cannot count tokens."""
+def _checksum(digest: str) -> str:
+    if not _SHA256.match(digest):
+        raise ValueError(f"found {digest!r:.80}, expected a SHA-256 of 64 lower-case hex digits")
+    return digest
 
 
 class ModelSpec(Section):
     """One version of one model, as clients and workers know it."""
 
     name: str
-    version: Annotated[str, BeforeValidator(_version_text)]
-    format: Literal["pytorch", "transformers", "python"]
+    """The name of the folder above the version's."""
+    version: Annotated[str, BeforeValidator(_version_text, json_schema_input_type=str | int)]
+    """The name of the package's folder."""
+    format: Annotated[Format, BeforeValidator(_served_format, json_schema_input_type=Format)]
+    """Which runtime loads it."""
     entrypoint: str | None = None
     """`module:build` for `pytorch` and `python`; the module is a file of the package."""
+    weights: InsidePath | None = None
+    """The file of a `torchscript` or `onnx` model, or the safetensors of what a `pytorch` entry point builds."""
     source: Source | None = None
+    """Where the weights of `transformers` lie."""
+    task: str | None = None
+    """The pipeline of `transformers`, such as text-classification; null: sentence embeddings."""
+    files: dict[InsidePath, Annotated[str, AfterValidator(_checksum)]] | None = None
+    """SHA-256 of every file of the package but model.yaml; null: any files."""
     inputs: Annotated[tuple[TensorSpec, ...], Field(strict=False, min_length=1)]
+    """What a job must and may bring."""
     outputs: Annotated[tuple[TensorSpec, ...], Field(strict=False)]
+    """What the model answers."""
     batching: Batching = Batching()
+    """How jobs share a forward."""
+    codecs: Codecs = Codecs()
+    """How answers are written."""
+    policy: Policy = Policy()
+    """What differs by endpoint."""
+    precision: Precision = "auto"
+    """The number format of a forward; auto: the setting's."""
+    device: Device = "auto"
+    """auto: the worker's."""
+    max_level: Annotated[int | None, Field(ge=0, le=4)] = None
+    """Enhancement level that the model may rise to; null: the setting's."""
+    memory_mb: Annotated[int | None, Field(ge=1)] = None
+    """Memory that the loaded model takes, where the runtime cannot count it."""
     concurrency: Annotated[int, Field(ge=1)] = 1
     """Forwards of this model that may run at the same time in one worker."""
     streams: bool = False
@@ -113,15 +129,15 @@ class ModelSpec(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ModelSpec:
-        for check in (_check_names, _check_format, _check_batch_dimension, _check_length):
+        for check in (_check_names, _check_format, _check_weights, _check_batch_dimension, _check_length):
             check(self)
         return self
 
     @cached_property
     def signature(self) -> Signature:
         """The check for this model's inputs."""
-        # A limit in tokens is the worker's to apply: it cuts, so no text is too long for the client.
-        limit = None if self.batching.truncate else self.batching.max_length
+        # Only the worker can count tokens.
+        limit = None if self.format == "transformers" else self.batching.max_length
         return Signature(self.inputs, self.outputs, self.batching.length_input, limit)
 
     @property
@@ -129,9 +145,27 @@ class ModelSpec(Section):
         """`name/version`."""
         return f"{self.name}/{self.version}"
 
+    def policy_for(self, endpoint: str) -> Knobs:
+        """The knobs of an endpoint: its own, else the policy's default, else the model's; None: the setting's."""
+        own = Knobs(
+            window_ms=self.batching.max_wait_ms,
+            precision=None if self.precision == "auto" else self.precision,
+            concurrency=self.concurrency,
+        )
+        return self.policy.of(endpoint).over(own)
+
+    def limited_to(self, max_length: int) -> ModelSpec:
+        """The spec with no longer `length_input` than `max_length`, in the model's own measure."""
+        batching = self.batching
+        if batching.length_input is None or (batching.max_length or max_length + 1) <= max_length:
+            return self
+        buckets = tuple(edge for edge in batching.buckets if edge <= max_length)
+        lowered = batching.model_copy(update={"max_length": max_length, "buckets": buckets})
+        return self.model_copy(update={"batching": lowered})
+
     def to_json(self) -> bytes:
-        """What lies in the broker under the model's spec key."""
-        return self.model_dump_json(exclude_none=True).encode()
+        """What lies in the broker under the model's spec key: all but the checksums, which no client needs."""
+        return self.model_dump_json(exclude_none=True, exclude={"files"}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> ModelSpec:
@@ -148,6 +182,13 @@ class Package:
 
     spec: ModelSpec
     folder: Path
+    spec_sha256: str = ""
+    """Of model.yaml when it was read; empty: the spec was not read from a file."""
+
+    @property
+    def label(self) -> str:
+        """`name/version`, as errors name it."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
 
     def entrypoint(self) -> tuple[str, str]:
         """(dotted module inside the folder, attribute). Raises ConfigurationError for a package without one."""
@@ -156,16 +197,62 @@ class Package:
         module, _, attribute = self.spec.entrypoint.partition(":")
         return module, attribute
 
+    def weights_file(self) -> Path | None:
+        """The file that `weights` names; None without one. Raises ConfigurationError if it is not in the folder."""
+        if self.spec.weights is None:
+            return None
+        file = (self.folder / self.spec.weights).resolve()
+        if not file.is_relative_to(self.folder.resolve()) or not file.is_file():
+            raise ConfigurationError(
+                f"{_label(self.folder)}: weights: found {self.spec.weights!r:.80}, expected a file of the package"
+            )
+        return file
+
     def source_folder(self) -> Path:
         """The folder of a `transformers` package's weights. Raises ConfigurationError if it is not there."""
         source = self.spec.source or Source()
-        base = self.folder if source.package is None else _installed_folder(self.folder, source.package)
+        base = self._source_base().folder
         folder = (base / source.path).resolve()
         if not folder.is_relative_to(base.resolve()) or not folder.is_dir():
             raise ConfigurationError(
                 f"{_label(self.folder)}: source.path: found {source.path!r:.80}, expected a folder inside the package"
             )
         return folder
+
+    def manifest(self) -> Manifest:
+        """The hashes of all files of the package, its weights inspected; reads every byte of it.
+
+        Raises ConfigurationError: a file that `files` does not name or that has another hash, a model.yaml that is
+        not the one that was read, and what no model file may contain.
+        """
+        manifest = hash_files(FileTree(self.folder, self.label, links_within=self.folder), self._source_tree())
+        if self.spec_sha256 and manifest.files.get(SPEC_FILE) != self.spec_sha256:
+            raise ConfigurationError(f"{self.label}: file {SPEC_FILE}: changed since it was read, expected the same")
+        _check_files(self, manifest)
+        self._inspect()
+        return manifest
+
+    def _source_base(self) -> HubSnapshot:
+        source = self.spec.source or Source()
+        if source.hub is not None and source.revision is not None:
+            return find_snapshot(source.hub, source.revision)
+        folder = self.folder if source.package is None else _installed_folder(self.folder, source.package)
+        return HubSnapshot(folder, folder)
+
+    def _source_tree(self) -> FileTree | None:
+        """The files of the weights, where they lie outside of the package."""
+        source = self.spec.source
+        if source is None or (source.package is None and source.hub is None):
+            return None
+        return FileTree(self.source_folder(), f"{self.label}: source", self._source_base().repository)
+
+    def _inspect(self) -> None:
+        weights = self.weights_file()
+        if self.spec.format == "transformers":
+            inspect_transformers(self.source_folder(), self.label)
+        elif weights is not None:
+            inspect = {"torchscript": inspect_torchscript, "pytorch": inspect_safetensors, "onnx": inspect_onnx}
+            inspect[self.spec.format](weights, self.label)
 
 
 class PackageRef(NamedTuple):
@@ -212,22 +299,25 @@ def load_package(path: Path, trusted_roots: Sequence[Path] | None = None) -> Pac
     """
     folder = path.absolute()
     label = _label(folder)
-    spec = _read_spec(folder / SPEC_FILE, label)
+    spec, digest = _read_spec(folder / SPEC_FILE, label)
     for field, found, expected in (
         ("name", spec.name, folder.parent.name),
         ("version", spec.version, folder.name),
     ):
         if found != expected:
             raise ConfigurationError(f"{label}: {field}: found {found!r:.80}, expected {expected!r} as the folder says")
-    package = Package(spec, folder)
+    package = Package(spec, folder, digest)
+    package.weights_file()
     if spec.entrypoint is not None:
         _check_entrypoint(package, [folder.parent.parent] if trusted_roots is None else trusted_roots)
     return package
 
 
-def _read_spec(file: Path, label: str) -> ModelSpec:
+def _read_spec(file: Path, label: str) -> tuple[ModelSpec, str]:
+    """(spec, SHA-256 of the file). Raises ConfigurationError."""
     try:
-        document: Any = read_yaml(file.read_bytes())
+        text = file.read_bytes()
+        document: Any = read_yaml(text)
     except OSError as error:
         raise ConfigurationError(f"{label}: cannot be read ({error.strerror})") from None
     except BadDocument as problem:
@@ -235,7 +325,7 @@ def _read_spec(file: Path, label: str) -> ModelSpec:
     if not isinstance(document, dict):
         raise ConfigurationError(f"{label}: found {type(document).__name__}, expected a mapping of fields")
     try:
-        return ModelSpec.model_validate(document)
+        return ModelSpec.model_validate(document), hashlib.sha256(text).hexdigest()
     except ValidationError as error:
         raise ConfigurationError(f"{label}: {_first_problem(error)}") from None
 
@@ -277,20 +367,68 @@ def _check_names(spec: ModelSpec) -> None:
             raise ValueError(f"{field}: found {', '.join(names)}, expected distinct names")
 
 
+def _check_files(package: Package, manifest: Manifest) -> None:
+    """Compares the files with those that model.yaml names. Raises ConfigurationError."""
+    expected = package.spec.files
+    if expected is None:
+        return
+    found = {path: digest for path, digest in manifest.files.items() if path != SPEC_FILE}
+    for path in sorted(expected.keys() | found.keys()):
+        if path not in found:
+            problem = "missing, expected the file that model.yaml names"
+        elif path not in expected:
+            problem = "found, expected no file that model.yaml does not name"
+        elif found[path] != expected[path]:
+            problem = f"found SHA-256 {found[path][:12]}.., expected {expected[path][:12]}.. as model.yaml says"
+        else:
+            continue
+        raise ConfigurationError(f"{_label(package.folder)}: files: {shown(path)}: {problem}")
+
+
 def _check_format(spec: ModelSpec) -> None:
-    if spec.format == "transformers":
-        if spec.source is None or spec.entrypoint is not None:
-            raise ValueError("source: expected a source and no entrypoint for format transformers")
-        if [(one.dtype, one.shape) for one in spec.inputs] != [(STRING, (BATCH,))]:
-            raise ValueError(f"inputs: expected one string input of shape ({BATCH},) for format transformers")
-        if [(one.dtype, len(one.shape)) for one in spec.outputs] != [("float32", 2)]:
-            raise ValueError(f"outputs: expected one float32 output of shape ({BATCH}, width) for format transformers")
-    elif spec.entrypoint is None or not _ENTRYPOINT.match(spec.entrypoint) or spec.source is not None:
+    is_code = spec.format in ("pytorch", "python")
+    if is_code and (spec.entrypoint is None or not _ENTRYPOINT.match(spec.entrypoint) or spec.source is not None):
         raise ValueError(
             f"entrypoint: found {spec.entrypoint!r:.80}, expected module:build and no source for format {spec.format}"
         )
+    if spec.format == "transformers":
+        _check_transformers(spec)
+    else:
+        for field in ("source", "task") if is_code else ("entrypoint", "source", "task"):
+            if getattr(spec, field) is not None:
+                raise ValueError(f"{field}: found one, expected none for format {spec.format}")
     if spec.streams and (spec.format != "python" or spec.batching.max_batch_size > 1):
         raise ValueError("streams: found true, expected it for format python only, with max_batch_size 1")
+
+
+def _check_transformers(spec: ModelSpec) -> None:
+    if spec.source is None or spec.entrypoint is not None:
+        raise ValueError("source: expected a source and no entrypoint for format transformers")
+    if [(one.dtype, one.shape) for one in spec.inputs] != [(STRING, (BATCH,))]:
+        raise ValueError(f"inputs: expected one string input of shape ({BATCH},) for format transformers")
+    if spec.task is not None:
+        if not _TASK.match(spec.task):
+            raise ValueError(f"task: found {spec.task!r:.80}, expected a pipeline's name such as text-classification")
+    elif [(one.dtype, len(one.shape)) for one in spec.outputs] != [("float32", 2)]:
+        raise ValueError(f"outputs: expected one float32 output of shape ({BATCH}, width) for format transformers")
+
+
+def _check_weights(spec: ModelSpec) -> None:
+    endings = _WEIGHTS.get(spec.format)
+    if endings is None:
+        if spec.weights is not None:
+            raise ValueError(f"weights: found {spec.weights!r:.80}, expected none for format {spec.format}")
+        return
+    if spec.weights is None:
+        if spec.format == "pytorch":
+            return
+        raise ValueError(f"weights: missing, expected a file {' or '.join(endings)} for format {spec.format}")
+    if not spec.weights.endswith(endings):
+        reason = "; a pickle can run code" if spec.weights.endswith(PICKLES) else ""
+        raise ValueError(
+            f"weights: found {spec.weights!r:.80}, expected a file {' or '.join(endings)} for format "
+            f"{spec.format}{reason}"
+        )
 
 
 def _check_batch_dimension(spec: ModelSpec) -> None:
@@ -315,12 +453,13 @@ def _check_length(spec: ModelSpec) -> None:
             f"batching.length_input: found {batching.length_input!r:.80}, expected an input of text or with a symbolic "
             f"dimension besides {BATCH}"
         )
-    if measured is None and (batching.max_length is not None or batching.max_tokens is not None):
-        raise ValueError("batching.length_input: missing, expected with max_length and max_tokens")
-    if batching.truncate != (spec.format == "transformers" and batching.max_length is not None):
+    if measured is None and (batching.max_length or batching.max_tokens or batching.buckets):
+        raise ValueError("batching.length_input: missing, expected with max_length, max_tokens and buckets")
+    if batching.truncate and spec.format != "transformers":
+        raise ValueError("batching.truncate: found true, expected it for format transformers only")
+    if batching.max_length is not None and max(batching.buckets, default=0) > batching.max_length:
         raise ValueError(
-            f"batching.truncate: found {str(batching.truncate).lower()}, expected true exactly for format transformers "
-            "with a max_length"
+            f"batching.buckets: found {batching.buckets[-1]}, expected at most max_length {batching.max_length}"
         )
 
 
@@ -358,6 +497,8 @@ def _expectation(message: str) -> str:
 def _nearest(location: Sequence[int | str]) -> str:
     known: dict[str, type[BaseModel]] = {
         "batching": Batching,
+        "codecs": Codecs,
+        "policy": Policy if len(location) == 2 else Knobs,
         "source": Source,
         "inputs": TensorSpec,
         "outputs": TensorSpec,

@@ -22,6 +22,7 @@ __all__ = [
     "MODELS_KEY",
     "WORKERS_KEY",
     "Priority",
+    "active_key",
     "crashes_key",
     "dead_key",
     "events_key",
@@ -40,6 +41,7 @@ __all__ = [
     "reply_key",
     "slot_of",
     "spec_key",
+    "specs_key",
     "split_job_id",
     "stream_key",
     "stream_keys",
@@ -175,6 +177,16 @@ def crashes_key(slot: str, priority: Priority, entry_id: bytes) -> str:
 def spec_key(slot: str) -> str:
     """The model's spec, as JSON."""
     return f"{{{slot}}}:spec"
+
+
+def specs_key(slot: str) -> str:
+    """Hash: the spec of each version that jobs may name, as JSON."""
+    return f"{{{slot}}}:specs"
+
+
+def active_key(slot: str) -> str:
+    """Which version answers, as registry/deployment.py writes it; missing while no version was ever promoted."""
+    return f"{{{slot}}}:active"
 
 
 def flow_key(slot: str) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "CeleryConfig",
     "CompilationConfig",
     "InferenceConfig",
+    "LATEST",
     "METRICS_PORT",
     "PrivacyConfig",
     "PrivacyMode",
@@ -51,6 +52,8 @@ __all__ = [
     "catalogue",
 ]
 
+LATEST: Final = "latest"
+"""As model_version: the version in production, else the highest under the models root."""
 METRICS_PORT: Final = 9464
 """The metrics port of device 0; device N has METRICS_PORT + N."""
 CONFIG_VARIABLE: Final = "PENSTOCK_CONFIG"
@@ -214,7 +217,7 @@ class InferenceConfig(_Section):
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     repo_root: Folder = Field(default=Path("models"), description="The models root: <name>/<version>/model.yaml")
     model_version: str = Field(
-        default="latest", min_length=1, description="Version served; latest: the one in production, else the highest"
+        default=LATEST, min_length=1, description="Version served; latest: the one in production, else the highest"
     )
     preload: bool = Field(default=True, description="Load models at start, not at their first job")
     load_timeout_s: float = Field(default=300.0, gt=0, description="Limit of loading one model version")
@@ -286,7 +289,7 @@ class Settings(_Section):
         description="Ed25519 key that signs registry records and control commands; unset: operator.pem in `home`",
     )
     operator_public_keys: str = Field(
-        default="", description="id:base64[,id:base64] of the operators that workers obey; empty: no signature asked for"
+        default="", description="id:base64[,id:base64] of the operators that workers obey; empty: none is asked for"
     )
     tenant_id: Annotated[str, AfterValidator(_tenant)] = Field(
         default="default", description="Tenant of unnamed callers"

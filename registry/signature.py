@@ -182,12 +182,15 @@ class Signature:
                     f"{shape_text(spec.shape)}" + (f" with {BATCH} = {rows}" if spec.is_batched else "")
                 )
 
-    def example(self, rows: int) -> dict[str, Array]:
-        """Small valid inputs of `rows` rows for the required names: zeros, or the nearest value in range, or text."""
-        return {spec.name: self._example(spec, rows) for spec in self.inputs if not spec.optional}
+    def example(self, rows: int, length: int = _EXAMPLE_EXTENT) -> dict[str, Array]:
+        """Small valid inputs of `rows` rows for the required names: zeros, or the nearest value in range, or text.
 
-    def _example(self, spec: TensorSpec, rows: int) -> Array:
-        extent = min(_EXAMPLE_EXTENT, self._max_length or _EXAMPLE_EXTENT)
+        length: of texts and of symbolic dimensions, as far as the model allows.
+        """
+        return {spec.name: self._example(spec, rows, length) for spec in self.inputs if not spec.optional}
+
+    def _example(self, spec: TensorSpec, rows: int, length: int) -> Array:
+        extent = min(length, self._max_length or length)
         shape = tuple(dim if isinstance(dim, int) else rows if dim == BATCH else extent for dim in spec.shape)
         if spec.dtype == STRING:
             return np.full(shape, "a" * extent, object)

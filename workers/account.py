@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from registry.broker.base import State
 from registry.envelope import Failure
@@ -22,17 +22,16 @@ logger = logging.getLogger("server")
 
 
 class Account:
-    """Keeps what a commit settled until there is time to tell. version_of: the version that is served of a model.
+    """Keeps what a commit settled until there is time to tell.
 
     Attributes:
         batches: told so far.
     """
 
-    def __init__(self, watcher: Watcher, metrics: InferenceMetrics, version_of: Callable[[str], str]) -> None:
+    def __init__(self, watcher: Watcher, metrics: InferenceMetrics) -> None:
         self.batches = 0
         self._watcher = watcher
         self._metrics = metrics
-        self._version_of = version_of
         self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
 
     def settled(self, ends: list[tuple[Conclusion, State]], commit_s: float, now: float) -> None:
@@ -49,7 +48,7 @@ class Account:
                 work, job = end.work, end.job
                 by_work[id(work)].append(end)
                 runtime_s = max(0.0, now - (work.started if work else job.claimed))
-                ended.append(Ended(job.header, state, runtime_s, end.failure, self._version_of(job.delivery.slot)))
+                ended.append(Ended(job.header, state, runtime_s, end.failure, job.label))
             self._watcher.finished(ended, time.time())
             self._count(ended)
             for ends in by_work.values():
@@ -60,9 +59,9 @@ class Account:
         # Counted when they end: a job that runs again after a crash is still one request.
         for name, count in Counter(end.header.model for end in ended).items():
             self._metrics.requests(name, ENDPOINT, count)
-        outcomes = Counter((end.header.model, end.state) for end in ended)
-        for (name, state), count in outcomes.items():
-            self._metrics.outcome(name, self._version_of(name), ENDPOINT, state.name.lower(), count)
+        outcomes = Counter((end.header.model, end.version, end.state) for end in ended)
+        for (name, version, state), count in outcomes.items():
+            self._metrics.outcome(name, version, ENDPOINT, state.name.lower(), count)
         for end in ended:
             if end.error is not None and end.state is State.FAILED:
                 self._metrics.exception(end.header.model, _exception_of(end.error))

@@ -25,18 +25,23 @@ from celery.signals import setup_logging, worker_shutting_down
 from registry import logs
 from registry.admission import Press, SpecCache, limits_of
 from registry.broker.redis_streams import RedisStreams
-from registry.errors import BrokerUnavailable, ConfigurationError, QueueFull, Rejected, UnknownModel
+from registry.control import Command, Obedience
+from registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, QueueFull, Rejected, UnknownModel
 from registry.local_stack import with_broker
 from registry.package import Package, discover, find, load_package
 from registry.queues import CELERY_TASK
-from registry.settings import Settings
+from registry.reconciler import Reconciler, StateStore
+from registry.settings import LATEST, Settings
+from registry.signed import Verifier
+from safety.keys import PublicKeys
 from workers import heartbeat
 from workers.boot import refuse
-from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, show_drain, withdraw_commands
+from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, obey, show_drain, withdraw_commands
 from workers.device import Pin, granted_threads, pin
 from workers.drain import Drain
 from workers.journal import FileJournal, Journal, journal_path, report_crashes
 from workers.lane import LaneDoor, LaneReplies
+from workers.library import ModelsRoot
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.probe import Probe
 
@@ -169,14 +174,18 @@ class WorkerParts:
             metrics=metrics,
             probe_url=f"http://{settings.worker.metrics_host}:{self._probe.port}",
             journal=self._open_journal,
+            library=ModelsRoot(settings.inference.repo_root, settings.trusted_roots),
+            verify=_verifier(settings),
         )
         self._replies = LaneReplies(
             _redis_client(settings), self._broker, settings.keyring, ResultStore(app), worker=hostname
         )
+        self._reconciler = self._open_reconciler(hostname)
         self._grace_s: float | None = None
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         lane_task.door = _lane_door(settings, self._broker)
         show_drain(self._drain, self._watcher, hostname, settings=settings.inference.as_shown())
+        obey(Obedience(_verifier(settings)), self._act)
         if not celery.remote_control:
             withdraw_commands()
 
@@ -189,6 +198,8 @@ class WorkerParts:
         self._watcher.start()
         self._drain.start()
         self._replies.start()
+        if self._reconciler is not None:
+            self._reconciler.start()
         self._guard.start()
 
     def _open_journal(self, consumer: str, seats: int) -> Journal:
@@ -208,6 +219,37 @@ class WorkerParts:
                 f"The journal of running jobs cannot be written ({error.strerror}). Expected a PENSTOCK_HOME that this "
                 "user may write to"
             ) from None
+
+    def _open_reconciler(self, worker: str) -> Reconciler | None:
+        """None without a shared state: then each worker keeps its own, and control commands tell it what to load."""
+        inference = self._settings.inference
+        if not inference.state_reconcile_enabled:
+            return None
+        url = inference.state_redis_url or self._settings.redis_url or ""
+        return Reconciler(
+            StateStore.from_url(url, inference.state_prefix),
+            self._drain,
+            worker=worker,
+            interval_s=inference.state_reconcile_interval_s,
+            verify=_verifier(self._settings),
+        )
+
+    def _act(self, command: Command) -> str:
+        """Obeys an operator, on Celery's thread. Raises Rejected for what this worker cannot do."""
+        if command.action == "reconcile":
+            if self._reconciler is None:
+                raise Forbidden("This worker keeps a state of its own. Expected load or unload")
+            self._reconciler.nudge()
+            return "sweeping"
+        if not self._drain.may_serve(command.model):
+            raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
+        if command.action == "load":
+            self._drain.want(command.model, command.version, content_hash=command.content_hash)
+            return f"loading {command.model}/{command.version}"
+        if command.action == "unload":
+            self._drain.let_go_of(command.model, command.version)
+            return f"letting go of {command.model}/{command.version}"
+        raise Forbidden(f"{command.action} is not for this worker. Expected load, unload or reconcile")
 
     def ask_to_stop(self, *, is_cold: bool) -> None:
         """Begin to stop, at once. Sets one value and takes no lock: this is called from signal handlers."""
@@ -233,6 +275,8 @@ class WorkerParts:
                     # Other threads may hang, so nothing waits for them; what they held lapses with its lease.
                     os._exit(EXIT_UNHEALTHY)
             time.sleep(_WATCH_S)
+        if self._reconciler is not None:
+            self._reconciler.stop()
         self._drain.stop(self._grace_s)
         self._replies.stop()
         self._watcher.stop()
@@ -243,6 +287,12 @@ class WorkerParts:
         if self._guard.is_alive() and self._grace_s is None and not self._replies.is_alive():
             return "the thread of lane results has ended"
         return self._drain.is_healthy()
+
+
+def _verifier(settings: Settings) -> Verifier | None:
+    """The operators' signatures; None where no key is known and none is asked for."""
+    keys = PublicKeys.parse(settings.operator_public_keys)
+    return keys.verify if len(keys) else None
 
 
 def _redis_client(settings: Settings) -> redis.Redis:
@@ -311,11 +361,18 @@ def _parts(worker: Any) -> WorkerParts:
 
 
 def packages_to_serve(settings: Settings) -> list[Package]:
-    """The highest version of every model that this worker is to serve. Raises ConfigurationError for a missing one."""
+    """The highest version of every model that this worker is to serve, or the one that the settings name.
+
+    Raises ConfigurationError for a missing one.
+    """
     root = settings.inference.repo_root
     names = settings.worker.models or sorted({found.name for found in discover(root)})
+    wanted = settings.inference.model_version
     try:
-        return [load_package(find(root, name).path, settings.trusted_roots) for name in names]
+        return [
+            load_package(find(root, name, None if wanted == LATEST else wanted).path, settings.trusted_roots)
+            for name in names
+        ]
     except UnknownModel as error:
         raise ConfigurationError(f"{error}. Expected a package under the models root") from None
 

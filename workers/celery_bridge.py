@@ -31,7 +31,9 @@ from celery.worker.request import Request
 from kombu.messaging import Producer
 
 from registry.broker.base import State
+from registry.control import CONTROL_COMMAND, Command, Obedience
 from registry.envelope import Failure, JobHeader
+from registry.errors import PenstockError
 from registry.queues import CELERY_TASK
 from workers.observe.watcher import Ended, Failed
 
@@ -42,6 +44,7 @@ __all__ = [
     "ForgivingConsumer",
     "LaneRequest",
     "ResultStore",
+    "obey",
     "show_drain",
     "withdraw_commands",
 ]
@@ -62,10 +65,10 @@ OPEN_COMMANDS: Final = frozenset(
         *("active", "active_queues", "clock", "conf", "disable_events", "enable_events", "heartbeat", "hello"),
         *("dump_active", "dump_conf", "dump_reserved", "dump_revoked", "dump_schedule", "dump_tasks"),
         *("memsample", "ping", "query_task", "registered", "report", "reserved", "revoke", "revoked", "scheduled"),
-        "stats",
+        *("stats", CONTROL_COMMAND),
     )
 )
-"""The remote control commands that stay: they look, switch events, or withdraw a job."""
+"""The remote control commands that stay: they look, switch events, withdraw a job, or are signed."""
 
 _log = logging.getLogger("server")
 
@@ -359,6 +362,19 @@ def show_drain(view: DrainView, watcher: CeleryWatcher, hostname: str, *, settin
     Panel.data.update(active=active, dump_active=active, reserved=reserved, dump_reserved=reserved, stats=stats)
     heartbeat.active_requests = _ActiveJobs(view)
     heartbeat.all_total_count = _FinishedJobs(watcher)
+
+
+def obey(obedience: Obedience, act: Callable[[Command], str]) -> None:
+    """Take signed commands through Celery's remote control: `act` says what was done, or raises PenstockError."""
+
+    def command(state: Any, command: object = None) -> dict[str, str]:
+        try:
+            return {"ok": act(obedience.open(command))}
+        except PenstockError as error:
+            _log.warning("a control command was refused: %s", error)
+            return {"error": str(error)}
+
+    Panel.register(command, type="control", name=CONTROL_COMMAND, args=[("command", str)], signature="<sealed>")
 
 
 def withdraw_commands() -> None:

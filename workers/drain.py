@@ -4,9 +4,10 @@
                            |  equal jobs follow one                                              ^
                            '---- expired, revoked, cancelled, invalid ---------------------------'
 
-One I/O thread does everything but the forwards and the leases. It gives an idle model thread its next batch before
-anything else, then commits what is done and claims what there is room for in one round trip; when the queues are
-empty it leaves a blocking claim with the broker, and sleeps until that or a model thread wakes it.
+One I/O thread does everything but the loads, the forwards and the leases. It gives an idle model thread its next
+batch before anything else, then commits what is done and claims what there is room for in one round trip; when the
+queues are empty it leaves a blocking claim with the broker, and sleeps until that or a model thread wakes it. Which
+version answers a job is settled when it is claimed: every claim brings along what was last promoted.
 
 `start` runs three kinds of threads over three methods: Drain.step, Executor.begin to finish, LeaseKeeper.tick. Whoever
 calls these in their place, under a clock of their own, has the whole worker in one thread.
@@ -29,26 +30,31 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
 from registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
+from registry.deployment import Deployment
 from registry.envelope import Failure, JobHeader
-from registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
+from registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput, UnknownModel
 from registry.package import Package
 from registry.queues import Priority
-from registry.settings import Settings
+from registry.settings import LATEST, Settings
+from registry.signed import Verifier
 from workers.account import Account
 from workers.executor import Executor, Work
 from workers.intake import Intake
 from workers.job import ClaimedJob
 from workers.journal import Journal, Unwritten
 from workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
+from workers.library import Library, Nothing
+from workers.loader import Loader, to_unload
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Failed, Watcher
 from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
-from workers.served import ServedModel
+from workers.served import ServedModel, ServedVersion, VersionState
 from workers.streaming import EventStream
 
 __all__ = ["Drain"]
@@ -70,6 +76,8 @@ _STUCK_S: Final = 30.0
 _STOOD_STILL_S: Final = 1.0
 """An I/O thread that wants to turn several times a second and does not for so long has been kept from it."""
 _REPORT_TTL_MS: Final = 5000
+_TRY_AGAIN_EVERY: Final = 10
+"""Reports, and so seconds, between two tries to load what should answer and could not be loaded."""
 
 
 class Drain:
@@ -78,6 +86,9 @@ class Drain:
     name: the worker's, unique on the broker. device, threads: see Runtime.load. probe_url: where its probe answers,
     for its report. checkpoint: called with the name of each point at which a crash is worth testing. clock: monotonic
     seconds. jitter: random numbers in [0, 1). journal: opens the journal of this consumer, with so many seats.
+    library: where other versions of the models are found, None for nowhere. verify: the operators' signatures on
+    records, None where none are asked for. on_version_change: called with a model and the content hashes that
+    answered it until now, empty for none, and from now on, once per change.
     """
 
     def __init__(
@@ -96,6 +107,9 @@ class Drain:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         journal: Callable[[str, int], Journal] = lambda _consumer, _seats: Unwritten(),
+        library: Library | None = None,
+        verify: Verifier | None = None,
+        on_version_change: Callable[[str, str, str], None] = lambda _model, _old, _new: None,
     ) -> None:
         if not packages:
             raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
@@ -118,9 +132,26 @@ class Drain:
         self._result_ttl_ms = int(queue.result_ttl_s * 1000)
         self._ageing_ms = int(queue.ageing_s * 1000)
         self._max_in_memory = settings.inference.batching.max_queue_depth
-        self._served = {package.spec.name: ServedModel(package, settings.inference) for package in packages}
-        self._turns = deque(self._served.values())
-        self._account = Account(watcher, metrics, self._version_of)
+        self._config = settings.inference
+        self._library = library or Nothing()
+        self._verify = verify
+        self._on_version_change = on_version_change
+        self._is_pinned = settings.inference.model_version != LATEST
+        """Whether one version answers whatever is promoted."""
+        self._takes_any = not settings.worker.models
+        self._served: dict[str, ServedModel] = {}
+        self._turns: deque[ServedVersion] = deque()
+        for package in packages:
+            self._serve_package(package)
+        self._loader = Loader(
+            device, threads, timeout_s=settings.inference.load_timeout_s, ring=self._ring, clock=clock
+        )
+        self._reports = 0
+        self._orders: deque[Callable[[], None]] = deque()
+        """What other threads ask of this one."""
+        self._unwanted: set[ServedVersion] = set()
+        """To be unloaded once they are idle."""
+        self._account = Account(watcher, metrics)
         self._intake = Intake(
             broker,
             self.consumer,
@@ -128,7 +159,7 @@ class Drain:
             worker=name,
             job_ttl_ms=self._job_ttl_ms,
             max_crashes=queue.max_crashes,
-            version_of=self._version_of,
+            version_of=self._label_of,
             watcher=watcher,
             metrics=metrics,
         )
@@ -158,7 +189,7 @@ class Drain:
         self.leases: Final = LeaseKeeper(
             broker,
             self.consumer,
-            list(self._served),
+            self._claimable,
             self._holdings,
             lease_s=queue.lease_s,
             room=self._room_to_take_over,
@@ -180,14 +211,37 @@ class Drain:
     # Life
 
     def load(self) -> None:
-        """Loads every model and announces its spec. Raises ConfigurationError, BrokerUnavailable."""
-        for model in self._turns:
-            model.runtime.load(self._device, self._threads)
-            self._metrics.loaded(model.name, model.runtime.version, True)
-            logger.info("model loaded", extra={"model": model.name, "version": model.runtime.version})
-        for model in self._turns:
-            self._broker.put_spec(model.name, model.spec.to_json())
+        """Loads the version of every model that answers, unless that is left to the first job, and announces specs.
+
+        Raises ConfigurationError, BrokerUnavailable.
+        """
+        for name, active in self._broker.actives(list(self._served)).items():
+            self._follow(self._served[name], active)
+        answering = [model.active for model in self._served.values() if model.active is not None]
+        if not answering:
+            raise ConfigurationError("None of the versions that were promoted is under the models root")
+        for version in answering if self._config.preload else ():
+            self._load_at_start(version)
+        for version in answering:
+            self._announce(version)
         self._broker.prepare(list(self._served))
+
+    def _load_at_start(self, version: ServedVersion) -> None:
+        try:
+            self._loader.load_now(version)
+        except ConfigurationError:
+            # That a promoted version has gone bad here must not keep the other models from being served.
+            if self._served[version.name].deployment is None or len(self._served) == 1:
+                raise
+        self._metrics.loaded(version.name, version.label, version.is_ready)
+
+    def _announce(self, version: ServedVersion) -> None:
+        """Clients check jobs against specs: that of the version that answers, and those of the ones they may name."""
+        if self._served[version.name].deployment is None:
+            self._broker.put_spec(version.name, version.spec.to_json())
+        for label in self._library.labels(version.name):
+            if (other := self._meet(self._served[version.name], label)) is not None:
+                self._broker.put_spec(other.name, other.spec.to_json(), label)
 
     def start(self) -> None:
         """Begins to claim."""
@@ -206,9 +260,8 @@ class Drain:
             self.leases.stop(1.0)
             self.executor.stop()
             self._withdraw_report()
-        for model in self._turns:
-            model.runtime.close()
-            self._metrics.loaded(model.name, model.runtime.version, False)
+        for version in [version for version in self._turns if version.is_ready]:
+            self._unload(version)
 
     def ask_to_stop(self, grace_s: float) -> None:
         """From now on the steps wind up, see `stop`; does not wait for them."""
@@ -253,7 +306,7 @@ class Drain:
     def reserved(self) -> list[JobHeader]:
         """The jobs in memory that wait for their forward."""
         formed = [item for work in self.executor.waiting() for item in work.batch.items]
-        pending = [item for model in tuple(self._turns) for item in model.batcher.pending()]
+        pending = [item for version in tuple(self._turns) for item in version.batcher.pending()]
         return [item.job.header for item in (*formed, *pending)] + [job.header for job in tuple(self._suspects)]
 
     # The loop
@@ -288,6 +341,9 @@ class Drain:
     def _serve(self) -> None:
         self._take_in_done()
         self._follow_news()
+        self._follow_orders()
+        if self._loader.is_busy:
+            self._take_in_loaded()
         self._look_for_hung_work()
         if self._ailment:
             self._serve_no_more()
@@ -344,7 +400,7 @@ class Drain:
     @property
     def _is_quiet(self) -> bool:
         """Whether every queue was seen empty, with room for more: time to wait instead of asking."""
-        return all(model.is_drained and model.free > 0 for model in self._turns)
+        return all(model.is_drained and model.free > 0 for model in self._served.values() if model.is_claimable)
 
     def _wishes(self) -> list[Claim]:
         """What to claim now; nothing when the queues were empty a moment ago: the blocking claim will tell."""
@@ -352,7 +408,7 @@ class Drain:
             return []
         room = self._max_in_memory - len(self._holdings)
         wishes = []
-        for model in self._turns:
+        for model in self._served.values():
             credit = min(model.free, room)
             if credit > 0:
                 room -= credit
@@ -366,17 +422,21 @@ class Drain:
         """
         if self._is_armed or self._is_stopping or not self._is_quiet:
             return
-        room = self._max_in_memory - len(self._holdings)
-        if room <= 0:
+        room, slots = self._max_in_memory - len(self._holdings), self._claimable()
+        if room <= 0 or not slots:
             return
         # COUNT holds for each of the queues, and several may answer at once; one job of each is always welcome.
-        share = room // (len(self._served) * len(Priority))
-        count = max(1, min([share, *(model.free for model in self._turns)]))
+        share = room // (len(slots) * len(Priority))
+        count = max(1, min([share, *(self._served[slot].free for slot in slots)]))
         self._checkpoint("before-claim")
         self._armed_count = count
-        self._broker.arm(self.consumer, list(self._served), count, _BLOCK_MS)
+        self._broker.arm(self.consumer, slots, count, _BLOCK_MS)
         self._is_armed = True
         self._armed_until = self._clock() + _BLOCK_MS / 1000 + _ANSWER_S
+
+    def _claimable(self) -> list[str]:
+        """The models whose answering version is to be had here."""
+        return [name for name, model in tuple(self._served.items()) if model.is_claimable]
 
     def _collect(self) -> None:
         """The blocking claim has an answer, or is overdue: on a half-open connection none may ever come."""
@@ -394,14 +454,14 @@ class Drain:
             timeout_s = _SHORTEST_PAUSE_S if self.executor.running() else 0.0
         elif self._is_armed:
             timeout_s = min(timeout_s, max(0.0, self._armed_until - self._clock()))
-        elif not self.executor.running():
+        elif not self.executor.running() and not self._loader.is_busy and self._claimable():
             timeout_s = 0.001
-        elif any(model.free > 0 for model in self._turns):
+        elif self._loader.is_busy or any(model.free > 0 for model in self._served.values()):
             # Other models must not wait for the long forward of the one whose queue is full.
             timeout_s = _LOOK_AGAIN_S
         if self.executor.idle == 0 and not (self._suspects or self._was_suspect):
-            for model in filter(self._may_form_ahead, self._turns):
-                if (flush_at := model.batcher.next_flush_at()) is not None:
+            for version in filter(self._may_form_ahead, self._turns):
+                if (flush_at := version.batcher.next_flush_at()) is not None:
                     timeout_s = min(timeout_s, max(0.0, flush_at - self._clock()) + 0.0005)
         if self._resting:
             timeout_s = min(timeout_s, max(0.0, self._resting[0][0] - self._clock()) + 0.0005)
@@ -441,48 +501,219 @@ class Drain:
         opened = [job for delivery in deliveries if (job := self._intake.open(delivery, now, broker_now)) is not None]
         self._holdings.take(opened)
         self._watcher.received([job.header for job in opened], time.time())
-        runnable: defaultdict[str, list[ClaimedJob]] = defaultdict(list)
+        runnable: defaultdict[ServedVersion, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
             model = self._served[job.delivery.slot]
+            if job.delivery.active != model.record:
+                self._follow(model, job.delivery.active)
             failure = self._refusal(job, model, broker_now)
+            version = job.version
             if failure is not None:
                 self._concluded.append(Conclusion(job, failure))
+            elif version is None:
+                # The version that answers is not to be had here: others may have it.
+                self._to_release.append(job)
             elif job.is_suspect:
                 model.hold(job)
                 self._suspects.append(job)
-            elif not self._joins_another(job, model):
-                runnable[model.name].append(job)
-        for name, jobs in runnable.items():
-            self._served[name].add(jobs)
+            elif not self._joins_another(job, version):
+                runnable[version].append(job)
+        for version, jobs in runnable.items():
+            self._add(version, jobs)
         self._checkpoint("before-batch")
 
+    def _add(self, version: ServedVersion, jobs: list[ClaimedJob]) -> None:
+        """Puts jobs before the batcher of a version, which is loaded if it is not."""
+        if version.state is VersionState.COLD:
+            self._loader.load(version)
+        self._served[version.name].add(version, jobs)
+
     def _refusal(self, job: ClaimedJob, model: ServedModel, broker_now: float) -> Failure | None:
-        """Why the job must not run, if it must not."""
+        """Why the job must not run, if it must not; otherwise its version is settled, if that is to be had here."""
         if broker_now > job.expires_ms:
             return EXPIRED
         if self._watcher.is_revoked(job.header.id):
             return REVOKED
-        version = job.header.version
-        if version and version != model.runtime.version:
-            return Failure("ModelError", f"Version {version} is not served here. Served is {model.runtime.version}")
+        version, named = model.active, job.header.version
+        if named:
+            version = model.named(named) or self._meet(model, named)
+            if version is None:
+                return Failure("ModelError", f"Version {named} is not served here. Served is {model.label or 'none'}")
+            if version.state is VersionState.FAILED:
+                return Failure("ModelError", f"Version {named} cannot be loaded. {version.problem}")
+        if version is None or version.state is VersionState.FAILED:
+            return None
         try:
-            model.fit(job)
+            version.fit(job)
         except InvalidInput as error:
             # The producer checked against another spec than the one that is served now.
             return Failure("ModelError", f"InvalidInput: {error}")
+        job.version = version
         return None
 
-    def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:
+    def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
-        if not model.shares_flights:
+        if not version.shares_flights:
             return False
-        job.digest = _digest(job.header, job.delivery.sealed)
+        job.digest = _digest(job.header, version.label, job.delivery.sealed)
         leader = self._leaders.setdefault(job.digest, job)
         if leader is job:
             return False
         leader.followers = [*(leader.followers or ()), job]
-        self._metrics.single_flight(model.name)
+        self._metrics.single_flight(version.name)
         return True
+
+    # Versions
+
+    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
+        """Load a version and keep it loaded. For any thread; the report tells how it went."""
+        self._order(lambda: self._want(name, label, content_hash))
+
+    def let_go_of(self, name: str, label: str) -> None:
+        """Unload a version once it is idle, unless it is the one that answers. For any thread."""
+        self._order(lambda: self._let_version_go(name, label))
+
+    def may_serve(self, name: str) -> bool:
+        """Whether the model is one of this worker's: it is served already, or the worker takes whatever comes."""
+        return name in self._served or self._takes_any
+
+    def versions(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Model -> version label -> state, content hash, memory, problem. For any thread."""
+        return {name: _described(model) for name, model in tuple(self._served.items())}
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        self._ring()
+
+    def _follow_orders(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+        for version in [version for version in self._unwanted if version.is_idle]:
+            self._unwanted.discard(version)
+            if version.is_ready and not version.is_wanted and self._served[version.name].active is not version:
+                self._unload(version)
+
+    def _serve_package(self, package: Package) -> ServedModel:
+        version = ServedVersion(package, self._config)
+        model = self._served[package.spec.name] = ServedModel(package.spec.name, version)
+        self._turns.append(version)
+        return model
+
+    def _meet(self, model: ServedModel, label: str) -> ServedVersion | None:
+        """A version that was not needed so far, if it lies under the models root."""
+        if (version := model.versions.get(label)) is not None:
+            return version
+        try:
+            version = ServedVersion(self._library.package(model.name, label), self._config)
+        except (ConfigurationError, InvalidInput, UnknownModel) as error:
+            logger.warning("version not found: %s", error, extra={"model": model.name, "version": label[:80]})
+            return None
+        model.versions[label] = version
+        self._turns.append(version)
+        return version
+
+    def _want(self, name: str, label: str, content_hash: str) -> None:
+        model = self._served.get(name)
+        if model is None:
+            try:
+                model = self._serve_package(self._library.package(name, label))
+            except (ConfigurationError, InvalidInput, UnknownModel) as error:
+                logger.error("model not loaded: %s", error, extra={"model": name, "version": label})
+                return
+            self._broker.prepare([name])
+            if model.active is not None:
+                self._announce(model.active)
+        version = self._meet(model, label)
+        if version is None:
+            return
+        version.is_wanted = True
+        self._unwanted.discard(version)
+        if content_hash and not version.is_ready:
+            version.promise(content_hash)
+        if version.state in (VersionState.COLD, VersionState.FAILED):
+            self._loader.load(version)
+
+    def _let_version_go(self, name: str, label: str) -> None:
+        model = self._served.get(name)
+        version = model.versions.get(label) if model is not None else None
+        if version is not None:
+            version.is_wanted = False
+            self._unwanted.add(version)
+
+    def _follow(self, model: ServedModel, active: bytes) -> None:
+        """The version that answers may have changed: from this claim on, the new one does."""
+        model.record = active
+        if not active or self._is_pinned:
+            return
+        try:
+            deployment = Deployment.open(active, model.name, self._verify)
+        except Corrupt as error:
+            logger.error("the active version is not believed: %s", error, extra={"model": model.name})
+            self._metrics.quarantined(model.name)
+            return
+        if model.deployment is not None and deployment.epoch < model.deployment.epoch:
+            logger.warning("an older decision came back", extra={"model": model.name, "epoch": deployment.epoch})
+            return
+        old, new = model.active, self._meet(model, deployment.version)
+        if new is not None and new.is_ready and new.content_hash != deployment.content_hash:
+            logger.error(
+                "this copy of the version is not the one that was promoted",
+                extra={"model": model.name, "version": new.label, "content_hash": new.content_hash},
+            )
+            new = None
+        elif new is not None and not new.is_ready:
+            new.promise(deployment.content_hash)
+        before = model.deployment.content_hash if model.deployment else old.content_hash if old else ""
+        model.deployment, model.active = deployment, new
+        logger.info(
+            "version changed",
+            extra={"model": model.name, "version": deployment.version, "epoch": deployment.epoch},
+        )
+        if before != deployment.content_hash:
+            self._on_version_change(model.name, before, deployment.content_hash)
+
+    def _follow_late(self, name: str, active: bytes) -> None:
+        """What the lease thread saw, for a model that no job brought the news of."""
+        model = self._served[name]
+        if active != model.record:
+            self._follow(model, active)
+        answering = model.active
+        if answering is not None and answering.state is VersionState.COLD and self._config.preload:
+            self._loader.load(answering)
+
+    def _try_again(self) -> None:
+        """Versions that should answer and are not to be had here: they may have come, or load this time."""
+        for model in [model for model in self._served.values() if not model.is_claimable]:
+            version, deployment = model.active, model.deployment
+            if version is None and deployment is not None:
+                version = model.active = self._meet(model, deployment.version)
+                if version is not None:
+                    version.promise(deployment.content_hash)
+            if version is not None and version.state in (VersionState.COLD, VersionState.FAILED):
+                self._loader.load(version)
+
+    def _take_in_loaded(self) -> None:
+        """Versions have been loaded, or cannot be: the jobs that waited for these end, or go elsewhere."""
+        for version, problem, _ in self._loader.take_done():
+            if not problem:
+                self._metrics.loaded(version.name, version.label, True)
+                for other in to_unload(self._turns, self._config.model_memory_mb, version):
+                    self._unload(other)
+                continue
+            for job in [item.job for item in version.batcher.discard(lambda _: True)]:
+                if job.header.version:
+                    failure = Failure("ModelError", f"Version {job.header.version} cannot be loaded. {problem}")
+                    self._concluded.append(Conclusion(job, failure))
+                else:
+                    self._to_release.append(job)
+
+    def _unload(self, version: ServedVersion) -> None:
+        """Lets go of an idle version's memory; the next job for it loads it again."""
+        version.runtime.close()
+        version.state = VersionState.COLD
+        version.renew()
+        self._metrics.loaded(version.name, version.label, False)
+        logger.info("model unloaded", extra={"model": version.name, "version": version.label})
 
     # Batch and execute
 
@@ -500,8 +731,7 @@ class Drain:
 
     def _submit(self, work: Work, *, is_idle: bool) -> None:
         self._watcher.started([item.job.header for item in work.batch.items], time.time())
-        tokenises = self._served[work.batch.key.model].tokenises
-        self.executor.submit(work, prepare_apart=tokenises and not is_idle)
+        self.executor.submit(work, prepare_apart=_version_of(work).tokenises and not is_idle)
 
     def _dispatch_suspects(self) -> None:
         """Suspects have the model threads to themselves, or the innocent would be counted with them: one suspect, then
@@ -520,46 +750,56 @@ class Drain:
             if self._broker.now_ms() > job.expires_ms:
                 self._concluded.append(Conclusion(job, EXPIRED))
                 continue
-            model = self._served[job.delivery.slot]
-            model.in_flight += 1
-            return model.work(model.alone(job), self._open_stream)
+            if (version := job.version) is not None:
+                version.in_flight += 1
+                return version.work(version.alone(job), self._open_stream)
         return None
 
     def _next_work(self, *, is_idle: bool) -> Work | None:
         """The next batch, model by model in turn, without the jobs whose deadline has passed meanwhile."""
         now = self._clock()
         for _ in range(len(self._turns)):
-            model = self._turns[0]
+            version = self._turns[0]
             self._turns.rotate(-1)
-            model.relax(now)
-            if model.may_start <= 0 and (is_idle or not self._may_form_ahead(model)):
+            if not version.is_ready:
                 continue
-            while (batch := model.batcher.next(now, device_idle=is_idle)) is not None:
+            version.relax(now)
+            if version.may_start <= 0 and (is_idle or not self._may_form_ahead(version)):
+                continue
+            while (batch := version.batcher.next(now, device_idle=is_idle)) is not None:
                 broker_now = self._broker.now_ms()
                 if all(broker_now <= item.job.expires_ms for item in batch.items):
-                    model.in_flight += 1
-                    return model.work(batch, self._open_stream)
-                model.batcher.put_back(batch)
-                self._drop_expired(model, broker_now)
+                    version.in_flight += 1
+                    return version.work(batch, self._open_stream)
+                version.batcher.put_back(batch)
+                self._drop_expired(version, broker_now)
         return None
 
-    def _may_form_ahead(self, model: ServedModel) -> bool:
+    def _may_form_ahead(self, version: ServedVersion) -> bool:
         """Whether a batch may wait for a thread: any that becomes free must be allowed to run it."""
-        return model.may_start > 0 or (model.may_start == 0 and model.spec.concurrency == self.executor.threads)
+        spare = version.may_start
+        return version.is_ready and (spare > 0 or (spare == 0 and version.spec.concurrency >= self.executor.threads))
 
-    def _drop_expired(self, model: ServedModel, broker_now: float) -> None:
-        late = model.batcher.discard(lambda item: broker_now > item.job.expires_ms)
+    def _drop_expired(self, version: ServedVersion, broker_now: float) -> None:
+        late = version.batcher.discard(lambda item: broker_now > item.job.expires_ms)
         self._concluded += [Conclusion(item.job, EXPIRED) for item in late]
 
     def _recall_for_urgent(self) -> None:
         """A batch that is ready but has not begun is dissolved when a more urgent job has come."""
         if self.executor.idle >= 0:
             return
-        urgent = [priority for model in self._turns if (priority := model.batcher.most_urgent()) is not None]
+        urgent = [
+            priority
+            for version in self._turns
+            if version.is_ready and (priority := version.batcher.most_urgent()) is not None
+        ]
         if urgent and (work := self.executor.recall(more_urgent=min(urgent))) is not None:
-            model = self._served[work.batch.key.model]
-            model.batcher.put_back(work.batch)
-            model.in_flight -= 1
+            self._put_back(work)
+
+    def _put_back(self, work: Work) -> None:
+        version = _version_of(work)
+        version.batcher.put_back(work.batch)
+        version.in_flight -= 1
 
     def _open_stream(self, job: ClaimedJob, touch: Callable[[], None]) -> EventStream:
         return EventStream(
@@ -601,12 +841,13 @@ class Drain:
         return {id(job): CANCELLED if job.is_cancelled or job.is_lost else EXPIRED for job in late}
 
     def _conclude(self, work: Work) -> None:
-        model = self._served[work.batch.key.model]
-        model.in_flight -= 1
+        version = _version_of(work)
+        version.in_flight -= 1
+        version.used_at = work.ended
         if work.misfits:
-            self._metrics.out_of_memory(model.name)
+            self._metrics.out_of_memory(version.name)
             if (too_large := work.too_large) is not None:
-                model.learn(too_large, self._clock())
+                version.learn(too_large, self._clock())
         self._concluded += [
             Conclusion(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
             for item, answer in zip(work.batch.items, work.answers, strict=True)
@@ -668,8 +909,8 @@ class Drain:
             elif job.is_suspect:
                 self._served[job.delivery.slot].hold(job)
                 self._suspects.append(job)
-            else:
-                self._served[job.delivery.slot].add([job])
+            elif job.version is not None:
+                self._add(job.version, [job])
 
     def _end_flight(self, job: ClaimedJob) -> list[ClaimedJob]:
         """From now on nobody follows the job; returns those that did."""
@@ -679,17 +920,16 @@ class Drain:
         return followers
 
     def _commit_of(self, end: Conclusion) -> tuple[Conclusion, Commit]:
-        version = self._version_of(end.job.delivery.slot)
-        return commit_of(end, version=version, worker=self.name, keyring=self._keyring)
+        return commit_of(end, worker=self.name, keyring=self._keyring)
 
-    def _version_of(self, name: str) -> str:
-        return self._served[name].runtime.version
+    def _label_of(self, name: str) -> str:
+        return self._served[name].label
 
     def _rejoin(self, followers: Iterable[ClaimedJob]) -> None:
         for follower in followers:
-            model = self._served[follower.delivery.slot]
-            if not self._joins_another(follower, model):
-                model.add([follower])
+            version = follower.version
+            if version is not None and not self._joins_another(follower, version):
+                self._add(version, [follower])
 
     def _settle(self, pending: Sequence[tuple[Conclusion, Commit]], verdicts: Sequence[Verdict], begun: float) -> None:
         """The broker has answered: the jobs leave this worker's memory, and those who watch will be told."""
@@ -740,8 +980,8 @@ class Drain:
         for work in (*self.executor.running(), *self.executor.waiting()):
             for item in work.batch.items:
                 is_unwanted(item.job)
-        for model in self._turns:
-            for item in model.batcher.discard(lambda item: is_unwanted(item.job)):
+        for version in self._turns:
+            for item in version.batcher.discard(lambda item: is_unwanted(item.job)):
                 self._concluded.append(Conclusion(item.job, CANCELLED))
         self._concluded += [Conclusion(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
         self._suspects = deque(job for job in self._suspects if not (job.is_lost or job.is_cancelled))
@@ -750,20 +990,29 @@ class Drain:
             heapq.heapify(self._resting)
 
     def _report(self) -> None:
-        """Once a second, on the lease thread: pauses, queue metrics, this worker's entry for `penstock status`."""
-        paused = self._broker.paused(list(self._served))
+        """Once a second, on the lease thread: pauses, the versions that answer, queue metrics, this worker's entry for
+        `penstock status`."""
+        names = list(self._served)
+        for name, active in self._broker.actives(names).items():
+            if active != self._served[name].record:
+                self._order(partial(self._follow_late, name, active))
+        self._reports += 1
+        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._claimable()) < len(names):
+            self._order(self._try_again)
+        paused = self._broker.paused(names)
         if paused != self._paused:
             logger.info("paused", extra={"models": sorted(paused)})
             self._paused = paused
             self._ring()
-        for name in self._served:
+        for name in names:
             for depth in self._broker.depths(name):
                 self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)
         report = {
             "name": self.name,
             "pid": os.getpid(),
             "device": self._device,
-            "models": {name: model.runtime.version for name, model in self._served.items()},
+            "models": {name: self._served[name].label for name in names},
+            "versions": self.versions(),
             "ready": self.readiness[0],
             "in_memory": len(self._holdings),
             "batches": self._account.batches,
@@ -804,11 +1053,9 @@ class Drain:
         """Gives back what has not begun of the models that an operator paused: nobody starts it until they resume."""
         if any(work.batch.key.model in self._paused for work in self.executor.waiting()):
             while (work := self.executor.recall()) is not None:
-                model = self._served[work.batch.key.model]
-                model.batcher.put_back(work.batch)
-                model.in_flight -= 1
-        for name in self._paused:
-            self._to_release += [item.job for item in self._served[name].batcher.discard(lambda _: True)]
+                self._put_back(work)
+        for version in [version for version in self._turns if version.name in self._paused]:
+            self._to_release += [item.job for item in version.batcher.discard(lambda _: True)]
         self._to_release += [job for job in self._suspects if job.delivery.slot in self._paused]
         self._suspects = deque(job for job in self._suspects if job.delivery.slot not in self._paused)
         self._release()
@@ -820,14 +1067,14 @@ class Drain:
             self._admit(self._broker.disarm())
         self._follow_news()
         while (work := self.executor.recall()) is not None:
-            self._served[work.batch.key.model].in_flight -= 1
+            _version_of(work).in_flight -= 1
             self._to_release += [item.job for item in work.batch.items]
         self._give_back_waiting()
 
     def _give_back_waiting(self) -> None:
         """Releases what has not begun; what the broker did not hear of is kept for the next try."""
-        for model in self._turns:
-            self._to_release += [item.job for item in model.batcher.discard(lambda _: True)]
+        for version in self._turns:
+            self._to_release += [item.job for item in version.batcher.discard(lambda _: True)]
         while self._resting:
             self._to_release.append(self._rouse())
         self._to_release += self._suspects
@@ -849,10 +1096,31 @@ class Drain:
         self._let_go(jobs)
 
 
-def _digest(header: JobHeader, sealed: bytes) -> bytes:
-    """Equal for jobs of one tenant that ask the same of the same model."""
+def _version_of(work: Work) -> ServedVersion:
+    version = work.batch.items[0].job.version
+    if version is None:
+        raise RuntimeError("a batch was made of a job that no version answers")
+    return version
+
+
+def _described(model: ServedModel) -> dict[str, dict[str, Any]]:
+    """The versions of a model as the worker's report shows them."""
+    return {
+        label: {
+            "state": version.state.value,
+            "content_hash": version.content_hash,
+            "is_active": version is model.active,
+            "memory_bytes": version.runtime.memory_bytes,
+            "problem": version.problem,
+        }
+        for label, version in tuple(model.versions.items())
+    }
+
+
+def _digest(header: JobHeader, label: str, sealed: bytes) -> bytes:
+    """Equal for jobs of one tenant that ask the same of the same version of a model."""
     options = header.options
-    asked = (header.tenant, header.model, header.version, header.content, options.outputs, options.retry)
+    asked = (header.tenant, header.model, label, header.content, options.outputs, options.retry)
     digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
     end = len(sealed) - (32 if header.key else 0)
     digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from registry.broker.base import Delivery, Held
 from registry.envelope import JobHeader
 from registry.tensors import Array
+
+if TYPE_CHECKING:
+    from workers.served import ServedVersion
 
 __all__ = ["ClaimedJob"]
 
@@ -22,6 +27,8 @@ class ClaimedJob(msgspec.Struct, eq=False):
     queue_ms: float
     expires_ms: int
     """When it is too late to begin, by the broker's clock."""
+    version: ServedVersion | None = None
+    """What answers it, from its admission on."""
     digest: bytes = b""
     """What equal jobs of one tenant share; empty where each runs by itself."""
     followers: list[ClaimedJob] | None = None
@@ -32,6 +39,11 @@ class ClaimedJob(msgspec.Struct, eq=False):
     """Whether it counts against what its model may have in memory; a job that follows or rests does not."""
     is_cancelled: bool = False
     is_lost: bool = False
+
+    @property
+    def label(self) -> str:
+        """The label of the version that answers it; empty while that is open."""
+        return self.version.label if self.version is not None else ""
 
     @property
     def is_suspect(self) -> bool:

@@ -88,7 +88,9 @@ class LaneDoor:
         """
         if not self._is_open:
             raise Forbidden("send_task is off here: jobs are signed by those who send them. Expected a Penstock client")
-        spec = self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
+        named = version or ""
+        known = self._specs.fresh(model, named)
+        spec = known or self._specs.store(model, self._broker.spec(model, named), named)
         job_id = f"{spec.name}.{task_id}"
         slot = slot_of(job_id)
         if slot != spec.name:

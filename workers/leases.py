@@ -93,15 +93,15 @@ class LeaseNews(NamedTuple):
 class LeaseKeeper:
     """Renews leases, takes over lapsed ones, and calls `report` once a second: a thread of its own over `tick`.
 
-    news: called with what was found, on this thread. room: how many jobs may be taken over now. clock: monotonic
-    seconds.
+    slots: the models to take over jobs of. news: called with what was found, on this thread. room: how many jobs may
+    be taken over now. clock: monotonic seconds.
     """
 
     def __init__(
         self,
         broker: WorkerEnd,
         consumer: str,
-        slots: Sequence[str],
+        slots: Callable[[], Sequence[str]],
         holdings: Holdings,
         *,
         lease_s: float,
@@ -189,7 +189,7 @@ class LeaseKeeper:
             self._news(LeaseNews(renewal, []))
 
     def _take_over(self) -> None:
-        for slot in self._slots:
+        for slot in self._slots():
             if (room := self._room()) <= 0:
                 return
             # This very call may be the first to be answered after a gap.

@@ -48,7 +48,7 @@ def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, key
     return seal("result", header, b"", keyring)
 
 
-def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -> tuple[Conclusion, Commit]:
+def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclusion, Commit]:
     """The commit that turns the job's record into this result, and the conclusion that it says.
 
     That is `end`, but for outputs that are too large to travel: those are a failure.
@@ -75,7 +75,8 @@ def commit_of(end: Conclusion, *, version: str, worker: str, keyring: Keyring) -
     result = ResultHeader(
         id=header.id,
         context=header.context,
-        version=version,
+        version=job.label,
+        content_hash=job.version.content_hash if job.version is not None else "",
         worker=worker,
         content=content,
         error=failure,

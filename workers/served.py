@@ -1,12 +1,21 @@
-"""One model in a worker: its runtime, its pending jobs, and how many more of them it may hold."""
+"""The models that a worker serves, each in one or more versions side by side.
+
+    claim --> ServedModel.route: the version that the job names, else the one that answers --> its batcher
+              ServedVersion: cold -> loading -> ready, or failed; its runtime, its pending jobs, its limits
+
+A version that is not loaded may have pending jobs: they wait for it. Batches never mix versions, for each has a
+batcher of its own.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from enum import Enum
 from math import inf
 from typing import Final
 
+from registry.deployment import Deployment
 from registry.package import ModelSpec, Package
 from registry.settings import InferenceConfig
 from registry.signature import Signature
@@ -17,7 +26,7 @@ from workers.job import ClaimedJob
 from workers.runtime.base import Runtime
 from workers.runtime.open import open_runtime
 
-__all__ = ["ENDPOINT", "ServedModel", "batch_limits"]
+__all__ = ["ENDPOINT", "ServedModel", "ServedVersion", "VersionState", "batch_limits"]
 
 logger = logging.getLogger("server")
 
@@ -35,12 +44,16 @@ _LONGEST_ROW: Final = 8192
 """A cap of tokens beyond full batches of such rows limits nothing."""
 _BATCHES_HELD: Final = 2
 """One running, one ready; a model that sorts by length holds its window as well."""
+_BATCHING_LEVEL: Final = 2
+_SHORTEST_PREFIX: Final = 6
+"""Hex digits of a content hash that may stand for a version."""
 
 
 def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
     """The limits of a model's batches: the package's own, else the settings'."""
     batching, own = config.batching, spec.batching
-    may_batch = config.enabled and batching.enabled and not spec.streams
+    level = config.max_level if spec.max_level is None else min(config.max_level, spec.max_level)
+    may_batch = config.enabled and batching.enabled and level >= _BATCHING_LEVEL and not spec.streams
     wait_ms = batching.max_wait_ms if own.max_wait_ms is None else own.max_wait_ms
     return BatchLimits(
         max_rows=(own.max_batch_size or batching.max_batch_size or _CPU_BATCH) if may_batch else 1,
@@ -53,14 +66,35 @@ def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
     )
 
 
-class ServedModel:
-    """A model while this worker serves it. The I/O thread owns it, but for the runtime's forwards."""
+class VersionState(Enum):
+    """Where a version is on its way into memory."""
+
+    COLD = "cold"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class ServedVersion:
+    """One version of a model in this worker. The I/O thread owns it, but for the runtime's loads and forwards."""
 
     def __init__(self, package: Package, config: InferenceConfig) -> None:
+        self.package: Final = package
         self.spec: Final = package.spec
         self.name: Final = package.spec.name
+        self.label: Final = package.spec.version
         self.signature: Final[Signature] = package.spec.signature
-        self.runtime: Final[Runtime] = open_runtime(package)
+        self.promised_hash = ""
+        """The content that was promoted under this label; empty: whatever lies on disk will do."""
+        self._config = config
+        self.runtime: Runtime = self._open()
+        self.state = VersionState.COLD
+        self.problem = ""
+        """Why it could not be loaded."""
+        self.is_wanted = False
+        """Whether an operator asked for it to be loaded."""
+        self.used_at = 0.0
+        """Monotonic seconds of its last batch."""
         self.limits: Final = batch_limits(self.spec, config)
         self.batcher: Final[Batcher[ClaimedJob]] = Batcher(self.limits)
         self.timeout_s: Final = float(self.spec.timeout_s or config.timeout_seconds)
@@ -73,10 +107,6 @@ class ServedModel:
         )
         self.capacity: Final = self.limits.max_rows * _BATCHES_HELD * self.spec.concurrency + window
         self._fitting: tuple[tuple[Tensor, ...] | None, int] = (None, 0)
-        self.in_memory = 0
-        """Jobs that wait or run; not those that follow an equal one, nor those that rest between two tries."""
-        self.is_drained = False
-        """Whether the last claim found fewer jobs than it asked for."""
         self.in_flight = 0
         """Batches handed to the model threads."""
         self._cap = TooLarge(self.limits.max_rows, 0)
@@ -84,19 +114,53 @@ class ServedModel:
         self._raise_cap_at = inf
 
     @property
-    def free(self) -> int:
-        """Jobs that may be claimed now."""
-        return max(0, self.capacity - self.in_memory)
+    def content_hash(self) -> str:
+        """SHA-256 of what was loaded; empty until then."""
+        return self.runtime.content_hash if self.is_ready else ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether forwards of it may begin."""
+        return self.state is VersionState.READY
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits for it or runs on it."""
+        return self.in_flight == 0 and self.batcher.most_urgent() is None
 
     @property
     def may_start(self) -> int:
-        """Forwards that the model's concurrency still allows."""
-        return self.spec.concurrency - self.in_flight
+        """Forwards that the version's concurrency still allows."""
+        return self.spec.concurrency - self.in_flight if self.is_ready else 0
 
     @property
     def tokenises(self) -> bool:
         """Whether preparing a batch is worth doing beside another forward."""
         return self.spec.format == "transformers"
+
+    def is_named(self, name: str) -> bool:
+        """Whether `name` is its label or, once it is loaded, the beginning of its content hash."""
+        return name == self.label or (len(name) >= _SHORTEST_PREFIX and self.content_hash.startswith(name))
+
+    def renew(self) -> None:
+        """Forgets the runtime that was closed, or whose load was given up: the next load begins afresh."""
+        self.runtime = self._open()
+
+    def _open(self) -> Runtime:
+        return open_runtime(
+            self.package,
+            self.promised_hash,
+            frameworks=self._config.frameworks,
+            precision=self._config.precision,
+            warmup_requests=self._config.compilation.warmup_requests,
+        )
+
+    def promise(self, content_hash: str) -> None:
+        """This content, and no other, was promoted under the version's label."""
+        self.promised_hash = content_hash
+        if self.state in (VersionState.COLD, VersionState.FAILED):
+            self.state = VersionState.COLD
+            self.renew()
 
     def learn(self, too_large: TooLarge, now: float) -> None:
         """Some forward did not fit the device: half of it is the cap of batches, until it has held for a while.
@@ -150,21 +214,8 @@ class ServedModel:
         if job.header.options.outputs:
             self.signature.select_outputs(job.header.options.outputs)
 
-    def hold(self, job: ClaimedJob) -> None:
-        """The job waits or runs here."""
-        self.in_memory += not job.takes_room
-        job.takes_room = True
-
-    def make_room(self, job: ClaimedJob) -> None:
-        """The job no longer waits or runs here."""
-        self.in_memory -= job.takes_room
-        job.takes_room = False
-
-    def add(self, jobs: list[ClaimedJob]) -> None:
+    def extend(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
-        for job in jobs:
-            job.takes_room = True
-        self.in_memory += len(jobs)
         self.batcher.extend([self._pending(job) for job in jobs])
 
     def alone(self, job: ClaimedJob) -> Batch[ClaimedJob]:
@@ -177,7 +228,7 @@ class ServedModel:
         shape = self.signature.batch_key(inputs)
         nbytes = sum(values.nbytes for values in inputs.values()) if self.limits.max_bytes else 0
         return Pending(
-            BatchKey(self.name, self.runtime.version, ENDPOINT, shape),
+            BatchKey(self.name, self.label, ENDPOINT, shape),
             int(job.delivery.priority),
             job.rows,
             self.runtime.length(inputs),
@@ -192,3 +243,63 @@ class ServedModel:
         """A batch ready for the model threads."""
         context = open_stream if self.spec.streams else None
         return Work(batch, self.runtime, self._cap.rows, self.finite_outputs, context, self.timeout_s)
+
+
+class ServedModel:
+    """One model in this worker: the versions it has here, which of them answers, and what the model may hold.
+
+    `active` is None while the version that answers is not to be had here: then nothing is claimed.
+    """
+
+    def __init__(self, name: str, active: ServedVersion | None) -> None:
+        self.name: Final = name
+        self.versions: Final[dict[str, ServedVersion]] = {}
+        """By label."""
+        self.active = active
+        if active is not None:
+            self.versions[active.label] = active
+        self.record = b""
+        """The record of the active version as the last delivery brought it along."""
+        self.deployment: Deployment | None = None
+        """What that says; None before the first promotion: then the highest version on disk answers."""
+        self.in_memory = 0
+        """Jobs that wait or run; not those that follow an equal one, nor those that rest between two tries."""
+        self.is_drained = False
+        """Whether the last claim found fewer jobs than it asked for."""
+
+    @property
+    def label(self) -> str:
+        """The version that answers jobs that name none; empty while it is not to be had here."""
+        return self.active.label if self.active is not None else ""
+
+    @property
+    def is_claimable(self) -> bool:
+        """Whether the version that answers is to be had here."""
+        return self.active is not None and self.active.state is not VersionState.FAILED
+
+    @property
+    def free(self) -> int:
+        """Jobs that may be claimed now."""
+        if self.active is None or self.active.state is VersionState.FAILED:
+            return 0
+        return max(0, self.active.capacity - self.in_memory)
+
+    def named(self, name: str) -> ServedVersion | None:
+        """The version of this label or beginning of a content hash, if it has been met here."""
+        return self.versions.get(name) or next((each for each in self.versions.values() if each.is_named(name)), None)
+
+    def hold(self, job: ClaimedJob) -> None:
+        """The job waits or runs here."""
+        self.in_memory += not job.takes_room
+        job.takes_room = True
+
+    def make_room(self, job: ClaimedJob) -> None:
+        """The job no longer waits or runs here."""
+        self.in_memory -= job.takes_room
+        job.takes_room = False
+
+    def add(self, version: ServedVersion, jobs: list[ClaimedJob]) -> None:
+        """Puts jobs before a version's batcher, in their order of arrival."""
+        for job in jobs:
+            self.hold(job)
+        version.extend(jobs)

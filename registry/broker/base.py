@@ -148,7 +148,8 @@ class Claim(NamedTuple):
 class Delivery(msgspec.Struct, frozen=True, gc=False):
     """One claimed job. `entry_id` is `<ms>-<n>`: the ms at which the broker accepted it. `attempt` counts its
     deliveries, `crashes` the processes that died while it ran; only `take_over` finds any. `accepted_first_ms` is
-    set for a job that came back from the dead letters with a deadline of its own."""
+    set for a job that came back from the dead letters with a deadline of its own. `active` is what `activate` had
+    written of the slot when the job was claimed, empty for nothing."""
 
     slot: str
     priority: Priority
@@ -157,6 +158,7 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
     attempt: int = 1
     crashes: int = 0
     accepted_first_ms: int = 0
+    active: bytes = b""
 
     @property
     def accepted_ms(self) -> int:
@@ -291,8 +293,8 @@ class ProducerEnd(Protocol):
     def nudge(self, key: str) -> None:
         """Append an empty entry to a reply stream, so that a blocked `read` of it returns."""
 
-    def spec(self, slot: str) -> bytes | None:
-        """The model's spec as JSON."""
+    def spec(self, slot: str, version: str = "") -> bytes | None:
+        """The model's spec as JSON: of the version that answers, or of the one that is named."""
 
 
 class WorkerEnd(Protocol):
@@ -358,8 +360,11 @@ class WorkerEnd(Protocol):
         this very entry.
         """
 
-    def put_spec(self, slot: str, spec: bytes) -> None:
-        """Publish a model's spec."""
+    def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
+        """Publish the spec of the version that answers, or of the one that is named."""
+
+    def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """What `activate` has written of these slots; empty for nothing."""
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
         """Say that this worker lives, with its report as JSON; an empty report withdraws it."""
@@ -382,6 +387,13 @@ class Broker(ProducerEnd, WorkerEnd, Protocol):
 
     def workers(self) -> list[bytes]:
         """The reports of live workers."""
+
+    def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        """Make a version the one that answers from the next claim on, with its spec, in one step.
+
+        Every delivery carries `<epoch> <record>` from then on. Returns False, and nothing happens, when a record of
+        this epoch or a later one stands there; repeating a call confirms it.
+        """
 
     def pause(self, slot: str) -> None:
         """Hand out no job of the slot until `resume`, also after a restart; jobs are accepted, running ones go on.

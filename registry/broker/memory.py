@@ -168,9 +168,9 @@ class MemoryBroker:
         with self._changed:
             self._state.append(key, [b"", b""], cap=REPLY_CAP, ttl_ms=REPLY_TTL_MS)
 
-    def spec(self, slot: str) -> bytes | None:
+    def spec(self, slot: str, version: str = "") -> bytes | None:
         """See ProducerEnd.spec."""
-        return self._state.specs.get(slot)
+        return self._state.specs.get((slot, version))
 
     # Workers' end
 
@@ -282,6 +282,7 @@ class MemoryBroker:
                             lease.deliveries,
                             len(self._state.crashes.get(crashes_key(slot, priority, entry_id)) or ()),
                             queue.accepted_first_ms.get(entry_id, 0),
+                            self._state.active(slot),
                         )
                     )
         return found
@@ -338,10 +339,15 @@ class MemoryBroker:
                     self._state.tell(slot, record.reply, [(job_id, record)])
             return True
 
-    def put_spec(self, slot: str, spec: bytes) -> None:
+    def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
         """See WorkerEnd.put_spec."""
         with self._changed:
-            self._state.specs[slot] = spec
+            self._state.specs[slot, version] = spec
+
+    def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See WorkerEnd.actives."""
+        with self._changed:
+            return {slot: self._state.active(slot) for slot in slots}
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
         """See WorkerEnd.report."""
@@ -359,7 +365,7 @@ class MemoryBroker:
     def models(self) -> list[str]:
         """See Broker.models."""
         with self._changed:
-            return sorted(self._state.specs)
+            return sorted({slot for slot, _ in self._state.specs})
 
     def depths(self, slot: str) -> list[Depth]:
         """See Broker.depths."""
@@ -376,6 +382,16 @@ class MemoryBroker:
         """See Broker.workers."""
         with self._changed:
             return self._state.reports.values()
+
+    def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        """See Broker.activate."""
+        with self._changed:
+            known = self._state.activated.get(slot)
+            if known is not None and known != (epoch, record) and known[0] >= epoch:
+                return False
+            self._state.activated[slot] = (epoch, record)
+            self._state.specs[slot, ""] = self._state.specs[slot, version] = spec
+            return True
 
     def pause(self, slot: str) -> None:
         """See Broker.pause. It holds for armed claims, too."""
@@ -672,7 +688,10 @@ class _State:
         self.reports: _Expiring[bytes] = _Expiring(self.now_ms)
         self.crashes: _Expiring[frozenset[str]] = _Expiring(self.now_ms)
         """Incidents by entry; see crashes_key."""
-        self.specs: dict[str, bytes] = {}
+        self.specs: dict[tuple[str, str], bytes] = {}
+        """By slot and version; an empty version is the one that answers."""
+        self.activated: dict[str, tuple[int, bytes]] = {}
+        """Epoch and record by slot."""
         self.paused: set[str] = set()
         self.armed: list[_ArmedClaim] = []
 
@@ -681,6 +700,11 @@ class _State:
 
     def queue(self, slot: str, priority: Priority) -> _Queue:
         return self.slots[slot].queues[priority]
+
+    def active(self, slot: str) -> bytes:
+        """What deliveries carry of the version that answers."""
+        activated = self.activated.get(slot)
+        return b"%d %s" % activated if activated else b""
 
     def lease_of(self, consumer: str, slot: str, priority: Priority, entry_id: bytes) -> _Lease | None:
         """The lease, when it is this consumer's."""
@@ -736,9 +760,16 @@ class _State:
 
     def hand_out(self, consumer: str, slot: str, priority: Priority, count: int) -> list[Delivery]:
         """Up to `count` waiting jobs of one queue."""
-        queue = self.queue(slot, priority)
+        queue, active = self.queue(slot, priority), self.active(slot)
         return [
-            Delivery(slot, priority, entry_id, sealed, accepted_first_ms=queue.accepted_first_ms.get(entry_id, 0))
+            Delivery(
+                slot,
+                priority,
+                entry_id,
+                sealed,
+                accepted_first_ms=queue.accepted_first_ms.get(entry_id, 0),
+                active=active,
+            )
             for entry_id, sealed in queue.take(consumer, count, self.now_ms())
         ]
 

@@ -22,7 +22,7 @@ from registry.broker import redis_scripts as scripts
 from registry.broker.base import CancelOutcome, Limits, Publication, Receipt, Standing, StreamEntry
 from registry.broker.redis_streams import LOST_CONNECTION, RETRY_PAUSE_S, connection_options, refusal, unanswered
 from registry.errors import ConfigurationError
-from registry.queues import record_key, spec_key
+from registry.queues import record_key
 
 __all__ = ["AsyncRedisStreams"]
 
@@ -106,9 +106,9 @@ class AsyncRedisStreams:
         for command in scripts.nudge(key):
             await self._run(command)
 
-    async def spec(self, slot: str) -> bytes | None:
+    async def spec(self, slot: str, version: str = "") -> bytes | None:
         """See ProducerEnd.spec."""
-        found: bytes | None = await self._run(["GET", spec_key(slot)])
+        found: bytes | None = await self._run(scripts.spec(slot, version))
         return found
 
     def forget_connections(self) -> None:

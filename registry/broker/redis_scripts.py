@@ -37,6 +37,7 @@ from registry.broker.base import (
 from registry.queues import (
     GROUP,
     Priority,
+    active_key,
     crashes_key,
     dead_key,
     flow_key,
@@ -46,6 +47,8 @@ from registry.queues import (
     paused_key,
     record_key,
     slot_of,
+    spec_key,
+    specs_key,
     stream_key,
     stream_keys,
 )
@@ -182,32 +185,33 @@ def _receipt(slot: str, job_id: str, answer: bytes) -> Receipt:
 
 def claim(consumer: str, wish: Claim) -> Call:
     """One call that takes jobs of one slot."""
-    keys = [*stream_keys(wish.slot), paused_key(wish.slot)]
+    keys = [*stream_keys(wish.slot), paused_key(wish.slot), active_key(wish.slot)]
     return _call("claim", keys, [GROUP, consumer, wish.credit, wish.reserve, wish.ageing_ms])
 
 
 def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, bool, list[Delivery]]:
     """(the broker's time in ms, whether the slot is paused, deliveries) of an answer of `claim`."""
     deliveries: list[Delivery] = []
-    for index in range(3, len(answer), 2):
-        deliveries += _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1])
+    active = answer[3] or b""
+    for index in range(4, len(answer), 2):
+        deliveries += _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1], active)
     return int(answer[0]) * 1000 + int(answer[1]) / 1000, answer[2] == 1, deliveries
 
 
-def _deliveries(slot: str, priority: Priority, entries: Sequence[Any]) -> list[Delivery]:
+def _deliveries(slot: str, priority: Priority, entries: Sequence[Any], active: bytes) -> list[Delivery]:
     return [
-        Delivery(slot, priority, entry_id, fields[1])
+        Delivery(slot, priority, entry_id, fields[1], active=active)
         if len(fields) == 2
-        else _unusual(slot, priority, entry_id, fields)
+        else _unusual(slot, priority, entry_id, fields, active)
         for entry_id, fields in entries
     ]
 
 
-def _unusual(slot: str, priority: Priority, entry_id: bytes, fields: Sequence[bytes]) -> Delivery:
+def _unusual(slot: str, priority: Priority, entry_id: bytes, fields: Sequence[bytes], active: bytes) -> Delivery:
     """A job that came back from the dead letters, or a foreign XADD: that goes on as bytes that do not open."""
     if len(fields) == 4 and fields[2] == b"a" and (accepted_ms := _number(fields[3].decode(errors="replace"))):
-        return Delivery(slot, priority, entry_id, fields[1], accepted_first_ms=accepted_ms)
-    return Delivery(slot, priority, entry_id, b"".join(fields))
+        return Delivery(slot, priority, entry_id, fields[1], accepted_first_ms=accepted_ms, active=active)
+    return Delivery(slot, priority, entry_id, b"".join(fields), active=active)
 
 
 def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int) -> Call:
@@ -217,15 +221,28 @@ def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int) -> Cal
     return [*fixed, *keys, *[">"] * len(keys)]
 
 
-def armed_deliveries(slots: Sequence[str], answer: Sequence[Any] | None) -> list[Delivery]:
-    """The answer of `armed`, None when its time ran out; most urgent first."""
+def spec(slot: str, version: str) -> Call:
+    """The spec of the active version, or of the one that is named."""
+    return ["HGET", specs_key(slot), version] if version else ["GET", spec_key(slot)]
+
+
+def actives(slots: Sequence[str]) -> Call:
+    """The active versions of some slots. Behind a blocking claim on one line, they are as of its end."""
+    return ["MGET", *map(active_key, slots)]
+
+
+def armed_deliveries(
+    slots: Sequence[str], answer: Sequence[Any] | None, actives: Sequence[bytes | None]
+) -> list[Delivery]:
+    """The answers of `armed`, None when its time ran out, and of `actives`; most urgent first."""
     if not answer:
         return []
+    active = dict(zip(slots, actives, strict=True))
     owners = {stream_key(slot, priority).encode(): (slot, priority) for slot in slots for priority in _PRIORITIES}
     deliveries: list[Delivery] = []
     for key, entries in answer:
         slot, priority = owners[key]
-        deliveries += _deliveries(slot, priority, entries)
+        deliveries += _deliveries(slot, priority, entries, active[slot] or b"")
     return deliveries
 
 
@@ -306,14 +323,21 @@ def release(consumer: str, slot: str, held: Sequence[Held]) -> Call:
 
 def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
     """One call that claims lapsed jobs of one slot; it does nothing when it arrives late."""
-    return _call("take_over", [*stream_keys(slot), paused_key(slot)], [GROUP, consumer, lease_ms, count, int(now_ms)])
+    keys = [*stream_keys(slot), paused_key(slot), active_key(slot)]
+    return _call("take_over", keys, [GROUP, consumer, lease_ms, count, int(now_ms)])
+
+
+def activate(slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> Call:
+    """One call that makes a version the one that answers."""
+    return _call("activate", [active_key(slot), spec_key(slot), specs_key(slot)], [epoch, record, version, spec])
 
 
 def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
     """The answer of `take_over`."""
     deliveries: list[Delivery] = []
-    for index in range(0, len(answer), 4):
-        found = _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1])
+    active = (answer[0] if answer else None) or b""
+    for index in range(1, len(answer), 4):
+        found = _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1], active)
         deliveries += [
             structs.replace(delivery, attempt=attempt, crashes=crashes)
             for delivery, attempt, crashes in zip(found, answer[index + 2], answer[index + 3], strict=True)

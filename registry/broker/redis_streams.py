@@ -50,6 +50,7 @@ from registry.queues import (
     paused_key,
     record_key,
     spec_key,
+    specs_key,
     stream_keys,
     worker_key,
 )
@@ -170,9 +171,9 @@ class RedisStreams:
         for command in scripts.nudge(key):
             self._run(command)
 
-    def spec(self, slot: str) -> bytes | None:
+    def spec(self, slot: str, version: str = "") -> bytes | None:
         """See ProducerEnd.spec."""
-        found: bytes | None = self._run(["GET", spec_key(slot)])
+        found: bytes | None = self._run(scripts.spec(slot, version))
         return found
 
     # Workers' end
@@ -307,10 +308,15 @@ class RedisStreams:
         call = scripts.bury(consumer, delivery, reason, job_id, sealed, self._result_ttl_ms, self._dead_letters_bytes)
         return bool(self._run(call))
 
-    def put_spec(self, slot: str, spec: bytes) -> None:
+    def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
         """See WorkerEnd.put_spec."""
-        self._run(["SET", spec_key(slot), spec])
+        self._run(["HSET", specs_key(slot), version, spec] if version else ["SET", spec_key(slot), spec])
         self._run(["SADD", MODELS_KEY, slot])
+
+    def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See WorkerEnd.actives."""
+        found = self._run(scripts.actives(slots))
+        return {slot: record or b"" for slot, record in zip(slots, found, strict=True)}
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
         """See WorkerEnd.report."""
@@ -351,6 +357,12 @@ class RedisStreams:
         if gone:
             self._run(["ZREM", WORKERS_KEY, *gone])
         return [report for report in reports if report is not None]
+
+    def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        """See Broker.activate."""
+        is_active = bool(self._run(scripts.activate(slot, epoch, record, version, spec)))
+        self._run(["SADD", MODELS_KEY, slot])
+        return is_active
 
     def pause(self, slot: str) -> None:
         """See Broker.pause."""
@@ -521,12 +533,17 @@ class _ArmedClaim(_Line):
     def send(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         self.slots = tuple(slots)
         self.is_outstanding = True
-        command = scripts.armed(consumer, slots, count, block_ms)
-        self._connection.send_packed_command([pack_command(tuple(command))], check_health=False)
+        # Redis runs what follows a blocking command when that has ended: the versions are those of the claim.
+        commands = (scripts.armed(consumer, slots, count, block_ms), scripts.actives(slots))
+        self._connection.send_packed_command([pack_command(tuple(each)) for each in commands], check_health=False)
 
     def receive(self) -> list[Delivery]:
         self.is_outstanding = False
-        return scripts.armed_deliveries(self.slots, self._connection.read_response())
+        entries, actives = self._answer(), self._answer()
+        for answer in (entries, actives):
+            if isinstance(answer, ResponseError):
+                raise answer
+        return scripts.armed_deliveries(self.slots, entries, actives)
 
 
 def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:

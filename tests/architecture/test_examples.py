@@ -9,7 +9,7 @@ import pytest
 
 from tests.servers import ROOT
 
-PACKAGES = ("compose", "producers", "registry", "workers")
+PACKAGES = ("compose", "producers", "registry", "safety", "workers")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for package in PACKAGES

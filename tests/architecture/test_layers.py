@@ -14,7 +14,7 @@ import pytest
 from tests.servers import ROOT
 
 FRAMEWORKS = {"onnxruntime", "torch", "transformers"}
-PACKAGES = ["compose", "producers", "registry", "workers"]
+PACKAGES = ["compose", "producers", "registry", "safety", "workers"]
 
 
 def run_contracts(checkout: Path) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.servers import ROOT
 
-TOP = ["compose", "producers", "registry", "workers"]
+TOP = ["compose", "producers", "registry", "safety", "workers"]
 HEAVY = ["celery", "numpy", "pydantic", "redis", "torch", "transformers"]
 IMPORT_BUDGET_MS = 50
 

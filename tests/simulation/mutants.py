@@ -35,7 +35,7 @@ from workers.batching.batcher import Batcher, Pending, _Lane
 from workers.executor import Work
 from workers.job import ClaimedJob
 from workers.leases import LeaseKeeper
-from workers.served import ServedModel
+from workers.served import ServedVersion
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -362,8 +362,8 @@ class LateJobsRun(SteppedDrain):
 class FollowerDropped(SteppedDrain):
     """A job that joined an equal one is forgotten."""
 
-    def _joins_another(self, job: ClaimedJob, model: ServedModel) -> bool:
-        joins = super()._joins_another(job, model)
+    def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        joins = super()._joins_another(job, version)
         if joins:
             self._leaders[job.digest].followers = None
         return joins
@@ -433,7 +433,8 @@ class SuspectsInCompany(SteppedDrain):
         super()._admit(deliveries)
         while self._suspects:
             job = self._suspects.popleft()
-            self._served[job.delivery.slot].add([job])
+            if job.version is not None:
+                self._add(job.version, [job])
 
 
 class PoisonTolerated(SteppedDrain):

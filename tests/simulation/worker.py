@@ -29,6 +29,7 @@ from workers.job import ClaimedJob
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Unwatched
 from workers.runtime.python_entrypoint import PythonRuntime
+from workers.served import VersionState
 
 if TYPE_CHECKING:
     from tests.simulation.judge import Simulation
@@ -63,9 +64,10 @@ class SteppedDrain(Drain):
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
-        for model in self._turns:
-            assert isinstance(model.runtime, PythonRuntime)
-            model.runtime.model = self._double
+        for version in self._turns:
+            assert isinstance(version.runtime, PythonRuntime)
+            version.runtime.model = self._double
+            version.state = VersionState.READY
 
     @property
     def ails(self) -> bool:
@@ -94,7 +96,9 @@ class SteppedDrain(Drain):
         work = super()._next_work(is_idle=is_idle)
         if work is not None:
             least = max(item.priority for item in work.batch.items)
-            pending = self._served[work.batch.key.model].batcher.pending()
+            served = work.batch.items[0].job.version
+            assert served is not None
+            pending = served.batcher.pending()
             if any(item.priority < least and item.key == work.batch.key for item in pending):
                 self._violate(f"batched a less urgent job first: {self.name}")
         return work

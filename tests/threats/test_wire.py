@@ -27,7 +27,7 @@ from tests.threats.conftest import Besieged
 from workers.celery_bridge import OPEN_COMMANDS
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
-PACKAGES = ("compose", "producers", "registry", "workers")
+PACKAGES = ("compose", "producers", "registry", "safety", "workers")
 FORBIDDEN_MODULES = {
     *(
         "pickle",

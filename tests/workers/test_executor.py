@@ -21,7 +21,7 @@ from workers.batching.batcher import Batch, BatchKey, Pending
 from workers.executor import Executor, TooLarge, Work
 from workers.job import ClaimedJob
 from workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
-from workers.served import ServedModel
+from workers.served import ServedVersion
 
 KEY = BatchKey("double", "1", "infer")
 Forward = Callable[[Array], Array]
@@ -41,6 +41,8 @@ class Device:
         raise NotImplementedError
 
     version = "1"
+    content_hash = ""
+    memory_bytes = 0
 
     def load(self, device: str, threads: int) -> None:
         """There is nothing to load."""
@@ -239,9 +241,9 @@ def test_a_lost_device_ends_its_thread_and_keeps_the_batch_in_the_journal():
     executor.stop()
 
 
-def model(models_root, **batching: int) -> ServedModel:
+def model(models_root, **batching: int) -> ServedVersion:
     """The model `double`, as served with these limits."""
-    return ServedModel(load_package(write_double(models_root)), InferenceConfig.model_validate({"batching": batching}))
+    return ServedVersion(load_package(write_double(models_root)), InferenceConfig.model_validate({"batching": batching}))
 
 
 def test_a_cap_of_rows_is_half_of_what_did_not_fit_and_is_relaxed_step_by_step(models_root):
@@ -277,7 +279,7 @@ def test_a_cap_of_tokens_leaves_short_texts_their_full_batches(models_root):
     """800 padded tokens did not fit: what is longer is cut to 400, sixteen rows of 20 tokens still run at once."""
     root = models_root
     write_package(root, "texts", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
-    served = ServedModel(load_package(root / "texts" / "1"), InferenceConfig())
+    served = ServedVersion(load_package(root / "texts" / "1"), InferenceConfig())
     served.learn(TooLarge(8, 800), 0.0)
     assert served.max_rows == 16
     assert [batch_rows(served, length) for length in (20, 50, 100, 500)] == [16, 8, 4, 1]
@@ -289,7 +291,7 @@ def test_a_cap_of_tokens_leaves_short_texts_their_full_batches(models_root):
     assert batch_rows(served, 500) == 16
 
 
-def batch_rows(served: ServedModel, length: int) -> int:
+def batch_rows(served: ServedVersion, length: int) -> int:
     """The rows of the first batch of 16 rows of so many tokens each."""
     one = work_of(Device(fits(16)), [[0]]).batch.items[0]
     for _ in range(16):

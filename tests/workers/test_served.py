@@ -16,7 +16,7 @@ from registry.settings import InferenceConfig
 from registry.tensors import Array, encode
 from tests.packages import write_double
 from workers.job import ClaimedJob
-from workers.served import ServedModel
+from workers.served import ServedVersion
 
 
 def claimed(inputs: dict[str, Array]) -> ClaimedJob:
@@ -28,7 +28,7 @@ def claimed(inputs: dict[str, Array]) -> ClaimedJob:
 
 def test_only_a_job_shaped_like_the_one_before_skips_the_check(models_root: Path):
     """The first is checked, its likes are counted like it, and whatever differs, also nothing at all, is refused."""
-    model = ServedModel(load_package(write_double(models_root, "double")), InferenceConfig())
+    model = ServedVersion(load_package(write_double(models_root, "double")), InferenceConfig())
     with pytest.raises(InvalidInput, match="Missing required"):
         model.fit(claimed({}))
     for rows in (3, 3, 1):

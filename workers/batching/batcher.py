@@ -122,6 +122,8 @@ class Batcher(Generic[T]):
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self._room = Room(limits.max_rows, limits.max_tokens or sys.maxsize, limits.max_bytes or sys.maxsize)
+        self._fitting_rows = self._steered_rows = limits.max_rows
+        self._wait_s = limits.max_wait_s
         self._lanes: dict[BatchKey, _Lane[T]] = {}
         self._jobs = 0
         self._added = 0
@@ -132,9 +134,16 @@ class Batcher(Generic[T]):
         return self._jobs
 
     def narrow(self, max_rows: int, max_tokens: int) -> None:
-        """Cut batches to these limits from now on, where they are tighter than `limits`; 0 tokens: no such limit."""
-        rows, tokens = min(max_rows, self.limits.max_rows), self.limits.max_tokens or sys.maxsize
-        self._room = self._room._replace(rows=rows, tokens=min(tokens, max_tokens or sys.maxsize))
+        """Cut batches to what fits the device from now on, where that is less than `limits`; 0 tokens: all fit."""
+        self._fitting_rows = max_rows
+        tokens = min(self.limits.max_tokens or sys.maxsize, max_tokens or sys.maxsize)
+        self._room = self._room._replace(rows=self._most_rows(), tokens=tokens)
+
+    def steer(self, max_rows: int, max_wait_s: float) -> None:
+        """Cut batches at so many rows, and after such a wait, from now on, where that is less than `limits`."""
+        self._steered_rows = max_rows
+        self._room = self._room._replace(rows=self._most_rows())
+        self._wait_s = min(max_wait_s, self.limits.max_wait_s)
 
     def add(self, pending: Pending[T]) -> None:
         """Take in one job, which arrived after those taken in before."""
@@ -162,7 +171,7 @@ class Batcher(Generic[T]):
         """The batch that should run next, or None while it pays to wait for more jobs.
 
         One is due when a lane has `max_rows` rows or has reached the token or byte budget, when its oldest job has
-        waited `max_wait_s`, or when the device has nothing else to do. Call it as late as possible: a batch that
+        waited its time, or when the device has nothing else to do. Call it as late as possible: a batch that
         is not formed yet takes in what arrives meanwhile.
         """
         if not self._jobs or not (device_idle or any(self._due(lane, now) for lane in self._lanes.values())):
@@ -182,7 +191,7 @@ class Batcher(Generic[T]):
         """When the oldest job's wait runs out, on the clock of `arrived`; None without jobs."""
         if not self._jobs:
             return None
-        return min(lane.oldest().arrived for lane in self._lanes.values()) + self.limits.max_wait_s
+        return min(lane.oldest().arrived for lane in self._lanes.values()) + self._wait_s
 
     def most_urgent(self) -> int | None:
         """The priority of the most urgent pending job; None without jobs."""
@@ -216,6 +225,9 @@ class Batcher(Generic[T]):
         self._jobs -= len(discarded)
         return sorted(discarded, key=_order)
 
+    def _most_rows(self) -> int:
+        return min(self.limits.max_rows, self._fitting_rows, self._steered_rows)
+
     def _lane(self, key: BatchKey) -> _Lane[T]:
         lane = self._lanes.get(key)
         if lane is None:
@@ -236,7 +248,7 @@ class Batcher(Generic[T]):
         if lane.nbytes >= self._room.nbytes or padded_tokens(lane.rows, lane.longest) >= self._room.tokens:
             return "budget"
         # The same sum as in next_flush_at, so that at that very moment a batch is due.
-        if lane.oldest().arrived + self.limits.max_wait_s <= now:
+        if lane.oldest().arrived + self._wait_s <= now:
             return "wait"
         return None
 

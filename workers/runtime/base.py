@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from registry.errors import ConfigurationError, ModelError
 from registry.package import ModelSpec
 from registry.tensors import Array
 
-__all__ = ["DeviceLost", "Prepared", "Runtime", "StreamContext", "concatenate", "stream_whole", "warm_up"]
+__all__ = ["DeviceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
 
 
 class DeviceLost(Exception):
@@ -67,20 +66,38 @@ class Runtime(Protocol):
 
     @property
     def version(self) -> str:
-        """The model version that answers."""
+        """The label of the version that answers."""
+
+    @property
+    def content_hash(self) -> str:
+        """The SHA-256 of the files that were loaded, 64 hex digits; empty until then."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the loaded model takes on the host or the device, as far as they can be counted; 0 until then."""
 
     def load(self, device: str, threads: int) -> None:
-        """Loads the model onto `device` (`cpu` or `cuda[:n]`) and runs it once.
+        """Loads the model onto `device` (`cpu` or `cuda[:n]`) from the files that are hashed here, and warms it up.
 
-        `threads`: CPU threads of one forward. Raises ConfigurationError when the package cannot work here or its
-        outputs are not those it declares.
+        `threads`: CPU threads of one forward. For any thread, once. Raises ConfigurationError when the package cannot
+        work here, its files change meanwhile or its outputs are not those it declares; ModelNotReady when `close` came
+        before the end. Whatever it raises, nothing of the model is left.
+        """
+
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """Raises InvalidInput for a job that fits the signature and is still too long, in tokens, for the model.
+
+        For any thread.
         """
 
     def length(self, inputs: Mapping[str, Array]) -> int:
         """What one row of the job costs relative to others: tokens, characters or extent; 1 where all cost alike."""
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
-        """Joins jobs that passed the signature and share its batch key, in order. For any thread."""
+        """Joins jobs that passed the signature and share its batch key, in order. For any thread.
+
+        Raises ModelNotReady when nothing is loaded, as do `run` and `stream`.
+        """
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward; outputs on the host, rows in the order of the jobs.
@@ -99,7 +116,7 @@ class Runtime(Protocol):
         """
 
     def close(self) -> None:
-        """Lets go of the model and its device memory."""
+        """Lets go of the model and its device memory; a load that is under way lets go of it when it ends."""
 
 
 def concatenate(jobs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
@@ -108,26 +125,3 @@ def concatenate(jobs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
         # Decoded jobs are read-only views of the received bytes, which a dead letter may still need unchanged.
         return {name: values.copy() for name, values in jobs[0].items()}
     return {name: np.concatenate([job[name] for job in jobs]) for name in jobs[0]}
-
-
-def stream_whole(runtime: Runtime, inputs: Mapping[str, Array]) -> Generator[dict[str, Array], None, dict[str, Array]]:
-    """The stream of a model that does not stream: no chunks, then its outputs."""
-    yield from ()
-    return runtime.run(runtime.prepare([inputs]))
-
-
-def warm_up(runtime: Runtime, rows: int = 2) -> None:
-    """Runs the model on a small example, which also compares its outputs with those declared.
-
-    Raises ConfigurationError that says what was wrong.
-    """
-    spec = runtime.spec
-    try:
-        outputs = runtime.run(runtime.prepare([spec.signature.example(rows)]))
-        spec.signature.check_outputs(outputs, rows)
-    except ModelError as error:
-        raise ConfigurationError(f"{spec.reference}: {error}") from None
-    except Exception as error:
-        raise ConfigurationError(
-            f"{spec.reference}: the first forward failed ({type(error).__name__}: {error!s:.200})"
-        ) from error

@@ -1,7 +1,10 @@
-"""A package's `module:build`, imported from its own folder and called.
+"""A package's `module:build`, executed from the bytes that were hashed, and called.
 
-Each package gets a private parent module, so that two packages may both have a `model.py`, a package's modules can
-import each other relatively, and `sys.path` stays as it is.
+    import of a package's module -> its source is read -> compared with the manifest -> these very bytes are executed
+
+Each load gets a private parent module, so that two packages, or two versions of one, may both have a `model.py`, a
+package's modules can import each other relatively, and `sys.path` stays as it is. Sources are all that is imported:
+no compiled cache is read or written, and no binary extension of a package is loaded.
 """
 
 from __future__ import annotations
@@ -9,45 +12,126 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
-from registry.errors import ConfigurationError
+from registry.errors import ConfigurationError, shown
+from registry.manifest import Manifest
 from registry.package import Package
 
-__all__ = ["build_model", "forget_modules"]
+__all__ = ["PackageModules"]
 
 
-def build_model(package: Package) -> Any:
-    """What the package's `build()` returns. Raises ConfigurationError with the reason when it cannot be had."""
-    module_name, attribute = package.entrypoint()
-    reference = f"{package.spec.reference}: entrypoint {package.spec.entrypoint}"
-    forget_modules(package)
-    parent = _parent_module(package)
-    sys.modules[parent.__name__] = parent
-    try:
-        build = getattr(importlib.import_module(f"{parent.__name__}.{module_name}"), attribute, None)
-        if not callable(build):
-            raise ConfigurationError(f"{reference}: found no function {attribute}, expected build() -> model")
-        return build()
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(f"{reference}: raised {type(error).__name__}: {error!s:.200}") from error
+class PackageModules:
+    """The Python modules of one loaded package."""
+
+    def __init__(self, package: Package, manifest: Manifest) -> None:
+        self._package = package
+        self._files = manifest.files
+        self._name = _FINDER.register(self, f"penstock_package_{manifest.content_hash[:16]}")
+
+    def build(self) -> Any:
+        """What `build()` returns. Raises ConfigurationError with the reason when it cannot be had."""
+        module_name, attribute = self._package.entrypoint()
+        reference = f"{self._package.spec.reference}: entrypoint {self._package.spec.entrypoint}"
+        parent = ModuleType(self._name, f"Modules of the model package {self._package.spec.reference}.")
+        parent.__path__ = []
+        sys.modules[self._name] = parent
+        try:
+            build = getattr(importlib.import_module(f"{self._name}.{module_name}"), attribute, None)
+            if not callable(build):
+                raise ConfigurationError(f"{reference}: found no function {attribute}, expected build() -> model")
+            return build()
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(f"{reference}: raised {type(error).__name__}: {error!s:.200}") from error
+
+    def forget(self) -> None:
+        """Drops the modules; what they made goes on working, but for imports that it has yet to do."""
+        _FINDER.forget(self._name)
+        for name in [name for name in sys.modules if name == self._name or name.startswith(f"{self._name}.")]:
+            sys.modules.pop(name, None)
+
+    def find(self, name: str) -> ModuleSpec | None:
+        """How `name`, the dotted path of a module inside the package, is imported; None if it has none such."""
+        path = name.replace(".", "/")
+        full_name = f"{self._name}.{name}"
+        for file, locations in ((f"{path}/__init__.py", []), (f"{path}.py", None)):
+            if file in self._files:
+                location = self._package.folder / file
+                loader = _HashedSource(self, file)
+                return spec_from_file_location(full_name, location, loader=loader, submodule_search_locations=locations)
+        if any(file.startswith(f"{path}/") for file in self._files):
+            return ModuleSpec(full_name, None, is_package=True)
+        return None
+
+    def path(self, file: str) -> str:
+        """Where a file of the package lies."""
+        return str(self._package.folder / file)
+
+    def read(self, file: str) -> bytes:
+        """The bytes of a file of the package, which are those that were hashed. Raises ConfigurationError."""
+        data = (self._package.folder / file).read_bytes()
+        if hashlib.sha256(data).hexdigest() != self._files[file]:
+            raise ConfigurationError(
+                f"{self._package.spec.reference}: file {shown(file)}: changed since it was hashed, "
+                "expected the same bytes"
+            )
+        return data
 
 
-def forget_modules(package: Package) -> None:
-    """Drops the package's modules, so that the next build sees its files as they are then."""
-    parent = _module_name(package)
-    for name in [name for name in sys.modules if name == parent or name.startswith(f"{parent}.")]:
-        del sys.modules[name]
+class _HashedSource(SourceLoader):
+    """Loads one module. It knows no change times, so that Python looks for no compiled cache of it."""
+
+    def __init__(self, modules: PackageModules, file: str) -> None:
+        self._modules = modules
+        self._file = file
+
+    def get_filename(self, fullname: str) -> str:
+        """The source's path, for tracebacks."""
+        return self._modules.path(self._file)
+
+    def get_data(self, path: str) -> bytes:
+        """The source. Raises OSError for any other file, as a loader must."""
+        if path != self._modules.path(self._file):
+            raise OSError(f"{self._file} is all that this loader reads")
+        return self._modules.read(self._file)
 
 
-def _parent_module(package: Package) -> ModuleType:
-    parent = ModuleType(_module_name(package), f"Modules of the model package {package.spec.reference}.")
-    parent.__path__ = [str(package.folder)]
-    return parent
+class _PackageFinder(MetaPathFinder):
+    """Finds the modules of all loaded packages; one for the process, as `sys.meta_path` is read by every import."""
+
+    def __init__(self) -> None:
+        self._packages: dict[str, PackageModules] = {}
+
+    def register(self, modules: PackageModules, name: str) -> str:
+        """A name for the parent module; the same files loaded twice at a time get two."""
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+        number = 1
+        unique = name
+        # setdefault is one step, also while another thread loads the same package.
+        while self._packages.setdefault(unique, modules) is not modules:
+            number += 1
+            unique = f"{name}_{number}"
+        return unique
+
+    def forget(self, name: str) -> None:
+        """Nothing below this name is found any more."""
+        self._packages.pop(name, None)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a package's module; None for everybody else's."""
+        parent, _, name = fullname.partition(".")
+        modules = self._packages.get(parent)
+        return modules.find(name) if modules is not None and name else None
 
 
-def _module_name(package: Package) -> str:
-    return f"penstock_package_{hashlib.sha256(str(package.folder.resolve()).encode()).hexdigest()[:16]}"
+_FINDER: Final = _PackageFinder()

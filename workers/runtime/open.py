@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
+from registry.errors import ConfigurationError
 from registry.package import Package
+from registry.sections import Precision
+from workers.frameworks.detector import FRAMEWORKS, framework_of_package
 from workers.runtime.base import Runtime
+from workers.runtime.loading import Loading
+from workers.runtime.onnx import OnnxRuntime
+from workers.runtime.pipeline import PipelineRuntime
 from workers.runtime.python_entrypoint import PythonRuntime
 from workers.runtime.pytorch import PyTorchRuntime
+from workers.runtime.torchscript import TorchScriptRuntime
 from workers.runtime.transformers import EncoderRuntime
 
 __all__ = ["open_runtime"]
 
-_RUNTIMES: Final[dict[str, Callable[[Package], Runtime]]] = {
-    "pytorch": PyTorchRuntime,
-    "transformers": EncoderRuntime,
+_RUNTIMES: Final[dict[str, Callable[[Package, Loading], Runtime]]] = {
+    "onnx": OnnxRuntime,
     "python": PythonRuntime,
+    "pytorch": PyTorchRuntime,
+    "torchscript": TorchScriptRuntime,
 }
 
 
-def open_runtime(package: Package) -> Runtime:
-    """The runtime of a package, not yet loaded."""
-    return _RUNTIMES[package.spec.format](package)
+def open_runtime(
+    package: Package,
+    content_hash: str = "",
+    *,
+    frameworks: Collection[str] = FRAMEWORKS,
+    precision: Precision = "auto",
+    warmup_requests: int = 1,
+) -> Runtime:
+    """The runtime of a package, not yet loaded: nothing of the package is read here.
+
+    content_hash: what its files must hash to when they are loaded; empty: whatever they do. frameworks: those that
+    models may use. precision: of torch models whose package does not say. warmup_requests: forwards before the model
+    counts as ready, at least one. Raises ConfigurationError for a framework that is not allowed.
+    """
+    framework = framework_of_package(package)
+    if framework is not None and framework not in frameworks:
+        raise ConfigurationError(
+            f"{package.spec.reference}: format {package.spec.format} needs the framework {framework}, expected one of "
+            f"the setting frameworks: {', '.join(sorted(frameworks)) or 'none'}"
+        )
+    return _runtime_of(package)(package, Loading(content_hash, precision, warmup_requests))
+
+
+def _runtime_of(package: Package) -> Callable[[Package, Loading], Runtime]:
+    if package.spec.format == "transformers":
+        return EncoderRuntime if package.spec.task is None else PipelineRuntime
+    return _RUNTIMES[package.spec.format]

@@ -14,45 +14,24 @@ from typing import Any
 import numpy as np
 
 from registry.errors import ConfigurationError, ModelError
-from registry.package import ModelSpec, Package
+from registry.manifest import Manifest
+from registry.package import Package
 from registry.tensors import Array
-from workers.runtime.base import Prepared, StreamContext, concatenate, stream_whole, warm_up
-from workers.runtime.entrypoint import build_model, forget_modules
+from workers.runtime.base import Prepared, StreamContext, concatenate
+from workers.runtime.entrypoint import PackageModules
+from workers.runtime.loading import Loading, PackageRuntime
 
 __all__ = ["PythonRuntime"]
 
 
-class PythonRuntime:
-    """Runs a package's own Python code."""
+class PythonRuntime(PackageRuntime):
+    """Runs a package's own Python code. Device, threads and precision are that code's own affair."""
 
-    def __init__(self, package: Package) -> None:
-        self._package = package
+    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+        super().__init__(package, loading)
+        self._modules: PackageModules | None = None
         self.model: Callable[..., Any] | None = None
         """What `build()` returned; None until loaded."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        """What the package declares."""
-        return self._package.spec
-
-    @property
-    def version(self) -> str:
-        """The model version that answers."""
-        return self._package.spec.version
-
-    def load(self, device: str, threads: int) -> None:
-        """Builds the entry point and, unless it streams, runs it once; device and threads are its own affair."""
-        model = build_model(self._package)
-        self._check_kind(model)
-        if getattr(model, "training", False) and callable(getattr(model, "eval", None)):
-            model.eval()
-        self.model = model
-        if not self.spec.streams:
-            warm_up(self)
-
-    def length(self, inputs: Mapping[str, Array]) -> int:
-        """Characters or extent of `length_input`; 1 without one."""
-        return self.spec.signature.length(inputs)
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
         """Concatenates the rows of jobs; a streaming entry point takes one job."""
@@ -72,7 +51,7 @@ class PythonRuntime:
     ) -> Generator[dict[str, Array], None, dict[str, Array]]:
         """The chunks that a streaming entry point yields, then the outputs that it returns."""
         if not self.spec.streams:
-            return (yield from stream_whole(self, inputs))
+            return (yield from super().stream(inputs, context))
         generator = self._loaded(concatenate([inputs]), context)
         try:
             while True:
@@ -86,15 +65,24 @@ class PythonRuntime:
         finally:
             generator.close()
 
-    def close(self) -> None:
-        """Lets go of the entry point and its modules."""
+    def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        self._modules = PackageModules(self._package, manifest)
+        model = self._modules.build()
+        self._check_kind(model)
+        if getattr(model, "training", False) and callable(getattr(model, "eval", None)):
+            model.eval()
+        self.model = model
+        return (self.spec.memory_mb or 0) << 20
+
+    def _release(self) -> None:
         self.model = None
-        forget_modules(self._package)
+        if self._modules is not None:
+            self._modules.forget()
 
     @property
     def _loaded(self) -> Callable[..., Any]:
         if self.model is None:
-            raise RuntimeError(f"{self.spec.reference} is not loaded")
+            raise self._not_loaded()
         return self.model
 
     def _check_kind(self, model: object) -> None:

@@ -1,4 +1,4 @@
-"""One torch device: threads, placement, copies in and out, and what its out-of-memory errors look like.
+"""One torch device: threads, placement, precision, copies in and out, and what its out-of-memory errors look like.
 
 Importing this module does not import torch; making a TorchDevice does.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from registry.errors import ConfigurationError, OutOfMemory
+from registry.sections import Precision
 from registry.tensors import Array
 from workers.runtime.base import DeviceLost
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TorchDevice"]
+__all__ = ["TorchDevice", "module_bytes", "own_weights"]
 
+_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 _CUDA_LOST = (
     *("illegal memory access", "device-side assert", "misaligned address", "illegal instruction", "illegal address"),
@@ -54,25 +56,46 @@ class TorchDevice:
             ) from None
         self.is_cuda = self.device.type == "cuda"
 
-    def place(self, model: object, reference: str) -> torch.nn.Module:
-        """The same module object, on this device, in evaluation mode. Raises ConfigurationError for anything else."""
+    def check_module(self, model: object, reference: str) -> None:
+        """Raises ConfigurationError for anything but a torch module."""
         if not isinstance(model, self._torch.nn.Module):
             raise ConfigurationError(f"{reference}: found a {type(model).__name__}, expected a torch.nn.Module")
-        return model.to(self.device).eval()
+
+    def dtype(self, precision: Precision) -> torch.dtype | None:
+        """The dtype of weights and floats in a precision; None for `auto`, which leaves them as they are."""
+        dtype: torch.dtype | None = None if precision == "auto" else getattr(self._torch, _DTYPES[precision])
+        return dtype
+
+    def place(self, model: object, reference: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
+        """The same module object, on this device, in evaluation mode and, with a dtype, in that precision.
+
+        Raises ConfigurationError for anything else.
+        """
+        self.check_module(model, reference)
+        module: torch.nn.Module = model  # type: ignore[assignment]
+        return module.to(self.device, dtype).eval()
 
     def host_tensor(self, array: Array) -> torch.Tensor:
         """A tensor over a writable array's memory, or a pinned copy of it when the device is a GPU."""
         tensor = self._torch.from_numpy(array)
         return tensor.pin_memory() if self.is_cuda else tensor
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on this device; the copy overlaps what the device is doing."""
-        return tensor.to(self.device, non_blocking=True) if self.is_cuda else tensor
+    def upload(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor on this device, floats in `dtype` if there is one; the copy overlaps what the device is doing."""
+        placed = tensor.to(self.device, non_blocking=True) if self.is_cuda else tensor
+        return placed.to(dtype) if dtype is not None and placed.is_floating_point() else placed
 
     def download(self, tensor: torch.Tensor) -> Array:
-        """The tensor's values on the host, waiting for the device."""
-        array: Array = tensor.detach().cpu().numpy()
+        """The tensor's values on the host, waiting for the device; bfloat16, which NumPy has not, as float32."""
+        held = tensor.detach()
+        if held.dtype == self._torch.bfloat16:
+            held = held.float()
+        array: Array = held.cpu().numpy()
         return array
+
+    def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        """A floating tensor in the dtype of that name; any other as it is."""
+        return tensor.to(getattr(self._torch, dtype)) if tensor.is_floating_point() else tensor
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -97,3 +120,20 @@ class TorchDevice:
     def _out_of_memory(self, error: BaseException) -> OutOfMemory:
         self.release_memory()
         return OutOfMemory(f"The batch does not fit {self.device} ({type(error).__name__})")
+
+
+def module_bytes(module: torch.nn.Module) -> int:
+    """Bytes of a module's parameters and buffers; those that share memory count once."""
+    held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in _tensors(module)}
+    return sum(held.values())
+
+
+def own_weights(module: torch.nn.Module) -> None:
+    """Copies the module's weights out of the file that they may be mapped from: who writes to it changes no answers."""
+    for tensor in _tensors(module):
+        tensor.data = tensor.data.clone()
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

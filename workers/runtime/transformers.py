@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from registry.errors import ConfigurationError
-from registry.package import ModelSpec, Package
+from registry.manifest import Manifest
+from registry.package import Package
 from registry.tensors import Array
-from workers.runtime.base import Prepared, StreamContext, stream_whole, warm_up
-from workers.runtime.torch_device import TorchDevice
+from workers.runtime.base import Prepared
+from workers.runtime.loading import Loading, PackageRuntime
+from workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +47,11 @@ class _Slice(NamedTuple):
     mask: torch.Tensor | None
 
 
-class EncoderRuntime:
+class EncoderRuntime(PackageRuntime):
     """Runs a transformers encoder on text: `text` string (batch,) -> one float32 vector a row."""
 
-    def __init__(self, package: Package) -> None:
-        self._package = package
+    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+        super().__init__(package, loading)
         self._input = package.spec.inputs[0].name
         self._output = package.spec.outputs[0].name
         self._width = int(package.spec.outputs[0].shape[1])
@@ -61,36 +63,6 @@ class EncoderRuntime:
         self._tokenizer: Any = None
         self.model: torch.nn.Module | None = None
         """What transformers loaded; None until then."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        """What the package declares."""
-        return self._package.spec
-
-    @property
-    def version(self) -> str:
-        """The model version that answers."""
-        return self._package.spec.version
-
-    def load(self, device: str, threads: int) -> None:
-        """Loads tokenizer and weights from local files only, and embeds an example."""
-        self._device = TorchDevice(device, threads)
-        if self._device.is_cuda:
-            self._forward_tokens = _GPU_FORWARD_TOKENS
-        else:
-            # Threads of the tokenizer would take the cores that the forward runs on.
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        folder = self._package.source_folder()
-        _check_pooling(folder, self.spec.reference)
-        try:
-            self._load_from(folder)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f"{self.spec.reference}: the weights or the tokenizer cannot be read ({type(error).__name__})"
-            ) from error
-        warm_up(self)
 
     def length(self, inputs: Mapping[str, Array]) -> int:
         """Estimated tokens of the longest row, at most what the model reads."""
@@ -117,14 +89,28 @@ class EncoderRuntime:
                 vectors[rows] = device.download(tensor)
         return {self._output: vectors}
 
-    def stream(
-        self, inputs: Mapping[str, Array], context: StreamContext
-    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
-        """No chunks, then the vectors."""
-        return stream_whole(self, inputs)
+    def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        self._device = TorchDevice(device, threads)
+        if self._device.is_cuda:
+            self._forward_tokens = _GPU_FORWARD_TOKENS
+        else:
+            # Threads of the tokenizer would take the cores that the forward runs on.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        folder = self._package.source_folder()
+        _check_pooling(folder, self.spec.reference)
+        try:
+            model = self._load_from(folder)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self.spec.reference}: the weights or the tokenizer cannot be read ({type(error).__name__})"
+            ) from error
+        own_weights(model)
+        self.model = model
+        return module_bytes(model)
 
-    def close(self) -> None:
-        """Lets go of the model, its tokenizer and its device memory."""
+    def _release(self) -> None:
         self.model = None
         self._tokenizer = None
         if self._device is not None:
@@ -133,10 +119,10 @@ class EncoderRuntime:
     @property
     def _loaded_device(self) -> TorchDevice:
         if self._device is None:
-            raise RuntimeError(f"{self.spec.reference} is not loaded")
+            raise self._not_loaded()
         return self._device
 
-    def _load_from(self, folder: Path) -> None:
+    def _load_from(self, folder: Path) -> torch.nn.Module:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
@@ -163,7 +149,7 @@ class EncoderRuntime:
         self._tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(self._max_tokens)
-        self.model = self._loaded_device.place(model, self.spec.reference)
+        return self._loaded_device.place(model, self.spec.reference)
 
     def _padded(self, rows: list[int], tokens: list[list[int]]) -> _Slice:
         longest = len(tokens[rows[-1]])
@@ -179,7 +165,7 @@ class EncoderRuntime:
 
     def _embed(self, piece: _Slice, device: TorchDevice) -> torch.Tensor:
         if self.model is None:
-            raise RuntimeError(f"{self.spec.reference} is not loaded")
+            raise self._not_loaded()
         mask = None if piece.mask is None else device.upload(piece.mask)
         hidden = self.model(input_ids=device.upload(piece.ids), attention_mask=mask).last_hidden_state
         if mask is None:

@@ -1,10 +1,10 @@
 -- Take up to `credit` jobs, most urgent first. `reserve` of them are kept for the lower band whose head has
 -- waited longest, once that is longer than `ageing_ms`, so that no band starves.
--- KEYS  1-4 streams by priority, 5 there when the slot is paused
+-- KEYS  1-4 streams by priority, 5 there when the slot is paused, 6 the active version
 -- ARGV  group, consumer, credit, reserve, ageing_ms
--- Returns seconds, microseconds, whether the slot is paused 0/1, then pairs: band 1-4, entries.
+-- Returns seconds, microseconds, whether the slot is paused 0/1, the active version, then pairs: band 1-4, entries.
 local time = redis.call('TIME')
-local out = { time[1], time[2], redis.call('EXISTS', KEYS[5]) }
+local out = { time[1], time[2], redis.call('EXISTS', KEYS[5]), redis.call('GET', KEYS[6]) }
 if out[3] == 1 then return out end
 local credit, reserve, ageing = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 

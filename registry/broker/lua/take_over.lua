@@ -1,8 +1,8 @@
 -- Claim jobs whose lease has lapsed; those of a paused slot stay as they are.
--- KEYS  1-4 streams by priority, 5 there when the slot is paused
+-- KEYS  1-4 streams by priority, 5 there when the slot is paused, 6 the active version
 -- ARGV  group, consumer, lease_ms, count, when it was asked for in ms of this clock
--- Returns quadruples: band 1-4, entries, their counts of deliveries, their counts of crashes. Consumers that left
--- are forgotten.
+-- Returns the active version, then quadruples: band 1-4, entries, their counts of deliveries, their counts of crashes.
+-- Consumers that left are forgotten.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local FORGET_MS = 3600000
 local stale_ms = math.min(1250, math.max(250, ARGV[3] / 4))
@@ -10,7 +10,7 @@ local stale_ms = math.min(1250, math.max(250, ARGV[3] / 4))
 local time = redis.call('TIME')
 if time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5] > stale_ms then return {} end
 if redis.call('EXISTS', KEYS[5]) == 1 then return {} end
-local out = {}
+local out = { redis.call('GET', KEYS[6]) }
 for band = 1, 4 do
   local stream, cursor = KEYS[band], '0-0'
   while left > 0 do

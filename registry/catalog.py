@@ -1,0 +1,401 @@
+"""Which versions of which models there are, which one is in production, and how it came to that.
+
+    register -> DRAFT -> promote -> STAGING -> promote -> PRODUCTION -> (another is promoted) -> ARCHIVED
+                                                    rollback restores what was in production before
+
+A version is its content: a label such as `2` belongs to one SHA-256 for ever. Every change is one transaction:
+
+    look -> hash the files again -> approve -> gate -> lock the model -> is it still as it was looked at?
+         -> write the rows -> are the files still those that were hashed? -> audit -> commit -> tell
+
+so of two operators who decide at the same time one is told that the other came first. A record in the audit without
+its change is that of a process which died before the commit; a change without a record cannot be.
+Records are signed where there is a signer, and believed only if signed where there is a verifier. Whoever can write
+to the database can still bring a model as a whole back to an older state, signatures included.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import Connection, delete, func, insert, select, text, update
+
+from registry.database import Database
+from registry.errors import ConfigurationError, ContentChanged, InvalidInput, TransitionRefused, UnknownModel, described
+from registry.lineage import ModelLineage
+from registry.manifest import Manifest
+from registry.package import Package, load_package
+from registry.queues import parse_name
+from registry.registered import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
+from registry.signed import Signer, Verifier
+from registry.stages import Action, ModelStage, check_step, parse_stage
+from registry.tables import (
+    RegisteredVersion,
+    Transition,
+    models,
+    open_transition,
+    open_version,
+    seal_row,
+    transitions,
+    versions,
+)
+
+__all__ = [
+    "Change",
+    "HISTORY",
+    "LATEST",
+    "ModelLineage",
+    "ModelRegistryClient",
+    "ModelStage",
+    "RegisteredVersion",
+    "Transition",
+    "Veto",
+    "VersionCallback",
+]
+
+Veto = Callable[[Change], str | None]
+"""Why a change may not be; None: it may."""
+VersionCallback = Callable[[str, str | None, str], None]
+"""(model, content hash in production so far, content hash in production now)."""
+
+_MAX_TEXT: Final = 500
+_log: Final = logging.getLogger("registry")
+
+
+def _manifest_at(folder: str) -> Manifest:
+    return load_package(Path(folder)).manifest()
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class ModelRegistryClient:
+    """The registry in one database; the same from any number of processes.
+
+    sign, verify: the operator's key and the public keys that are believed (safety/keys.py). approve: asked before
+    every change of a stage. gate: asked before a promotion to production. audit: gets every change before its commit;
+    what it raises undoes the change. rehash: source -> the manifest of what lies there now. actor: who changes, for
+    the history.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        sign: Signer | None = None,
+        verify: Verifier | None = None,
+        approve: Veto | None = None,
+        gate: Veto | None = None,
+        audit: Callable[[Transition], None] | None = None,
+        rehash: Callable[[str], Manifest] = _manifest_at,
+        clock: Callable[[], datetime] = _now,
+        actor: str = "",
+    ) -> None:
+        self._database = Database(url)
+        self._sign, self._verify = sign, verify
+        self._approve, self._gate, self._audit = approve, gate, audit
+        self._rehash, self._clock = rehash, clock
+        self._actor = _parse_text("actor", actor)
+        self._callbacks: list[VersionCallback] = []
+
+    def on_version_change(self, callback: VersionCallback) -> None:
+        """Call back after every change of a production version that this client makes, once for each."""
+        self._callbacks.append(callback)
+
+    def models(self) -> tuple[str, ...]:
+        """The names of all models, sorted."""
+        with self._database.reading() as connection:
+            return _names(connection)
+
+    def versions(self, name: str | None = None) -> tuple[RegisteredVersion, ...]:
+        """All versions of a model, or of every model, the oldest first. Raises UnknownModel."""
+        with self._database.reading() as connection:
+            names = _names(connection) if name is None else (name,)
+            return tuple(each for one in names for each in self._read(connection, one).versions.values())
+
+    def find(self, name: str, version: str = LATEST) -> RegisteredVersion:
+        """The version with this label or hash prefix (6 digits or more); `latest` is the one in production.
+
+        Raises UnknownModel that lists what there is, and InvalidInput for a prefix that several versions share.
+        """
+        return self._look(name).select(version)
+
+    def lineage(self, name: str, version: str = LATEST) -> ModelLineage:
+        """Where a version comes from. Raises as `find` does."""
+        return self.find(name, version).lineage
+
+    def history(self, name: str) -> tuple[Transition, ...]:
+        """What was changed, the oldest first, back to the HISTORY-th last production. Raises UnknownModel."""
+        with self._database.reading() as connection:
+            self._read(connection, name)
+            return self._history(connection, name)
+
+    def verify(self, name: str, version: str = LATEST) -> RegisteredVersion:
+        """Hashes the files again, where they were registered. Raises ContentChanged, and as `find` does."""
+        found = self.find(name, version)
+        self._hash_again(found)
+        return found
+
+    def register(
+        self, package: Package, lineage: ModelLineage | None = None, *, source: str | None = None, reason: str = ""
+    ) -> RegisteredVersion:
+        """Makes a package a DRAFT; one that is registered already is returned as it stands.
+
+        source: where `rehash` finds the files again; None: the package's folder.
+        Raises InvalidInput when its label has another content, its content another label, or it another lineage.
+        """
+        reason = _parse_text("reason", reason)
+        source = _parse_text("source", str(package.folder) if source is None else source, 4096)
+        manifest = package.manifest()
+        with self._changing(package.spec.name, is_new=True) as (connection, model):
+            if known := _known(model, package, manifest, lineage):
+                return known
+            draft = RegisteredVersion(
+                name=model.name,
+                version=package.spec.version,
+                content_hash=manifest.content_hash,
+                stage=ModelStage.DRAFT,
+                epoch=model.epoch + 1,
+                files=dict(manifest.files),
+                source_files=dict(manifest.source_files),
+                spec=json.loads(package.spec.to_json()),
+                source=source,
+                lineage=lineage or ModelLineage(),
+                registered_at=self._time(),
+            )
+            connection.execute(insert(versions).values(seal_row(draft, self._sign)))
+            change = Change(Action.REGISTER, draft, ModelStage.DRAFT, reason=reason)
+            self._record(connection, model, change, None, manifest)
+        return draft
+
+    def describe(self, name: str, version: str, lineage: ModelLineage, *, reason: str = "") -> Transition:
+        """Replaces the lineage of a version that was never in production. Raises TransitionRefused for any other."""
+        reason = _parse_text("reason", reason)
+        with self._changing(name) as (connection, model):
+            found = model.select(version)
+            if found.released_at is not None:
+                raise TransitionRefused(
+                    f"{found.reference} has been in production, which froze its lineage. Expected another version"
+                )
+            self._write(connection, replace(found, epoch=model.epoch + 1, lineage=lineage))
+            change = Change(Action.DESCRIBE, found, found.stage, reason=reason)
+            return self._record(connection, model, change, found.stage, None)
+
+    def promote(self, name: str, version: str, to: ModelStage | str, *, reason: str = "") -> Transition:
+        """Takes a version to STAGING or PRODUCTION; the one in production so far is archived in the same step.
+
+        Raises TransitionRefused, TransitionConflict when another change came first, ContentChanged, and as `find`.
+        """
+        return self._move(Action.PROMOTE, self._look(name), version, parse_stage(to), reason)
+
+    def demote(
+        self, name: str, version: str, to: ModelStage | str = ModelStage.DRAFT, *, reason: str = ""
+    ) -> Transition:
+        """Takes a version that is not in production back to DRAFT, or to ARCHIVED. Raises as `promote` does."""
+        return self._move(Action.DEMOTE, self._look(name), version, parse_stage(to), reason)
+
+    def rollback(self, name: str, *, reason: str = "") -> Transition:
+        """Archives the version in production and restores the one before it; the gate, which it passed, is not asked.
+
+        Raises as `promote` does, and TransitionRefused when there was none before it.
+        """
+        model = self._look(name)
+        return self._move(Action.ROLLBACK, model, model.before_production(), ModelStage.PRODUCTION, reason)
+
+    def _move(self, action: Action, seen: RegisteredModel, wanted: str, after: ModelStage, reason: str) -> Transition:
+        version = seen.select(wanted)
+        check_step(version.reference, action, version.stage, after)
+        replaces = seen.production if after is ModelStage.PRODUCTION else None
+        change = Change(action, version, after, replaces, _parse_text("reason", reason))
+        manifest = None if action is Action.DEMOTE else self._hash_again(version)
+        self._ask(change)
+        with self._changing(seen.name) as (connection, model):
+            model.check_unchanged(change)
+            self._apply(connection, change, model.epoch + 1)
+            transition = self._record(connection, model, change, version.stage, manifest)
+        if transition.enters_production:
+            self._tell(version, replaces)
+        return transition
+
+    def _hash_again(self, version: RegisteredVersion) -> Manifest:
+        try:
+            manifest = self._rehash(version.source)
+        except ConfigurationError as problem:
+            raise ContentChanged(str(problem)) from None
+        if manifest.content_hash != version.content_hash:
+            raise ContentChanged(_difference(version, manifest))
+        return manifest
+
+    def _ask(self, change: Change) -> None:
+        asked = [("approver", self._approve)]
+        if change.action is Action.PROMOTE and change.after is ModelStage.PRODUCTION:
+            asked.append(("gate", self._gate))
+        for who, ask in asked:
+            if ask is not None and (veto := ask(change)) is not None:
+                raise TransitionRefused(
+                    f"{change.version.reference} stays in {change.version.stage}, refused by the {who}: {veto}"
+                )
+
+    def _apply(self, connection: Connection, change: Change, epoch: int) -> None:
+        # The old one first: the index never sees two in production.
+        if change.replaces is not None:
+            self._write(connection, replace(change.replaces, stage=ModelStage.ARCHIVED, epoch=epoch))
+        moved = replace(change.version, stage=change.after, epoch=epoch)
+        if change.after is ModelStage.PRODUCTION and moved.released_at is None:
+            moved = replace(moved, released_at=self._time())
+        self._write(connection, moved)
+
+    def _record(
+        self,
+        connection: Connection,
+        model: RegisteredModel,
+        change: Change,
+        before: ModelStage | None,
+        manifest: Manifest | None,
+    ) -> Transition:
+        transition = Transition(
+            name=model.name,
+            epoch=model.epoch + 1,
+            action=change.action,
+            version=change.version.version,
+            content_hash=change.version.content_hash,
+            before=before,
+            after=change.after,
+            replaced=change.replaces.version if change.replaces else None,
+            productions=model.productions_after(change),
+            actor=self._actor,
+            reason=change.reason,
+            at=self._time(),
+        )
+        connection.execute(insert(transitions).values(seal_row(transition, self._sign)))
+        _forget(connection, model.name)
+        if manifest is not None:
+            _check_files(manifest)
+        if self._audit is not None:
+            self._audit(transition)
+        return transition
+
+    def _tell(self, version: RegisteredVersion, replaced: RegisteredVersion | None) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(version.name, replaced.content_hash if replaced else None, version.content_hash)
+            except Exception:
+                # The change is committed: what one listener made of it is not for the others, nor the caller, to miss.
+                _log.exception("a listener for changes of versions failed", extra={"model": version.name})
+
+    @contextmanager
+    def _changing(self, name: str, *, is_new: bool = False) -> Iterator[tuple[Connection, RegisteredModel]]:
+        """A transaction, and the model, which nobody else changes before its end."""
+        parse_name("model", name)
+        with self._database.writing() as connection:
+            if is_new:
+                connection.execute(
+                    text(f"INSERT INTO {models.name} (name) VALUES (:name) ON CONFLICT DO NOTHING"),  # noqa: S608 - a constant
+                    {"name": name},
+                )
+            connection.execute(select(models).where(models.c.name == name).with_for_update())
+            yield connection, self._read(connection, name, is_new=is_new)
+
+    def _look(self, name: str) -> RegisteredModel:
+        with self._database.reading() as connection:
+            return self._read(connection, name)
+
+    def _read(self, connection: Connection, name: str, *, is_new: bool = False) -> RegisteredModel:
+        parse_name("model", name)
+        rows = connection.execute(
+            select(versions).where(versions.c.name == name).order_by(versions.c.registered_at, versions.c.version)
+        )
+        found = [open_version(dict(row), self._verify) for row in rows.mappings()]
+        if not found and not is_new:
+            raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(_names(connection))}")
+        # What is signed is checked as a whole; else the newest record has all that is needed.
+        history = self._history(connection, name, limit=None if self._verify else 1)
+        epoch, productions = (history[-1].epoch, history[-1].productions) if history else (0, ())
+        model = RegisteredModel(name, {each.version: each for each in found}, epoch, productions)
+        if self._verify is not None:
+            check_whole(model, history)
+        return model
+
+    def _history(self, connection: Connection, name: str, limit: int | None = None) -> tuple[Transition, ...]:
+        newest = select(transitions).where(transitions.c.name == name).order_by(transitions.c.epoch.desc()).limit(limit)
+        rows = connection.execute(newest).mappings().all()
+        return tuple(open_transition(dict(row), self._verify) for row in reversed(rows))
+
+    def _write(self, connection: Connection, version: RegisteredVersion) -> None:
+        connection.execute(
+            update(versions)
+            .where(versions.c.name == version.name, versions.c.version == version.version)
+            .values(seal_row(version, self._sign))
+        )
+
+    def _time(self) -> str:
+        return self._clock().astimezone(UTC).isoformat(timespec="microseconds")
+
+
+def _names(connection: Connection) -> tuple[str, ...]:
+    return tuple(connection.execute(select(models.c.name).order_by(models.c.name)).scalars())
+
+
+def _forget(connection: Connection, name: str) -> None:
+    """Drops what lies before the HISTORY-th last production."""
+    entered = (
+        transitions.c.name == name,
+        transitions.c.before != transitions.c.after,
+        transitions.c.after == "production",
+    )
+    kept = select(transitions.c.epoch).where(*entered).order_by(transitions.c.epoch.desc()).limit(HISTORY).subquery()
+    count, oldest = connection.execute(select(func.count(), func.min(kept.c.epoch))).one()
+    if count == HISTORY:
+        connection.execute(delete(transitions).where(transitions.c.name == name, transitions.c.epoch < oldest))
+
+
+def _known(
+    model: RegisteredModel, package: Package, manifest: Manifest, lineage: ModelLineage | None
+) -> RegisteredVersion | None:
+    """The version that the package is already, if it is one. Raises InvalidInput for one that it contradicts."""
+    label = package.spec.version
+    if label == LATEST:
+        raise InvalidInput(
+            f"{package.spec.reference}: {LATEST} names the version in production. Expected another label"
+        )
+    known = model.versions.get(label)
+    if known is None:
+        for other in model.versions.values():
+            if other.content_hash == manifest.content_hash:
+                raise InvalidInput(f"{package.spec.reference} is registered already, as version {other.version}")
+        return None
+    if known.content_hash != manifest.content_hash:
+        raise InvalidInput(f"{_difference(known, manifest)}; changed files are another version, expected another label")
+    if lineage not in (None, known.lineage):
+        raise InvalidInput(f"{known.reference} is registered with another lineage. Expected none, or the same")
+    return known
+
+
+def _difference(version: RegisteredVersion, manifest: Manifest) -> str:
+    """Which file it is that is not as it was registered."""
+    then = {**version.source_files, **version.files}
+    now = {**manifest.source_files, **manifest.files}
+    changed = sorted(path for path in then.keys() | now.keys() if then.get(path) != now.get(path))
+    what = f"file {changed[0]}" if changed else "its content"
+    return f"{version.reference}: {what} is not as it was registered (content {version.content_hash[:12]})"
+
+
+def _check_files(manifest: Manifest) -> None:
+    try:
+        manifest.check_unchanged()
+    except ConfigurationError as problem:
+        raise ContentChanged(str(problem)) from None
+
+
+def _parse_text(field: str, value: str, longest: int = _MAX_TEXT) -> str:
+    if len(value) > longest or not value.isprintable():
+        raise InvalidInput(f"Bad {field}. Expected one line of at most {longest} printable characters")
+    return value

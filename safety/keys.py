@@ -1,0 +1,156 @@
+"""The operator's Ed25519 key: its private half signs on the operator's machine, its public half is what workers hold.
+
+    OperatorKey.generate -> operator.pem (mode 0600) -> OperatorKey.load -> .sign        a Signer of registry/signed.py
+                                     .public_text -> settings -> PublicKeys.parse -> .verify           its Verifier
+
+A key is called by the first 8 hex digits of the SHA-256 of its 32 public bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from registry.errors import ConfigurationError
+
+__all__ = ["OperatorKey", "PublicKeys"]
+
+_MAX_FILE_BYTES: Final = 16 * 1024
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+class OperatorKey:
+    """A private key; it never leaves the object but into its file."""
+
+    __slots__ = ("_private", "key_id", "public_text")
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        public = private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self._private = private
+        self.key_id = _key_id(public)
+        self.public_text = f"{self.key_id}:{base64.b64encode(public).decode()}"
+        """The public half, as the setting operator_public_keys spells it."""
+
+    @classmethod
+    def generate(cls, path: Path) -> OperatorKey:
+        """A new key in a new file (mode 0600): there as a whole, or not at all.
+
+        Raises ConfigurationError when the file exists already or cannot be written.
+        """
+        key = cls(Ed25519PrivateKey.generate())
+        try:
+            _write_new(path, key._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        except FileExistsError:
+            raise ConfigurationError(
+                f"{path.name} exists already. Expected a new file for the operator's key"
+            ) from None
+        except OSError as error:
+            raise ConfigurationError(f"{path.name} cannot be written ({error.strerror})") from None
+        return key
+
+    @classmethod
+    def load(cls, path: Path) -> OperatorKey:
+        """The key of a file that only its owner can read. Raises ConfigurationError."""
+        try:
+            text = _read_private(path)
+        except OSError as error:
+            raise ConfigurationError(f"The operator's key {path.name} cannot be read ({error.strerror})") from None
+        try:
+            private = load_pem_private_key(text, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            private = None
+        if not isinstance(private, Ed25519PrivateKey):
+            raise ConfigurationError(f"{path.name} is not usable. Expected an unencrypted Ed25519 key as PKCS #8 PEM")
+        return cls(private)
+
+    def sign(self, message: bytes) -> tuple[str, bytes]:
+        """(key id, signature of 64 bytes)."""
+        return self.key_id, self._private.sign(message)
+
+
+class PublicKeys:
+    """The operators whose signatures count, by key id."""
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        self._keys = {_key_id(key): Ed25519PublicKey.from_public_bytes(key) for key in keys}
+
+    @classmethod
+    def parse(cls, text: str) -> PublicKeys:
+        """From `id:base64[,id:base64]`; empty text holds no key. Raises ConfigurationError."""
+        return cls(_public_bytes(item.strip(), place) for place, item in enumerate(filter(None, text.split(",")), 1))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def verify(self, message: bytes, key_id: str, signature: bytes) -> bool:
+        """Whether the key of that id is one of these and made the signature."""
+        key = self._keys.get(key_id)
+        if key is None:
+            return False
+        try:
+            key.verify(signature, message)
+        except InvalidSignature:
+            return False
+        return True
+
+
+def _key_id(public: bytes) -> str:
+    return hashlib.sha256(public).hexdigest()[:8]
+
+
+def _public_bytes(item: str, place: int) -> bytes:
+    key_id, _, encoded = item.partition(":")
+    try:
+        public = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        public = b""
+    if len(public) != 32 or key_id != _key_id(public):
+        raise ConfigurationError(
+            f"Operator's public key {place} is not usable. Expected id:base64 of 32 bytes, with the id that they give"
+        )
+    return public
+
+
+def _write_new(path: Path, text: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # A link, not a rename: it fails where somebody else's key is there already.
+        os.link(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read_private(path: Path) -> bytes:
+    # Without O_NONBLOCK a FIFO in its place would hang the process.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode) or mode & _OTHERS:
+            raise ConfigurationError(
+                f"The operator's key {path.name} has mode {stat.filemode(mode)}. Expected a file that only its owner "
+                "can read (mode 0600)"
+            )
+        return file.read(_MAX_FILE_BYTES)

@@ -1,0 +1,23 @@
+"""A loaded model -> the same model compiled: built in a process of its own, kept, checked, and only then offered.
+
+    runtime.compilable(form) -> TorchCompiler.compile -> [artifacts: compiled before?] -> CompiledForward
+                                                     no -> build, in a child process -> seal
+
+Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from workers.compilation.compiler import CompilationReport, CompiledForward, TorchCompiler
+from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
+from workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused
+
+__all__ = [
+    "Compilable",
+    "CompilableRuntime",
+    "CompilationRefused",
+    "CompilationReport",
+    "CompiledForward",
+    "TorchCompileSafetyMonitor",
+    "TorchCompiler",
+]

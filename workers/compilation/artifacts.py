@@ -1,0 +1,177 @@
+"""What was compiled once, kept for the next start: files that are used only if this machine's key sealed them.
+
+    store: parts -> seal -> one file, put in place at once        load: one file -> seal compared -> parts
+
+A compiled artefact is machine code that will run in the worker. So a file is read once, its seal (HMAC-SHA256 with a
+key that lies outside of the folder) is compared over every byte, and what was read is what is used: a file that was
+changed, renamed over another or written by somebody else is moved aside, counted and never executed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from registry.errors import ConfigurationError
+
+__all__ = ["ArtifactStore"]
+
+logger = logging.getLogger("penstock.compilation")
+
+_KEY_BYTES: Final = 32
+_SEAL_HEX: Final = 64
+_SUFFIX: Final = ".artifact"
+_REFUSED: Final = ".refused"
+_MOST_BYTES: Final = 2 << 30
+"""Above it the artefacts that were not used for longest are removed."""
+
+
+class ArtifactStore:
+    """Sealed artefacts in a folder that only this user can enter. For any number of processes at once."""
+
+    def __init__(self, folder: Path, key_file: Path, most_bytes: int = _MOST_BYTES) -> None:
+        """Makes the folder (0700) and the key (0600) where they are missing.
+
+        Raises ConfigurationError for a folder or a key that others could have written to.
+        """
+        self.refused = 0
+        """Artefacts that were found changed since this process began."""
+        self._folder = _private_folder(folder)
+        self._key = _private_key(key_file)
+        self._most_bytes = most_bytes
+
+    def load(self, name: str) -> dict[str, bytes] | None:
+        """The parts that were stored under this name; None when there are none that may be used."""
+        path = self._path(name)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        parts = self._opened(name, data)
+        if parts is None:
+            self._move_aside(path)
+            return None
+        os.utime(path)
+        return parts
+
+    def store(self, name: str, parts: Mapping[str, bytes]) -> None:
+        """Seals the parts and puts them in place of any others of this name; without room for them, does nothing."""
+        data = self._sealed(name, parts)
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(data)
+            os.replace(file.name, self._path(name))
+            self._make_room()
+        except OSError as error:
+            # The model is compiled again at the next start, and that is all.
+            logger.warning("a compiled model cannot be kept", extra={"reason": error.strerror})
+
+    def discard(self, name: str) -> None:
+        """Removes what does not work here although nobody changed it."""
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX}"
+
+    def _sealed(self, name: str, parts: Mapping[str, bytes]) -> bytes:
+        header = json.dumps({"name": name, "parts": {part: len(data) for part, data in parts.items()}})
+        body = b"".join((header.encode(), b"\n", *parts.values()))
+        return self._seal(body) + body
+
+    def _opened(self, name: str, data: bytes) -> dict[str, bytes] | None:
+        seal, body = data[:_SEAL_HEX], data[_SEAL_HEX:]
+        if not hmac.compare_digest(seal, self._seal(body)):
+            return None
+        # From here on it is what `_sealed` wrote, but perhaps under another name.
+        line, _, rest = body.partition(b"\n")
+        header = json.loads(line)
+        if header["name"] != name:
+            return None
+        parts: dict[str, bytes] = {}
+        for part, length in header["parts"].items():
+            parts[part], rest = rest[:length], rest[length:]
+        return parts
+
+    def _seal(self, body: bytes) -> bytes:
+        return hmac.new(self._key, body, hashlib.sha256).hexdigest().encode()
+
+    def _move_aside(self, path: Path) -> None:
+        self.refused += 1
+        logger.error("a compiled model was changed on disk and is refused", extra={"artifact": path.name})
+        try:
+            os.replace(path, path.with_suffix(_REFUSED))
+        except OSError as error:
+            logger.error("a refused artefact cannot be moved aside", extra={"reason": error.strerror})
+
+    def _make_room(self) -> None:
+        found = sorted(
+            ((path.stat(), path) for path in self._folder.glob(f"*{_SUFFIX}")), key=lambda one: one[0].st_mtime_ns
+        )
+        excess = sum(state.st_size for state, _ in found) - self._most_bytes
+        for state, path in found[:-1]:
+            if excess <= 0:
+                break
+            path.unlink(missing_ok=True)
+            excess -= state.st_size
+
+
+def _private_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+        if state.st_uid != os.geteuid():
+            raise ConfigurationError("compilation.cache_dir belongs to another user. Expected a folder of this user")
+        if stat.S_IMODE(state.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise ConfigurationError(f"compilation.cache_dir cannot be used ({error.strerror})") from None
+    return folder
+
+
+def _private_key(file: Path) -> bytes:
+    """The key in the file, made where there is none."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            return _read_key(file)
+        except FileNotFoundError:
+            _write_key(file)
+            return _read_key(file)
+    except OSError as error:
+        reason = "a link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigurationError(f"The key of compiled models cannot be used ({reason})") from None
+
+
+def _read_key(file: Path) -> bytes:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as opened:
+        state = os.fstat(opened.fileno())
+        if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+            raise ConfigurationError(
+                f"The key of compiled models has mode {stat.S_IMODE(state.st_mode):o}. Expected 600 and this user's"
+            )
+        key = opened.read(_KEY_BYTES + 1)
+    if len(key) != _KEY_BYTES:
+        raise ConfigurationError(f"The key of compiled models is not {_KEY_BYTES} bytes long. Expected the whole key")
+    return key
+
+
+def _write_key(file: Path) -> None:
+    """Written whole under another name first: of several workers that start at once, one has its key linked."""
+    with tempfile.NamedTemporaryFile(dir=file.parent) as draft:
+        draft.write(secrets.token_bytes(_KEY_BYTES))
+        draft.flush()
+        try:
+            os.link(draft.name, file)
+        except FileExistsError:
+            pass

@@ -1,0 +1,78 @@
+"""A compiled forward -> the same, replayed as a CUDA graph: one launch in place of one for each kernel.
+
+A graph is captured for each combination of shapes when it first comes, on whichever thread that is, and replayed from
+any thread. That is why the graphs are ours: those of torch.compile belong to the thread that compiled.
+See https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GraphReplays"]
+
+_MOST_GRAPHS: Final = 64
+_WARM_UP_CALLS: Final = 2
+
+
+class GraphReplays:
+    """Replays `forward` on one CUDA device; a shape beyond the number of graphs is run without one."""
+
+    def __init__(self, forward: Callable[..., Any], device: torch.device, most_graphs: int = _MOST_GRAPHS) -> None:
+        self.replays = 0
+        """How many calls were answered by a replay."""
+        self._forward = forward
+        self._device = device
+        self._most_graphs = most_graphs
+        self._captured: dict[tuple[torch.Size, ...], _Captured] = {}
+        # A graph has one set of inputs and outputs.
+        self._lock = threading.Lock()
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """What `forward` returns, in memory of its own."""
+        shapes = tuple(tensor.shape for tensor in tensors)
+        with self._lock:
+            captured = self._captured.get(shapes)
+            if captured is None:
+                if len(self._captured) >= self._most_graphs:
+                    return self._forward(*tensors)
+                captured = self._captured[shapes] = _Captured(self._forward, tensors, self._device)
+            self.replays += 1
+            return captured.replay(tensors)
+
+
+class _Captured:
+    """The graph of one combination of shapes."""
+
+    def __init__(
+        self, forward: Callable[..., Any], tensors: tuple[torch.Tensor, ...], device: torch.device
+    ) -> None:
+        import torch
+        from torch.utils import _pytree
+
+        self._map = _pytree.tree_map
+        self._inputs = [tensor.clone() for tensor in tensors]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):
+            # Whatever a first call allocates or chooses must have happened before the capture.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP_CALLS):
+                    forward(*self._inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            # Other threads go on using the device meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._outputs = forward(*self._inputs)
+
+    def replay(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The outputs for these inputs, copied out before the next replay overwrites them."""
+        for kept, given in zip(self._inputs, tensors, strict=True):
+            kept.copy_(given)
+        self._graph.replay()
+        return self._map(lambda output: output.clone(), self._outputs)

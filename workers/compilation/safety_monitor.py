@@ -1,0 +1,158 @@
+"""What may stop a compiled model before it answers: graph breaks, memory growth, NaN.
+
+    pre_compile_check -> compile -> check_output_validity of what it answers -> check_health of the process -> offer it
+
+A check that cannot be made is a check that was not passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CheckResult", "HealthResult", "PreCompileResult", "TorchCompileSafetyMonitor"]
+
+_DEEPEST: Final = 16
+"""Outputs nested deeper than this are not searched and count as invalid."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Passed without reasons, refused with them; true in a condition when passed."""
+
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether nothing speaks against the compiled model."""
+        return not self.reasons
+
+    def __bool__(self) -> bool:
+        return self.is_passed
+
+
+@dataclass(frozen=True, slots=True)
+class PreCompileResult(CheckResult):
+    """graph_breaks and graphs: what dynamo found; None where it failed."""
+
+    graph_breaks: int | None = None
+    graphs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HealthResult(CheckResult):
+    """growth_mb: by how much the process grew; negative when it shrank."""
+
+    growth_mb: float = 0.0
+
+
+class TorchCompileSafetyMonitor:
+    """The limits that a compiled model keeps."""
+
+    def __init__(self, max_graph_breaks: int = 5, memory_growth_threshold_mb: float = 500.0) -> None:
+        """Raises ValueError for a negative limit."""
+        if max_graph_breaks < 0 or not memory_growth_threshold_mb >= 0:
+            raise ValueError(
+                f"Found limits {max_graph_breaks} and {memory_growth_threshold_mb}. Expected numbers from 0 upwards"
+            )
+        self.max_graph_breaks: Final = max_graph_breaks
+        self.memory_growth_threshold_mb: Final = memory_growth_threshold_mb
+
+    def pre_compile_check(self, model: torch.nn.Module, sample_input: object) -> PreCompileResult:
+        """What `torch._dynamo.explain` says of one call: too many graph breaks refuse, and so does its failure.
+
+        sample_input: a tensor, a sequence of positional arguments, or a mapping of keywords. Drops whatever
+        torch.compile has compiled in this process, as explain does.
+        """
+        import torch
+
+        args, kwargs = _call(sample_input)
+        try:
+            with torch.inference_mode():
+                # torch ships no types for it.
+                found = torch._dynamo.explain(model)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            # Whatever the model or the tracer raises: what cannot be explained is not compiled.
+            return PreCompileResult((f"dynamo cannot explain the model ({type(error).__name__}: {error!s:.200})",))
+        breaks, graphs = max(0, int(found.graph_break_count)), int(found.graph_count)
+        reasons = []
+        if graphs == 0:
+            reasons.append("dynamo found nothing to compile")
+        if breaks > self.max_graph_breaks:
+            reasons.append(f"found {breaks} graph breaks, expected at most {self.max_graph_breaks}")
+        return PreCompileResult(tuple(reasons), breaks, graphs)
+
+    def check_health(self, pre_mb: float, post_mb: float) -> HealthResult:
+        """Whether the process grew by no more than the threshold, in MB, from before to after the compilation."""
+        growth_mb = post_mb - pre_mb
+        if math.isfinite(growth_mb) and growth_mb <= self.memory_growth_threshold_mb:
+            return HealthResult((), growth_mb)
+        reason = f"memory grew by {growth_mb:.0f} MB, expected at most {self.memory_growth_threshold_mb:.0f}"
+        return HealthResult((reason,), growth_mb)
+
+    def check_output_validity(self, output: object) -> CheckResult:
+        """Whether no number in the output is NaN or infinite.
+
+        output: tensors and arrays of any dtype, numbers, and mappings, sequences and dataclasses of them; a
+        transformers ModelOutput is a mapping. Text and None have no numbers.
+        """
+        return CheckResult(tuple(_invalid(output, "output", _DEEPEST)))
+
+
+def _call(sample_input: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    """(positional arguments, keywords)."""
+    if isinstance(sample_input, Mapping):
+        return (), {str(name): value for name, value in sample_input.items()}
+    if isinstance(sample_input, tuple | list):
+        return tuple(sample_input), {}
+    return (sample_input,), {}
+
+
+def _invalid(value: object, path: str, depth: int) -> Iterator[str]:
+    """One reason for each place that holds NaN or infinity, or something whose numbers cannot be looked at."""
+    if not depth:
+        yield f"{path} is nested deeper than {_DEEPEST} levels"
+        return
+    parts = _parts(value, path)
+    if parts is not None:
+        for part, item in parts:
+            yield from _invalid(item, part, depth - 1)
+    elif problem := _problem(value):
+        yield f"{path} {problem}"
+
+
+def _parts(value: object, path: str) -> Iterator[tuple[str, object]] | None:
+    """(path, item) of whatever has parts; None for what has none."""
+    if isinstance(value, Mapping):
+        return ((f"{path}[{str(name)!r:.40}]", item) for name, item in value.items())
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        value = value.ravel().tolist()
+    if isinstance(value, tuple | list | set | frozenset):
+        return ((f"{path}[{number}]", item) for number, item in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
+    return None
+
+
+def _problem(value: object) -> str:
+    """What speaks against one leaf of an output; empty: nothing."""
+    if value is None or isinstance(value, str | bytes):
+        return ""
+    if isinstance(value, int | float | complex | np.generic | np.ndarray):
+        array = np.asarray(value)
+        is_finite = array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
+    else:
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            return f"is of type {type(value).__name__}, which cannot be checked"
+        is_finite = not (value.is_floating_point() or value.is_complex()) or bool(torch.isfinite(value).all())
+    return "" if is_finite else "contains NaN or infinity"

@@ -1,0 +1,59 @@
+"""Which framework a model belongs to, told without importing any: from its classes' modules, or a package's format.
+
+A framework that made an object is imported already; one that is not installed made none.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from registry.errors import InvalidInput
+from registry.package import Package
+
+__all__ = ["FRAMEWORKS", "detect_framework", "framework_of_package"]
+
+FRAMEWORKS: Final = ("onnxruntime", "pytorch", "transformers")
+"""Those whose models are served."""
+_BY_FORMAT: Final = {
+    "onnx": "onnxruntime",
+    "python": None,
+    "pytorch": "pytorch",
+    "torchscript": "pytorch",
+    "transformers": "transformers",
+}
+_BY_MODULE: Final = {
+    "onnx": "onnxruntime",
+    "onnxruntime": "onnxruntime",
+    "torch": "pytorch",
+    "transformers": "transformers",
+}
+"""By the top-level package that a class comes from."""
+_REFUSED: Final = {
+    "flax": "JAX",
+    "jax": "JAX",
+    "jaxlib": "JAX",
+    "keras": "TensorFlow",
+    "tensorflow": "TensorFlow",
+    "tf_keras": "TensorFlow",
+}
+
+_EXPECTED: Final = f"Expected a model of: {', '.join(FRAMEWORKS)}; TensorFlow and JAX models can be exported to ONNX"
+
+
+def detect_framework(model: object) -> str:
+    """The framework of a model object: one of FRAMEWORKS.
+
+    The nearest class decides, so that a transformers model is not taken for the torch module that it also is. Raises
+    InvalidInput for models of TensorFlow and JAX, by name, and for what belongs to no framework that is known.
+    """
+    for module in (kind.__module__.partition(".")[0] for kind in type(model).__mro__):
+        if (framework := _BY_MODULE.get(module)) is not None:
+            return framework
+        if (refused := _REFUSED.get(module)) is not None:
+            raise InvalidInput(f"A {type(model).__name__} belongs to {refused}, which is not served. {_EXPECTED}")
+    raise InvalidInput(f"A {type(model).__name__} belongs to no framework that is served. {_EXPECTED}")
+
+
+def framework_of_package(package: Package) -> str | None:
+    """The framework that a package's format needs; None for `python`, whose code imports what it likes."""
+    return _BY_FORMAT[package.spec.format]

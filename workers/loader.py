@@ -1,0 +1,151 @@
+"""Model versions into memory and out of it, beside the traffic: each load on a thread of its own, within a limit.
+
+I/O thread -- load --> a thread: runtime.load --> done -- wake --> I/O thread: take_done
+             `-- overdue: the version has failed; the thread is left to itself, and what it loads is closed
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Final, NamedTuple
+
+from registry.errors import ConfigurationError
+from workers.runtime.base import Runtime
+from workers.served import ServedVersion, VersionState
+
+__all__ = ["Loaded", "Loader", "to_unload"]
+
+logger = logging.getLogger("server")
+
+_MIB: Final = 1024 * 1024
+
+
+class Loaded(NamedTuple):
+    """How a load ended; `problem` is empty when the version is ready."""
+
+    version: ServedVersion
+    problem: str
+    seconds: float
+
+
+class _Load(NamedTuple):
+    version: ServedVersion
+    runtime: Runtime
+    since: float
+
+
+class Loader:
+    """Loads versions onto one device. One thread calls everything; `ring` is called on threads of loads.
+
+    device, threads: see Runtime.load. timeout_s: the limit of one load. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        threads: int,
+        *,
+        timeout_s: float = inf,
+        ring: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device = device
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._ring = ring
+        self._clock = clock
+        self._under_way: dict[int, _Load] = {}
+        """By the id of the runtime that is loading."""
+        self._ended: deque[tuple[Runtime, str]] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being loaded."""
+        return bool(self._under_way)
+
+    def load(self, version: ServedVersion) -> None:
+        """Begins to load a version that is not loaded; `take_done` tells how that ended."""
+        version.state, version.problem = VersionState.LOADING, ""
+        runtime = version.runtime
+        self._under_way[id(runtime)] = _Load(version, runtime, self._clock())
+        name = f"load {version.spec.reference}"
+        threading.Thread(target=self._run, args=(runtime,), name=name, daemon=True).start()
+
+    def load_now(self, version: ServedVersion) -> None:
+        """Loads a version and returns when it is ready, however long that takes. Raises ConfigurationError."""
+        begun, problem = self._clock(), ""
+        try:
+            version.runtime.load(self._device, self._threads)
+        except ConfigurationError as error:
+            problem = str(error)
+            raise
+        finally:
+            _settle(Loaded(version, problem, self._clock() - begun))
+
+    def take_done(self) -> list[Loaded]:
+        """The loads that have ended since the last call, those among them that took too long."""
+        done = []
+        while self._ended:
+            runtime, problem = self._ended.popleft()
+            load = self._under_way.pop(id(runtime), None)
+            if load is None:
+                # It was given up: nobody waits for it any more.
+                runtime.close()
+                continue
+            done.append(Loaded(load.version, problem, self._clock() - load.since))
+        now = self._clock()
+        for key, load in list(self._under_way.items()):
+            if now - load.since > self._timeout_s:
+                del self._under_way[key]
+                problem = f"{load.version.spec.reference}: loading took longer than {self._timeout_s:g} s"
+                done.append(Loaded(load.version, problem, now - load.since))
+        for loaded in done:
+            _settle(loaded)
+        return done
+
+    def _run(self, runtime: Runtime) -> None:
+        problem = ""
+        try:
+            runtime.load(self._device, self._threads)
+        except ConfigurationError as error:
+            problem = str(error)
+        except BaseException as error:  # whatever a package raises, the worker goes on serving what it serves
+            problem = f"{runtime.spec.reference}: loading failed ({type(error).__name__}: {error!s:.200})"
+        self._ended.append((runtime, problem))
+        self._ring()
+
+
+def _settle(loaded: Loaded) -> None:
+    version, problem = loaded.version, loaded.problem
+    version.state, version.problem = (VersionState.FAILED, problem) if problem else (VersionState.READY, "")
+    if problem:
+        logger.error("model not loaded: %s", problem, extra={"model": version.name, "version": version.label})
+        version.renew()
+        return
+    logger.info(
+        "model loaded",
+        extra={
+            "model": version.name,
+            "version": version.label,
+            "content_hash": version.content_hash,
+            "seconds": round(loaded.seconds, 3),
+        },
+    )
+
+
+def to_unload(versions: Iterable[ServedVersion], limit_mb: int, newest: ServedVersion) -> list[ServedVersion]:
+    """What must go so that the loaded versions take no more than `limit_mb` MiB (0: no limit), least recently used
+    first. Versions with work, and the one that was loaded last, stay whatever they take."""
+    loaded = [version for version in versions if version.is_ready]
+    excess = sum(version.runtime.memory_bytes for version in loaded) - limit_mb * _MIB
+    going = []
+    for version in sorted(loaded, key=lambda version: version.used_at) if limit_mb else ():
+        if excess > 0 and version is not newest and version.is_idle and version.runtime.memory_bytes:
+            going.append(version)
+            excess -= version.runtime.memory_bytes
+    return going

@@ -1,0 +1,195 @@
+"""The steps that every load takes, whatever the format: hash, build, compare, warm up.
+
+    package.manifest() -> _build(manifest, device, threads) -> manifest.check_unchanged() -> warm-up -> it may serve
+
+So what answers is what was hashed, and `content_hash` names it. Nothing runs before the files were compared, but for a
+package's own Python modules, which are executed from the very bytes whose hash the manifest holds.
+
+A load cannot be interrupted, but it may be abandoned: `close` may come at any time, and a load that ends after it lets
+go of all that it took.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from registry.errors import ConfigurationError, ModelError, ModelNotReady
+from registry.manifest import Manifest
+from registry.package import ModelSpec, Package
+from registry.sections import Precision
+from registry.tensors import Array
+from workers.runtime.base import Prepared, StreamContext
+
+__all__ = ["Loading", "PackageRuntime"]
+
+_EXAMPLE_LENGTH: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How a package is to be loaded.
+
+    content_hash: what its files must hash to; empty: whatever they do. precision: of torch models whose package does
+    not say. warmup_requests: forwards before the model counts as ready; the one that compares the outputs with those
+    declared is the first of them and always takes place.
+    """
+
+    content_hash: str = ""
+    precision: Precision = "auto"
+    warmup_requests: int = 1
+
+
+class PackageRuntime(ABC):
+    """A Runtime but for `prepare` and `run`. Subclasses build the model and let go of it."""
+
+    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+        self._package = package
+        self._loading = loading or Loading()
+        self._content_hash = ""
+        self._memory_bytes = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def package(self) -> Package:
+        """The package as it was opened."""
+        return self._package
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the package declares."""
+        return self._package.spec
+
+    @property
+    def version(self) -> str:
+        """The label of the version that answers."""
+        return self._package.spec.version
+
+    @property
+    def content_hash(self) -> str:
+        """The hash of the files that were loaded; empty until then."""
+        return self._content_hash
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the weights and buffers, on the host or the device; 0 until loaded."""
+        return self._memory_bytes
+
+    @property
+    def precision(self) -> Precision:
+        """The number format of a forward: the package's own, else what was asked for."""
+        return self._loading.precision if self.spec.precision == "auto" else self.spec.precision
+
+    def load(self, device: str, threads: int) -> None:
+        """Loads the model and runs it as often as asked; see Runtime.load."""
+        try:
+            self._load(self._own_device(device), threads)
+            with self._lock:
+                self._check_open()
+        except BaseException:
+            self._release()
+            raise
+
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """The signature has said all."""
+        return
+
+    def length(self, inputs: Mapping[str, Array]) -> int:
+        """Characters or extent of `length_input`; 1 without one."""
+        return self.spec.signature.length(inputs)
+
+    @abstractmethod
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        """See Runtime.prepare."""
+
+    @abstractmethod
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """See Runtime.run."""
+
+    def stream(
+        self, inputs: Mapping[str, Array], context: StreamContext
+    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
+        """No chunks, then the outputs."""
+        yield from ()
+        return self.run(self.prepare([inputs]))
+
+    def close(self) -> None:
+        """Lets go of the model and its device memory; a load that is under way will do so when it ends."""
+        with self._lock:
+            self._is_closed = True
+        self._release()
+
+    @abstractmethod
+    def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        """Makes the model from the package's files; returns `memory_bytes`. Raises ConfigurationError."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Lets go of whatever was built; also of half of it, and more than once."""
+
+    def _example(self, rows: int, length: int) -> dict[str, Array]:
+        """Valid inputs of `rows` rows whose free dimensions are `length` long."""
+        return self.spec.signature.example(rows, length)
+
+    def _weights_file(self) -> Path:
+        """The file that `weights` names. Raises ConfigurationError for a package without one."""
+        file = self._package.weights_file()
+        if file is None:
+            raise ConfigurationError(f"{self.spec.reference}: weights: missing, expected a file of the package")
+        return file
+
+    def _not_loaded(self) -> ModelNotReady:
+        return ModelNotReady(f"Model not loaded: {self.spec.reference}")
+
+    def _load(self, device: str, threads: int) -> None:
+        manifest = self._package.manifest()
+        expected = self._loading.content_hash
+        if expected not in ("", manifest.content_hash):
+            raise ConfigurationError(
+                f"{self.spec.reference}: its files are not those that were promoted under this version: "
+                f"found the hash {manifest.content_hash[:12]}, expected {expected[:12]}"
+            )
+        self._check_open()
+        self._memory_bytes = self._build(manifest, device, threads)
+        manifest.check_unchanged()
+        self._content_hash = manifest.content_hash
+        self._check_open()
+        if not self.spec.streams:
+            self._warm_up()
+
+    def _own_device(self, device: str) -> str:
+        wanted = self.spec.device
+        if wanted == "cuda" and not device.startswith("cuda"):
+            raise ConfigurationError(
+                f"{self.spec.reference}: device: found {device}, expected cuda as its package says"
+            )
+        return "cpu" if wanted == "cpu" else device
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ModelNotReady(f"{self.spec.reference} was unloaded while it was being loaded")
+
+    def _warm_up(self) -> None:
+        """As many forwards as asked, at least one for each length that batches are padded to.
+
+        The first has two rows, as one row hides a model that gives one answer for all of them; a lone job's come next.
+        """
+        lengths = self.spec.batching.buckets or (_EXAMPLE_LENGTH,)
+        for number in range(max(1, self._loading.warmup_requests, len(lengths))):
+            self._try_forward(1 if number else 2, lengths[number % len(lengths)])
+
+    def _try_forward(self, rows: int, length: int) -> None:
+        try:
+            outputs = self.run(self.prepare([self._example(rows, length)]))
+            self.spec.signature.check_outputs(outputs, rows)
+        except ModelError as error:
+            raise ConfigurationError(f"{self.spec.reference}: {error}") from None
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self.spec.reference}: the first forward failed ({type(error).__name__}: {error!s:.200})"
+            ) from error

@@ -1,0 +1,155 @@
+"""Packages of format `onnx`: a graph that ONNX Runtime executes, on the CPU or through its CUDA provider.
+
+The graph's inputs and outputs bear the declared names and dtypes; its numbers have the precision that they were
+exported with. An input that the graph gives a default may be declared optional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from registry.errors import ConfigurationError, OutOfMemory, shown
+from registry.manifest import Manifest
+from registry.package import Package
+from registry.signature import TensorSpec
+from registry.tensors import Array
+from workers.runtime.base import DeviceLost, Prepared, concatenate
+from workers.runtime.loading import Loading, PackageRuntime
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+__all__ = ["OnnxRuntime"]
+
+_ELEMENTS: Final = {"float": "float32", "double": "float64"}
+"""ONNX's names of dtypes that differ from ours."""
+_QUIET: Final = 3
+"""Errors only: what ONNX Runtime warns of is not the operator's to mend."""
+_EXHAUSTED: Final = ("Failed to allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+_CUDA_LOST: Final = ("CUDA failure 700", "CUDA failure 710", "CUDA failure 719", "illegal memory access")
+
+
+class OnnxRuntime(PackageRuntime):
+    """Runs an ONNX graph on NumPy arrays."""
+
+    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+        super().__init__(package, loading)
+        self._outputs = [spec.name for spec in package.spec.outputs]
+        self.model: InferenceSession | None = None
+        """The session; None until loaded."""
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        """Concatenates the rows of jobs."""
+        inputs = concatenate(jobs)
+        return Prepared(self.spec.signature.rows(inputs), inputs)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """One run of the session."""
+        session = self.model
+        if session is None:
+            raise self._not_loaded()
+        with _errors_told_apart():
+            arrays = dict(zip(self._outputs, session.run(self._outputs, prepared.payload), strict=True))
+        self.spec.signature.check_outputs(arrays, prepared.rows)
+        return arrays
+
+    def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        if self.spec.precision not in ("auto", "fp32"):
+            raise ConfigurationError(
+                f"{self.spec.reference}: precision: found {self.spec.precision}, expected auto for format onnx: "
+                "a graph has the precision that it was exported with"
+            )
+        self.model = self._session(device, threads)
+        self._check_names("input", self.spec.inputs, self.model.get_inputs(), self.model.get_overridable_initializers())
+        self._check_names("output", self.spec.outputs, self.model.get_outputs(), [])
+        return self._package_bytes(manifest)
+
+    def _release(self) -> None:
+        self.model = None
+
+    def _session(self, device: str, threads: int) -> InferenceSession:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise ConfigurationError("onnxruntime is not installed. Expected: pip install 'penstock[onnx]'") from None
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = _QUIET
+        # Threads that spin for work take the cores from the worker's other threads.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        file = self._weights_file()
+        provider = self._provider(device, onnxruntime.get_available_providers())
+        try:
+            session = onnxruntime.InferenceSession(file, options, providers=[provider, "CPUExecutionProvider"])
+        except Exception as error:  # its errors share no class but this one
+            raise ConfigurationError(
+                f"{self.spec.reference}: weights: {file.name} cannot be loaded ({type(error).__name__})"
+            ) from error
+        if device != "cpu" and "CUDAExecutionProvider" not in session.get_providers():
+            # It falls back without a word when the provider's libraries cannot be loaded.
+            raise ConfigurationError(f"{self.spec.reference}: onnxruntime cannot use {device}, expected a CUDA setup")
+        return session
+
+    def _provider(self, device: str, available: Sequence[str]) -> object:
+        if device == "cpu":
+            return "CPUExecutionProvider"
+        if "CUDAExecutionProvider" not in available:
+            raise ConfigurationError(
+                f"{self.spec.reference}: this onnxruntime knows no CUDA. Expected: pip install onnxruntime-gpu"
+            )
+        _, _, number = device.partition(":")
+        return "CUDAExecutionProvider", {"device_id": int(number or 0)}
+
+    def _check_names(
+        self, kind: str, declared: Sequence[TensorSpec], found: Sequence[Any], with_default: Sequence[Any]
+    ) -> None:
+        """Raises ConfigurationError unless the graph has the declared names and dtypes, and no others."""
+        required = {one.name: _dtype(one.type) for one in found}
+        known = required | {one.name: _dtype(one.type) for one in with_default}
+        names = {spec.name for spec in declared}
+        if not required.keys() <= names <= known.keys():
+            raise ConfigurationError(
+                f"{self.spec.reference}: {kind}s: found {_listed(names)}, expected {_listed(known)} as the graph says"
+            )
+        for spec in declared:
+            if spec.dtype != known[spec.name]:
+                raise ConfigurationError(
+                    f"{self.spec.reference}: {kind} {spec.name}: found {spec.dtype}, expected {known[spec.name]} "
+                    "as the graph says"
+                )
+            if spec.optional and spec.name in required:
+                raise ConfigurationError(
+                    f"{self.spec.reference}: {kind} {spec.name}: found optional, expected it in every job, "
+                    "as the graph gives no default"
+                )
+
+    def _package_bytes(self, manifest: Manifest) -> int:
+        """The size of the package's files: the graph, and the weights that lie beside it."""
+        return sum((self._package.folder / path).stat().st_size for path in manifest.files)
+
+
+@contextmanager
+def _errors_told_apart() -> Iterator[None]:
+    """Raises OutOfMemory and DeviceLost in place of ONNX Runtime's errors for them."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if any(phrase in text for phrase in _CUDA_LOST):
+            raise DeviceLost(f"onnxruntime: {text.splitlines()[0]:.200}") from error
+        if isinstance(error, MemoryError) or any(phrase in text for phrase in _EXHAUSTED):
+            raise OutOfMemory(f"The batch does not fit the device ({type(error).__name__})") from error
+        raise
+
+
+def _dtype(onnx_type: str) -> str:
+    """`tensor(float)` -> float32; what is no tensor stays as it is, and so differs from every dtype."""
+    element = onnx_type.removeprefix("tensor(").removesuffix(")")
+    return _ELEMENTS.get(element, element)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(shown, sorted(names))) or "none"

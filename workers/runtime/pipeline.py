@@ -1,0 +1,164 @@
+"""Packages of format `transformers` with a `task`: a pipeline of that library, text in, named fields out.
+
+    texts -> prepare: as they are -> run: one call of the pipeline, one batch -> fields of each row's best answers
+
+An output bears the name of a field of the pipeline's answers: `label` and `score` of a text-classification, `token`,
+`token_str`, `sequence` and `score` of a fill-mask. Its shape is (batch,) for the best answer, (batch, k) for the best k.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from registry.errors import ConfigurationError, InvalidInput, ModelError
+from registry.manifest import Manifest
+from registry.package import Package
+from registry.tensors import DTYPES, Array
+from workers.runtime.base import Prepared
+from workers.runtime.loading import Loading, PackageRuntime
+from workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PipelineRuntime"]
+
+_CUTS: Final[dict[str, Callable[[int], dict[str, object]]]] = {
+    "fill-mask": lambda length: {"tokenizer_kwargs": {"truncation": True, "max_length": length}},
+    "text-classification": lambda length: {"truncation": True, "max_length": length},
+}
+"""The tasks that give every row the same fields, and how each is told to cut its texts at so many tokens."""
+
+
+class PipelineRuntime(PackageRuntime):
+    """Runs a transformers pipeline on text."""
+
+    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+        super().__init__(package, loading)
+        self._input = package.spec.inputs[0].name
+        self._best = 1
+        self._max_tokens = 0
+        self._arguments: dict[str, object] = {}
+        self._device: TorchDevice | None = None
+        self.pipeline: Any = None
+        """What transformers built; None until loaded."""
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The pipeline's module; None until loaded."""
+        model: torch.nn.Module | None = getattr(self.pipeline, "model", None)
+        return model
+
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """Raises InvalidInput for a text of more tokens than the model reads, unless it is to be cut."""
+        if self.pipeline is None:
+            raise self._not_loaded()
+        if self.spec.batching.truncate:
+            return
+        tokenizer = self.pipeline.tokenizer
+        room = self._max_tokens - tokenizer.num_special_tokens_to_add()
+        for text in inputs[self._input].tolist():
+            # No tokenizer makes more tokens than there are bytes.
+            if len(text.encode()) > room and (tokens := len(tokenizer(text).input_ids)) > self._max_tokens:
+                raise InvalidInput(f"{self._input}: {tokens} tokens. Expected at most {self._max_tokens}")
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        """The texts of all jobs, in order."""
+        texts = [text for job in jobs for text in job[self._input].tolist()]
+        return Prepared(len(texts), texts)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """One call of the pipeline."""
+        pipeline, device = self.pipeline, self._device
+        if pipeline is None or device is None:
+            raise self._not_loaded()
+        with device.inference():
+            answers = pipeline(prepared.payload, batch_size=prepared.rows, top_k=self._best, **self._arguments)
+        # For the one text of a batch, some pipelines give its answers and not a list of them.
+        rows = answers if isinstance(answers[0], list) else [answers]
+        arrays = {spec.name: self._field(rows, spec.name, spec.dtype, len(spec.shape)) for spec in self.spec.outputs}
+        self.spec.signature.check_outputs(arrays, prepared.rows)
+        return arrays
+
+    def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        task = self.spec.task
+        if task not in _CUTS:
+            raise ConfigurationError(
+                f"{self.spec.reference}: task: found {task}, expected one of: {', '.join(sorted(_CUTS))}"
+            )
+        self._best = self._answers_per_row()
+        self._device = TorchDevice(device, threads)
+        try:
+            pipeline = self._pipeline(task, self._package.source_folder(), self._device)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self.spec.reference}: the weights or the tokenizer cannot be read ({type(error).__name__})"
+            ) from error
+        own_weights(pipeline.model)
+        self._limit_tokens(pipeline)
+        self.pipeline = pipeline
+        return module_bytes(pipeline.model)
+
+    def _release(self) -> None:
+        self.pipeline = None
+        if self._device is not None:
+            self._device.release_memory()
+
+    def _example(self, rows: int, length: int) -> dict[str, Array]:
+        text = f"{self.pipeline.tokenizer.mask_token} a" if self.spec.task == "fill-mask" else "a" * length
+        return {self._input: np.full(rows, text, object)}
+
+    def _pipeline(self, task: str, folder: Path, device: TorchDevice) -> Any:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        try:
+            import torch
+            import transformers
+        except ImportError:
+            raise ConfigurationError("transformers is not installed. Expected: pip install 'penstock[torch]'") from None
+        make: Any = transformers.pipeline  # its overloads know only some of its arguments
+        return make(
+            task,
+            model=str(folder),
+            tokenizer=str(folder),
+            device=device.device,
+            dtype=device.dtype(self.precision) or torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            model_kwargs={"use_safetensors": True},
+        )
+
+    def _answers_per_row(self) -> int:
+        extents = {spec.shape[1:] or (1,) for spec in self.spec.outputs}
+        (best, *deeper), *others = extents
+        if deeper or others or not isinstance(best, int):
+            raise ConfigurationError(
+                f"{self.spec.reference}: outputs: expected all of shape (batch,), or all of (batch, k) for the k best "
+                f"answers of {self.spec.task}"
+            )
+        return best
+
+    def _limit_tokens(self, pipeline: Any) -> None:
+        positions = int(getattr(pipeline.model.config, "max_position_embeddings", 0))
+        self._max_tokens = self.spec.batching.max_length or positions or pipeline.tokenizer.model_max_length
+        if positions and self._max_tokens > positions:
+            raise ConfigurationError(
+                f"{self.spec.reference}: batching.max_length: found {self._max_tokens}, expected at most {positions} "
+                "as the weights say"
+            )
+        if self.spec.batching.truncate:
+            self._arguments = _CUTS[str(self.spec.task)](self._max_tokens)
+
+    def _field(self, rows: Sequence[Sequence[Mapping[str, Any]]], name: str, dtype: str, num_dims: int) -> Array:
+        """(rows,) or (rows, k): a field of each row's answers. Raises ModelError when they have none of the name."""
+        if name not in rows[0][0]:
+            raise ModelError(f"The pipeline's answers have no {name}. Its fields: {', '.join(sorted(rows[0][0]))}")
+        values = [[answer[name] for answer in row] for row in rows]
+        return np.array(values if num_dims == 2 else [row[0] for row in values], DTYPES[dtype])

@@ -1,0 +1,134 @@
+"""Texts -> token ids, each text once: a cache for repeats, and a few threads for large batches.
+
+    encode(texts) -- known --> the cache, least recently used out first
+              '--- unknown --> the Rust tokenizer, which lets go of the GIL --> remembered
+
+Both are off until the optimizer turns them on (level 1), and neither changes an id.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Ids", "TokenCache", "Tokeniser"]
+
+Ids: TypeAlias = NDArray[np.int32]
+
+_ENTRY_BYTES: Final = 300
+"""What an entry takes besides its text and its ids: two objects' headers and a place in the table."""
+_LARGEST_SHARE: Final = 64
+"""A text may take this part of the cache's bytes: one long text is not worth a hundred short ones."""
+_SMALLEST_PART: Final = 16
+"""Texts that are worth handing to another thread."""
+
+
+class TokenCache:
+    """Texts and their ids, bounded in entries and bytes; the least recently used go first. For any thread."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, Ids] = OrderedDict()
+        self._nbytes = 0
+        self.hits = 0
+        """Texts found so far."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the entries take, estimated."""
+        return self._nbytes
+
+    def find(self, texts: Sequence[str]) -> list[Ids | None]:
+        """The ids of each text, None where it is not known."""
+        entries = self._entries
+        with self._lock:
+            found = [entries.get(text) for text in texts]
+            for text, ids in zip(texts, found, strict=True):
+                if ids is not None:
+                    entries.move_to_end(text)
+                    self.hits += 1
+        return found
+
+    def remember(self, texts: Sequence[str], ids: Sequence[Ids]) -> None:
+        """Keeps the ids of new texts."""
+        with self._lock:
+            for text, each in zip(texts, ids, strict=True):
+                nbytes = _size(text, each)
+                if text in self._entries or nbytes * _LARGEST_SHARE > self._max_bytes:
+                    continue
+                self._entries[text] = each
+                self._nbytes += nbytes
+            while self._nbytes > self._max_bytes or len(self._entries) > self._max_entries:
+                self._nbytes -= _size(*self._entries.popitem(last=False))
+
+
+class Tokeniser:
+    """A tokenizers.Tokenizer that has been told how to truncate. For any thread.
+
+    backend: `encode_batch_fast(texts)` -> encodings with `ids`.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._pool: ThreadPoolExecutor | None = None
+        self._threads = 1
+        self.cache: TokenCache | None = None
+        self.tokenised = 0
+        """Texts that the tokenizer was called with; what the cache knew is not among them."""
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, in order. Nobody may write to them."""
+        cache = self.cache
+        if cache is None:
+            return self._tokenise(texts)
+        found = cache.find(texts)
+        unknown = list(dict.fromkeys(text for text, ids in zip(texts, found, strict=True) if ids is None))
+        if not unknown:
+            return [ids for ids in found if ids is not None]
+        fresh = dict(zip(unknown, self._tokenise(unknown), strict=True))
+        cache.remember(unknown, list(fresh.values()))
+        return [fresh[text] if ids is None else ids for text, ids in zip(texts, found, strict=True)]
+
+    def use_pool(self, threads: int) -> None:
+        """From now on large batches are tokenised by so many threads; 1: by the caller's own."""
+        former = self._pool
+        self._pool = ThreadPoolExecutor(threads - 1, "tokenise") if threads > 1 else None
+        self._threads = threads
+        if former is not None:
+            former.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Ends the pool's threads and forgets the cache."""
+        self.use_pool(1)
+        self.cache = None
+
+    def _tokenise(self, texts: Sequence[str]) -> list[Ids]:
+        self.tokenised += len(texts)
+        pool, parts = self._pool, min(self._threads, len(texts) // _SMALLEST_PART)
+        if pool is None or parts < 2:
+            return self._encode(texts)
+        edges = [len(texts) * part // parts for part in range(parts + 1)]
+        own, *others = [texts[start:stop] for start, stop in pairwise(edges)]
+        running = [pool.submit(self._encode, part) for part in others]
+        return [*self._encode(own), *(ids for part in running for ids in part.result())]
+
+    def _encode(self, texts: Sequence[str]) -> list[Ids]:
+        encodings = self._backend.encode_batch_fast(texts)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+
+def _size(text: str, ids: Ids) -> int:
+    # CPython keeps a string in 1, 2 or 4 bytes a character; few texts need more than 2.
+    return _ENTRY_BYTES + ids.nbytes + len(text) * (1 if text.isascii() else 2)
