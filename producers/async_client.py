@@ -95,7 +95,7 @@ class AsyncClient:
     ) -> AsyncJobHandle:
         """Publishes one job; see Client.submit."""
         publication = self._press.publication(
-            self._specs.fresh(model, version or "") or await self._spec(model, version),
+            (None if version else self._specs.fresh(model)) or await self._spec(model, version),
             inputs,
             priority=priority,
             deadline_s=deadline_s,
@@ -230,9 +230,12 @@ class AsyncClient:
         await self.aclose()
 
     async def _spec(self, model: str, version: str | None = None) -> ModelSpec:
-        named = version or ""
-        known = self._specs.fresh(model, named)
-        return known or self._specs.store(model, await self._broker.spec(model, named), named)
+        spec = self._specs.fresh(model) or self._specs.store(model, await self._broker.spec(model))
+        if not version or version == spec.version:
+            return spec
+        return self._specs.fresh(model, version) or self._specs.store(
+            model, await self._broker.spec(model, version), version
+        )
 
     def _handle(self, publication: Publication) -> AsyncJobHandle:
         handle = AsyncJobHandle(self, publication.job_id, publication.tenant, is_ours=True)

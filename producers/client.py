@@ -231,9 +231,10 @@ class Client:
         self.close()
 
     def _spec(self, model: str, version: str | None = None) -> ModelSpec:
-        named = version or ""
-        known = self._specs.fresh(model, named)
-        return known or self._specs.store(model, self._broker.spec(model, named), named)
+        spec = self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
+        if not version or version == spec.version:
+            return spec
+        return self._specs.fresh(model, version) or self._specs.store(model, self._broker.spec(model, version), version)
 
     def _handle(self, publication: Publication) -> JobHandle:
         # Before publishing: the reply may be there before publish returns.

@@ -84,6 +84,10 @@ class SpecCache:
             return load_package(find(self._root, model, version or None).path, trusted_roots=(self._root,)).spec
         except UnknownModel:
             reference = f"{model}/{version}" if version else model
+            if answering := self._specs.get((model, "")):
+                raise UnknownModel(
+                    f"Unknown model {reference!r:.80}. Expected version: {answering[2].version}"
+                ) from None
             raise UnknownModel(
                 f"Unknown model {reference!r}. Expected one that a worker serves or that `penstock models register` "
                 "has announced"

@@ -12,7 +12,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -119,7 +119,7 @@ def _parse(url: str) -> URL:
     """Never shows the URL: it may hold a password."""
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         raise ConfigurationError(f"The registry's URL is not one. {_EXPECTED}") from None
     driver = _DRIVERS.get(parsed.drivername)
     if driver is None:
@@ -156,15 +156,14 @@ def _make_file(path: Path) -> None:
         connection = sqlite3.connect(partial)
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
         connection.close()
-        os.link(partial, path)
-    except FileExistsError:
-        pass  # Another process was quicker, with the same file.
+        # Where another process was quicker, the file is the same.
+        with suppress(FileExistsError):
+            os.link(partial, path)
+        partial.unlink()
     except (OSError, sqlite3.Error):
         raise ConfigurationError(
-            f"The registry's file {path.name} cannot be made. Expected a writable folder"
+            f"The registry's file {path.name} cannot be made. Expected a folder that can be written to"
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

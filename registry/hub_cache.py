@@ -9,13 +9,17 @@ decide it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from registry.errors import ConfigurationError
 
-__all__ = ["HubSnapshot", "cache_folder", "find_snapshot"]
+__all__ = ["HubSnapshot", "cache_folder", "check_hub", "check_revision", "find_snapshot"]
+
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?\Z")
+_REVISION: Final = re.compile(r"[0-9a-f]{40}\Z")
 
 
 class HubSnapshot(NamedTuple):
@@ -23,6 +27,18 @@ class HubSnapshot(NamedTuple):
 
     folder: Path
     repository: Path
+
+
+def check_hub(name: str) -> None:
+    """Raises ValueError unless `name` may name a repository; `--` and `..` never occur in one."""
+    if not _HUB_NAME.match(name) or ".." in name or "--" in name:
+        raise ValueError(f"hub: found {name!r:.80}, expected organisation/name")
+
+
+def check_revision(revision: str | None) -> None:
+    """Raises ValueError unless `revision` is a commit."""
+    if revision is None or not _REVISION.match(revision):
+        raise ValueError(f"revision: found {revision!r:.80}, expected a commit of 40 hex digits")
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:

@@ -90,9 +90,7 @@ class FileTree:
         if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(self.links_within.resolve()):
             raise ConfigurationError(f"{self.label}: file {shown(path)}: a link leads out, expected a file inside")
         if not entry.is_file():
-            raise ConfigurationError(
-                f"{self.label}: file {shown(path)}: neither a file nor a folder, expected one of them"
-            )
+            raise ConfigurationError(f"{self.label}: file {shown(path)}: found no regular file, expected one")
 
     def state(self, path: str) -> _State:
         """The state of one file now. Raises ConfigurationError when it is gone."""

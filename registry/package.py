@@ -47,6 +47,7 @@ __all__ = [
     "discover",
     "find",
     "load_package",
+    "read_spec",
 ]
 
 SPEC_FILE: Final = "model.yaml"
@@ -124,7 +125,7 @@ class ModelSpec(Section):
     """Whether the entry point yields chunks; such jobs run one by one."""
     deterministic: bool = True
     """Whether equal jobs may share one forward."""
-    timeout_s: Annotated[int | float | None, Field(gt=0)] = None
+    timeout_s: Annotated[float | None, Field(gt=0)] = None
     """The limit of one forward; None: the worker's setting."""
 
     @model_validator(mode="after")
@@ -157,11 +158,18 @@ class ModelSpec(Section):
     def limited_to(self, max_length: int) -> ModelSpec:
         """The spec with no longer `length_input` than `max_length`, in the model's own measure."""
         batching = self.batching
-        if batching.length_input is None or (batching.max_length or max_length + 1) <= max_length:
+        measured = batching.length_input or (self.inputs[0].name if self.format == "transformers" else None)
+        if measured is None or (batching.max_length is not None and batching.max_length <= max_length):
             return self
-        buckets = tuple(edge for edge in batching.buckets if edge <= max_length)
-        lowered = batching.model_copy(update={"max_length": max_length, "buckets": buckets})
-        return self.model_copy(update={"batching": lowered})
+        lowered = {
+            "length_input": measured,
+            "max_length": max_length,
+            "buckets": tuple(edge for edge in batching.buckets if edge <= max_length),
+        }
+        limited = self.model_copy(update={"batching": batching.model_copy(update=lowered)})
+        # A copy keeps what was cached of its original.
+        limited.__dict__.pop("signature", None)
+        return limited
 
     def to_json(self) -> bytes:
         """What lies in the broker under the model's spec key: all but the checksums, which no client needs."""
@@ -299,7 +307,7 @@ def load_package(path: Path, trusted_roots: Sequence[Path] | None = None) -> Pac
     """
     folder = path.absolute()
     label = _label(folder)
-    spec, digest = _read_spec(folder / SPEC_FILE, label)
+    spec, digest = _read(folder / SPEC_FILE, label)
     for field, found, expected in (
         ("name", spec.name, folder.parent.name),
         ("version", spec.version, folder.name),
@@ -313,7 +321,12 @@ def load_package(path: Path, trusted_roots: Sequence[Path] | None = None) -> Pac
     return package
 
 
-def _read_spec(file: Path, label: str) -> tuple[ModelSpec, str]:
+def read_spec(file: Path, label: str) -> ModelSpec:
+    """The spec in a model.yaml, wherever it lies; `label` is how errors name it. Raises ConfigurationError."""
+    return _read(file, label)[0]
+
+
+def _read(file: Path, label: str) -> tuple[ModelSpec, str]:
     """(spec, SHA-256 of the file). Raises ConfigurationError."""
     try:
         text = file.read_bytes()

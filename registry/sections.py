@@ -7,7 +7,6 @@ Pure values: nothing is looked up on the disk here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from registry.errors import InvalidInput
+from registry.hub_cache import check_hub, check_revision
 from registry.queues import parse_name
 
 __all__ = [
@@ -39,8 +39,6 @@ _REFUSED: Final = {
     "sharding": "expected none: a model is served by one device and is not sharded",
 }
 """Fields that other servers have and that are refused with the reason."""
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?\Z")
-_REVISION: Final = re.compile(r"[0-9a-f]{40}\Z")
 
 
 def _inside(path: str) -> str:
@@ -90,10 +88,8 @@ class Source(Section):
             return self
         if self.package is not None:
             raise ValueError("hub: found beside package, expected one of them")
-        if not _HUB_ID.match(self.hub) or ".." in self.hub or "--" in self.hub:
-            raise ValueError(f"hub: found {self.hub!r:.80}, expected organisation/name")
-        if self.revision is None or not _REVISION.match(self.revision):
-            raise ValueError(f"revision: found {self.revision!r:.80}, expected a commit of 40 hex digits")
+        check_hub(self.hub)
+        check_revision(self.revision)
         return self
 
 
@@ -108,7 +104,7 @@ class Batching(Section):
 
     max_batch_size: Annotated[int, Field(ge=0)] = 0
     """Rows; 0: the worker's setting."""
-    max_wait_ms: Annotated[int | float | None, Field(ge=0)] = None
+    max_wait_ms: Annotated[float | None, Field(ge=0)] = None
     """How long a job may wait for company."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Rows times the longest length in the batch."""
@@ -138,17 +134,17 @@ class Codecs(Section):
 class Knobs(Section):
     """What may differ by endpoint. null: as the policy's default says, then the model, then the setting."""
 
-    window_ms: Annotated[int | float | None, Field(ge=0)] = None
+    window_ms: Annotated[float | None, Field(ge=0)] = None
     """How long a job may wait for company."""
     precision: Precision | None = None
     """The number format of a forward."""
     concurrency: Annotated[int | None, Field(ge=1)] = None
     """Forwards of the endpoint that may run at the same time in one worker."""
-    cache_ttl_s: Annotated[int | float | None, Field(ge=0)] = None
+    cache_ttl_s: Annotated[float | None, Field(ge=0)] = None
     """Lifetime of a cached answer; 0: none is kept."""
     fallback_runtime: Literal["none", "reference"] | None = None
     """Who answers when the form in use fails: nobody, or the model as its author built it."""
-    rollout_percent: Annotated[int | float | None, Field(ge=0, le=100)] = None
+    rollout_percent: Annotated[float | None, Field(ge=0, le=100)] = None
     """The share of requests that a candidate version may answer."""
 
     def over(self, other: Knobs) -> Knobs:

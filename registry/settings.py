@@ -41,11 +41,15 @@ __all__ = [
     "CeleryConfig",
     "CompilationConfig",
     "InferenceConfig",
+    "InputValidationConfig",
     "LATEST",
     "METRICS_PORT",
     "PrivacyConfig",
     "PrivacyMode",
     "QueueConfig",
+    "RateLimitConfig",
+    "SafeguardsConfig",
+    "ServerConfig",
     "Setting",
     "Settings",
     "WorkerSettings",
@@ -206,6 +210,42 @@ class CeleryConfig(_Section):
     remote_control: bool = Field(default=False, description="Allow shutdown, pool and consumer commands over the wire")
 
 
+class ServerConfig(_Section):
+    """Where the HTTP gateway listens."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to bind; read by the gateway")
+    port: int = Field(default=8000, ge=0, le=65_535, description="0: any free port; read by the gateway")
+    workers: int = Field(default=1, ge=1, description="Processes; read by the gateway")
+
+
+class RateLimitConfig(_Section):
+    """How often one caller may ask."""
+
+    enabled: bool = Field(default=False, description="Refuse callers above the rate; read by the gateway")
+    requests_per_minute: int = Field(default=1000, ge=1, description="Rate of one caller; read by the gateway")
+
+
+class InputValidationConfig(_Section):
+    """Bounds on inputs beside those that a model declares."""
+
+    enabled: bool = Field(default=True, description="Off: only the model's own bounds hold")
+    max_sequence_length: int = Field(
+        default=0, ge=0, description="Lowers the limit of models whose inputs have a length; 0: their own"
+    )
+
+
+class SafeguardsConfig(_Section):
+    """What is refused before it reaches a model."""
+
+    rate_limit: RateLimitConfig = RateLimitConfig()
+    input_validation: InputValidationConfig = InputValidationConfig()
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """The longest input that any model gets; None: as the model says."""
+        return (self.input_validation.enabled and self.input_validation.max_sequence_length) or None
+
+
 class InferenceConfig(_Section):
     """How models are served: `PENSTOCK_INFERENCE_*`, one section per concern."""
 
@@ -244,6 +284,8 @@ class InferenceConfig(_Section):
     privacy: PrivacyConfig = PrivacyConfig()
     queue: QueueConfig = QueueConfig()
     celery: CeleryConfig = CeleryConfig()
+    server: ServerConfig = ServerConfig()
+    safeguards: SafeguardsConfig = SafeguardsConfig()
 
     def as_shown(self) -> dict[str, Any]:
         """The values as plain data for whoever may look; without URLs, which may carry passwords."""
@@ -389,6 +431,9 @@ _ALIASES: Final = {
     "batching.batch_timeout_ms": "batching.max_wait_ms",
     "inference_timeout_s": "timeout_seconds",
     "model.device": "device",
+    "model.path": "repo_root",
+    "model.precision": "precision",
+    "model.version": "model_version",
     "performance.max_batch_size": "batching.max_batch_size",
     "performance.max_batch_latency_ms": "batching.max_wait_ms",
     "performance.batch_timeout_ms": "batching.max_wait_ms",
@@ -401,7 +446,7 @@ _UNDER_HOME: Final = {"compilation.cache_dir": "inference_cache", "privacy.audit
 def catalogue() -> Iterator[Setting]:
     """Every setting there is, in the order of the sections."""
     yield from _settings_of(InferenceConfig, "", f"{_PREFIX}INFERENCE_")
-    yield from _settings_of(Settings, "", _PREFIX)
+    yield from (setting for setting in _settings_of(Settings, "", _PREFIX) if "." not in setting.key)
     yield from _settings_of(WorkerSettings, "worker.", f"{_PREFIX}WORKER_")
 
 
@@ -409,8 +454,7 @@ def _settings_of(section: type[_Section], path: str, prefix: str) -> Iterator[Se
     for name, field in section.model_fields.items():
         key, variable = path + name, prefix + name.upper()
         if isinstance(field.default, _Section):
-            if section is InferenceConfig:
-                yield from _settings_of(type(field.default), f"{key}.", f"{variable}_")
+            yield from _settings_of(type(field.default), f"{key}.", f"{variable}_")
             continue
         default = None if field.default_factory else field.default
         yield Setting(
@@ -425,7 +469,9 @@ def _settings_of(section: type[_Section], path: str, prefix: str) -> Iterator[Se
 
 _SETTINGS: Final = {setting.key: setting for setting in catalogue()}
 _KEYS_BY_VARIABLE: Final = {setting.variable: setting.key for setting in _SETTINGS.values()}
-_SECTIONS: Final = frozenset(name.rpartition(".")[0] for name in (*_SETTINGS, *_ALIASES)) - {""}
+_SECTIONS: Final = frozenset(
+    name[:end] for name in (*_SETTINGS, *_ALIASES) for end, letter in enumerate(name) if letter == "."
+)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_Found]:
@@ -543,7 +589,7 @@ def _place(key: str) -> list[str]:
 def _misfit(problem: ValidationError, found: Mapping[str, _Found]) -> ConfigurationError:
     first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(step) for step in first["loc"] if step != "inference"]
-    key = next(key for length in (2, 1) if (key := ".".join(path[:length])) in found)
+    key = next(key for length in (3, 2, 1) if (key := ".".join(path[:length])) in found)
     expectation = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     value = found[key].value
     # URLs may carry a password.

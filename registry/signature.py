@@ -56,16 +56,22 @@ Dimension: TypeAlias = Annotated[int | str, BeforeValidator(_dimension)]
 class TensorSpec(BaseModel):
     """One declared input or output. A dimension is an extent, or a name that means the same extent everywhere."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
 
     name: Annotated[str, AfterValidator(_tensor_name)]
-    dtype: Annotated[str, AfterValidator(_dtype_name)]
+    """As jobs and the model call it."""
+    dtype: Annotated[str, AfterValidator(_dtype_name), Field(json_schema_extra={"enum": list(DTYPES)})]
+    """The type of its elements."""
     shape: Annotated[tuple[Dimension, ...], Field(strict=False, max_length=MAX_DIMS)]
+    """An extent or a symbolic name for each axis."""
     optional: bool = False
+    """Whether a job may leave it out."""
     allow_nan: bool = False
     """Whether NaN and infinity may be sent; floats only."""
     min: int | float | None = None
+    """The least value; numbers only."""
     max: int | float | None = None
+    """The greatest value; numbers only."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> TensorSpec:

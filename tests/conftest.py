@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
+from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, redis_binaries, require
 
 
 def _first_binary() -> Path:
@@ -45,6 +45,25 @@ def redis_server() -> Iterator[RedisServer]:
         yield server.start()
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_postgres() -> Iterator[PostgresDatabase]:
+    """One database for the whole run: use `slot` or names of your own."""
+    database = PostgresDatabase().create()
+    try:
+        yield database
+    finally:
+        database.drop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def registry_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a model registry: a file that is not there yet, and a server's database that others use, too."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/home/registry.db"
+    database: PostgresDatabase = request.getfixturevalue("shared_postgres")
+    return database.url
 
 
 @pytest.fixture

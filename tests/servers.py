@@ -7,6 +7,7 @@ A test that needs a server which is missing goes through `require`.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -21,7 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any, LiteralString, TypeVar
 
 import pytest
 import redis
@@ -233,6 +235,46 @@ class RedisServer(Process):
             self.thaw()
             self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _psycopg() -> ModuleType | None:
+    # Not every environment that runs tests has it: the one of `make test-celery56` does not.
+    return importlib.import_module("psycopg") if importlib.util.find_spec("psycopg") else None
+
+
+class PostgresDatabase:
+    """A database of its own on the PostgreSQL that libpq's variables (PGHOST, PGUSER, ...) name, or on the loopback's.
+
+    The test is skipped, or fails where CI=true, when that server does not answer or lets nobody make databases.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"penstock_test_{secrets.token_hex(6)}"
+        self._host = os.environ.get("PGHOST", "127.0.0.1")
+
+    @property
+    def url(self) -> str:
+        """Its URL as SQLAlchemy spells it; user, password and port are libpq's to find."""
+        return f"postgresql+psycopg:///{self.name}?host={self._host}"
+
+    def create(self) -> PostgresDatabase:
+        """Make it; `drop` it afterwards."""
+        psycopg = require(_psycopg(), "psycopg")
+        try:
+            self._execute("CREATE DATABASE {}")
+        except psycopg.Error:
+            require(None, "a PostgreSQL that PGHOST and PGUSER name, where databases can be made")
+        return self
+
+    def drop(self) -> None:
+        """Remove it, whoever is still connected."""
+        self._execute("DROP DATABASE {} WITH (FORCE)")
+
+    def _execute(self, statement: LiteralString) -> None:
+        import psycopg.sql
+
+        with psycopg.connect(host=self._host, dbname="postgres", autocommit=True, connect_timeout=5) as connection:
+            connection.execute(psycopg.sql.SQL(statement).format(psycopg.sql.Identifier(self.name)))
 
 
 class WorkerProcess(Process):

@@ -52,8 +52,10 @@ class Account:
             self._watcher.finished(ended, time.time())
             self._count(ended)
             for ends in by_work.values():
-                if ends[0].work is not None:
-                    self._measure(ends[0].work, [end.job for end in ends], commit_s, now)
+                if (work := ends[0].work) is not None:
+                    self._measure(work, [end.job for end in ends], commit_s, now)
+                    if (version := ends[0].job.version) is not None:
+                        version.observe(work, now)
 
     def _count(self, ended: Sequence[Ended]) -> None:
         # Counted when they end: a job that runs again after a crash is still one request.

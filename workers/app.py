@@ -28,10 +28,9 @@ from registry.broker.redis_streams import RedisStreams
 from registry.control import Command, Obedience
 from registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, QueueFull, Rejected, UnknownModel
 from registry.local_stack import with_broker
-from registry.package import Package, discover, find, load_package
 from registry.queues import CELERY_TASK
 from registry.reconciler import Reconciler, StateStore
-from registry.settings import LATEST, Settings
+from registry.settings import Settings
 from registry.signed import Verifier
 from safety.keys import PublicKeys
 from workers import heartbeat
@@ -154,7 +153,8 @@ class WorkerParts:
         )
         metrics = InferenceMetrics(settings.inference.metrics_buckets)
         readiness = Readiness()
-        packages = packages_to_serve(settings)
+        library = ModelsRoot.of(settings)
+        packages = library.answering(settings)
         self._probe = Probe(
             metrics,
             readiness,
@@ -174,7 +174,7 @@ class WorkerParts:
             metrics=metrics,
             probe_url=f"http://{settings.worker.metrics_host}:{self._probe.port}",
             journal=self._open_journal,
-            library=ModelsRoot(settings.inference.repo_root, settings.trusted_roots),
+            library=library,
             verify=_verifier(settings),
         )
         self._replies = LaneReplies(
@@ -358,23 +358,6 @@ def _parts(worker: Any) -> WorkerParts:
         # Celery's default: nobody chose it.
         worker.hostname = f"{device.name}@{host}"
     return WorkerParts(settings, device, worker)
-
-
-def packages_to_serve(settings: Settings) -> list[Package]:
-    """The highest version of every model that this worker is to serve, or the one that the settings name.
-
-    Raises ConfigurationError for a missing one.
-    """
-    root = settings.inference.repo_root
-    names = settings.worker.models or sorted({found.name for found in discover(root)})
-    wanted = settings.inference.model_version
-    try:
-        return [
-            load_package(find(root, name, None if wanted == LATEST else wanted).path, settings.trusted_roots)
-            for name in names
-        ]
-    except UnknownModel as error:
-        raise ConfigurationError(f"{error}. Expected a package under the models root") from None
 
 
 def _configure_logs(loglevel: int, **_: Any) -> None:

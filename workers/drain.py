@@ -56,6 +56,7 @@ from workers.observe.watcher import Failed, Watcher
 from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
 from workers.served import ServedModel, ServedVersion, VersionState
 from workers.streaming import EventStream
+from workers.tuning import Tuner, Untuned
 
 __all__ = ["Drain"]
 
@@ -88,7 +89,7 @@ class Drain:
     seconds. jitter: random numbers in [0, 1). journal: opens the journal of this consumer, with so many seats.
     library: where other versions of the models are found, None for nowhere. verify: the operators' signatures on
     records, None where none are asked for. on_version_change: called with a model and the content hashes that
-    answered it until now, empty for none, and from now on, once per change.
+    answered it until now, empty for none, and from now on, once per change. tuner: makes loaded versions faster.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Drain:
         library: Library | None = None,
         verify: Verifier | None = None,
         on_version_change: Callable[[str, str, str], None] = lambda _model, _old, _new: None,
+        tuner: Tuner | None = None,
     ) -> None:
         if not packages:
             raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
@@ -136,6 +138,7 @@ class Drain:
         self._library = library or Nothing()
         self._verify = verify
         self._on_version_change = on_version_change
+        self._tuner = tuner or Untuned()
         self._is_pinned = settings.inference.model_version != LATEST
         """Whether one version answers whatever is promoted."""
         self._takes_any = not settings.worker.models
@@ -144,7 +147,13 @@ class Drain:
         for package in packages:
             self._serve_package(package)
         self._loader = Loader(
-            device, threads, timeout_s=settings.inference.load_timeout_s, ring=self._ring, clock=clock
+            device,
+            threads,
+            headroom_pct=settings.inference.batching.gpu_headroom_pct,
+            ceiling=max(1, self._max_in_memory // 2),
+            timeout_s=settings.inference.load_timeout_s,
+            ring=self._ring,
+            clock=clock,
         )
         self._reports = 0
         self._orders: deque[Callable[[], None]] = deque()
@@ -183,7 +192,7 @@ class Drain:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Not before the last model thread, hung ones included, has let go of the drain: it may still ring.
         weakref.finalize(self, os.close, self._wake).atexit = False
-        model_threads = max(model.spec.concurrency for model in self._turns)
+        model_threads = max(version.concurrency for version in self._turns)
         self._journal = journal(self.consumer, model_threads + 1)
         self.executor: Final = Executor(model_threads, self._ring, self._too_late, checkpoint, clock, self._journal)
         self.leases: Final = LeaseKeeper(
@@ -233,7 +242,12 @@ class Drain:
             # That a promoted version has gone bad here must not keep the other models from being served.
             if self._served[version.name].deployment is None or len(self._served) == 1:
                 raise
-        self._metrics.loaded(version.name, version.label, version.is_ready)
+        if version.is_ready:
+            self._has_loaded(version)
+
+    def _has_loaded(self, version: ServedVersion) -> None:
+        self._metrics.loaded(version.name, version.label, True)
+        version.observer = self._tuner.attach(version, version.runtime, version.content_hash, version.limits.max_rows)
 
     def _announce(self, version: ServedVersion) -> None:
         """Clients check jobs against specs: that of the version that answers, and those of the ones they may name."""
@@ -694,9 +708,11 @@ class Drain:
 
     def _take_in_loaded(self) -> None:
         """Versions have been loaded, or cannot be: the jobs that waited for these end, or go elsewhere."""
-        for version, problem, _ in self._loader.take_done():
+        for version, problem, _, _ in self._loader.take_done():
             if not problem:
-                self._metrics.loaded(version.name, version.label, True)
+                self._has_loaded(version)
+                for job, error in version.misfits():
+                    self._concluded.append(Conclusion(job, Failure("ModelError", f"InvalidInput: {error}")))
                 for other in to_unload(self._turns, self._config.model_memory_mb, version):
                     self._unload(other)
                 continue
@@ -709,6 +725,8 @@ class Drain:
 
     def _unload(self, version: ServedVersion) -> None:
         """Lets go of an idle version's memory; the next job for it loads it again."""
+        self._tuner.detach(version)
+        version.observer = None
         version.runtime.close()
         version.state = VersionState.COLD
         version.renew()
@@ -778,7 +796,7 @@ class Drain:
     def _may_form_ahead(self, version: ServedVersion) -> bool:
         """Whether a batch may wait for a thread: any that becomes free must be allowed to run it."""
         spare = version.may_start
-        return version.is_ready and (spare > 0 or (spare == 0 and version.spec.concurrency >= self.executor.threads))
+        return version.is_ready and (spare > 0 or (spare == 0 and version.concurrency >= self.executor.threads))
 
     def _drop_expired(self, version: ServedVersion, broker_now: float) -> None:
         late = version.batcher.discard(lambda item: broker_now > item.job.expires_ms)
@@ -1020,6 +1038,7 @@ class Drain:
             "host": socket.gethostname(),
             "started": self._started_at,
             "load": self._metrics.totals(),
+            "levels": self._tuner.report(),
         }
         self._broker.report(self.name, json.dumps(report).encode(), _REPORT_TTL_MS)
 

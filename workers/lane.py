@@ -29,6 +29,7 @@ from registry.errors import (
     ResultGone,
     job_failure,
 )
+from registry.package import ModelSpec
 from registry.queues import GROUP, lane_key, slot_of
 from registry.tensors import decode, lists
 
@@ -69,6 +70,12 @@ class LaneDoor:
         self._limits = limits
         self._is_open = is_open
 
+    def _spec(self, model: str, version: str | None) -> ModelSpec:
+        spec = self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
+        if not version or version == spec.version:
+            return spec
+        return self._specs.fresh(model, version) or self._specs.store(model, self._broker.spec(model, version), version)
+
     def admit(
         self,
         task_id: str,
@@ -88,9 +95,7 @@ class LaneDoor:
         """
         if not self._is_open:
             raise Forbidden("send_task is off here: jobs are signed by those who send them. Expected a Penstock client")
-        named = version or ""
-        known = self._specs.fresh(model, named)
-        spec = known or self._specs.store(model, self._broker.spec(model, named), named)
+        spec = self._spec(model, version)
         job_id = f"{spec.name}.{task_id}"
         slot = slot_of(job_id)
         if slot != spec.name:

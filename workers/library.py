@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from registry.errors import UnknownModel
+from registry.errors import ConfigurationError, UnknownModel
 from registry.package import Package, discover, find, load_package
+from registry.settings import LATEST, Settings
 
 __all__ = ["Library", "ModelsRoot", "Nothing"]
 
@@ -25,13 +27,39 @@ class Library(Protocol):
 class ModelsRoot:
     """The packages that lie in `<root>/<name>/<version>` now."""
 
-    def __init__(self, root: Path, trusted_roots: Sequence[Path]) -> None:
+    def __init__(self, root: Path, trusted_roots: Sequence[Path], max_length: int | None = None) -> None:
+        """max_length: what no input's length may exceed, whatever its package says; None: no such limit."""
         self._root = root
         self._trusted_roots = trusted_roots
+        self._max_length = max_length
+
+    @classmethod
+    def of(cls, settings: Settings) -> ModelsRoot:
+        """The models root of a process with these settings."""
+        inference = settings.inference
+        return cls(inference.repo_root, settings.trusted_roots, inference.safeguards.max_sequence_length)
+
+    def answering(self, settings: Settings) -> list[Package]:
+        """Of every model that a worker is to serve, the version that the settings name, or the highest.
+
+        Raises ConfigurationError for a missing one.
+        """
+        wanted = settings.inference.model_version
+        names = settings.worker.models or sorted({found.name for found in discover(self._root)})
+        try:
+            return [self._load(name, None if wanted == LATEST else wanted) for name in names]
+        except UnknownModel as error:
+            raise ConfigurationError(f"{error}. Expected a package under the models root") from None
 
     def package(self, name: str, label: str) -> Package:
         """See Library.package."""
-        return load_package(find(self._root, name, label).path, self._trusted_roots)
+        return self._load(name, label)
+
+    def _load(self, name: str, label: str | None) -> Package:
+        package = load_package(find(self._root, name, label).path, self._trusted_roots)
+        if self._max_length is None:
+            return package
+        return replace(package, spec=package.spec.limited_to(self._max_length))
 
     def labels(self, name: str) -> list[str]:
         """See Library.labels."""

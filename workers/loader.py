@@ -15,6 +15,8 @@ from math import inf
 from typing import Final, NamedTuple
 
 from registry.errors import ConfigurationError
+from workers.batching.calibrate import calibrate
+from workers.device_memory import forward_probe, total_bytes
 from workers.runtime.base import Runtime
 from workers.served import ServedVersion, VersionState
 
@@ -26,11 +28,12 @@ _MIB: Final = 1024 * 1024
 
 
 class Loaded(NamedTuple):
-    """How a load ended; `problem` is empty when the version is ready."""
+    """How a load ended; `problem` is empty when the version is ready, `rows` 0 where none were calibrated."""
 
     version: ServedVersion
     problem: str
     seconds: float
+    rows: int
 
 
 class _Load(NamedTuple):
@@ -42,7 +45,8 @@ class _Load(NamedTuple):
 class Loader:
     """Loads versions onto one device. One thread calls everything; `ring` is called on threads of loads.
 
-    device, threads: see Runtime.load. timeout_s: the limit of one load. clock: monotonic seconds.
+    device, threads: see Runtime.load. headroom_pct, ceiling: device memory that calibrated batches leave free, in
+    percent, and the most rows that they are given. timeout_s: the limit of one load. clock: monotonic seconds.
     """
 
     def __init__(
@@ -50,18 +54,22 @@ class Loader:
         device: str,
         threads: int,
         *,
+        headroom_pct: int = 20,
+        ceiling: int = 512,
         timeout_s: float = inf,
         ring: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._device = device
         self._threads = threads
+        self._headroom_pct = headroom_pct
+        self._ceiling = ceiling
         self._timeout_s = timeout_s
         self._ring = ring
         self._clock = clock
         self._under_way: dict[int, _Load] = {}
         """By the id of the runtime that is loading."""
-        self._ended: deque[tuple[Runtime, str]] = deque()
+        self._ended: deque[tuple[Runtime, str, int]] = deque()
 
     @property
     def is_busy(self) -> bool:
@@ -74,54 +82,76 @@ class Loader:
         runtime = version.runtime
         self._under_way[id(runtime)] = _Load(version, runtime, self._clock())
         name = f"load {version.spec.reference}"
-        threading.Thread(target=self._run, args=(runtime,), name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=(version, runtime), name=name, daemon=True).start()
 
     def load_now(self, version: ServedVersion) -> None:
         """Loads a version and returns when it is ready, however long that takes. Raises ConfigurationError."""
-        begun, problem = self._clock(), ""
+        begun, problem, rows = self._clock(), "", 0
         try:
             version.runtime.load(self._device, self._threads)
+            rows = self._calibrated_rows(version, version.runtime)
         except ConfigurationError as error:
             problem = str(error)
             raise
         finally:
-            _settle(Loaded(version, problem, self._clock() - begun))
+            _settle(Loaded(version, problem, self._clock() - begun, rows))
 
     def take_done(self) -> list[Loaded]:
         """The loads that have ended since the last call, those among them that took too long."""
         done = []
         while self._ended:
-            runtime, problem = self._ended.popleft()
+            runtime, problem, rows = self._ended.popleft()
             load = self._under_way.pop(id(runtime), None)
             if load is None:
                 # It was given up: nobody waits for it any more.
                 runtime.close()
                 continue
-            done.append(Loaded(load.version, problem, self._clock() - load.since))
+            done.append(Loaded(load.version, problem, self._clock() - load.since, rows))
         now = self._clock()
         for key, load in list(self._under_way.items()):
             if now - load.since > self._timeout_s:
                 del self._under_way[key]
                 problem = f"{load.version.spec.reference}: loading took longer than {self._timeout_s:g} s"
-                done.append(Loaded(load.version, problem, now - load.since))
+                done.append(Loaded(load.version, problem, now - load.since, 0))
         for loaded in done:
             _settle(loaded)
         return done
 
-    def _run(self, runtime: Runtime) -> None:
-        problem = ""
+    def _run(self, version: ServedVersion, runtime: Runtime) -> None:
+        problem, rows = "", 0
         try:
             runtime.load(self._device, self._threads)
+            rows = self._calibrated_rows(version, runtime)
         except ConfigurationError as error:
             problem = str(error)
         except BaseException as error:  # whatever a package raises, the worker goes on serving what it serves
             problem = f"{runtime.spec.reference}: loading failed ({type(error).__name__}: {error!s:.200})"
-        self._ended.append((runtime, problem))
+        self._ended.append((runtime, problem, rows))
         self._ring()
+
+    def _calibrated_rows(self, version: ServedVersion, runtime: Runtime) -> int:
+        """Rows that the device's memory allows; 0 where they are known, or not to be measured. Beside other forwards
+        the readings are higher, and the rows fewer than they might be."""
+        if version.calibrated_rows or not version.is_sized_by_memory or not self._device.startswith("cuda"):
+            return 0
+        found = calibrate(
+            forward_probe(runtime, self._device, version.concurrency),
+            total_bytes=total_bytes(self._device),
+            headroom_pct=self._headroom_pct,
+            ceiling=self._ceiling,
+        )
+        logger.info(
+            "batch size calibrated",
+            extra={"model": version.name, "max_rows": found.rows, "forwards": len(found.readings)},
+        )
+        return found.rows
 
 
 def _settle(loaded: Loaded) -> None:
     version, problem = loaded.version, loaded.problem
+    if loaded.rows:
+        version.calibrated_rows = loaded.rows
+        version.resize(loaded.rows)
     version.state, version.problem = (VersionState.FAILED, problem) if problem else (VersionState.READY, "")
     if problem:
         logger.error("model not loaded: %s", problem, extra={"model": version.name, "version": version.label})

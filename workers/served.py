@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from math import inf
-from typing import Final
+from typing import Final, Protocol
 
 from registry.deployment import Deployment
+from registry.errors import InvalidInput
 from registry.package import ModelSpec, Package
 from registry.settings import InferenceConfig
 from registry.signature import Signature
 from registry.tensors import Tensor
 from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
+from workers.batching.controller import LatencyController
 from workers.executor import JobStream, TooLarge, Work
 from workers.job import ClaimedJob
 from workers.runtime.base import Runtime
 from workers.runtime.open import open_runtime
 
-__all__ = ["ENDPOINT", "ServedModel", "ServedVersion", "VersionState", "batch_limits"]
+__all__ = ["ENDPOINT", "Observer", "ServedModel", "ServedVersion", "VersionState", "batch_limits"]
 
 logger = logging.getLogger("server")
 
@@ -54,7 +57,8 @@ def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
     batching, own = config.batching, spec.batching
     level = config.max_level if spec.max_level is None else min(config.max_level, spec.max_level)
     may_batch = config.enabled and batching.enabled and level >= _BATCHING_LEVEL and not spec.streams
-    wait_ms = batching.max_wait_ms if own.max_wait_ms is None else own.max_wait_ms
+    window_ms = spec.policy_for(ENDPOINT).window_ms
+    wait_ms = batching.max_wait_ms if window_ms is None else window_ms
     return BatchLimits(
         max_rows=(own.max_batch_size or batching.max_batch_size or _CPU_BATCH) if may_batch else 1,
         max_wait_s=wait_ms / 1000,
@@ -64,6 +68,13 @@ def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
         ageing_s=config.queue.ageing_s,
         overhead_tokens=_SLICED_OVERHEAD if spec.format == "transformers" else _CPU_OVERHEAD,
     )
+
+
+class Observer(Protocol):
+    """Learns from the batches of one loaded version."""
+
+    def observe(self, work: Work) -> None:
+        """Microseconds: this is the thread that claims and commits."""
 
 
 class VersionState(Enum):
@@ -87,7 +98,13 @@ class ServedVersion:
         self.promised_hash = ""
         """The content that was promoted under this label; empty: whatever lies on disk will do."""
         self._config = config
+        knobs = self.spec.policy_for(ENDPOINT)
+        self.concurrency: Final = knobs.concurrency or 1
+        """Forwards that may run at the same time."""
+        self._precision: Final = knobs.precision or config.precision
         self.runtime: Runtime = self._open()
+        self.observer: Observer | None = None
+        """Hears of every batch that was committed, while the version is loaded."""
         self.state = VersionState.COLD
         self.problem = ""
         """Why it could not be loaded."""
@@ -95,23 +112,45 @@ class ServedVersion:
         """Whether an operator asked for it to be loaded."""
         self.used_at = 0.0
         """Monotonic seconds of its last batch."""
-        self.limits: Final = batch_limits(self.spec, config)
-        self.batcher: Final[Batcher[ClaimedJob]] = Batcher(self.limits)
+        self.calibrated_rows = 0
+        """Rows that the device's memory was found to allow; 0: not measured."""
         self.timeout_s: Final = float(self.spec.timeout_s or config.timeout_seconds)
         self.shares_flights: Final = (
             config.enabled and config.batching.single_flight and self.spec.deterministic and not self.spec.streams
         )
-        window = self.limits.max_rows * self.limits.sort_window if self.limits.sort_window > 1 else 0
         self.finite_outputs: Final = tuple(
             output.name for output in self.spec.outputs if output.dtype.startswith("float") and not output.allow_nan
         )
-        self.capacity: Final = self.limits.max_rows * _BATCHES_HELD * self.spec.concurrency + window
         self._fitting: tuple[tuple[Tensor, ...] | None, int] = (None, 0)
         self.in_flight = 0
         """Batches handed to the model threads."""
-        self._cap = TooLarge(self.limits.max_rows, 0)
+        self._keep_to(batch_limits(self.spec, config))
+
+    def _keep_to(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self.batcher: Batcher[ClaimedJob] = Batcher(limits)
+        window = limits.max_rows * limits.sort_window if limits.sort_window > 1 else 0
+        self.capacity = limits.max_rows * _BATCHES_HELD * self.concurrency + window
+        self._controller = (
+            LatencyController(self._config.batching.target_latency_ms / 1000, limits.max_rows, limits.max_wait_s)
+            if limits.max_rows > 1
+            else None
+        )
+        self._cap = TooLarge(limits.max_rows, 0)
         """Rows and padded tokens that a batch may have; 0 tokens: no limit but the package's."""
         self._raise_cap_at = inf
+
+    @property
+    def is_sized_by_memory(self) -> bool:
+        """Whether neither the package nor a setting says how large a batch may be: on a GPU its memory does."""
+        batching = self._config.batching
+        return self.limits.max_rows > 1 and not (self.spec.batching.max_batch_size or batching.max_batch_size)
+
+    def resize(self, rows: int) -> None:
+        """From now on batches have up to so many rows; what is pending stays so."""
+        pending = self.batcher.discard(lambda _: True)
+        self._keep_to(replace(self.limits, max_rows=rows))
+        self.batcher.extend(pending)
 
     @property
     def content_hash(self) -> str:
@@ -131,7 +170,7 @@ class ServedVersion:
     @property
     def may_start(self) -> int:
         """Forwards that the version's concurrency still allows."""
-        return self.spec.concurrency - self.in_flight if self.is_ready else 0
+        return self.concurrency - self.in_flight if self.is_ready else 0
 
     @property
     def tokenises(self) -> bool:
@@ -151,7 +190,7 @@ class ServedVersion:
             self.package,
             self.promised_hash,
             frameworks=self._config.frameworks,
-            precision=self._config.precision,
+            precision=self._precision,
             warmup_requests=self._config.compilation.warmup_requests,
         )
 
@@ -213,6 +252,34 @@ class ServedVersion:
                 self._fitting = (job.header.content, job.rows)
         if job.header.options.outputs:
             self.signature.select_outputs(job.header.options.outputs)
+        if self.tokenises and self.is_ready:
+            self.runtime.check(job.inputs)
+
+    def misfits(self) -> list[tuple[ClaimedJob, InvalidInput]]:
+        """Takes out the pending jobs that only the model itself finds too long, now that it is loaded."""
+        found: list[tuple[ClaimedJob, InvalidInput]] = []
+
+        def is_too_long(item: Pending[ClaimedJob]) -> bool:
+            try:
+                self.runtime.check(item.job.inputs)
+            except InvalidInput as error:
+                found.append((item.job, error))
+                return True
+            return False
+
+        if self.tokenises:
+            self.batcher.discard(is_too_long)
+        return found
+
+    def observe(self, work: Work, now: float) -> None:
+        """A batch was committed at `now`: what it took steers the next ones."""
+        if self._controller is not None:
+            jobs = [item.job for item in work.batch.items]
+            totals_s = [job.queue_ms / 1000 + now - job.claimed for job in jobs]
+            self._controller.observe(work.batch, work.ended - work.started, totals_s, len(self.batcher), now)
+            self.batcher.steer(self._controller.rows, self._controller.wait_s)
+        if self.observer is not None:
+            self.observer.observe(work)
 
     def extend(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""

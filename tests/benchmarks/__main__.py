@@ -18,7 +18,7 @@ from typing import Final
 import click
 import pytest
 
-from tests.benchmarks import breakdown, encoder, latency, memory, peers, scaling, throughput
+from tests.benchmarks import breakdown, encoder, latency, memory, peers, promotions, scaling, throughput
 from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, machine, markdown, verdict
 from tests.benchmarks.scale import FULL, QUICK, Scale
 
@@ -37,6 +37,7 @@ SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]]
     "workers": scaling.measure,
     "memory": memory.measure_per_job,
     "retention": _retention,
+    "promotions": promotions.measure,
     "peers": peers.measure,
     "breakdown": breakdown.measure,
 }

@@ -25,6 +25,10 @@ class Scale:
     stored_jobs: int
     retention_jobs: int
     retention_ttl_s: int
+    step_s: float
+    """How long a step of load lasts."""
+    promotions: int
+    """Changes of one model that each of 20 processes tries."""
 
 
 FULL: Final = Scale(
@@ -40,6 +44,8 @@ FULL: Final = Scale(
     stored_jobs=20_000,
     retention_jobs=100_000,
     retention_ttl_s=2,
+    step_s=15.0,
+    promotions=200,
 )
 QUICK: Final = Scale(
     rounds=2,
@@ -54,6 +60,8 @@ QUICK: Final = Scale(
     stored_jobs=5_000,
     retention_jobs=30_000,
     retention_ttl_s=1,
+    step_s=8.0,
+    promotions=20,
 )
 SMOKE: Final = Scale(
     rounds=1,
@@ -68,4 +76,6 @@ SMOKE: Final = Scale(
     stored_jobs=200,
     retention_jobs=1_280,
     retention_ttl_s=1,
+    step_s=2.0,
+    promotions=2,
 )

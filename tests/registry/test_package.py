@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+import registry.schema
 from registry.errors import ConfigurationError, InvalidInput, UnknownModel
-from registry.package import ModelSpec, discover, find, load_package
+from registry.package import FORMATS, ModelSpec, discover, find, load_package
+from registry.schema import schema_text
+from registry.sections import Knobs
 
 SAMPLES = Path(__file__).parents[2] / "models"
 
@@ -30,6 +33,13 @@ ENCODER: dict[str, Any] = {
     "inputs": [{"name": "text", "dtype": "string", "shape": ["batch"]}],
     "outputs": [{"name": "embedding", "dtype": "float32", "shape": ["batch", 8]}],
 }
+
+
+SCRIPTED: dict[str, Any] = {key: value for key, value in PLAIN.items() if key != "entrypoint"} | {
+    "format": "torchscript",
+    "weights": "model.pt",
+}
+SEQUENCES: dict[str, Any] = PLAIN | {"inputs": [{"name": "x", "dtype": "int64", "shape": ["batch", "sequence"]}]}
 
 
 def write(root: Path, document: object, folder: str = "plain/1") -> Path:
@@ -69,7 +79,6 @@ def changed(base: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {key: value for key, value in (base | fields).items() if value is not None}
 
 
-BATCHED = {"length_input": "text", "max_length": 16}
 TENSOR = {"name": "x", "dtype": "float32", "shape": ["batch", 4]}
 
 REFUSED: list[tuple[str, object, str]] = [
@@ -77,7 +86,7 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "unknown format",
         changed(PLAIN, format="pickle"),
-        "format: found \"pickle\", expected 'pytorch', 'transformers' or 'python'",
+        "format: found \"pickle\", expected 'torchscript', 'python', 'pytorch', 'transformers' or 'onnx'",
     ),
     ("misspelt field", changed(PLAIN, entrypont="m:b"), "entrypont: unknown field, expected entrypoint"),
     (
@@ -153,17 +162,168 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "limit without length",
         changed(PLAIN, batching={"max_tokens": 9}),
-        "batching.length_input: missing, expected with max_length and max_tokens",
+        "batching.length_input: missing, expected with max_length, max_tokens and buckets",
     ),
     (
-        "tokens that clients cannot count",
-        changed(ENCODER, batching=BATCHED),
-        "batching.truncate: found false, expected true exactly for format transformers with a max_length",
+        "cutting what is no text",
+        changed(SEQUENCES, batching={"length_input": "x", "truncate": True}),
+        "batching.truncate: found true, expected it for format transformers only",
+    ),
+    (
+        "buckets out of order",
+        changed(SEQUENCES, batching={"length_input": "x", "buckets": [64, 32]}),
+        "batching.buckets: found 64, 32, expected ascending lengths",
+    ),
+    (
+        "bucket of nothing",
+        changed(SEQUENCES, batching={"length_input": "x", "buckets": [0]}),
+        "batching.buckets[0]: found 0, expected greater than or equal to 1",
+    ),
+    (
+        "bucket beyond the limit",
+        changed(SEQUENCES, batching={"length_input": "x", "max_length": 16, "buckets": [8, 32]}),
+        "batching.buckets: found 32, expected at most max_length 16",
+    ),
+    (
+        "buckets without a length",
+        changed(PLAIN, batching={"buckets": [8]}),
+        "batching.length_input: missing, expected with max_length, max_tokens and buckets",
     ),
     (
         "source outside",
         changed(ENCODER, source={"path": "../other"}),
-        "source: path: found '../other', expected a relative path inside the package",
+        "source.path: found '../other', expected a relative path inside the package",
+    ),
+    (
+        "TensorFlow",
+        changed(PLAIN, format="SavedModel"),
+        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx; TensorFlow is "
+        "not served, export to onnx",
+    ),
+    (
+        "remote code",
+        changed(ENCODER, source={"path": ".", "trust_remote_code": True}),
+        "source: trust_remote_code: found True, expected none: code that comes with weights is never run",
+    ),
+    (
+        "remote code at the top, switched off",
+        changed(ENCODER, trust_remote_code=False),
+        "trust_remote_code: found False, expected none: code that comes with weights is never run",
+    ),
+    (
+        "sharding",
+        changed(PLAIN, auto_shard_model=True),
+        "auto_shard_model: found True, expected none: a model is served by one device and is not sharded",
+    ),
+    (
+        "pickled weights",
+        changed(PLAIN, format="pytorch", weights="model.bin"),
+        "weights: found 'model.bin', expected a file .safetensors for format pytorch; a pickle can run code",
+    ),
+    (
+        "checkpoint for ONNX",
+        changed(SCRIPTED, format="onnx", weights="model.ckpt"),
+        "weights: found 'model.ckpt', expected a file .onnx for format onnx; a pickle can run code",
+    ),
+    (
+        "no weights",
+        changed(SCRIPTED, weights=None),
+        "weights: missing, expected a file .pt or .ts for format torchscript",
+    ),
+    (
+        "weights that are not there",
+        changed(SCRIPTED, weights="absent.pt"),
+        "weights: found 'absent.pt', expected a file of the package",
+    ),
+    (
+        "weights outside",
+        changed(SCRIPTED, weights="../model.pt"),
+        "weights: found '../model.pt', expected a relative path inside the package",
+    ),
+    (
+        "weights of a function",
+        changed(PLAIN, weights="model.pt"),
+        "weights: found 'model.pt', expected none for format python",
+    ),
+    (
+        "entry point of TorchScript",
+        changed(SCRIPTED, entrypoint="model:build"),
+        "entrypoint: found one, expected none for format torchscript",
+    ),
+    ("task elsewhere", changed(PLAIN, task="fill-mask"), "task: found one, expected none for format python"),
+    (
+        "task that is none",
+        changed(ENCODER, task="Fill Mask"),
+        "task: found 'Fill Mask', expected a pipeline's name such as text-classification",
+    ),
+    (
+        "branch of a repository",
+        changed(ENCODER, source={"hub": "org/name", "revision": "main"}),
+        "source: revision: found 'main', expected a commit of 40 hex digits",
+    ),
+    (
+        "repository without a commit",
+        changed(ENCODER, source={"hub": "org/name"}),
+        "source: revision: found None, expected a commit of 40 hex digits",
+    ),
+    (
+        "repository that climbs",
+        changed(ENCODER, source={"hub": "../name", "revision": "0" * 40}),
+        "source: hub: found '../name', expected organisation/name",
+    ),
+    (
+        "two sources",
+        changed(ENCODER, source={"hub": "org/name", "revision": "0" * 40, "package": "os"}),
+        "source: hub: found beside package, expected one of them",
+    ),
+    (
+        "commit of nothing",
+        changed(ENCODER, source={"revision": "0" * 40}),
+        "source: revision: found without hub, expected both or neither",
+    ),
+    (
+        "checksum",
+        changed(PLAIN, files={"model.py": "abc"}),
+        "files.model.py: found 'abc', expected a SHA-256 of 64 lower-case hex digits",
+    ),
+    (
+        "codec",
+        changed(PLAIN, codecs={"default": "pickle"}),
+        "codecs.default: found \"pickle\", expected 'json' or 'base64'",
+    ),
+    (
+        "codec misspelt",
+        changed(PLAIN, codecs={"defualt": "json"}),
+        "codecs.defualt: unknown field, expected default",
+    ),
+    (
+        "precision",
+        changed(PLAIN, precision="int4"),
+        "precision: found \"int4\", expected 'auto', 'fp32', 'bf16' or 'fp16'",
+    ),
+    ("device", changed(PLAIN, device="tpu"), "device: found \"tpu\", expected 'auto', 'cpu' or 'cuda'"),
+    ("level", changed(PLAIN, max_level=5), "max_level: found 5, expected less than or equal to 4"),
+    ("memory", changed(PLAIN, memory_mb=0), "memory_mb: found 0, expected greater than or equal to 1"),
+    (
+        "knob",
+        changed(PLAIN, policy={"endpoints": {"fast": {"rollout_percent": 101}}}),
+        "policy.endpoints.fast.rollout_percent: found 101, expected less than or equal to 100",
+    ),
+    (
+        "knob misspelt",
+        changed(PLAIN, policy={"default": {"windowms": 1}}),
+        "policy.default.windowms: unknown field, expected window_ms",
+    ),
+    (
+        "knobs beside the endpoints",
+        changed(PLAIN, policy={"window_ms": 1}),
+        "policy.window_ms: unknown field, expected one of: default, endpoints",
+    ),
+    (
+        "endpoint that is no name",
+        changed(PLAIN, policy={"endpoints": {"../x": {}}}),
+        "policy: endpoints: Bad endpoint name '../x'. Expected 1 to 64 characters of a-z, 0-9, '.', '_' or '-', "
+        "starting with a letter or digit",
     ),
     (
         "encoder of numbers",
@@ -266,3 +426,126 @@ def test_missing_models_root_is_a_configuration_error(tmp_path: Path):
     """A worker that is pointed at no folder does not start empty."""
     with pytest.raises(ConfigurationError, match="Models root 'absent' is not a folder"):
         discover(tmp_path / "absent")
+
+
+def test_versions_lie_side_by_side_and_a_root_lists_only_its_own(models_root: Path, tmp_path: Path):
+    """Another models root has other models, each with its versions (IN-013, IN-022)."""
+    for version in ("1", "2"):
+        write(models_root, PLAIN | {"version": version}, f"plain/{version}")
+    write(tmp_path / "other", PLAIN | {"name": "else"}, "else/1")
+    assert [(ref.name, ref.version) for ref in discover(models_root)] == [("plain", "1"), ("plain", "2")]
+    assert [(ref.name, ref.version) for ref in discover(tmp_path / "other")] == [("else", "1")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format": "torchscript", "weights": "model.pt", "entrypoint": None},
+        {"format": "torchscript", "weights": "nested/model.ts", "entrypoint": None},
+        {"format": "onnx", "weights": "model.onnx", "entrypoint": None},
+        {"format": "pytorch", "weights": "model.safetensors"},
+        {"format": "pytorch"},
+        {"format": "python"},
+    ],
+    ids=lambda fields: f"{fields['format']} {fields.get('weights', '')}",
+)
+def test_each_format_names_its_weights(fields: dict[str, Any], models_root: Path):
+    """The file is found in the package; a format without weights has none (IN-024)."""
+    folder = models_root / "plain" / "1"
+    if name := fields.get("weights"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"weights")
+    package = load_package(write(models_root, changed(PLAIN, **fields)))
+    assert package.weights_file() == ((folder / name).resolve() if name else None)
+
+
+@pytest.mark.parametrize("base", [PLAIN, ENCODER | {"task": "text-classification"}], ids=["plain", "pipeline"])
+def test_every_optional_field_survives_the_broker(base: dict[str, Any], models_root: Path):
+    """A client knows what the worker knows, but for the checksums (IN-026, IN-027, AR-023)."""
+    document = base | {
+        "batching": {"length_input": base["inputs"][0]["name"], "max_length": 64, "buckets": [16, 32, 64]},
+        "codecs": {"default": "base64"},
+        "concurrency": 3,
+        "precision": "bf16",
+        "device": "cpu",
+        "max_level": 3,
+        "memory_mb": 100,
+        "policy": {"default": {"cache_ttl_s": 60}, "endpoints": {"fast": {"window_ms": 1.5}}},
+        "files": {"model.py": "0" * 64},
+    }
+    if base is PLAIN:
+        document["inputs"] = SEQUENCES["inputs"]
+    spec = load_package(write(models_root, document)).spec
+    read = ModelSpec.from_json(spec.to_json())
+    assert read == spec.model_copy(update={"files": None})
+    assert (read.batching.buckets, read.codecs.default, read.precision) == ((16, 32, 64), "base64", "bf16")
+
+
+def test_policy_of_an_endpoint_falls_back_knob_by_knob():
+    """The endpoint's own knob, else the policy's default, else the model's; None is the setting's (AR-023)."""
+    own = {"batching": {"max_wait_ms": 7}, "precision": "fp16", "concurrency": 2}
+    policy = {
+        "default": {"window_ms": 5, "cache_ttl_s": 60, "fallback_runtime": "reference"},
+        "endpoints": {"fast": {"window_ms": 0, "concurrency": 4, "precision": "bf16", "rollout_percent": 10}},
+    }
+    spec = ModelSpec.model_validate(PLAIN | own | {"policy": policy})
+    assert spec.policy_for("fast") == Knobs(
+        window_ms=0,
+        precision="bf16",
+        concurrency=4,
+        cache_ttl_s=60,
+        fallback_runtime="reference",
+        rollout_percent=10,
+    )
+    assert spec.policy_for("infer") == Knobs(
+        window_ms=5, precision="fp16", concurrency=2, cache_ttl_s=60, fallback_runtime="reference"
+    )
+    assert ModelSpec.model_validate(PLAIN).policy_for("infer") == Knobs(concurrency=1)
+
+
+def test_513_are_refused_where_512_are_the_limit():
+    """Longer than the model's or the setting's limit is refused before anything is written (CX-022)."""
+    own = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "max_length": 1024}})
+    lowered = own.limited_to(512)
+    for length in (512, 513):
+        own.signature.check({"x": [[1] * length]})
+    lowered.signature.check({"x": [[1] * 512]})
+    with pytest.raises(InvalidInput, match=r"^x: 513 long\. Expected at most 512$"):
+        lowered.signature.check({"x": [[1] * 513]})
+
+
+def test_lowering_a_limit_never_raises_it():
+    """A model's own lower limit stays, buckets beyond the limit go, and a model without a length has no limit."""
+    short = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "max_length": 16}})
+    assert short.limited_to(512) == short
+    assert ModelSpec.model_validate(PLAIN).limited_to(512).batching.max_length is None
+    bucketed = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "buckets": [8, 32]}})
+    assert bucketed.limited_to(16).batching.buckets == (8,)
+    encoder = ModelSpec.model_validate(ENCODER).limited_to(512)
+    assert (encoder.batching.max_length, encoder.batching.length_input) == (512, "text")
+
+
+def test_clients_do_not_count_the_tokens_of_a_text():
+    """A limit in tokens is the worker's to apply: a client would count characters."""
+    limited = ModelSpec.model_validate(ENCODER | {"batching": {"length_input": "text", "max_length": 16}})
+    limited.signature.check({"text": ["a" * 100]})
+
+
+def test_committed_schema_is_that_of_the_model():
+    """Editors check model.yaml with what `python -m registry.schema` writes."""
+    committed = Path(registry.schema.__file__).with_name("model.schema.json").read_text()
+    assert committed == schema_text(), "run: python -m registry.schema > registry/model.schema.json"
+
+
+def test_every_field_of_the_schema_is_described():
+    """Whoever writes a package reads there what a field means."""
+    schema = json.loads(schema_text())
+    tables = {"model.yaml": schema, **schema["$defs"]}
+    bare = [
+        f"{table}.{name}"
+        for table, definition in tables.items()
+        for name, field in definition.get("properties", {}).items()
+        if "description" not in field
+    ]
+    assert bare == []
+    assert schema["properties"]["format"]["enum"] == list(FORMATS)

@@ -49,7 +49,11 @@ CF_KEYS = {
 OTHER_INFERENCE_KEYS = {
     "device": "auto",
     "repo_root": Path("models"),
+    "model_version": "latest",
     "preload": True,
+    "load_timeout_s": 300.0,
+    "model_memory_mb": 0,
+    "precision": "auto",
     "uvicorn_access_log": False,
     "metrics_buckets": (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28),
     "state_redis_url": "",
@@ -72,12 +76,21 @@ OTHER_INFERENCE_KEYS = {
     "celery.events": True,
     "celery.events_interval_ms": 50,
     "celery.remote_control": False,
+    "server.host": "127.0.0.1",
+    "server.port": 8000,
+    "server.workers": 1,
+    "safeguards.rate_limit.enabled": False,
+    "safeguards.rate_limit.requests_per_minute": 1000,
+    "safeguards.input_validation.enabled": True,
+    "safeguards.input_validation.max_sequence_length": 0,
 }
 OTHER_VARIABLES = {
     "PENSTOCK_REDIS_URL",
     "PENSTOCK_CELERY_URL",
     "PENSTOCK_REGISTRY_URL",
     "PENSTOCK_HOME",
+    "PENSTOCK_OPERATOR_KEY_FILE",
+    "PENSTOCK_OPERATOR_PUBLIC_KEYS",
     "PENSTOCK_TENANT_ID",
     "PENSTOCK_SIGNING_KEYS",
     "PENSTOCK_AUDIT_KEY",
@@ -97,6 +110,7 @@ WALKS: dict[str, list[object]] = {
     "max_request_size_mb": [9, 8, 7, 6],
     "frameworks": [["pytorch"], ["transformers"], ["onnxruntime"], ["pytorch", "onnxruntime"]],
     "device": ["cpu", "cuda", "cuda:0", "cuda:1"],
+    "precision": ["fp32", "fp16", "fp32", "bf16"],
     "metrics_buckets": [[0.1, 1.0], [0.2, 1.0], [0.3, 1.0], [0.4, 1.0]],
     "compilation.backend": ["auto", "cudagraphs", "auto", "inductor"],
     "cache.privacy_mode": ["ephemeral", "persisted_encrypted", "ephemeral", "hashes_only"],
@@ -143,6 +157,18 @@ def write_toml(folder: Path, key: str, value: object) -> None:
     section, _, name = key.rpartition(".")
     header = f"tool.penstock.inference.{section}".removesuffix(".")
     (folder / "pyproject.toml").write_text(f"[{header}]\n{name} = {json.dumps(value)}\n")
+
+
+def write_toml_tables(folder: Path, table: Mapping[str, object]) -> None:
+    """The table under [tool.penstock.inference], inline."""
+    lines = [f"{name} = {inline(value)}" for name, value in table.items()]
+    (folder / "pyproject.toml").write_text("\n".join(["[tool.penstock.inference]", *lines]))
+
+
+def inline(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {inline(part)}" for name, part in value.items()) + "}"
+    return json.dumps(value)
 
 
 def as_text(value: object) -> str:
@@ -290,12 +316,69 @@ def test_overrides_may_be_nested_and_skip_what_was_not_given(tmp_path: Path):
         ({"inference_timeout_s": 10}, "timeout_seconds", 10.0),
         ({"safeguards": {"max_request_size_mb": 5}}, "max_request_size_mb", 5),
         ({"model": {"device": "cuda"}}, "device", "cuda"),
+        ({"model": {"path": "/srv/models"}}, "repo_root", "/srv/models"),
+        ({"model": {"version": "v1.2.0"}}, "model_version", "v1.2.0"),
+        ({"model": {"precision": "fp16"}}, "precision", "fp16"),
     ],
 )
 def test_other_names_of_a_setting_are_understood_in_files(table, key, value, tmp_path: Path):
     """A profile written with the names of other servers loads to the same settings."""
     settings = Settings.load(write_yaml(tmp_path, table), environ={}, cwd=tmp_path)
     assert effective(settings, key) == value
+
+
+PROFILE = {
+    "server": {"host": "192.0.2.1", "port": 8080, "workers": 4},
+    "model": {"path": "/srv/models", "version": "v1.2.0", "device": "cuda", "precision": "fp16"},
+    "performance": {"max_batch_size": 64, "batch_timeout_ms": 50, "inference_timeout_s": 30},
+    "safeguards": {
+        "max_request_size_mb": 10,
+        "rate_limit": {"enabled": True, "requests_per_minute": 1000},
+        "input_validation": {"enabled": True, "max_sequence_length": 512},
+    },
+}
+PROFILE_VARIABLES = {
+    "SERVER_HOST": "192.0.2.1",
+    "SERVER_PORT": "8080",
+    "SERVER_WORKERS": "4",
+    "REPO_ROOT": "/srv/models",
+    "MODEL_VERSION": "v1.2.0",
+    "DEVICE": "cuda",
+    "PRECISION": "fp16",
+    "BATCHING_MAX_BATCH_SIZE": "64",
+    "BATCHING_MAX_WAIT_MS": "50",
+    "TIMEOUT_SECONDS": "30",
+    "MAX_REQUEST_SIZE_MB": "10",
+    "SAFEGUARDS_RATE_LIMIT_ENABLED": "true",
+    "SAFEGUARDS_RATE_LIMIT_REQUESTS_PER_MINUTE": "1000",
+    "SAFEGUARDS_INPUT_VALIDATION_ENABLED": "true",
+    "SAFEGUARDS_INPUT_VALIDATION_MAX_SEQUENCE_LENGTH": "512",
+}
+
+
+def test_one_profile_loads_alike_from_yaml_toml_and_the_environment(tmp_path: Path):
+    """The profile of another server, with every section of it, gives equal settings (CX-019 to CX-022)."""
+    from_yaml = Settings.load(write_yaml(tmp_path, PROFILE), environ={}, cwd=tmp_path)
+    environ = {f"PENSTOCK_INFERENCE_{name}": text for name, text in PROFILE_VARIABLES.items()}
+    from_environment = Settings.load(environ=environ, cwd=tmp_path)
+    write_toml_tables(tmp_path, PROFILE)
+    from_toml = Settings.load(environ={}, cwd=tmp_path)
+    assert from_yaml == from_toml == from_environment != Settings()
+    assert (from_yaml.inference.server.host, from_yaml.inference.server.port) == ("192.0.2.1", 8080)
+    assert from_yaml.inference.model_version == "v1.2.0"
+    assert from_yaml.inference.batching.max_wait_ms == 50.0
+    assert from_yaml.inference.safeguards.max_sequence_length == 512
+
+
+@pytest.mark.parametrize(
+    ("table", "limit"),
+    [({}, None), ({"max_sequence_length": 512}, 512), ({"enabled": False, "max_sequence_length": 512}, None)],
+)
+def test_sequences_are_limited_only_where_a_limit_is_set(table, limit, tmp_path: Path):
+    """Without a setting, or with the check off, a model's own limit holds (CX-022)."""
+    config_file = write_yaml(tmp_path, {"safeguards": {"input_validation": table}})
+    settings = Settings.load(config_file, environ={}, cwd=tmp_path)
+    assert settings.inference.safeguards.max_sequence_length == limit
 
 
 def test_two_names_of_one_setting_in_a_file_are_refused(tmp_path: Path):
@@ -320,6 +403,7 @@ def test_misspelt_variable_is_refused_with_the_nearest_name(tmp_path: Path):
         ({"batchng": {"enabled": True}}, "batchng.enabled in penstock.yaml", "batching.enabled"),
         ({"celry": {}}, "celry in penstock.yaml", "celery"),
         ({"batching": 5}, "batching in penstock.yaml", "batching.enabled"),
+        ({"safeguards": {"rate_limit": {"enabld": True}}}, "safeguards.rate_limit.enabld", "rate_limit.enabled"),
     ],
 )
 def test_misspelt_key_is_refused_with_the_nearest_name(table, named, nearest, tmp_path: Path):
@@ -370,6 +454,10 @@ def test_empty_variable_counts_as_unset(tmp_path: Path):
         ("PENSTOCK_INFERENCE_METRICS_BUCKETS", ",", "increasing order"),
         ("PENSTOCK_INFERENCE_PRIVACY_REDACT_PATTERNS", "(", "a regular expression"),
         ("PENSTOCK_INFERENCE_DEVICE", "tpu", "auto, cpu, cuda or cuda:N"),
+        ("PENSTOCK_INFERENCE_PRECISION", "fp8", "'auto', 'fp32', 'bf16' or 'fp16'"),
+        ("PENSTOCK_INFERENCE_SERVER_PORT", "65536", "less than or equal to 65535"),
+        ("PENSTOCK_INFERENCE_SERVER_WORKERS", "0", "greater than or equal to 1"),
+        ("PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_REQUESTS_PER_MINUTE", "0", "greater than or equal to 1; found '0'"),
         ("PENSTOCK_TENANT_ID", "Acme Inc", "Bad tenant name"),
         ("PENSTOCK_WORKER_MODELS", "mlp,../x", "Bad model name"),
         ("PENSTOCK_METRICS_PORT", "70000", "less than or equal to 65535"),

@@ -47,6 +47,9 @@ class Device:
     def load(self, device: str, threads: int) -> None:
         """There is nothing to load."""
 
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """Nothing is too long."""
+
     def length(self, inputs: Mapping[str, Array]) -> int:
         return self._length or 1
 

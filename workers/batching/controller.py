@@ -12,8 +12,8 @@ are those whose batch was filled up with less urgent ones, so that nothing of th
 Their p95 is held to the target, and for them the rows fall, as far as most of the rows per second stay.
 
 A forward costs a fixed time and a time per row, fitted to those seen. From that line come the rows that should meet
-the target and the fewest that are efficient. A p95 of more than a few full forwards has another cause, and between
-the goal and the target nothing changes.
+the target and the fewest that are efficient. A p95 of more than a few full forwards has another cause, and a little
+below the target nothing changes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ __all__ = ["LatencyController"]
 
 T = TypeVar("T")
 
-_GOAL: Final = 0.8
-"""The part of the target that rows are chosen for; up to the target itself they are left alone."""
+_GOAL: Final = 0.75
+"""The part of the target that rows are chosen for."""
+_KEPT_UP_TO: Final = 0.9
+"""The part of the target up to which they are left alone: the jobs to come will not be just like those before."""
 _KEPT: Final = 0.8
 """Urgent jobs on time are worth a fifth of the rows per second, not more."""
 _FORWARDS_OF_A_WAIT: Final = 4
@@ -119,7 +121,7 @@ class LatencyController:
         # The time of a job ahead is a number of forwards: it goes up and down with one forward.
         forward_s = self._line.seconds(self.rows) * _GOAL * self._target_s / max(p95_s, _INSTANT_S)
         suiting = self._line.rows_within(forward_s, self._max_rows)
-        return min(suiting, self.rows) if p95_s > self._target_s else max(suiting, self.rows)
+        return suiting if p95_s > _KEPT_UP_TO * self._target_s else max(suiting, self.rows)
 
     def _fitting_wait(self) -> float:
         """From what the target leaves beside two forwards, while nothing waits, to one, when a full batch does."""

@@ -8,7 +8,8 @@ Importing this package imports no torch.
 
 from __future__ import annotations
 
-from workers.compilation.compiler import CompilationReport, CompiledForward, TorchCompiler
+from workers.compilation.compiler import TorchCompiler
+from workers.compilation.forward import CompilationReport, CompiledForward
 from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
 from workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused
 

@@ -19,7 +19,7 @@ from workers.compilation.target import CompilationRefused
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AotLibrary", "state_of"]
+__all__ = ["AotLibrary", "load_library", "state_of"]
 
 
 class AotLibrary:
@@ -28,31 +28,22 @@ class AotLibrary:
     def __init__(
         self, package: bytes, weights: Mapping[str, torch.Tensor], device: torch.device, *, is_single: bool = False
     ) -> None:
-        """Loads the code into this process. Raises CompilationRefused if it does not load or other weights are asked for.
+        """Loads the code into this process. Raises CompilationRefused if it does not load or asks for other weights.
 
         is_single: calls come one at a time, as the capture of a CUDA graph needs them.
         """
-        import torch
         from torch.utils import _pytree
 
         self._unflatten = _pytree.tree_unflatten
         try:
-            # The loader unpacks the file before it returns.
-            with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-                path = Path(folder) / "model.pt2"
-                path.write_bytes(package)
-                model = torch._inductor.aoti_load_package(
-                    str(path), run_single_threaded=is_single, device_index=-1 if device.index is None else device.index
-                )
-            names = model.get_constant_fqns()
-            missing = sorted(set(names) - set(weights))
-            if missing:
-                raise CompilationRefused(f"The library asks for {missing[0]}. Expected weights of the model only")
+            model = load_library(package, device, is_single=is_single)
             # The library keeps addresses only, so the tensors must live as long as it does.
-            self._bound = {name: weights[name] for name in names}
+            self._bound = {name: weights[name] for name in model.get_constant_fqns()}
             model.load_constants(self._bound, check_full_update=True, user_managed=True)
+        except KeyError as error:
+            raise CompilationRefused(f"The library asks for {error!s:.80}. Expected weights of the model") from None
         except (OSError, RuntimeError) as error:
-            raise CompilationRefused(f"The library cannot be loaded ({type(error).__name__}: {error!s:.200})") from error
+            raise CompilationRefused(f"The library cannot be loaded ({error!s:.200})") from error
         self._loader = model.loader
         self._out_spec = _pytree.treespec_loads(self._loader.get_call_spec()[1])
 
@@ -61,8 +52,21 @@ class AotLibrary:
         return self._unflatten(self._loader.run(list(tensors)), self._out_spec)
 
 
+def load_library(package: bytes, device: torch.device, *, is_single: bool = False) -> Any:
+    """The library of a package, without weights."""
+    import torch
+
+    # The loader has unpacked the file when it returns.
+    with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
+        path = Path(folder) / "model.pt2"
+        path.write_bytes(package)
+        return torch._inductor.aoti_load_package(
+            str(path), run_single_threaded=is_single, device_index=-1 if device.index is None else device.index
+        )
+
+
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by every name that they have, the shared ones under each of theirs."""
+    """Parameters and buffers by every name that they have."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

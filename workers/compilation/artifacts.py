@@ -9,6 +9,7 @@ changed, renamed over another or written by somebody else is moved aside, counte
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -171,7 +172,5 @@ def _write_key(file: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=file.parent) as draft:
         draft.write(secrets.token_bytes(_KEY_BYTES))
         draft.flush()
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(draft.name, file)
-        except FileExistsError:
-            pass

@@ -49,9 +49,7 @@ class GraphReplays:
 class _Captured:
     """The graph of one combination of shapes."""
 
-    def __init__(
-        self, forward: Callable[..., Any], tensors: tuple[torch.Tensor, ...], device: torch.device
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], tensors: tuple[torch.Tensor, ...], device: torch.device) -> None:
         import torch
         from torch.utils import _pytree
 
@@ -60,7 +58,7 @@ class _Captured:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             # Whatever a first call allocates or chooses must have happened before the capture.
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UP_CALLS):

@@ -77,8 +77,7 @@ class TorchCompileSafetyMonitor:
         args, kwargs = _call(sample_input)
         try:
             with torch.inference_mode():
-                # torch ships no types for it.
-                found = torch._dynamo.explain(model)(*args, **kwargs)  # type: ignore[no-untyped-call]
+                found = torch._dynamo.explain(model)(*args, **kwargs)
         except Exception as error:
             # Whatever the model or the tracer raises: what cannot be explained is not compiled.
             return PreCompileResult((f"dynamo cannot explain the model ({type(error).__name__}: {error!s:.200})",))

@@ -139,7 +139,7 @@ class Shapes:
 
     def sweep(self) -> Iterator[list[list[int]]]:
         """Shapes that together take every dynamic dimension through all of its extents, others at either end."""
-        for number, places in enumerate(self.equal):
+        for number in range(len(self.equal)):
             span = self._span(number)
             for others in ("low", "high"):
                 ends = [getattr(self._span(n), others) for n in range(len(self.equal))]
@@ -151,7 +151,9 @@ class Shapes:
 
     def as_data(self) -> list[object]:
         """The same as plain data, for keys."""
-        return [[str(dtype), [list(span) for span in spans]] for dtype, spans in zip(self.dtypes, self.spans, strict=True)]
+        return [
+            [str(dtype), [list(span) for span in spans]] for dtype, spans in zip(self.dtypes, self.spans, strict=True)
+        ]
 
     def _span(self, group: int) -> Span:
         argument, dimension = self.equal[group][0]

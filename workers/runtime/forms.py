@@ -14,13 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from registry.package import ModelSpec
 from registry.tensors import Array
 from workers.runtime.base import DeviceLost, Prepared
+
+if TYPE_CHECKING:
+    from workers.compilation import TorchCompiler
 
 __all__ = ["EAGER", "Forms", "Forward", "Tunable", "finite_outputs"]
 
@@ -46,8 +49,10 @@ class Tunable(Protocol):
     def forms(self) -> Forms:
         """Through which it runs."""
 
-    def candidates(self) -> Mapping[str, Callable[[], Forward]]:
-        """The forms that could be had here, by name, the most promising first.
+    def candidates(self, compiler: TorchCompiler | None) -> Mapping[str, Callable[[], Forward]]:
+        """The forms that could be had here, by name, the most promising of each level first.
+
+        compiler: None where nothing is to be compiled.
 
         A builder may take long and changes nothing that serves; it is never called on a model thread. It raises
         CompilationRefused, ConfigurationError or whatever its framework does when there is no such form after all.

@@ -81,9 +81,9 @@ class OnnxRuntime(PackageRuntime):
         # Threads that spin for work take the cores from the worker's other threads.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         file = self._weights_file()
-        provider = self._provider(device, onnxruntime.get_available_providers())
+        providers = self._providers(device, onnxruntime.get_available_providers())
         try:
-            session = onnxruntime.InferenceSession(file, options, providers=[provider, "CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(file, options, providers=providers)
         except Exception as error:  # its errors share no class but this one
             raise ConfigurationError(
                 f"{self.spec.reference}: weights: {file.name} cannot be loaded ({type(error).__name__})"
@@ -93,15 +93,16 @@ class OnnxRuntime(PackageRuntime):
             raise ConfigurationError(f"{self.spec.reference}: onnxruntime cannot use {device}, expected a CUDA setup")
         return session
 
-    def _provider(self, device: str, available: Sequence[str]) -> object:
+    def _providers(self, device: str, available: Sequence[str]) -> list[object]:
         if device == "cpu":
-            return "CPUExecutionProvider"
+            return ["CPUExecutionProvider"]
         if "CUDAExecutionProvider" not in available:
             raise ConfigurationError(
                 f"{self.spec.reference}: this onnxruntime knows no CUDA. Expected: pip install onnxruntime-gpu"
             )
         _, _, number = device.partition(":")
-        return "CUDAExecutionProvider", {"device_id": int(number or 0)}
+        # The CPU runs what the other provider has no kernel for.
+        return [("CUDAExecutionProvider", {"device_id": int(number or 0)}), "CPUExecutionProvider"]
 
     def _check_names(
         self, kind: str, declared: Sequence[TensorSpec], found: Sequence[Any], with_default: Sequence[Any]

@@ -3,7 +3,7 @@
     texts -> prepare: as they are -> run: one call of the pipeline, one batch -> fields of each row's best answers
 
 An output bears the name of a field of the pipeline's answers: `label` and `score` of a text-classification, `token`,
-`token_str`, `sequence` and `score` of a fill-mask. Its shape is (batch,) for the best answer, (batch, k) for the best k.
+`token_str`, `sequence` and `score` of a fill-mask. Its shape is (batch,) for the best one, (batch, k) for the best k.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,25 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineRuntime"]
 
-_CUTS: Final[dict[str, Callable[[int], dict[str, object]]]] = {
-    "fill-mask": lambda length: {"tokenizer_kwargs": {"truncation": True, "max_length": length}},
-    "text-classification": lambda length: {"truncation": True, "max_length": length},
+
+class _Task(NamedTuple):
+    """model_class: the library's class that loads its models. cut: how a call is told to cut texts at so many tokens."""
+
+    model_class: str
+    cut: Callable[[int], dict[str, object]]
+
+
+_TASKS: Final = {
+    "fill-mask": _Task(
+        "AutoModelForMaskedLM", lambda length: {"tokenizer_kwargs": {"truncation": True, "max_length": length}}
+    ),
+    "text-classification": _Task(
+        "AutoModelForSequenceClassification", lambda length: {"truncation": True, "max_length": length}
+    ),
 }
-"""The tasks that give every row the same fields, and how each is told to cut its texts at so many tokens."""
+"""The tasks that give every row the same fields."""
+_MOST_CHARACTERS_PER_TOKEN: Final = 64
+"""Text beyond this many characters for each token allowed is not read: 10 MiB would take seconds to tokenise."""
 
 
 class PipelineRuntime(PackageRuntime):
@@ -49,6 +63,10 @@ class PipelineRuntime(PackageRuntime):
         """What transformers built; None until loaded."""
 
     @property
+    def _max_characters(self) -> int:
+        return self._max_tokens * _MOST_CHARACTERS_PER_TOKEN
+
+    @property
     def model(self) -> torch.nn.Module | None:
         """The pipeline's module; None until loaded."""
         model: torch.nn.Module | None = getattr(self.pipeline, "model", None)
@@ -63,13 +81,20 @@ class PipelineRuntime(PackageRuntime):
         tokenizer = self.pipeline.tokenizer
         room = self._max_tokens - tokenizer.num_special_tokens_to_add()
         for text in inputs[self._input].tolist():
+            if len(text) > self._max_characters:
+                raise InvalidInput(
+                    f"{self._input}: over {self._max_characters} characters. Expected at most {self._max_tokens} tokens"
+                )
             # No tokenizer makes more tokens than there are bytes.
             if len(text.encode()) > room and (tokens := len(tokenizer(text).input_ids)) > self._max_tokens:
                 raise InvalidInput(f"{self._input}: {tokens} tokens. Expected at most {self._max_tokens}")
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
         """The texts of all jobs, in order."""
-        texts = [text for job in jobs for text in job[self._input].tolist()]
+        if self.pipeline is None:
+            raise self._not_loaded()
+        limit = self._max_characters
+        texts = [text[:limit] for job in jobs for text in job[self._input].tolist()]
         return Prepared(len(texts), texts)
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
@@ -86,15 +111,15 @@ class PipelineRuntime(PackageRuntime):
         return arrays
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
-        task = self.spec.task
-        if task not in _CUTS:
+        task = _TASKS.get(self.spec.task or "")
+        if task is None:
             raise ConfigurationError(
-                f"{self.spec.reference}: task: found {task}, expected one of: {', '.join(sorted(_CUTS))}"
+                f"{self.spec.reference}: task: found {self.spec.task}, expected one of: {', '.join(sorted(_TASKS))}"
             )
         self._best = self._answers_per_row()
         self._device = TorchDevice(device, threads)
         try:
-            pipeline = self._pipeline(task, self._package.source_folder(), self._device)
+            pipeline = self._pipeline(task.model_class, self._package.source_folder(), self._device)
         except ConfigurationError:
             raise
         except Exception as error:
@@ -102,7 +127,7 @@ class PipelineRuntime(PackageRuntime):
                 f"{self.spec.reference}: the weights or the tokenizer cannot be read ({type(error).__name__})"
             ) from error
         own_weights(pipeline.model)
-        self._limit_tokens(pipeline)
+        self._limit_tokens(pipeline, task)
         self.pipeline = pipeline
         return module_bytes(pipeline.model)
 
@@ -115,7 +140,7 @@ class PipelineRuntime(PackageRuntime):
         text = f"{self.pipeline.tokenizer.mask_token} a" if self.spec.task == "fill-mask" else "a" * length
         return {self._input: np.full(rows, text, object)}
 
-    def _pipeline(self, task: str, folder: Path, device: TorchDevice) -> Any:
+    def _pipeline(self, model_class: str, folder: Path, device: TorchDevice) -> Any:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
@@ -123,17 +148,12 @@ class PipelineRuntime(PackageRuntime):
             import transformers
         except ImportError:
             raise ConfigurationError("transformers is not installed. Expected: pip install 'penstock[torch]'") from None
-        make: Any = transformers.pipeline  # its overloads know only some of its arguments
-        return make(
-            task,
-            model=str(folder),
-            tokenizer=str(folder),
-            device=device.device,
-            dtype=device.dtype(self.precision) or torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            model_kwargs={"use_safetensors": True},
-        )
+        dtype = device.dtype(self.precision) or torch.float32
+        load: Any = getattr(transformers, model_class).from_pretrained
+        model = load(folder, local_files_only=True, use_safetensors=True, dtype=dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        make: Any = transformers.pipeline  # its overloads do not take a task that is not written out
+        return make(self.spec.task, model=model, tokenizer=tokenizer, device=device.device)
 
     def _answers_per_row(self) -> int:
         extents = {spec.shape[1:] or (1,) for spec in self.spec.outputs}
@@ -145,7 +165,7 @@ class PipelineRuntime(PackageRuntime):
             )
         return best
 
-    def _limit_tokens(self, pipeline: Any) -> None:
+    def _limit_tokens(self, pipeline: Any, task: _Task) -> None:
         positions = int(getattr(pipeline.model.config, "max_position_embeddings", 0))
         self._max_tokens = self.spec.batching.max_length or positions or pipeline.tokenizer.model_max_length
         if positions and self._max_tokens > positions:
@@ -154,7 +174,7 @@ class PipelineRuntime(PackageRuntime):
                 "as the weights say"
             )
         if self.spec.batching.truncate:
-            self._arguments = _CUTS[str(self.spec.task)](self._max_tokens)
+            self._arguments = task.cut(self._max_tokens)
 
     def _field(self, rows: Sequence[Sequence[Mapping[str, Any]]], name: str, dtype: str, num_dims: int) -> Array:
         """(rows,) or (rows, k): a field of each row's answers. Raises ModelError when they have none of the name."""

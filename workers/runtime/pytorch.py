@@ -6,28 +6,41 @@
 returns a tensor, a sequence of tensors in the order of the declared outputs, or a mapping by name. With a precision
 of its own (fp32, bf16, fp16) a model computes in it: floats are cast on their way in and back to the declared dtype on
 their way out. Without one it is run as its author built it.
+
+Other forms of the module that a package builds: compiled, and in bf16 where the device is fast at it.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from registry.errors import ConfigurationError, ModelError, shown
 from registry.manifest import Manifest
 from registry.package import Package
+from registry.sections import Precision
 from registry.tensors import STRING, Array
 from workers.runtime.base import Prepared, concatenate
+from workers.runtime.cpu import has_fast_bf16
 from workers.runtime.entrypoint import PackageModules
+from workers.runtime.export import Exportable
+from workers.runtime.forms import Forms, Forward, finite_outputs
 from workers.runtime.loading import Loading, PackageRuntime
 from workers.runtime.torch_device import TorchDevice, module_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from workers.compilation import Compilable, TorchCompiler
+
 __all__ = ["ModuleRuntime", "PyTorchRuntime"]
 
+_COMPILED_ROWS: Final = 64
+"""Rows of the largest batch that a compiled form covers, where the package does not name a larger one."""
+_COMPILED_LENGTH: Final = 512
+"""The longest free dimension that it covers, where the package does not name a limit."""
 _MOST_NAMES: Final = 4
 """Weights that an error names."""
 
@@ -53,14 +66,7 @@ class ModuleRuntime(PackageRuntime):
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward of the module."""
-        model, device = self.model, self._loaded_device
-        if model is None:
-            raise self._not_loaded()
-        with device.inference():
-            outputs = model(*(None if one is None else device.upload(one, self._dtype) for one in prepared.payload))
-            arrays = {name: device.download(self._declared(name, tensor)) for name, tensor in self._named(outputs)}
-        self.spec.signature.check_outputs(arrays, prepared.rows)
-        return arrays
+        return self._forward(prepared, self._loaded, self._dtype)
 
     @abstractmethod
     def _module(self, manifest: Manifest, device: TorchDevice) -> object:
@@ -88,6 +94,23 @@ class ModuleRuntime(PackageRuntime):
             raise self._not_loaded()
         return self._device
 
+    @property
+    def _loaded(self) -> torch.nn.Module:
+        if self.model is None:
+            raise self._not_loaded()
+        return self.model
+
+    def _forward(self, prepared: Prepared, module: Callable[..., Any], dtype: torch.dtype | None) -> dict[str, Array]:
+        """One call of `module`, with floats in `dtype` if there is one, and back."""
+        device = self._loaded_device
+        with device.inference():
+            outputs = module(*(None if one is None else device.upload(one, dtype) for one in prepared.payload))
+            arrays = {
+                name: device.download(self._declared(name, tensor, dtype)) for name, tensor in self._named(outputs)
+            }
+        self.spec.signature.check_outputs(arrays, prepared.rows)
+        return arrays
+
     def _named(self, outputs: Any) -> Iterable[tuple[str, torch.Tensor]]:
         if isinstance(outputs, Mapping):
             return outputs.items()
@@ -98,10 +121,10 @@ class ModuleRuntime(PackageRuntime):
             )
         return zip(self._outputs, tensors, strict=True)
 
-    def _declared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _declared(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """The output in its declared dtype, where the precision is ours and not the author's."""
         declared = self._outputs.get(name, "")
-        is_cast = self._dtype is not None and declared.startswith("float")
+        is_cast = dtype is not None and declared.startswith("float")
         return self._loaded_device.cast(tensor, declared) if is_cast else tensor
 
 
@@ -111,6 +134,70 @@ class PyTorchRuntime(ModuleRuntime):
     def __init__(self, package: Package, loading: Loading | None = None) -> None:
         super().__init__(package, loading)
         self._modules: PackageModules | None = None
+        self.forms: Final = Forms(super().run, finite_outputs(package.spec))
+        """Through which every forward goes."""
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """One forward, by the form in use."""
+        return self.forms.run(prepared)
+
+    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
+        """See Tunable. A precision that the package or the operator asked for is kept."""
+        device = self._loaded_device
+        found: dict[str, Callable[[], Forward]] = {}
+        if compiler is not None and self._has_fixed_inputs:
+            found["compiled"] = lambda: self._compiled(compiler, "compiled")
+        if self.precision != "auto" or not (device.is_cuda or has_fast_bf16()):
+            return found
+        reduced = device.reduced_precision
+        found[reduced] = lambda: self._reduced_forward(reduced)
+        if compiler is not None and self._has_fixed_inputs and device.is_cuda and reduced == "bf16":
+            found["compiled-bf16"] = lambda: self._compiled(compiler, "compiled-bf16")
+        return found
+
+    def compilable(self, form: str) -> Compilable:
+        """The declared inputs, by position -> the declared outputs, for every batch up to the largest."""
+        from workers.compilation import Compilable
+
+        dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
+        module = self._reduced(dtype) if form == "compiled-bf16" else self._loaded
+        longest = self.spec.batching.max_length or _COMPILED_LENGTH
+        rows = max(_COMPILED_ROWS, self.spec.batching.max_batch_size)
+        corners = ((2, 4), (1, 2), (rows, longest))
+        return Compilable(module, tuple(self._example_tensors(*corner, dtype) for corner in corners))
+
+    def exportable(self) -> Exportable:
+        """The declared inputs, by position -> the declared outputs."""
+        if not self._has_fixed_inputs:
+            raise ConfigurationError(
+                f"{self.spec.reference}: cannot be exported to ONNX: found optional inputs, expected none"
+            )
+        examples = self._example_tensors(2, 4, self._dtype), self._example_tensors(3, 5, self._dtype)
+        return Exportable(self._loaded, examples, self._names, tuple(self._outputs))
+
+    @property
+    def _has_fixed_inputs(self) -> bool:
+        """Whether every call has the same tensors: a graph has no place for an absent one."""
+        return not any(spec.optional for spec in self.spec.inputs)
+
+    def _example_tensors(self, rows: int, length: int, dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
+        inputs = self._example(rows, length)
+        device = self._loaded_device
+        return tuple(device.upload(device.host_tensor(inputs[name]), dtype) for name in self._names)
+
+    def _reduced(self, dtype: torch.dtype | None) -> torch.nn.Module:
+        """A second copy of the model, in another precision."""
+        return copy.deepcopy(self._loaded).to(dtype)
+
+    def _reduced_forward(self, precision: Precision) -> Forward:
+        dtype = self._loaded_device.dtype(precision)
+        module = self._reduced(dtype)
+        return lambda prepared: self._forward(prepared, module, dtype)
+
+    def _compiled(self, compiler: TorchCompiler, form: str) -> Forward:
+        dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
+        compiled = compiler.compile(self, form)
+        return lambda prepared: self._forward(prepared, compiled, dtype)
 
     def _module(self, manifest: Manifest, device: TorchDevice) -> object:
         self._modules = PackageModules(self._package, manifest)
@@ -121,6 +208,7 @@ class PyTorchRuntime(ModuleRuntime):
         return module
 
     def _release(self) -> None:
+        self.forms.reset("unloaded")
         super()._release()
         if self._modules is not None:
             self._modules.forget()

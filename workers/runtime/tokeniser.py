@@ -75,13 +75,20 @@ class TokenCache:
 
 
 class Tokeniser:
-    """A tokenizers.Tokenizer that has been told how to truncate. For any thread.
+    """A tokenizer of the `tokenizers` library, which is told here to pad nothing and where to cut. For any thread.
 
-    backend: `encode_batch_fast(texts)` -> encodings with `ids`.
+    truncate_at: the most tokens of a text; None: texts are not cut.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, truncate_at: int | None = None) -> None:
+        backend.no_padding()
+        if truncate_at is None:
+            backend.no_truncation()
+        else:
+            backend.enable_truncation(truncate_at)
         self._backend = backend
+        self.added_tokens: Final[int] = backend.num_special_tokens_to_add(False)
+        """Tokens of an empty text."""
         self._pool: ThreadPoolExecutor | None = None
         self._threads = 1
         self.cache: TokenCache | None = None

@@ -66,6 +66,13 @@ class TorchDevice:
         dtype: torch.dtype | None = None if precision == "auto" else getattr(self._torch, _DTYPES[precision])
         return dtype
 
+    @property
+    def reduced_precision(self) -> Precision:
+        """The half-size number format of this device: bf16, which has the range of fp32, where it is fast."""
+        if self.is_cuda and not self._torch.cuda.is_bf16_supported(including_emulation=False):
+            return "fp16"
+        return "bf16"
+
     def place(self, model: object, reference: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
         """The same module object, on this device, in evaluation mode and, with a dtype, in that precision.
 

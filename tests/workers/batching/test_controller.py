@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from registry.queues import Priority
@@ -52,7 +52,7 @@ class TestStepLoad:
         """The same arrivals, the same model: five seconds after the step the target is kept, and only with it."""
         with_it, without = step_load(controller()), step_load(None)
         assert with_it.p95_s(NORMAL, 15, 40) < TARGET_S
-        assert without.p95_s(NORMAL, 15, 40) > 3 * TARGET_S
+        assert without.p95_s(NORMAL, 15, 40) > 2 * TARGET_S
 
     def test_the_batches_fall_with_the_step_and_grow_back_after_it(self):
         """The rows follow the load down within seconds, and are all there again once nobody urgent comes."""
@@ -63,7 +63,7 @@ class TestStepLoad:
         assert steered.rows == MAX_ROWS
 
     def test_it_settles(self):
-        """Between the goal and the target nothing moves: the rows change a few times and then hardly ever."""
+        """A little below the target nothing moves: the rows change a few times and then hardly ever."""
         changes = [at for at, _ in step_load(controller()).sizes if 20 < at < 40]
         assert len(changes) <= 4
 
@@ -92,8 +92,7 @@ class TestStepLoad:
         fixed_s = fixed_rows * per_row_s
         rate = max(20.0, load / per_row_s * 0.8)
         least = _fewest_rows_at(0.8, fixed_rows)
-        if 3.2 * (fixed_s + per_row_s * least) * (1 + noise) > 0.8 * TARGET_S or rate * per_row_s > 0.4:
-            return
+        assume(3.2 * (fixed_s + per_row_s * least) * (1 + noise) < 0.75 * TARGET_S and rate * per_row_s < 0.4)
         plant = Plant(fixed_s, per_row_s, MAX_ROWS, controller(), has_backlog=True, noise=noise, seed=seed)
         plant.run([(at, NORMAL) for at in poisson(rate, 1, 25, seed)], until=26)
         assert plant.p95_s(NORMAL, 10, 25) < TARGET_S
@@ -142,9 +141,18 @@ class TestBacklog:
     def test_a_few_jobs_have_no_p95(self):
         """Nineteen slow jobs change nothing, the twentieth does."""
         steered = controller()
-        observe(steered, batch_of(1, 63), 0.3, forward_s=0.1, start=0.0, times=19)
+        observe(steered, batch_of(19, 45), 0.3, forward_s=0.1, start=0.0, times=1)
+        steered.observe(batch_of(0, 64), 0.1, [0.3] * 64, 0, 1.0)
         assert steered.rows == MAX_ROWS
-        observe(steered, batch_of(1, 63), 0.3, forward_s=0.1, start=1.9, times=4)
+        steered.observe(batch_of(1, 63), 0.1, [0.3] * 64, 0, 1.5)
+        assert steered.rows < MAX_ROWS
+
+    def test_a_little_below_the_target_nothing_moves(self):
+        """A p95 at 0.85 of the target is no reason for smaller batches; one at 0.95 is."""
+        steered = controller()
+        observe(steered, batch_of(8, 56), 0.85 * TARGET_S, forward_s=0.05, start=0.0, times=50)
+        assert steered.rows == MAX_ROWS
+        observe(steered, batch_of(8, 56), 0.95 * TARGET_S, forward_s=0.05, start=2.5, times=200)
         assert steered.rows < MAX_ROWS
 
 
@@ -158,6 +166,7 @@ class TestWait:
         max_wait_ms=st.floats(0, 100),
     )
     @example(depths=[0, MAX_ROWS], forward_ms=5.0, max_wait_ms=50.0)
+    @example(depths=[0, MAX_ROWS], forward_ms=30.0, max_wait_ms=50.0)
     def test_it_shrinks_as_the_depth_rises(self, depths: list[int], forward_ms: float, max_wait_ms: float):
         """The more jobs wait, the shorter; all the settings allow while none does, one forward when a batch does."""
         waits = []

@@ -1,0 +1,385 @@
+"""Which version of a model answers, changed while jobs flow: prepared everywhere, decided once, flipped in one write.
+
+    promote, rollback -> PREPARE  a wish for the version, until every live worker of the model has it in memory
+                      -> DECIDE   one transaction of the registry, which gives the decision its epoch
+                      -> FLIP     one write in the broker: jobs claimed from then on are answered by the new version
+
+A worker that cannot load the version stops all of it before anything has changed. A crash between the last two steps
+leaves the old version answering: `sync`, or the next decision, makes up for it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, NamedTuple
+
+from compose.keys import OperatorKeys, operator_keys
+from compose.orders import Orders
+from compose.replicas import Tell, Watch, replicas
+from registry.broker.base import Broker
+from registry.broker.redis_streams import RedisStreams
+from registry.catalog import ModelRegistryClient
+from registry.control import Command
+from registry.deployment import Deployment
+from registry.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    Corrupt,
+    ModelNotReady,
+    TransitionConflict,
+    TransitionRefused,
+)
+from registry.lineage import ModelLineage
+from registry.local_stack import with_broker
+from registry.package import ModelSpec, load_package
+from registry.reconciler import StateStore, Wish
+from registry.settings import Settings
+from registry.signed import Signer
+from registry.stages import Action, ModelStage, check_step, parse_stage
+from registry.tables import RegisteredVersion, Transition
+
+__all__ = ["Deployer", "Rollout", "deployed", "open_registry", "state_store"]
+
+_FOLLOW_S: Final = 3.0
+"""Workers without jobs hear of a flip with their next report."""
+
+
+class Rollout(NamedTuple):
+    """How a promotion or a rollback went. `prepared`: the workers that had the version in memory before the flip;
+    `late`: those that had not said afterwards that they answer with it."""
+
+    transition: Transition
+    prepared: tuple[str, ...]
+    late: tuple[str, ...]
+    seconds: float
+
+
+class Deployer:
+    """Registers, promotes, rolls back, loads and unloads; `with Deployer.connect() as deployer: ...`
+
+    registry: decides. states: where workers look for what they are to load; None: `orders` tell each of them.
+    sign: the operator's signature. load_timeout_s: how long workers may take to load. sweep_s: how often they look.
+    tell: hears, line by line, how things go on.
+    """
+
+    def __init__(
+        self,
+        registry: ModelRegistryClient,
+        broker: Broker,
+        *,
+        states: StateStore | None = None,
+        orders: Orders | None = None,
+        sign: Signer | None = None,
+        load_timeout_s: float = 300.0,
+        sweep_s: float = 5.0,
+        tell: Tell = lambda line: None,
+    ) -> None:
+        self.registry: Final = registry
+        self._broker = broker
+        self._states = states
+        self._orders = orders
+        self._sign = sign
+        self._load_timeout_s = load_timeout_s
+        self._sweep_s = sweep_s
+        self._tell = tell
+        self._exits = ExitStack()
+
+    @classmethod
+    def connect(cls, settings: Settings | None = None, *, tell: Tell = lambda line: None) -> Deployer:
+        """With the broker, the registry and the operator's key of these settings, or of this process's environment.
+
+        Makes the key at the first use. Raises ConfigurationError.
+        """
+        settings = with_broker(settings or Settings.load())
+        keys = operator_keys(settings, for_changes=True)
+        with ExitStack() as exits:
+            broker = RedisStreams.from_url(settings.redis_url or "")
+            exits.callback(broker.close)
+            orders = Orders(settings, keys.sign) if keys.sign else None
+            if orders is not None:
+                exits.callback(orders.close)
+            states = state_store(settings)
+            if states is not None:
+                exits.callback(states.close)
+            deployer = cls(
+                open_registry(settings, keys),
+                broker,
+                states=states,
+                orders=orders,
+                sign=keys.sign,
+                load_timeout_s=settings.inference.load_timeout_s,
+                sweep_s=settings.inference.state_reconcile_interval_s,
+                tell=tell,
+            )
+            deployer._exits = exits.pop_all()
+        return deployer
+
+    def __enter__(self) -> Deployer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the connections that `connect` made."""
+        self._exits.close()
+
+    # Stages
+
+    def register(self, path: Path, lineage: ModelLineage | None = None, *, reason: str = "") -> RegisteredVersion:
+        """Makes the package in a folder a DRAFT, and known to the broker, so that jobs that name it are accepted.
+
+        Where nothing answers for the model yet, jobs that name no version are accepted by its spec, too. Repeating it
+        changes nothing. Raises ConfigurationError for the package, and as ModelRegistryClient.register does;
+        BrokerUnavailable when the version is registered but the broker did not hear of it.
+        """
+        package = load_package(path)
+        version = self.registry.register(package, lineage, reason=reason)
+        spec = package.spec
+        try:
+            self._broker.put_spec(spec.name, spec.to_json(), spec.version)
+            if not self._is_answered(spec.name):
+                self._broker.put_spec(spec.name, spec.to_json())
+        except BrokerUnavailable as error:
+            raise BrokerUnavailable(
+                f"{version.reference} is registered, in {version.stage}, but its jobs are not accepted yet: {error}. "
+                "Expected the same command again, once the broker answers"
+            ) from error
+        return version
+
+    def promote(
+        self,
+        name: str,
+        version: str,
+        to: ModelStage | str = ModelStage.PRODUCTION,
+        *,
+        reason: str = "",
+        prepare: bool = True,
+        timeout_s: float | None = None,
+    ) -> Rollout:
+        """Takes a version to STAGING, or to PRODUCTION, where it answers from the next claim on.
+
+        prepare: wait, for `timeout_s` or the limit of a load, until every live worker has it in memory. Raises
+        TransitionRefused when one cannot load it, with nothing changed; as ModelRegistryClient.promote does; and
+        BrokerUnavailable.
+        """
+        stage = parse_stage(to)
+        found = self.registry.find(name, version)
+        if found.stage is ModelStage.PRODUCTION:
+            self.sync(name)
+        check_step(found.reference, Action.PROMOTE, found.stage, stage)
+        if stage is not ModelStage.PRODUCTION:
+            return Rollout(self.registry.promote(name, found.version, stage, reason=reason), (), (), 0.0)
+        self.registry.verify(name, found.version)
+        return self._roll_out(
+            found,
+            lambda: self.registry.promote(name, found.version, stage, reason=reason),
+            self._load_timeout_s if timeout_s is None else timeout_s,
+            prepare=prepare,
+        )
+
+    def rollback(self, name: str, *, reason: str = "", prepare: bool = True, timeout_s: float | None = None) -> Rollout:
+        """Restores the version that was in production before, prepared and flipped like a promotion."""
+        productions = self.registry.history(name)[-1].productions
+        if len(productions) < 2:
+            self.registry.rollback(name, reason=reason)
+        return self._roll_out(
+            self.registry.verify(name, productions[-2]),
+            lambda: self.registry.rollback(name, reason=reason),
+            self._load_timeout_s if timeout_s is None else timeout_s,
+            prepare=prepare,
+        )
+
+    def sync(self, name: str) -> RegisteredVersion:
+        """Makes the version in production the one that answers, where a crash has left the broker behind.
+
+        Raises UnknownModel without one in production, TransitionConflict when the broker follows a later decision.
+        """
+        version = self.registry.find(name)
+        self._flip(version, version.epoch)
+        return version
+
+    def _roll_out(
+        self, version: RegisteredVersion, decide: Callable[[], Transition], timeout_s: float, *, prepare: bool
+    ) -> Rollout:
+        begun = time.monotonic()
+        with self._prepared(version, timeout_s) if prepare else nullcontext(()) as prepared:
+            transition = decide()
+        decided = self.registry.find(version.name, transition.version)
+        try:
+            self._flip(decided, transition.epoch)
+        except BrokerUnavailable as error:
+            raise BrokerUnavailable(
+                f"{decided.reference} is in production in the registry, but the old version still answers: {error}. "
+                f"Expected `penstock models sync {version.name}`, once the broker answers"
+            ) from error
+        seconds = time.monotonic() - begun
+        self._tell(f"{decided.reference} answers from now on (epoch {transition.epoch})")
+        self._release_older(transition)
+        late = self._watch(decided.name, decided.version).await_active(_FOLLOW_S) if prepared else []
+        return Rollout(transition, tuple(prepared), tuple(late), seconds)
+
+    @contextmanager
+    def _prepared(self, version: RegisteredVersion, timeout_s: float) -> Iterator[Sequence[str]]:
+        """The block begins when every live worker has the version in memory; an exception takes the wish back."""
+        watch = self._watch(version.name, version.version)
+        if not watch.look():
+            self._tell(f"no live worker serves {version.name}: nothing to prepare")
+        try:
+            self._ask(version, is_wanted=True)
+            yield self._await_prepared(watch, version, timeout_s)
+        except BaseException:
+            self._withdraw(version)
+            raise
+
+    def _await_prepared(self, watch: Watch, version: RegisteredVersion, timeout_s: float) -> list[str]:
+        try:
+            return watch.await_ready(version.content_hash, timeout_s)
+        except ModelNotReady as problem:
+            raise TransitionRefused(f"{version.reference} stays in {version.stage}. {problem}") from None
+
+    def _flip(self, version: RegisteredVersion, epoch: int) -> None:
+        record = Deployment(epoch, version.name, version.version, version.content_hash).seal(self._sign)
+        spec = ModelSpec.from_json(json.dumps(version.spec).encode()).to_json()
+        if not self._broker.activate(version.name, epoch, record, version.version, spec):
+            raise TransitionConflict(
+                f"{version.reference} is in production since epoch {epoch} of this registry, and the broker follows "
+                "another decision of that epoch or a later one. Expected the registry and the key that made it"
+            )
+
+    def _release_older(self, transition: Transition) -> None:
+        """Workers need not keep what neither answers nor would be restored by a rollback."""
+        kept = transition.productions[-2:]
+        for version in self.registry.versions(transition.name):
+            if version.stage is ModelStage.ARCHIVED and version.version not in kept and self._is_wanted(version):
+                self._withdraw(version)
+
+    # Memory
+
+    def load(self, name: str, version: str, *, worker: str | None = None, timeout_s: float | None = None) -> list[str]:
+        """Has a version loaded by every live worker of the model, or by one; returns which have it.
+
+        Raises ModelNotReady with a worker's problem, or when the time is over; ConfigurationError.
+        """
+        found = self.registry.find(name, version)
+        watch = self._watch(name, found.version, only=worker)
+        self._need_one(watch, name, worker)
+        self._ask(found, is_wanted=True, worker=worker)
+        return watch.await_ready(found.content_hash, self._load_timeout_s if timeout_s is None else timeout_s)
+
+    def unload(
+        self, name: str, version: str, *, worker: str | None = None, timeout_s: float | None = None
+    ) -> list[str]:
+        """Has a version unloaded, once it is idle, by every live worker of the model, or by one; returns which.
+
+        Raises TransitionRefused for the version that answers, and as `load` does.
+        """
+        found = self.registry.find(name, version)
+        watch = self._watch(name, found.version, only=worker)
+        self._need_one(watch, name, worker)
+        if found.stage is ModelStage.PRODUCTION or any(replica.is_active for replica in watch.look()):
+            raise TransitionRefused(f"{found.reference} answers jobs. Expected another version to be promoted first")
+        self._ask(found, is_wanted=False, worker=worker)
+        return watch.await_gone(self._load_timeout_s if timeout_s is None else timeout_s)
+
+    def compile(self, name: str, *, worker: str | None = None) -> list[str]:
+        """Asks the workers of a model to compile it now; returns which. Raises ModelNotReady when one refuses."""
+        workers = self._workers_of(name, worker)
+        self._command(Command.new("compile", name), workers)
+        return workers
+
+    def _ask(self, version: RegisteredVersion, *, is_wanted: bool, worker: str | None = None) -> None:
+        if worker is None and self._states is not None:
+            content_hash = version.content_hash if is_wanted else ""
+            wish = Wish(version.name, version.version, is_wanted, content_hash, time.time())
+            self._states.put(wish, self._sign)
+            self._nudge(version.name)
+            return
+        action: Literal["load", "unload"] = "load" if is_wanted else "unload"
+        command = Command.new(action, version.name, version.version, version.content_hash)
+        self._command(command, self._workers_of(version.name, worker))
+
+    def _withdraw(self, version: RegisteredVersion) -> None:
+        # Of two problems the first one counts.
+        with suppress(BrokerUnavailable, ConfigurationError, ModelNotReady):
+            self._ask(version, is_wanted=False)
+
+    def _is_wanted(self, version: RegisteredVersion) -> bool:
+        if self._states is None:
+            return any(replica.state == "ready" for replica in self._watch(version.name, version.version).look())
+        record = self._states.wishes().get(version.reference)
+        try:
+            return record is not None and Wish.open(record, None).is_wanted
+        except Corrupt:
+            return False
+
+    def _nudge(self, name: str) -> None:
+        """Workers look by themselves every few seconds; those that obey commands look at once."""
+        workers = self._workers_of(name, None)
+        if self._orders is not None and workers:
+            with suppress(BrokerUnavailable):
+                self._orders.mention(Command.new("reconcile"), workers)
+
+    def _command(self, command: Command, workers: list[str]) -> None:
+        if self._orders is None:
+            raise ConfigurationError("Control commands are signed. Expected an operator's key, see `penstock doctor`")
+        refusals = self._orders.give(command, workers) if workers else {}
+        for worker, problem in refusals.items():
+            raise ModelNotReady(f"{worker}: {problem}")
+
+    def _watch(self, name: str, label: str, *, only: str | None = None) -> Watch:
+        return Watch(self._broker, name, label, sweep_s=self._sweep_s, tell=self._tell, only=only)
+
+    def _need_one(self, watch: Watch, name: str, worker: str | None) -> None:
+        if not watch.look():
+            who = "No live worker" if worker is None else f"{worker[:80]!r} is no live worker that"
+            serving = ", ".join(self._workers_of(name, None)) or "there is none"
+            raise ModelNotReady(f"{who} serves {name}. Expected one of: {serving}")
+
+    def _workers_of(self, name: str, only: str | None) -> list[str]:
+        found = [replica.worker for replica in replicas(self._broker, name, "")]
+        return [worker for worker in found if only in (None, worker)]
+
+    def _is_answered(self, name: str) -> bool:
+        return bool(self._broker.actives([name])[name]) or bool(self._workers_of(name, None))
+
+
+def open_registry(settings: Settings, keys: OperatorKeys) -> ModelRegistryClient:
+    """The registry of these settings, in the name of whoever runs this process."""
+    return ModelRegistryClient(settings.registry_url, sign=keys.sign, verify=keys.verify, actor=_actor())
+
+
+def state_store(settings: Settings) -> StateStore | None:
+    """Where workers look for what they are to load; None where the settings say that each keeps its own state."""
+    inference = settings.inference
+    if not inference.state_reconcile_enabled:
+        return None
+    return StateStore.from_url(inference.state_redis_url or settings.redis_url or "", inference.state_prefix)
+
+
+def deployed(broker: Broker, name: str) -> Deployment | None:
+    """What the broker hands to workers as the decision about a model; None before the first one.
+
+    Raises Corrupt for what is no such record; signatures are for workers to check.
+    """
+    active = broker.actives([name])[name]
+    return Deployment.open(active, name) if active else None
+
+
+def _actor() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container's user need not have a name.
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,62 @@
+"""Signed orders to workers, through Celery's remote control, and what each of them answers.
+
+Command -> signed with the operator's key -> broadcast `penstock_models` -> a worker's Obedience -> its answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+from registry.control import CONTROL_COMMAND, Command
+from registry.errors import BrokerUnavailable
+from registry.settings import Settings
+from registry.signed import Signer
+from workers.boot import celery_url
+
+__all__ = ["Orders"]
+
+_TIMEOUT_S: Final = 5.0
+_CONNECTION: Final = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "max_retries": 0}
+
+
+class Orders:
+    """Gives orders in the operator's name. Connects with the first one."""
+
+    def __init__(self, settings: Settings, sign: Signer) -> None:
+        self._sign = sign
+        self._app = Celery("penstock", broker=celery_url(settings.celery_url or ""), set_as_current=False)
+        self._app.conf.update(
+            broker_transport_options=_CONNECTION,
+            broker_connection_timeout=_TIMEOUT_S,
+            task_serializer="json",
+            accept_content=["json"],
+        )
+
+    def give(self, command: Command, workers: Sequence[str], timeout_s: float = _TIMEOUT_S) -> dict[str, str]:
+        """The refusals, by worker; one that has not answered in time counts as one. Raises BrokerUnavailable."""
+        answers: dict[str, Any] = {}
+        for answer in self._broadcast(command, workers, reply=True, timeout=timeout_s, limit=len(workers)) or ():
+            answers.update(answer)
+        silence = {"error": f"gave no answer within {timeout_s:g} s"}
+        heard = {worker: answers.get(worker, silence) for worker in workers}
+        return {worker: str(answer.get("error", answer)) for worker, answer in heard.items() if "ok" not in answer}
+
+    def mention(self, command: Command, workers: Sequence[str]) -> None:
+        """Gives an order that nobody has to answer. Raises BrokerUnavailable."""
+        self._broadcast(command, workers)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._app.close()
+
+    def _broadcast(self, command: Command, workers: Sequence[str], **how: Any) -> Any:
+        order = {"command": command.seal(self._sign)}
+        try:
+            return self._app.control.broadcast(CONTROL_COMMAND, arguments=order, destination=list(workers), **how)
+        except (OperationalError, RedisError, OSError) as error:
+            raise BrokerUnavailable(f"Celery's broker does not answer ({type(error).__name__})") from error

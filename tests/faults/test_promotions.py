@@ -1,0 +1,84 @@
+"""F15: 20 processes promote and roll back one model at once, and some are killed in the middle of a change."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from registry.catalog import ModelRegistryClient, ModelStage
+from tests.faults.promoters import MODEL, moments_of, race, stock
+from tests.faults.rounds import is_full, seeds
+from tests.servers import PostgresDatabase, let_pass
+
+PROCESSES = 20
+TIMES = 20 if is_full() else 4
+"""Changes that each process tries in one round; `make bench` lets each try 200."""
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def own_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database that this test has for itself."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/registry.db"
+        return
+    database = PostgresDatabase().create()
+    try:
+        yield database.url
+    finally:
+        database.drop()
+
+
+@pytest.mark.parametrize("seed", seeds(ways=2))
+def test_racing_operators_leave_one_version_in_production(seed: int, own_url: str, tmp_path: Path, record_property):
+    """AR-021: one version in production at every moment, though four die inside a change; every loser is told."""
+    chance = random.Random(seed)
+    victims = dict.fromkeys(chance.sample(range(PROCESSES), 3), 1)
+
+    def kill_another(pids: list[int]) -> None:
+        let_pass(chance.uniform(0.0, 0.5))
+        os.kill(pids[chance.choice([*set(range(PROCESSES)) - victims.keys()])], signal.SIGKILL)
+
+    found = race(
+        own_url, tmp_path, processes=PROCESSES, times=TIMES, seed=seed, victims=victims, meanwhile=kill_another
+    )
+    record_property("times", PROCESSES * TIMES)
+    record_property("lost", found.others)
+    assert found.unexpected == []
+    assert found.others == 0
+    assert found.missing == 0
+    assert found.moments > 0
+    assert found.told > 0
+    # Who was killed from outside may have been so between the commit and the note of it.
+    assert 0 <= found.changes - found.outcomes["done"] <= 1
+    assert len(victims) <= found.killed <= len(victims) + 1
+    assert found.outcomes.total() >= (PROCESSES - len(victims) - 1) * TIMES
+    _promote_another(ModelRegistryClient(own_url))
+
+
+def _promote_another(client: ModelRegistryClient) -> None:
+    """Whoever comes after the killed ones finds no lock in the way."""
+    stages = [version.stage for version in client.versions(MODEL)]
+    assert stages.count(ModelStage.PRODUCTION) == 1
+    current = client.find(MODEL)
+    other = next(each for each in client.versions(MODEL) if each.stage is not ModelStage.PRODUCTION)
+    if other.stage is ModelStage.ARCHIVED:
+        client.promote(MODEL, other.version, ModelStage.STAGING)
+    assert client.promote(MODEL, other.version, ModelStage.PRODUCTION).replaced == current.version
+
+
+def test_history_with_two_or_none_in_production_is_noticed(tmp_path: Path):
+    """The judge itself: a step that forgets whom it replaced, and one that leaves nobody, are counted."""
+    client = stock(f"sqlite:///{tmp_path}/registry.db", tmp_path / "models")
+    client.promote(MODEL, "2", ModelStage.PRODUCTION)
+    sound = client.history(MODEL)
+    assert set(moments_of(sound)) == {1}
+    forgetful = [*sound[:-1], replace(sound[-1], replaced=None)]
+    assert moments_of(forgetful)[2] == 1
+    deserted = [*sound, replace(sound[-1], after=ModelStage.DRAFT, before=ModelStage.PRODUCTION, replaced=None)]
+    assert moments_of(deserted)[0] == 1

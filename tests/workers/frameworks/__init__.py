@@ -1,0 +1,1 @@
+"""Model objects of any framework, and what stands for them at the serving boundary."""

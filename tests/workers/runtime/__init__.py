@@ -1,0 +1,1 @@
+"""Runtimes: one suite over all of them, then what is particular to each."""

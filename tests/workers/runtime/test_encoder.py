@@ -1,0 +1,109 @@
+"""The sentence encoder: its vectors are those of the reference implementation, and texts are padded little."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from registry.errors import ConfigurationError
+from registry.package import load_package
+from tests.workers.runtime.formats import opened
+from workers.runtime.transformers import EncoderRuntime, slice_by_length
+
+SAMPLES = Path(__file__).parents[3] / "models"
+TEXTS = [
+    "Returns the date that a string stands for.",
+    "",
+    "Ein Satz mit Umlauten: äöü, und 数字 🙂.",
+    "Compresses bytes. " * 120,
+    "short",
+    "a" * 5000,
+]
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Iterator[EncoderRuntime]:
+    runtime = opened(SAMPLES / "minilm" / "1")
+    assert isinstance(runtime, EncoderRuntime)
+    yield runtime
+    runtime.close()
+
+
+def test_minilm_equals_sentence_transformers(minilm: EncoderRuntime):
+    """Embeddings agree with the reference implementation to 1e-5, long, empty and foreign text included."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = load_package(SAMPLES / "minilm" / "1").source_folder()
+    reference = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    ours = minilm.run(minilm.prepare([{"text": np.array(TEXTS, object)}]))["embedding"]
+    np.testing.assert_allclose(ours, reference.encode(TEXTS, normalize_embeddings=True), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(ours, axis=1), 1, atol=1e-5)
+
+
+def test_minilm_pads_little_in_arrival_order(minilm: EncoderRuntime):
+    """One long text does not make the short ones of its batch as dear as itself."""
+    texts = ["a few words"] * 31 + ["word " * 250]
+    prepared = minilm.prepare([{"text": np.array([text], object)} for text in texts])
+    padded_together = 32 * max(piece.ids.shape[1] for piece in prepared.payload)
+    assert prepared.padded_tokens <= 1.1 * prepared.tokens
+    assert prepared.padded_tokens <= 0.1 * padded_together
+
+
+def test_minilm_length_grows_with_the_text_up_to_what_is_read(minilm: EncoderRuntime):
+    """The estimate orders jobs by cost and ends at the cut."""
+    lengths = [minilm.length({"text": np.array([text], object)}) for text in ("", "a few words", "word " * 20)]
+    assert lengths == sorted(set(lengths))
+    assert minilm.length({"text": np.array(["short", "word " * 9000], object)}) == 256
+
+
+def write_encoder(root: Path, **batching: object) -> Path:
+    """MiniLM as a package with its own weights folder; returns its folder."""
+    sample = load_package(SAMPLES / "minilm" / "1")
+    folder = root / "encoder" / "1"
+    shutil.copytree(sample.source_folder(), folder / "weights")
+    document = yaml.safe_load((sample.folder / "model.yaml").read_text())
+    document |= {"name": "encoder", "source": {"path": "weights"}}
+    document["batching"] |= batching
+    (folder / "model.yaml").write_text(yaml.safe_dump(document))
+    return folder
+
+
+def test_unreadable_tokenizer_is_one_clear_line(models_root: Path):
+    """A download that broke off is told at load, without a path."""
+    folder = write_encoder(models_root)
+    (folder / "weights" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"^encoder/1: the weights or the tokenizer cannot be read \(\w+\)$"):
+        opened(folder)
+
+
+def test_limit_beyond_what_the_model_can_read_is_refused(models_root: Path):
+    """More tokens than the model has positions would fail on the first long text."""
+    folder = write_encoder(models_root, max_length=513)
+    with pytest.raises(ConfigurationError, match=r"^encoder/1: batching\.max_length: found 513, expected at most 512"):
+        opened(folder)
+
+
+def test_weights_that_are_pooled_in_another_way_are_refused(models_root: Path):
+    """A model trained for another pooling would answer with plausible nonsense."""
+    folder = write_encoder(models_root)
+    pooling = '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}'
+    (folder / "weights" / "1_Pooling" / "config.json").write_text(pooling)
+    with pytest.raises(ConfigurationError, match="pooled by cls_token, expected mean_tokens"):
+        opened(folder)
+
+
+@given(st.lists(st.integers(1, 256), min_size=1, max_size=64), st.integers(0, 512))
+def test_slices_hold_every_row_once_and_pad_within_the_cost_of_a_forward(lengths: list[int], forward_tokens: int):
+    """No row is lost or doubled; within a slice lengths ascend and padding stays below what a forward costs."""
+    slices = slice_by_length(lengths, forward_tokens)
+    assert sorted(row for rows in slices for row in rows) == list(range(len(lengths)))
+    for rows in slices:
+        ascending = [lengths[row] for row in rows]
+        assert ascending == sorted(ascending)
+        assert sum(ascending[-1] - length for length in ascending) <= forward_tokens

@@ -1,0 +1,61 @@
+"""The rows that calibration runs: as large as a job's may be. What they take of a GPU: tests/benchmarks/gpu.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from registry.package import load_package
+from tests.packages import write_package
+from tests.servers import ROOT
+from workers.device_memory import largest_example
+from workers.runtime.base import Runtime
+from workers.runtime.open import open_runtime
+
+_SOURCE = """
+def build():
+    return lambda inputs: {"y": inputs["x"]}
+"""
+
+
+def free_extent(root: Path, **batching: object) -> Runtime:
+    """A loaded model that takes `x` float32 (batch, tokens)."""
+    folder = write_package(root, "free", _SOURCE)
+    spec = yaml.safe_load((folder / "model.yaml").read_text())
+    for tensor in (*spec["inputs"], *spec["outputs"]):
+        tensor["shape"] = ["batch", "tokens"]
+    spec["batching"] = batching
+    (folder / "model.yaml").write_text(yaml.safe_dump(spec))
+    runtime = open_runtime(load_package(folder, (root,)))
+    runtime.load("cpu", 1)
+    return runtime
+
+
+def test_free_dimensions_are_as_long_as_the_package_allows(models_root: Path):
+    """What a job of the longest input takes is what must fit, not what a short one takes."""
+    runtime = free_extent(models_root, length_input="x", max_length=77)
+    assert largest_example(runtime, 3)["x"].shape == (3, 77)
+
+
+def test_the_longest_bucket_counts_where_no_length_is_said(models_root: Path):
+    """Buckets say how long inputs get."""
+    runtime = free_extent(models_root, length_input="x", buckets=[16, 48])
+    assert largest_example(runtime, 3)["x"].shape == (3, 48)
+
+
+def test_without_any_limit_the_example_is_the_warm_ups(models_root: Path):
+    """What nobody limits cannot be filled."""
+    runtime = free_extent(models_root)
+    assert largest_example(runtime, 3)["x"].shape == runtime.spec.signature.example(3)["x"].shape
+
+
+def test_texts_are_as_many_tokens_as_the_model_reads():
+    """A sentence encoder is probed with texts that fill its positions, in every row."""
+    models = ROOT / "models"
+    runtime = open_runtime(load_package(models / "minilm" / "1", (models,)))
+    runtime.load("cpu", 1)
+    prepared = runtime.prepare([largest_example(runtime, 2)])
+    assert prepared.rows == 2
+    assert prepared.tokens == prepared.padded_tokens == 2 * 256
+    runtime.close()

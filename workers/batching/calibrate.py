@@ -1,0 +1,86 @@
+"""`max_batch_size = 0` on a GPU: forwards of rising size -> how many rows leave the wanted headroom. Pure decisions;
+the forwards, and the readings of device memory, come in as `probe` (workers/device_memory.py).
+
+    1, 2, 4, ... rows, until a line through the last readings, or a reading itself, says where the limit lies
+      --> forwards around there, until the most rows that fit are known
+
+What is chosen was run: its reading is within the limit, and one row more is beyond it, or the ceiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from registry.errors import ConfigurationError
+
+__all__ = ["Calibration", "MemoryReading", "calibrate"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """What was in use on the device, by whomever, at the peak of a forward of so many rows; None: it did not fit."""
+
+    rows: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The rows that a batch may have, and the readings in the order in which they were taken."""
+
+    rows: int
+    limit_bytes: int
+    readings: tuple[MemoryReading, ...]
+
+
+def calibrate(
+    probe: Callable[[int], MemoryReading], *, total_bytes: int, headroom_pct: int, ceiling: int
+) -> Calibration:
+    """The most rows, up to `ceiling`, whose forward leaves `headroom_pct` percent of the device's memory free.
+
+    probe: runs a forward of so many rows; more rows never need less memory.
+    Raises ConfigurationError when not even one row leaves so much.
+    """
+    limit_bytes = total_bytes * (100 - headroom_pct) // 100
+    readings: list[MemoryReading] = []
+    fitting, beyond = 0, ceiling + 1
+    while fitting + 1 < beyond:
+        is_doubling = beyond > ceiling
+        highest = min(max(1, 2 * fitting), ceiling) if is_doubling else beyond - 1
+        rows = _next_size(readings, limit_bytes, fitting + 1, highest, by_line=is_doubling or len(readings) % 2 == 0)
+        readings.append(probe(rows))
+        if _fits(readings[-1], limit_bytes):
+            fitting = rows
+        else:
+            beyond = rows
+    if not fitting:
+        raise ConfigurationError(
+            f"One row does not leave {headroom_pct} % of the device's memory free. "
+            "Expected a smaller model, a lower gpu_headroom_pct, or a max_batch_size"
+        )
+    return Calibration(fitting, limit_bytes, tuple(readings))
+
+
+def _fits(reading: MemoryReading, limit_bytes: int) -> bool:
+    return reading.used_bytes is not None and reading.used_bytes <= limit_bytes
+
+
+def _next_size(readings: Sequence[MemoryReading], limit_bytes: int, lowest: int, highest: int, *, by_line: bool) -> int:
+    """Between these two: where the line meets the limit, or, for every other try, the middle.
+
+    Were it always the line, memory that does not grow along one would be approached row by row.
+    """
+    if by_line:
+        return min(highest, max(lowest, _crossing(readings, limit_bytes, highest)))
+    return (lowest + highest) // 2
+
+
+def _crossing(readings: Sequence[MemoryReading], limit_bytes: int, highest: int) -> int:
+    """Where the line through the two readings nearest to the limit meets it; `highest` when there is no such line."""
+    known = [(abs(used - limit_bytes), reading.rows, used) for reading in readings if (used := reading.used_bytes)]
+    if len(known) < 2:
+        return highest
+    (_, rows, used), (_, other_rows, other_used) = sorted(known)[:2]
+    bytes_per_row = (used - other_used) / (rows - other_rows)
+    return highest if bytes_per_row <= 0 else int(rows + (limit_bytes - used) / bytes_per_row)

@@ -1,0 +1,156 @@
+"""The child process of a compilation: a package -> the code of its compiled form, without its weights.
+
+    request -> load the package, as the worker did -> compilable(form) -> explain -> export -> check the guards
+            -> AOTInductor -> <folder>/library.part, constants.part, findings.part
+
+Run as `python -m workers.compilation.build` by `BuildProcess`. It may be killed at any moment, and ends by itself
+when the worker has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+
+from registry.errors import PenstockError
+from registry.package import load_package
+from workers.compilation.aot_library import load_library, state_of
+from workers.compilation.build_process import FINDINGS, PART_SUFFIX
+from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
+from workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused, Shapes
+from workers.runtime.open import open_runtime
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["main"]
+
+_NICENESS: Final = 10
+"""Forwards of the worker come first."""
+
+
+def main() -> None:
+    """Reads the request from stdin and writes the parts into the folder that it names."""
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_worker, daemon=True).start()
+    os.nice(_NICENESS)
+    folder = Path(request["folder"])
+    try:
+        parts = _build(request, folder)
+    except (CompilationRefused, PenstockError) as error:
+        parts = _refusal(str(error))
+    except Exception as error:
+        # Nobody reads this process's stderr.
+        parts = _refusal(f"The compiler failed ({_first_line(error)})")
+    for name, data in parts.items():
+        (folder / f"{name}{PART_SUFFIX}").write_bytes(data)
+
+
+def _refusal(reason: str) -> dict[str, bytes]:
+    return {FINDINGS: json.dumps({"refused": reason}).encode()}
+
+
+def _end_with_the_worker() -> None:
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _build(request: Mapping[str, Any], folder: Path) -> dict[str, bytes]:
+    package = load_package(Path(request["package"]))
+    runtime = open_runtime(package, request["content_hash"], precision=request["precision"])
+    runtime.load(request["device"], request["threads"])
+    if not _is_compilable(runtime):
+        raise CompilationRefused(f"Models of format {package.spec.format} have no compiled form")
+    target = runtime.compilable(request["form"])
+    shapes = Shapes.of(target.examples)
+    check = TorchCompileSafetyMonitor(request["max_graph_breaks"]).pre_compile_check(
+        target.module, shapes.traced(target.examples)
+    )
+    if not check:
+        raise CompilationRefused("; ".join(check.reasons))
+    program = _export(target, shapes)
+    library = _compile(program, folder / "model.pt2")
+    findings = {"graph_breaks": check.graph_breaks, "graphs": 1}
+    return {
+        FINDINGS: json.dumps(findings).encode(),
+        "library": library,
+        "constants": _own_constants(program, library, target.module, shapes.device),
+    }
+
+
+def _is_compilable(runtime: object) -> TypeGuard[CompilableRuntime]:
+    return hasattr(runtime, "compilable")
+
+
+def _export(target: Compilable, shapes: Shapes) -> torch.export.ExportedProgram:
+    """One graph for all shapes. Raises CompilationRefused where there is none."""
+    import torch
+
+    dynamic = tuple(
+        {number: torch.export.Dim.DYNAMIC for number, span in enumerate(spans) if span.is_dynamic}
+        for spans in shapes.spans
+    )
+    try:
+        with torch.inference_mode():
+            program = torch.export.export(target.module, shapes.traced(target.examples), dynamic_shapes=dynamic)
+    except Exception as error:
+        # The tracer raises whatever the model does, and more.
+        raise CompilationRefused(f"The model cannot be traced as one graph ({_first_line(error)})") from error
+    _check_guards(program, shapes)
+    return program
+
+
+def _check_guards(program: torch.export.ExportedProgram, shapes: Shapes) -> None:
+    """The compiled code has no guards: what the traced ones would refuse, it would answer wrongly."""
+    import torch
+
+    guards = getattr(program.module(), "_guards_fn", None)
+    if guards is None:
+        return
+    for extents in shapes.sweep():
+        tensors = [
+            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(extents, shapes.dtypes, strict=True)
+        ]
+        try:
+            guards(*tensors)
+        except AssertionError as error:
+            raise CompilationRefused(f"Shapes {extents} need a graph of their own ({error!s:.120})") from None
+
+
+def _compile(program: torch.export.ExportedProgram, path: Path) -> bytes:
+    import torch
+    from torch._inductor import config
+
+    # Worker processes of the compiler would outlive a kill and gain nothing beside one model.
+    config.compile_threads = 1
+    try:
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs={"aot_inductor.package_constants_in_so": False}
+        )
+    except Exception as error:
+        raise CompilationRefused(f"The model cannot be compiled ({_first_line(error)})") from error
+    return path.read_bytes()
+
+
+def _own_constants(
+    program: torch.export.ExportedProgram, library: bytes, module: torch.nn.Module, device: torch.device
+) -> bytes:
+    """The tensors that the library asks for and the module does not have by name, as tracing made them."""
+    from safetensors.torch import save
+
+    own = set(load_library(library, device).get_constant_fqns()) - set(state_of(module))
+    return save({name: program.constants[name].detach().cpu().contiguous() for name in own})
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A compiled form as a runtime calls it: the library where it serves the shapes, the module itself elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from workers.compilation.cuda_graphs import GraphReplays
+from workers.compilation.target import Shapes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Backend", "CompilationReport", "CompiledForward"]
+
+Backend = Literal["inductor", "cudagraphs"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompilationReport:
+    """How a compiled form came to be.
+
+    graph_breaks: what dynamo found before the compilation. graphs: compiled ones, for all shapes together. compile_s:
+    from the request until the form was checked. was_warm: whether a stored artefact was used.
+    """
+
+    backend: Backend
+    graph_breaks: int
+    graphs: int
+    compile_s: float
+    was_warm: bool
+    memory_growth_mb: float
+
+    def as_data(self) -> dict[str, object]:
+        """The same as plain data."""
+        return asdict(self)
+
+
+class CompiledForward:
+    """Answers as the module does. For any thread, in inference mode; it never compiles anything."""
+
+    def __init__(
+        self, module: torch.nn.Module, shapes: Shapes, library: Callable[..., Any], report: CompilationReport
+    ) -> None:
+        self.report = report
+        self._module = module
+        self._shapes = shapes
+        self._library: Callable[..., Any] | None = library
+        self._uncovered_calls = 0
+        self._lock = threading.Lock()
+
+    @property
+    def uncovered_calls(self) -> int:
+        """Calls with other shapes than the examples span, which the module answered."""
+        return self._uncovered_calls
+
+    @property
+    def replays(self) -> int:
+        """Calls that a CUDA graph answered."""
+        return self._library.replays if isinstance(self._library, GraphReplays) else 0
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """What the module returns for these tensors. Raises what the device raises."""
+        library = self._library
+        if library is not None and self._shapes.cover(tensors):
+            # The code was compiled for dense inputs and would misread others.
+            return library(*(tensor.contiguous() for tensor in tensors))
+        with self._lock:
+            self._uncovered_calls += 1
+        return self._module(*tensors)
+
+    def close(self) -> None:
+        """Lets go of the library once the calls under way have returned; later ones are the module's."""
+        self._library = None
