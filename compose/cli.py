@@ -1,7 +1,8 @@
 """The `penstock` command.
 
     up, worker, bench, demo                run things
-    submit, status, models                 talk to what runs
+    submit, status                         talk to what runs
+    models                                 which version of a model answers (compose/models.py)
     dead, queue, workers, top, doctor      operate it (compose/operators.py)
 
 Frameworks, NumPy and the terminal library are imported by the commands that need them, so that --help is quick.
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 import click
 
+from compose.models import models
 from compose.operators import dead, doctor, queue, top, workers
 from compose.supervisor import Supervisor
 from compose.terminal import Commands, as_json_option, connected, console, load_settings, open_broker, terminable
@@ -113,6 +115,8 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     children = {**environ, "PENSTOCK_REDIS_URL": settings.redis_url or ""}
     if settings.signing_keys is not None:
         children["PENSTOCK_SIGNING_KEYS"] = settings.signing_keys.get_secret_value()
+    if settings.operator_public_keys:
+        children["PENSTOCK_OPERATOR_PUBLIC_KEYS"] = settings.operator_public_keys
     logs.configure()
     programs = [worker_program(each, settings, children, None) for each in choose(settings, environ)]
     supervisor = Supervisor(programs, worker_patience(settings))
@@ -187,52 +191,6 @@ def status(environ: Mapping[str, str], as_json: bool) -> None:
         click.echo(json.dumps(state))
     else:
         console().print(overview.draw_status(state))
-
-
-@main.group()
-def models() -> None:
-    """Register and list models."""
-
-
-@models.command("register")
-@click.argument("path", type=click.Path(path_type=Path))
-@as_json_option
-@click.pass_obj
-def register(environ: Mapping[str, str], path: Path, as_json: bool) -> None:
-    """Make the package in PATH known, so that jobs for it are accepted before a worker runs.
-
-    \b
-    penstock models register models/minilm/1
-    """
-    from registry.package import load_package
-
-    try:
-        spec = load_package(path).spec
-    except ConfigurationError as error:
-        # The package is refused, not this command's own configuration.
-        raise click.ClickException(str(error)) from None
-    with open_broker(connected(environ)) as broker:
-        broker.put_spec(spec.name, spec.to_json())
-    click.echo(json.dumps({"name": spec.name, "version": spec.version}) if as_json else f"Registered {spec.reference}")
-
-
-@models.command("list")
-@as_json_option
-@click.pass_obj
-def list_models(environ: Mapping[str, str], as_json: bool) -> None:
-    """List the models that jobs are accepted for.
-
-    \b
-    penstock models list --json
-    """
-    from compose import overview
-
-    with open_broker(connected(environ)) as broker:
-        known = overview.models(broker)
-    if as_json:
-        click.echo(json.dumps(known))
-    else:
-        console().print(overview.draw_models(known))
 
 
 @main.command()
@@ -324,5 +282,5 @@ def _until_interrupted(is_over: Callable[[], bool] = lambda: False) -> None:
         click.echo()
 
 
-for operating in (dead, queue, workers, top, doctor):
+for operating in (models, dead, queue, workers, top, doctor):
     main.add_command(operating)

@@ -4,8 +4,8 @@
                                          ... and back in reverse on the way out
 
 Redis keeps an append-only file under the home (everysec), listens on no TCP port, and its socket lies in a folder
-that only this user may enter. Jobs and results are signed with a key that is made once, mode 0600. Everything runs
-under supervisors in this process and dies with it, also on SIGKILL.
+that only this user may enter. Jobs and results are signed with a key that is made once, mode 0600, and the workers
+obey no operator but this home's. Everything runs under supervisors in this process and dies with it, also on SIGKILL.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, Final
 import redis
 
 from compose.fleet import Device, worker_patience, worker_program
+from compose.keys import operator_keys
 from compose.supervisor import Patience, Program, Supervisor
 from registry import local_stack
 from registry.broker.redis_streams import RedisStreams
@@ -52,6 +53,7 @@ _FLOWER_USER: Final = "penstock"
 _MODELS_ROOT: Final = Path(__file__).resolve().parent.parent / "models"
 _WHERE_THINGS_ARE: Final = (
     *("PENSTOCK_REDIS_URL", "PENSTOCK_CELERY_URL", "PENSTOCK_REGISTRY_URL", "PENSTOCK_SIGNING_KEYS"),
+    *("PENSTOCK_OPERATOR_KEY_FILE", "PENSTOCK_OPERATOR_PUBLIC_KEYS"),
     *("PENSTOCK_TRUSTED_ROOTS", "PENSTOCK_WORKER_INDEX", "PENSTOCK_METRICS_HOST", "PENSTOCK_METRICS_BEARER_FILE"),
 )
 """Left out of a private stack's environment: how models are served is the user's, where things are is not."""
@@ -163,7 +165,13 @@ class LocalStack:
         self._on_progress("Redis starts")
         self._supervise(exits, "redis", [self._redis(address)], Patience(warm_s=10))
         self._await("redis", _REDIS_TIMEOUT_S, lambda: _answers(url))
-        stack = RunningStack(os.getpid(), url, str(self._keys_file(exits)), **self._flower_access())
+        stack = RunningStack(
+            os.getpid(),
+            url,
+            str(self._keys_file(exits)),
+            **self._flower_access(),
+            operator_public_keys=self._operator_public_keys(),
+        )
         environ = self._child_environ(stack)
         if stack.flower_url:
             self._on_progress("Flower starts")
@@ -252,6 +260,7 @@ class LocalStack:
             # Empty is unset: it follows the Redis URL, where one from outside would lead to another broker.
             "PENSTOCK_CELERY_URL": "",
             "PENSTOCK_SIGNING_KEYS": stack.signing_keys(),
+            "PENSTOCK_OPERATOR_PUBLIC_KEYS": stack.operator_public_keys,
         }
 
     def _keys_file(self, exits: ExitStack) -> Path:
@@ -266,6 +275,11 @@ class LocalStack:
         local_stack.write_private(copy, brought.get_secret_value())
         exits.callback(copy.unlink, missing_ok=True)
         return copy
+
+    def _operator_public_keys(self) -> str:
+        """Those of the settings; else the one of the home's own operator, whose key is made once."""
+        is_own = not self._settings.operator_public_keys
+        return operator_keys(self._settings, for_changes=is_own).public_text
 
     def _log(self, name: str) -> Path:
         return self.log_folder / f"{name}.log"

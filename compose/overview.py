@@ -27,6 +27,7 @@ __all__ = [
     "draw_models",
     "draw_status",
     "draw_workers",
+    "kinds",
     "latency_ms",
     "models",
     "snapshots",
@@ -77,15 +78,15 @@ def workers(broker: Broker) -> list[dict[str, Any]]:
 def models(broker: Broker) -> list[dict[str, Any]]:
     """The models that jobs are accepted for: name, version, inputs and outputs. Raises BrokerUnavailable."""
     specs = [ModelSpec.from_json(spec) for spec in map(broker.spec, broker.models()) if spec]
-    return [
-        {
-            "name": spec.name,
-            "version": spec.version,
-            "inputs": {tensor.name: _kind(tensor) for tensor in spec.inputs},
-            "outputs": {tensor.name: _kind(tensor) for tensor in spec.outputs},
-        }
-        for spec in specs
-    ]
+    return [{"name": spec.name, "version": spec.version, **kinds(spec)} for spec in specs]
+
+
+def kinds(spec: ModelSpec) -> dict[str, dict[str, str]]:
+    """What a model takes and gives: names with dtype and shape."""
+    return {
+        "inputs": {tensor.name: _kind(tensor) for tensor in spec.inputs},
+        "outputs": {tensor.name: _kind(tensor) for tensor in spec.outputs},
+    }
 
 
 def _kind(tensor: TensorSpec) -> str:

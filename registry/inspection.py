@@ -44,7 +44,8 @@ _CONFIGURATIONS: Final = frozenset(
 """The configurations that transformers reads."""
 _CODE_KEYS: Final = ("auto_map", "custom_pipelines", "trust_remote_code")
 _KERNEL_KEYS: Final = ("attn_implementation", "_attn_implementation", "experts_implementation")
-_FILE_OPERATORS: Final = re.compile(rb"\b(from_file|(torch|aten)\s*\.\s*(save|load))\s*\(")
+_FILE_OPERATORS: Final = re.compile(rb"\b(from_file|save)[\s\\]*\(")
+"""torch.from_file and torch.save are operators of TorchScript, and take any path."""
 
 
 class _Unfit(Exception):

@@ -31,7 +31,10 @@ _HOLD_TIMEOUT_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """An embedded stack and how to reach it; Flower's fields are empty when it runs without Flower."""
+    """An embedded stack and how to reach it; Flower's fields are empty when it runs without Flower.
+
+    operator_public_keys: whose decisions its workers believe, as the setting of that name spells it.
+    """
 
     pid: int
     redis_url: str
@@ -39,6 +42,7 @@ class RunningStack:
     flower_url: str = ""
     flower_user: str = ""
     flower_password: str = field(default="", repr=False)
+    operator_public_keys: str = ""
 
     def signing_keys(self) -> str:
         """The live keys, as PENSTOCK_SIGNING_KEYS spells them. Raises ConfigurationError when they cannot be read."""
@@ -81,6 +85,7 @@ def with_broker(settings: Settings) -> Settings:
             "redis_url": stack.redis_url,
             "celery_url": settings.celery_url or stack.redis_url,
             "signing_keys": keys,
+            "operator_public_keys": settings.operator_public_keys or stack.operator_public_keys,
         }
     )
 

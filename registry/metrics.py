@@ -19,8 +19,10 @@ __all__ = [
     "DEAD_LETTERED",
     "EXCEPTIONS",
     "FENCED",
+    "GATES",
     "JOBS",
     "LATENCY",
+    "LEVEL",
     "METRICS",
     "MODEL_LOADED",
     "OUT_OF_MEMORY",
@@ -109,10 +111,14 @@ OUT_OF_MEMORY: Final = Metric(
 SINGLE_FLIGHT: Final = Metric(
     "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs answered by the forward of an equal one"
 )
+LEVEL: Final = Metric("penstock_level", "gauge", "", _MODEL, "Enhancement level that the version stands at")
+GATES: Final = Metric(
+    "penstock_gate_verdicts_total", "counter", "candidates", (*_MODEL, "verdict"), "Candidate forms by the gate's verdict"
+)
 
 METRICS: Final = (
     *(REQUESTS, LATENCY, BATCH_SIZE, EXCEPTIONS, MODEL_LOADED, READY),
     *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
-    *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, SINGLE_FLIGHT),
+    *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, SINGLE_FLIGHT, LEVEL, GATES),
 )
 """The whole table, in the order in which it is shown."""

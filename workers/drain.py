@@ -622,6 +622,11 @@ class Drain:
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             logger.warning("version not found: %s", error, extra={"model": model.name, "version": label[:80]})
             return None
+        rows = max(known.calibrated_rows for known in model.versions.values())
+        if rows and version.is_sized_by_memory:
+            # To measure again would take the memory that the serving version works in.
+            version.calibrated_rows = rows
+            version.resize(rows)
         model.versions[label] = version
         self._turns.append(version)
         return version

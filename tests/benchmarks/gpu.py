@@ -23,6 +23,7 @@ from typing import Final
 
 import click
 import numpy as np
+import yaml
 
 from compose import docstrings
 from registry.package import load_package
@@ -155,8 +156,8 @@ def _worker_calibrates(say: Progress) -> tuple[str, bool, dict[str, float]]:
         # What torch reserved at its peak stays reserved.
         free, total = torch.cuda.mem_get_info(torch.device(_DEVICE))
         logs = worker.logs()
-    largest = max(line["size"] for line in logs if "size" in line and "batch" in line)
-    misfits = sum(line.get("event", line.get("message")) == "a forward did not fit the device" for line in logs)
+    largest = max(line["size"] for line in logs if line["msg"] == "batch committed")
+    misfits = sum(line["msg"] == "a forward did not fit the device" for line in logs)
     peak_pct = (1 - free / total) * 100
     say(f"worker: batches of up to {largest}, {peak_pct:.1f} % of the device, {misfits} forwards that did not fit")
     return (
@@ -293,24 +294,25 @@ def _hungry(root: Path, row_bytes: int) -> Runtime:
 
 
 def _write_hungry(root: Path, row_bytes: int) -> Path:
-    """Answers 2 x, and takes `row_bytes` of memory for each row, in two pieces."""
-    return write_package(
+    """Answers 2 x on the device, and takes `row_bytes` of its memory for each row, in two pieces."""
+    folder = write_package(
         root,
         "hungry",
         f"""
         import torch
 
         class Hungry(torch.nn.Module):
-            def forward(self, inputs):
-                x = inputs["x"]
+            def forward(self, x):
                 wide = x[:, :1].expand(-1, {row_bytes // 8}).contiguous()
-                return {{"y": x * 2 + (wide.relu_().sum(1, keepdim=True) - wide.clone().sum(1, keepdim=True))}}
+                return x * 2 + wide.sub_(wide.clone()).sum(1, keepdim=True)
 
         def build():
             return Hungry()
         """,
-        max_batch_size=0,
     )
+    spec = yaml.safe_load((folder / "model.yaml").read_text())
+    (folder / "model.yaml").write_text(yaml.safe_dump({**spec, "format": "pytorch", "batching": {}}))
+    return folder
 
 
 def why_not() -> str:

@@ -31,7 +31,7 @@ from registry.errors import (
 )
 from registry.lineage import ModelLineage as Lineage
 from registry.manifest import Manifest
-from registry.package import load_package
+from registry.package import Package, load_package
 from registry.stages import Action, check_step
 from tests.registry.catalogs import SOURCE, Shelf, productions
 from tests.servers import ROOT
@@ -105,7 +105,7 @@ def test_content_has_one_label(shelf: Shelf):
 class _Fixed:
     """A package whose manifest is given: SHA-256 has no collisions to test with."""
 
-    def __init__(self, package, manifest):
+    def __init__(self, package: Package, manifest: Manifest) -> None:
         self.spec, self.folder, self._manifest = package.spec, package.folder, manifest
 
     def manifest(self) -> Manifest:

@@ -57,7 +57,7 @@ def headed(header: bytes, body: bytes = b"") -> bytes:
 
 
 def script_archive(file: Path, code: str = "def forward(self): pass\n", **entries: bytes) -> None:
-    """What looks like the archive of torch.jit.save; keys of `entries` have `__` for `/` and `_DOT_` for `.`."""
+    """What looks like the archive of torch.jit.save; `entries` are further ones, by name."""
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("model/data.pkl", pickle.dumps(None))
         archive.writestr("model/constants.pkl", pickle.dumps(()))
@@ -250,7 +250,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
         "found code that calls from_file",
     ),
     "TorchScript that writes files": Hostile(
-        "torchscript", _archive('def forward(self, x):\n  ops.aten.save(x, "out")\n'), "found code that calls aten.save"
+        "torchscript", _archive('def forward(self, x):\n  ops.aten.save(x, "out")\n'), "found code that calls save"
     ),
     "an archive that climbs": Hostile(
         "torchscript", _archive(**{"../../outside.py": b"x"}), r"found the entry \.\./\.\./outside\.py"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from registry.errors import ConfigurationError
 from registry.package import load_package
@@ -80,3 +81,26 @@ def test_the_bomb_explodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     function, arguments = Bomb().__reduce__()
     function(*arguments).close()
     assert (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        ("torch.from_file('/etc/passwd', False, 9, dtype=torch.uint8).sum()", "calls from_file"),
+        ("torch.save(x, 'exploded')", "calls save"),
+        ("torch.ops.aten.save(x, 'exploded')", "calls save"),
+        ("x.sum()", None),
+    ],
+)
+def test_operators_that_touch_files_are_found_in_what_torch_writes(line: str, refusal: str | None, models_root: Path):
+    """The archive is real: torch.jit.save spells these operators as the inspection expects them."""
+    script = torch.jit.script(torch.nn.Identity())
+    script.define(f"def forward(self, x):\n  {line}\n  return x\n")
+    folder = write_honest(models_root, "torchscript")
+    script.save(str(folder / "model.pt"))
+    package = load_package(folder)
+    if refusal is None:
+        package.manifest()
+    else:
+        with pytest.raises(ConfigurationError, match=f"found code that {refusal}"):
+            package.manifest()

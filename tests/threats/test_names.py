@@ -121,10 +121,23 @@ _ENCODER = {
 }
 
 
+_SOURCE = {
+    "path": {},
+    "package": {},
+    "hub": {"revision": "0" * 40},
+    "revision": {"hub": "org/name"},
+}
+"""What a source needs beside each of its fields."""
+
+
 def _package(root: Path, field: str, value: str) -> Path:
     """The folder of `double`, with one field of its model.yaml from outside."""
-    if field in ("path", "package"):
-        spec = {**_ENCODER, "source": {field: value}}
+    if field in _SOURCE:
+        spec = {**_ENCODER, "source": {**_SOURCE[field], field: value}}
+    elif field == "weights":
+        spec = {**_SPEC, "format": "pytorch", "weights": value}
+    elif field == "files":
+        spec = {**_SPEC, "files": {value: "0" * 64}}
     else:
         spec = {**_SPEC, field: f"{value}:build" if field == "entrypoint" else value}
     folder = root / "double" / "1"
@@ -132,17 +145,23 @@ def _package(root: Path, field: str, value: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("field", ["entrypoint", "path", "package", "name", "version"])
-def test_no_field_of_a_package_leaves_its_folder(field: str, root: Path, opened: list[str]):
-    """Entry point, folder of weights, installed package, name and version: refused, or inside of the folder."""
+@pytest.mark.parametrize(
+    "field", ["entrypoint", "files", "hub", "name", "package", "path", "revision", "version", "weights"]
+)
+def test_no_field_of_a_package_leaves_its_folder(
+    field: str, root: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Entry point, files, weights, where they come from, name and version: refused, or inside of the folder."""
     inside = (root / "double" / "1").resolve()
+    monkeypatch.setenv("HF_HUB_CACHE", str(root / "double" / "1"))
     escapes = []
     # Names and versions are also tried above.
     for value in TRAVERSALS[:: 5 if field in ("name", "version") else 1]:
         folder = _package(root, field, value)
         with suppress(ConfigurationError):
             package = load_package(folder)
-            found = package.source_folder() if field in ("path", "package") else package.folder
+            found = package.source_folder() if field in _SOURCE else package.weights_file() or package.folder
+            package.manifest()
             if not found.resolve().is_relative_to(inside):
                 escapes.append(value)
     assert escapes == []
@@ -164,7 +183,7 @@ def test_links_out_of_a_package_are_refused(root: Path, tmp_path: Path, opened: 
 
 def test_errors_show_no_path_of_the_machine(root: Path):
     """What a client sees names the package, not where it lies."""
-    for field, value in (("entrypoint", "../x"), ("path", "../x"), ("name", "../x"), ("version", "../x")):
+    for field, value in (("entrypoint", "../x"), ("path", "../x"), ("name", "../x"), ("weights", "../x")):
         with pytest.raises(PenstockError) as refused:
             load_package(_package(root, field, value)).source_folder()
         assert str(root) not in str(refused.value)

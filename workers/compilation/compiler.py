@@ -1,7 +1,9 @@
 """A loaded runtime -> its compiled form, or one line that says why there is none.
 
     shapes of the examples -> stored artefact? -> no: build, in a child process -> bind to the serving weights
-        -> every example run and compared with the module's own answer -> memory -> store -> CompiledForward
+        -> examples run, their answers compared with the module's own -> memory -> store -> CompiledForward
+
+A new form is compared on every example; a stored one was, and is tried on the smallest.
 
 Backends: `inductor` generates code for the CPU or the GPU; `cudagraphs` is the same, replayed as CUDA graphs, and is
 refused on a CPU; `auto` is `inductor` on both.
@@ -99,10 +101,10 @@ class TorchCompiler:
         self._builds.stop()
 
     def _checked(self, job: _Job, parts: Mapping[str, bytes], *, was_warm: bool) -> CompiledForward:
-        """The form after it answered every example as the module does."""
+        """The form after it answered as the module does."""
         findings = json.loads(parts[FINDINGS])
         library = job.library(parts)
-        self._compare(job, library)
+        self._compare(job, library, was_warm=was_warm)
         health = self._monitor.check_health(job.before_mb, _used_mb(job.shapes.device))
         if not health:
             raise CompilationRefused("; ".join(health.reasons))
@@ -120,13 +122,13 @@ class TorchCompiler:
             ),
         )
 
-    def _compare(self, job: _Job, library: Callable[..., Any]) -> None:
+    def _compare(self, job: _Job, library: Callable[..., Any], *, was_warm: bool) -> None:
         """Warms the form up. Raises CompilationRefused if an answer is not finite or not the module's."""
         import torch
 
         tolerance = max(self._config.tolerance, _ROUNDING_ERRORS * _coarsest_unit(job.target.module))
         with torch.inference_mode():
-            for example in job.target.examples:
+            for example in job.smallest if was_warm else job.target.examples:
                 expected = job.target.module(*example)
                 try:
                     found = library(*(tensor.contiguous() for tensor in example))
@@ -182,6 +184,11 @@ class _Job:
             begun,
             _used_mb(shapes.device),
         )
+
+    @property
+    def smallest(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """The example that costs least, alone."""
+        return (min(self.target.examples, key=lambda example: sum(tensor.numel() for tensor in example)),)
 
     def library(self, parts: Mapping[str, bytes]) -> Callable[..., Any]:
         """The code of an artefact, bound to the module's weights."""

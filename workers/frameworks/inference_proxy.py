@@ -1,6 +1,6 @@
 """One model object at the serving boundary: called as before, and each call counted and shown to observers.
 
-    caller --call--> InferenceProxy -- before(args, kwargs) --> the model's own method --> after(result, seconds) --> caller
+    caller -- call --> before(args, kwargs) --> the model's own method --> after(result, seconds) --> caller
 
 The model is not changed: no attribute is set, no class is patched, and whoever holds it directly calls it unobserved.
 Everything but the call passes through the proxy: attributes are read from, set on and deleted from the model, and
@@ -33,7 +33,15 @@ class InferenceProxy:
     """
 
     # The model's own attributes are anything else, so that reading and setting them finds the model.
-    __slots__ = ("__weakref__", "_proxy_after", "_proxy_before", "_proxy_count", "_proxy_infer", "_proxy_lock", "_proxy_model")
+    __slots__ = (
+        "__weakref__",
+        "_proxy_after",
+        "_proxy_before",
+        "_proxy_count",
+        "_proxy_infer",
+        "_proxy_lock",
+        "_proxy_model",
+    )
 
     entry: ClassVar[str] = "__call__"
     """The model's method that is one inference."""
@@ -82,7 +90,7 @@ class InferenceProxy:
         return self._proxy_model
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return type(self._proxy_model)
 
     def __getattr__(self, name: str) -> Any:

@@ -228,6 +228,14 @@ class InferenceMetrics(Collector):
         """Jobs that were answered by the forward of an equal one."""
         self._add(table.SINGLE_FLIGHT, (model, "", ""), count)
 
+    def level(self, model: str, version: str, endpoint: str, level: int) -> None:
+        """The enhancement level that a version stands at now."""
+        self._set(table.LEVEL, (model, version, endpoint), level)
+
+    def gate(self, model: str, version: str, endpoint: str, verdict: str) -> None:
+        """A candidate form was judged: accepted or refused."""
+        self._add(table.GATES, (model, version, endpoint, verdict), 1)
+
     def loaded(self, model: str, version: str, is_loaded: bool) -> None:
         """A version was loaded, or unloaded."""
         self._set(table.MODEL_LOADED, (model, version), float(is_loaded))

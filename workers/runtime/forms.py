@@ -80,6 +80,11 @@ class Forms:
         """The form that answers the next batch."""
         return self._current.name
 
+    @property
+    def forward(self) -> Forward:
+        """What that form does; unlike `run` it has no reference to fall back to."""
+        return self._current.forward
+
     def use(self, name: str, forward: Forward) -> None:
         """From the next batch on this form answers."""
         self._current = _Form(name, forward)

@@ -52,6 +52,7 @@ class PackageRuntime(ABC):
         self._loading = loading or Loading()
         self._content_hash = ""
         self._memory_bytes = 0
+        self._is_loading = False
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -87,11 +88,16 @@ class PackageRuntime(ABC):
 
     def load(self, device: str, threads: int) -> None:
         """Loads the model and runs it as often as asked; see Runtime.load."""
+        with self._lock:
+            self._check_open()
+            self._is_loading = True
         try:
             self._load(self._own_device(device), threads)
             with self._lock:
+                self._is_loading = False
                 self._check_open()
         except BaseException:
+            self._is_loading = False
             self._release()
             raise
 
@@ -122,7 +128,10 @@ class PackageRuntime(ABC):
         """Lets go of the model and its device memory; a load that is under way will do so when it ends."""
         with self._lock:
             self._is_closed = True
-        self._release()
+            # What is being built must not be taken from under its thread.
+            is_loading = self._is_loading
+        if not is_loading:
+            self._release()
 
     @abstractmethod
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:

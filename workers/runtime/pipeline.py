@@ -8,6 +8,7 @@ An output bears the name of a field of the pipeline's answers: `label` and `scor
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,10 +31,12 @@ __all__ = ["PipelineRuntime"]
 
 
 class _Task(NamedTuple):
-    """model_class: the library's class that loads its models. cut: how a call is told to cut texts at so many tokens."""
+    """A kind of pipeline."""
 
     model_class: str
+    """The library's class that loads its models."""
     cut: Callable[[int], dict[str, object]]
+    """Tells a call to cut texts at so many tokens."""
 
 
 _TASKS: Final = {
@@ -59,6 +62,7 @@ class PipelineRuntime(PackageRuntime):
         self._max_tokens = 0
         self._arguments: dict[str, object] = {}
         self._device: TorchDevice | None = None
+        self._counter: Any = None
         self.pipeline: Any = None
         """What transformers built; None until loaded."""
 
@@ -74,19 +78,18 @@ class PipelineRuntime(PackageRuntime):
 
     def check(self, inputs: Mapping[str, Array]) -> None:
         """Raises InvalidInput for a text of more tokens than the model reads, unless it is to be cut."""
-        if self.pipeline is None:
-            raise self._not_loaded()
         if self.spec.batching.truncate:
             return
-        tokenizer = self.pipeline.tokenizer
-        room = self._max_tokens - tokenizer.num_special_tokens_to_add()
+        if self._counter is None:
+            raise self._not_loaded()
+        room = self._max_tokens - self._counter.num_special_tokens_to_add()
         for text in inputs[self._input].tolist():
             if len(text) > self._max_characters:
                 raise InvalidInput(
                     f"{self._input}: over {self._max_characters} characters. Expected at most {self._max_tokens} tokens"
                 )
             # No tokenizer makes more tokens than there are bytes.
-            if len(text.encode()) > room and (tokens := len(tokenizer(text).input_ids)) > self._max_tokens:
+            if len(text.encode()) > room and (tokens := len(self._counter(text).input_ids)) > self._max_tokens:
                 raise InvalidInput(f"{self._input}: {tokens} tokens. Expected at most {self._max_tokens}")
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
@@ -128,11 +131,13 @@ class PipelineRuntime(PackageRuntime):
             ) from error
         own_weights(pipeline.model)
         self._limit_tokens(pipeline, task)
+        # A tokenizer of its own: `check` counts on another thread than the one that runs the pipeline.
+        self._counter = copy.deepcopy(pipeline.tokenizer)
         self.pipeline = pipeline
         return module_bytes(pipeline.model)
 
     def _release(self) -> None:
-        self.pipeline = None
+        self.pipeline = self._counter = None
         if self._device is not None:
             self._device.release_memory()
 

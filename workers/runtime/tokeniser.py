@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from statistics import median
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ids", "TokenCache", "Tokeniser"]
+__all__ = ["Ids", "TokenCache", "Tokeniser", "Tokenising"]
 
 Ids: TypeAlias = NDArray[np.int32]
 
@@ -77,16 +78,17 @@ class TokenCache:
 class Tokeniser:
     """A tokenizer of the `tokenizers` library, which is told here to pad nothing and where to cut. For any thread.
 
-    truncate_at: the most tokens of a text; None: texts are not cut.
+    truncate_at: the most tokens of a text; None: texts are not cut. max_threads: those that a pool may have.
     """
 
-    def __init__(self, backend: Any, truncate_at: int | None = None) -> None:
+    def __init__(self, backend: Any, truncate_at: int | None = None, max_threads: int = 1) -> None:
         backend.no_padding()
         if truncate_at is None:
             backend.no_truncation()
         else:
             backend.enable_truncation(truncate_at)
         self._backend = backend
+        self.max_threads: Final = max_threads
         self.added_tokens: Final[int] = backend.num_special_tokens_to_add(False)
         """Tokens of an empty text."""
         self._pool: ThreadPoolExecutor | None = None
@@ -116,6 +118,18 @@ class Tokeniser:
         if former is not None:
             former.shutdown(wait=False)
 
+    def pool_gain(self, texts: Sequence[str], rounds: int, clock: Callable[[], float]) -> float:
+        """How many times faster `max_threads` threads tokenise these texts than one does; changes nothing."""
+        threads, ratios = self.max_threads, []
+        with ThreadPoolExecutor(max(1, threads - 1), "tokenise") as pool:
+            for _ in range(rounds):
+                begun = clock()
+                self._encode(texts)
+                between = clock()
+                self._encode_in_parts(texts, pool, threads)
+                ratios.append((between - begun) / (clock() - between))
+        return median(ratios)
+
     def close(self) -> None:
         """Ends the pool's threads and forgets the cache."""
         self.use_pool(1)
@@ -124,8 +138,9 @@ class Tokeniser:
     def _tokenise(self, texts: Sequence[str]) -> list[Ids]:
         self.tokenised += len(texts)
         pool, parts = self._pool, min(self._threads, len(texts) // _SMALLEST_PART)
-        if pool is None or parts < 2:
-            return self._encode(texts)
+        return self._encode(texts) if pool is None or parts < 2 else self._encode_in_parts(texts, pool, parts)
+
+    def _encode_in_parts(self, texts: Sequence[str], pool: ThreadPoolExecutor, parts: int) -> list[Ids]:
         edges = [len(texts) * part // parts for part in range(parts + 1)]
         own, *others = [texts[start:stop] for start, stop in pairwise(edges)]
         running = [pool.submit(self._encode, part) for part in others]
@@ -134,6 +149,15 @@ class Tokeniser:
     def _encode(self, texts: Sequence[str]) -> list[Ids]:
         encodings = self._backend.encode_batch_fast(texts)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+
+@runtime_checkable
+class Tokenising(Protocol):
+    """A runtime that turns text into tokens."""
+
+    @property
+    def tokeniser(self) -> Tokeniser | None:
+        """None while nothing is loaded."""
 
 
 def _size(text: str, ids: Ids) -> int:

@@ -46,6 +46,7 @@ _MOST_CHARACTERS_PER_TOKEN: Final = 64
 _CPU_FORWARD_TOKENS: Final = 32
 _GPU_FORWARD_TOKENS: Final = 4096
 """What starting one more forward costs, in tokens computed: above it, padding is dearer than another slice."""
+_MOST_TOKENISER_THREADS: Final = 4
 _COMPILED_ROWS: Final = 64
 """Rows of the largest slice that a compiled form covers, where the package does not name a larger batch."""
 
@@ -273,7 +274,10 @@ class EncoderRuntime(PackageRuntime):
         self._pad_id = tokenizer.pad_token_id or 0
         self._vocabulary = int(model.config.vocab_size)
         self.tokeniser = Tokeniser(
-            tokenizer.backend_tokenizer, truncate_at=self._max_tokens if self.spec.batching.truncate else None
+            tokenizer.backend_tokenizer,
+            truncate_at=self._max_tokens if self.spec.batching.truncate else None,
+            # Beside a GPU the cores have little else to do.
+            max_threads=min(_MOST_TOKENISER_THREADS, len(os.sched_getaffinity(0)) if device.is_cuda else self._threads),
         )
         return device.place(model, self.spec.reference)
 

@@ -229,7 +229,7 @@ def test_files_that_change_during_the_load_are_refused(own_folder: Path):
     package = load_package(own_folder)
     kind = type(open_runtime(package))
     file = loaded_weights(own_folder)
-    runtime = changing(kind, lambda: overwrite(file))(package, Loading())  # type: ignore[arg-type, type-var]
+    runtime = changing(kind, lambda: overwrite(file))(package, Loading())  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"{file.name}: changed since it was hashed"):
         runtime.load("cpu", 1)
     assert runtime.model is None  # type: ignore[attr-defined]

@@ -1,0 +1,434 @@
+"""`penstock models`: which versions there are, which one answers, and in which form.
+
+list, show, history, lineage, verify      look
+register, promote, demote, rollback, sync decide which version answers
+load, unload, compile, levels             what workers do with it
+export-onnx                               another form of a version, as a file
+
+A refusal is one line on stderr and exit status 1. How things go on is told on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from compose.terminal import as_json_option, connected, console, load_settings, open_broker
+from registry.errors import ConfigurationError, InvalidInput
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from compose.deploy import Deployer, Rollout
+    from registry.catalog import ModelRegistryClient
+    from registry.lineage import ModelLineage
+    from registry.settings import Settings
+    from registry.tables import Transition
+
+__all__ = ["models"]
+
+_reason = click.option("--reason", default="", metavar="TEXT", help="Why, for the history.")
+_timeout = click.option(
+    "--timeout", type=click.FloatRange(0), help="Seconds to wait for workers (default: the limit of a load)."
+)
+_prepare = click.option(
+    "--prepare/--no-prepare", default=True, help="Whether workers load the version before it answers."
+)
+_worker = click.option("--worker", metavar="NAME", help="Only this worker, by a signed control command.")
+
+
+@click.group()
+def models() -> None:
+    """Register versions of models, choose which one answers, and look at them.
+
+    VERSION is a label such as 2, or six or more digits of a content hash.
+    """
+
+
+@models.command("list")
+@click.argument("name", required=False)
+@as_json_option
+@click.pass_obj
+def list_models(environ: Mapping[str, str], name: str | None, as_json: bool) -> None:
+    """List the versions of NAME, or of all models: stage, content, which one answers, who has it loaded.
+
+    \b
+    penstock models list
+    penstock models list minilm --json
+    """
+    from compose import versions
+
+    settings = _settings(environ)
+    registered = _registry(settings).versions()
+    with ExitStack() as exits:
+        broker = exits.enter_context(open_broker(settings)) if settings.redis_url else None
+        rows = [row for row in versions.listing(registered, broker) if name in (None, row["name"])]
+    _show(rows, as_json, lambda: versions.draw_versions(rows))
+
+
+@models.command("show")
+@click.argument("name")
+@click.argument("version", default="latest")
+@as_json_option
+@click.pass_obj
+def show(environ: Mapping[str, str], name: str, version: str, as_json: bool) -> None:
+    """Show what the registry knows of VERSION: stage, content hash, files. Without it, of the one in production.
+
+    \b
+    penstock models show minilm 2
+    """
+    from compose import versions
+
+    found = _registry(_settings(environ)).find(name, version)
+    _show(versions.as_data(found), as_json, lambda: versions.draw_version(found))
+
+
+@models.command("register")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--lineage", "lineage_file", type=click.Path(path_type=Path), help="Where it comes from: YAML or JSON.")
+@_reason
+@as_json_option
+@click.pass_obj
+def register(environ: Mapping[str, str], path: Path, lineage_file: Path | None, reason: str, as_json: bool) -> None:
+    """Register the package in PATH as a draft, and have jobs for it accepted before a worker runs.
+
+    A lineage has data_version, code_hash, hyperparameters, training_metrics and parent_model; all may be left out.
+
+    \b
+    penstock models register models/minilm/1
+    penstock models register models/minilm/2 --lineage trained.yaml --reason "new data"
+    """
+    lineage = _read_lineage(lineage_file) if lineage_file else None
+    with _deployer(environ) as deployer:
+        try:
+            found = deployer.register(path, lineage, reason=reason)
+        except ConfigurationError as error:
+            # The package is refused, not this command's own configuration.
+            raise click.ClickException(str(error)) from None
+    data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, "stage": found.stage}
+    _say(data, as_json, f"Registered {found.reference} ({found.stage}, content {found.content_hash[:12]})")
+
+
+@models.command("promote")
+@click.argument("name")
+@click.argument("version")
+@click.option("--to", type=click.Choice(["staging", "production"]), required=True, help="The stage to enter.")
+@_reason
+@_prepare
+@_timeout
+@as_json_option
+@click.pass_obj
+def promote(
+    environ: Mapping[str, str],
+    name: str,
+    version: str,
+    to: str,
+    reason: str,
+    prepare: bool,
+    timeout: float | None,
+    as_json: bool,
+) -> None:
+    """Take VERSION of NAME to staging, or from there to production, where it answers.
+
+    Every live worker of the model loads it first; if one cannot, nothing changes. Then one write makes it answer all
+    jobs that are claimed from that moment on.
+
+    \b
+    penstock models promote minilm 2 --to staging
+    penstock models promote minilm 2 --to production --reason "better on the golden set"
+    """
+    if to == "staging":
+        transition = _registry(_settings(environ), for_changes=True).promote(name, version, to, reason=reason)
+        _say_moved(transition, as_json)
+        return
+    with _deployer(environ) as deployer:
+        done = deployer.promote(name, version, to, reason=reason, prepare=prepare, timeout_s=timeout)
+    _say_rolled_out(done, as_json)
+
+
+@models.command("demote")
+@click.argument("name")
+@click.argument("version")
+@click.option(
+    "--to", type=click.Choice(["draft", "archived"]), default="draft", show_default=True, help="The stage to enter."
+)
+@_reason
+@as_json_option
+@click.pass_obj
+def demote(environ: Mapping[str, str], name: str, version: str, to: str, reason: str, as_json: bool) -> None:
+    """Take VERSION of NAME, which must not be in production, back to draft, or to the archive.
+
+    \b
+    penstock models demote minilm 2
+    """
+    registry = _registry(_settings(environ), for_changes=True)
+    _say_moved(registry.demote(name, version, to, reason=reason), as_json)
+
+
+@models.command("rollback")
+@click.argument("name")
+@_reason
+@_prepare
+@_timeout
+@as_json_option
+@click.pass_obj
+def rollback(
+    environ: Mapping[str, str], name: str, reason: str, prepare: bool, timeout: float | None, as_json: bool
+) -> None:
+    """Put the version of NAME that was in production before back there, prepared like a promotion.
+
+    \b
+    penstock models rollback minilm --reason "wrong on long texts"
+    """
+    with _deployer(environ) as deployer:
+        done = deployer.rollback(name, reason=reason, prepare=prepare, timeout_s=timeout)
+    _say_rolled_out(done, as_json)
+
+
+@models.command("sync")
+@click.argument("name")
+@as_json_option
+@click.pass_obj
+def sync(environ: Mapping[str, str], name: str, as_json: bool) -> None:
+    """Make the version of NAME in production the one that answers, after a promotion that did not get that far.
+
+    \b
+    penstock models sync minilm
+    """
+    with _deployer(environ) as deployer:
+        found = deployer.sync(name)
+    data = {"name": found.name, "version": found.version, "epoch": found.epoch}
+    _say(data, as_json, f"{found.reference} answers (epoch {found.epoch})")
+
+
+@models.command("load")
+@click.argument("name")
+@click.argument("version")
+@_worker
+@_timeout
+@as_json_option
+@click.pass_obj
+def load(
+    environ: Mapping[str, str], name: str, version: str, worker: str | None, timeout: float | None, as_json: bool
+) -> None:
+    """Have VERSION of NAME loaded by every live worker of the model, and wait until they have it.
+
+    \b
+    penstock models load minilm 2
+    penstock models load minilm 2 --worker gpu0@host
+    """
+    with _deployer(environ) as deployer:
+        workers = deployer.load(name, version, worker=worker, timeout_s=timeout)
+    _say_followed("loaded", name, version, workers, as_json)
+
+
+@models.command("unload")
+@click.argument("name")
+@click.argument("version")
+@_worker
+@_timeout
+@as_json_option
+@click.pass_obj
+def unload(
+    environ: Mapping[str, str], name: str, version: str, worker: str | None, timeout: float | None, as_json: bool
+) -> None:
+    """Have VERSION of NAME, which must not be the one that answers, unloaded, and wait until it is.
+
+    \b
+    penstock models unload minilm 1
+    """
+    with _deployer(environ) as deployer:
+        workers = deployer.unload(name, version, worker=worker, timeout_s=timeout)
+    _say_followed("unloaded", name, version, workers, as_json)
+
+
+@models.command("history")
+@click.argument("name")
+@as_json_option
+@click.pass_obj
+def history(environ: Mapping[str, str], name: str, as_json: bool) -> None:
+    """Show what was changed of NAME: when, by whom, from which stage to which, why.
+
+    \b
+    penstock models history minilm
+    """
+    from compose import versions
+
+    found = _registry(_settings(environ)).history(name)
+    _show([versions.transition_data(each) for each in found], as_json, lambda: versions.draw_history(found))
+
+
+@models.command("lineage")
+@click.argument("name")
+@click.argument("version")
+@as_json_option
+@click.pass_obj
+def lineage(environ: Mapping[str, str], name: str, version: str, as_json: bool) -> None:
+    """Show where VERSION of NAME comes from.
+
+    \b
+    penstock models lineage minilm 2
+    """
+    found = _registry(_settings(environ)).lineage(name, version).model_dump()
+    _say(found, as_json, "\n".join(f"{field}: {value}" for field, value in found.items()))
+
+
+@models.command("verify")
+@click.argument("name")
+@click.argument("version")
+@as_json_option
+@click.pass_obj
+def verify(environ: Mapping[str, str], name: str, version: str, as_json: bool) -> None:
+    """Hash the files of VERSION again, and compare them with what was registered.
+
+    \b
+    penstock models verify minilm 2
+    """
+    found = _registry(_settings(environ)).verify(name, version)
+    count = len(found.files) + len(found.source_files)
+    data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, "files": count}
+    _say(data, as_json, f"{found.reference}: {count} files are as they were registered ({found.content_hash[:12]})")
+
+
+@models.command("export-onnx")
+@click.argument("name")
+@click.argument("version")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--int8", "is_int8", is_flag=True, help="With int8 matrices: smaller, and not the same answers.")
+@as_json_option
+@click.pass_obj
+def export_onnx(environ: Mapping[str, str], name: str, version: str, path: Path, is_int8: bool, as_json: bool) -> None:
+    """Write VERSION of NAME as an ONNX file, checked against the model's own answers.
+
+    \b
+    penstock models export-onnx minilm 2 minilm.onnx
+    """
+    from compose.exporting import export
+
+    found = _registry(_settings(environ)).verify(name, version)
+    size = export(found, path, is_int8=is_int8)
+    data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, "bytes": size}
+    _say(data, as_json, f"{found.reference} -> {path.name}: {size:,} bytes, checked against the model's answers")
+
+
+@models.command("compile")
+@click.argument("name")
+@_worker
+@_timeout
+@as_json_option
+@click.pass_obj
+def compile_model(
+    environ: Mapping[str, str], name: str, worker: str | None, timeout: float | None, as_json: bool
+) -> None:
+    """Have the workers of NAME compile it now, beside their traffic; it answers only after it matched the goldens.
+
+    \b
+    penstock models compile minilm
+    """
+    with _deployer(environ) as deployer:
+        workers = deployer.compile(name, worker=worker)
+    _say({"name": name, "workers": workers}, as_json, f"{', '.join(workers)}: {name} is being compiled")
+
+
+@models.command("levels")
+@click.argument("name")
+@as_json_option
+@click.pass_obj
+def levels(environ: Mapping[str, str], name: str, as_json: bool) -> None:
+    """Show how far each worker has taken NAME, on which evidence, what each step gained, and what more would gain.
+
+    \b
+    penstock models levels minilm
+    """
+    from compose import versions
+
+    with open_broker(connected(environ)) as broker:
+        found = versions.levels(broker, name)
+    _show(found, as_json, lambda: versions.draw_levels(found))
+
+
+def _settings(environ: Mapping[str, str]) -> Settings:
+    """With a broker in them where there is one: the registry needs none."""
+    from registry import local_stack
+
+    settings = load_settings(environ)
+    if settings.redis_url or local_stack.read(settings.home) is None:
+        return settings
+    return local_stack.with_broker(settings)
+
+
+def _registry(settings: Settings, *, for_changes: bool = False) -> ModelRegistryClient:
+    from compose.deploy import open_registry
+    from compose.keys import operator_keys
+
+    return open_registry(settings, operator_keys(settings, for_changes=for_changes))
+
+
+@contextmanager
+def _deployer(environ: Mapping[str, str]) -> Iterator[Deployer]:
+    from compose.deploy import Deployer
+
+    with Deployer.connect(connected(environ), tell=lambda line: click.echo(line, err=True)) as deployer:
+        yield deployer
+
+
+def _read_lineage(file: Path) -> ModelLineage:
+    from registry.documents import BadDocument, read_yaml
+    from registry.lineage import ModelLineage
+
+    try:
+        found = read_yaml(file.read_bytes())
+    except OSError as error:
+        raise InvalidInput(f"{file.name}: cannot be read ({error.strerror})") from None
+    except BadDocument as problem:
+        raise InvalidInput(f"{file.name}{problem}") from None
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{file.name}: found {type(found).__name__}, expected a mapping of fields")
+    return ModelLineage.parse(found)
+
+
+def _show(data: Any, as_json: bool, draw: Any) -> None:
+    if as_json:
+        click.echo(json.dumps(data))
+    else:
+        drawn: RenderableType = draw()
+        console().print(drawn)
+
+
+def _say(data: Any, as_json: bool, text: str) -> None:
+    click.echo(json.dumps(data) if as_json else text)
+
+
+def _say_moved(transition: Transition, as_json: bool) -> None:
+    from compose.versions import transition_data
+
+    line = f"{transition.name}/{transition.version}: {transition.before} -> {transition.after}"
+    _say(transition_data(transition), as_json, f"{line} (epoch {transition.epoch})")
+
+
+def _say_rolled_out(done: Rollout, as_json: bool) -> None:
+    from compose.versions import transition_data
+
+    transition = done.transition
+    data = {
+        **transition_data(transition),
+        "prepared": done.prepared,
+        "late": done.late,
+        "seconds": round(done.seconds, 3),
+    }
+    line = f"{transition.name}: {transition.replaced or 'nothing'} -> {transition.version}"
+    _say(
+        data, as_json, f"{line} (epoch {transition.epoch}, {done.seconds:.1f} s, {len(done.prepared)} workers prepared)"
+    )
+    for worker in done.late:
+        click.echo(f"{worker} has not said yet that it answers with {transition.version}", err=True)
+
+
+def _say_followed(what: str, name: str, version: str, workers: list[str], as_json: bool) -> None:
+    data = {"name": name, "version": version, "workers": workers}
+    _say(data, as_json, f"{name}/{version} is {what} by {', '.join(workers)}")

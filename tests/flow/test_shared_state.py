@@ -1,0 +1,103 @@
+"""Which versions workers have loaded, when several share a store and when each keeps its own state."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+from celery import Celery
+
+from producers import Client
+from registry.control import CONTROL_COMMAND, Command
+from registry.reconciler import StateStore, Wish
+from safety.keys import OperatorKey
+from tests.conftest import StartWorker
+from tests.packages import write_package
+from tests.servers import RedisServer, WorkerProcess, wait_until
+
+INTERVAL_S = 1.0
+X = {"x": np.ones((1, 4), np.float32)}
+
+
+@pytest.fixture
+def name(models_root: Path) -> str:
+    """A model with the versions 1 (x) and 2 (10 x)."""
+    name = f"scaled-{secrets.token_hex(4)}"
+    for version, factor in (("1", 1), ("2", 10)):
+        source = f"def build():\n    return lambda inputs: {{'y': inputs['x'] * {factor}}}\n"
+        write_package(models_root, name, source, version=version)
+    return name
+
+
+def state(worker: WorkerProcess, name: str, version: str) -> str:
+    """Where the version is on its way into the worker's memory."""
+    return str(worker.report().get("versions", {}).get(name, {}).get(version, {}).get("state", ""))
+
+
+def test_workers_converge_and_outlive_the_store(
+    shared_redis: RedisServer, redis_server: RedisServer, models_root: Path, start_worker: StartWorker, name: str
+):
+    """IN-007, IN-017, IN-018, IN-020: what is wanted is loaded by both within two intervals; when the store dies
+    nothing is unloaded and jobs are answered as before."""
+    prefix = f"pods-{secrets.token_hex(4)}"
+    environment = {
+        "PENSTOCK_INFERENCE_STATE_REDIS_URL": redis_server.url,
+        "PENSTOCK_INFERENCE_STATE_PREFIX": prefix,
+        "PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": str(INTERVAL_S),
+    }
+    workers = [start_worker(shared_redis, models_root, environment=environment) for _ in range(2)]
+    store = StateStore.from_url(redis_server.url, prefix)
+    store.put(Wish(name, "1", at=time.time()))
+    begun = time.monotonic()
+    wait_until(
+        lambda: sum(each["models"][name].get("1", {}).get("state") == "ready" for each in store.loaded().values()) == 2,
+        10,
+        "both have loaded it, and the store says so",
+    )
+    assert time.monotonic() - begun < 2 * INTERVAL_S + 1.0
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert set(client.scan_iter("*")) == {f"{prefix}:wanted".encode(), f"{prefix}:loaded".encode()}
+    wait_until(lambda: all(state(worker, name, "1") == "ready" for worker in workers), 5, "their reports say so")
+    redis_server.kill()
+    time.sleep(2 * INTERVAL_S)
+    with Client(shared_redis.url) as client:
+        for version, factor in (("1", 1.0), ("2", 10.0)):
+            answer = client.submit(name, X, version=version).result(timeout=10)["y"]
+            assert float(answer[0, 0]) == factor
+    assert [state(worker, name, "1") for worker in workers] == ["ready", "ready"]
+    assert all(worker.is_running for worker in workers)
+
+
+def test_without_a_store_each_worker_keeps_its_own_state(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, name: str, tmp_path: Path
+):
+    """IN-019, IN-064: nobody sweeps, and a signed control command changes the one worker that it is sent to."""
+    operator = OperatorKey.generate(tmp_path / "operator.pem")
+    environment = {
+        "PENSTOCK_INFERENCE_STATE_RECONCILE_ENABLED": "false",
+        "PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.1",
+        "PENSTOCK_INFERENCE_STATE_PREFIX": f"own-{name}",
+        "PENSTOCK_OPERATOR_PUBLIC_KEYS": operator.public_text,
+    }
+    told, other = (start_worker(shared_redis, models_root, environment=environment) for _ in range(2))
+    StateStore.from_url(shared_redis.url, f"own-{name}").put(Wish(name, "1"), operator.sign)
+    app = Celery(broker=shared_redis.celery_url)
+    stranger = OperatorKey.generate(tmp_path / "stranger.pem")
+    for sign, answer in ((stranger.sign, "error"), (operator.sign, "ok")):
+        command = Command.new("load", name, "1").seal(sign)
+        ((reply,),) = (
+            list(replies.values())
+            for replies in app.control.broadcast(
+                CONTROL_COMMAND, {"command": command}, [told.name], reply=True, timeout=10, limit=1
+            )
+        )
+        assert list(reply) == [answer], reply
+    wait_until(lambda: state(told, name, "1") == "ready", 5, "the worker that was told has loaded it")
+    assert state(other, name, "1") in ("", "cold")
+    with shared_redis.client() as client:
+        assert not client.exists(f"own-{name}:loaded")
+    app.close()

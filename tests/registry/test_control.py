@@ -1,0 +1,97 @@
+"""Control commands and records of operators: good once, good here, good for a while, and never without a signature."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from registry.control import Command, Obedience
+from registry.deployment import Deployment
+from registry.errors import BadSignature, Corrupt, Forbidden, UndecodableEnvelope
+from registry.signed import Verifier
+from safety.keys import OperatorKey, PublicKeys
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> OperatorKey:
+    """The operator's key."""
+    return OperatorKey.generate(tmp_path / "operator.pem")
+
+
+@pytest.fixture
+def verify(operator: OperatorKey) -> Verifier:
+    """What a worker knows of it."""
+    return PublicKeys.parse(operator.public_text).verify
+
+
+def test_a_signed_command_is_good_once(operator: OperatorKey, verify: Verifier):
+    """It arrives as it was given; its repetition is refused."""
+    command = Command.new("load", "minilm", "2")
+    obedience = Obedience(verify)
+    sealed = command.seal(operator.sign)
+    assert obedience.open(sealed) == command
+    with pytest.raises(BadSignature, match="given before"):
+        obedience.open(sealed)
+
+
+@pytest.mark.parametrize("lag_s", [-301, 301])
+def test_a_command_is_good_for_five_minutes(operator: OperatorKey, verify: Verifier, lag_s: float):
+    """Recorded and played back later, or dated ahead, it is refused."""
+    sealed = Command.new("unload", "minilm", "2").seal(operator.sign)
+    with pytest.raises(BadSignature, match="300 s"):
+        Obedience(verify, clock=lambda: time.time() + lag_s).open(sealed)
+
+
+def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, verify: Verifier, tmp_path: Path):
+    """Foreign keys, flipped bytes, other kinds of record, unsigned ones: none is opened (S0.1, S0.3)."""
+    stranger = OperatorKey.generate(tmp_path / "stranger.pem")
+    sealed = Command.new("load", "minilm", "2").seal(operator.sign)
+    flipped = [sealed[:at] + chr(ord(sealed[at]) ^ 1) + sealed[at + 1 :] for at in range(len(sealed))]
+    others = [
+        Command.new("load", "minilm", "2").seal(stranger.sign),
+        Deployment(1, "minilm", "2", "0" * 64).seal(operator.sign).decode(),
+        sealed.partition("\n")[2],
+        "\n" + sealed.partition("\n")[2],
+        "",
+        7,
+        None,
+        "\ud800",
+    ]
+    obedience = Obedience(verify)
+    for forged in (*flipped, *others):
+        with pytest.raises(Corrupt):
+            obedience.open(forged)
+    assert obedience.open(sealed).model == "minilm"
+
+
+def test_a_worker_without_keys_takes_no_commands(operator: OperatorKey):
+    """It says which setting is missing."""
+    with pytest.raises(Forbidden, match="PENSTOCK_OPERATOR_PUBLIC_KEYS"):
+        Obedience(None).open(Command.new("load", "minilm", "2").seal(operator.sign))
+
+
+def test_an_unknown_action_is_no_command(operator: OperatorKey, verify: Verifier):
+    """Signed or not: a worker knows its own kinds only."""
+    sealed = Command("erase", time.time(), "nonce").seal(operator.sign)  # type: ignore[arg-type]
+    with pytest.raises(UndecodableEnvelope, match="erase"):
+        Obedience(verify).open(sealed)
+
+
+def test_a_deployment_belongs_to_its_model_and_epoch(operator: OperatorKey, verify: Verifier):
+    """Copied to another model's key, or behind another epoch, a genuine record is refused."""
+    deployment = Deployment(7, "minilm", "2", "ab" * 32)
+    sealed = deployment.seal(operator.sign)
+    assert Deployment.open(b"7 " + sealed, "minilm", verify) == deployment
+    assert Deployment.open(b"7 " + deployment.seal(), "minilm") == deployment
+    for active, model in ((b"7 " + sealed, "mlp"), (b"8 " + sealed, "minilm"), (b"07 " + sealed, "minilm")):
+        with pytest.raises(BadSignature):
+            Deployment.open(active, model, verify)
+
+
+@pytest.mark.parametrize("active", [b"", b"7", b"7 ", b"7 \n", b"7 \n{}", b"x \n[]", b"7 " + b"\n" + b"x" * 5000])
+def test_what_is_no_deployment_is_said_so(active: bytes):
+    """Foreign bytes under the key are one kind of error, whatever they are."""
+    with pytest.raises(Corrupt):
+        Deployment.open(active, "minilm")

@@ -1,0 +1,136 @@
+"""What was decided about each model's form -> a log on this machine, one JSON line a decision, that can be replayed.
+
+    Optimizer -> append(subject, decision) -> <home>/decisions/<model>.jsonl
+    a restart -> earlier(subject): the last decision on each step about the same content on the same kind of machine
+    anybody   -> replayed(model, run): where one process stood in the end
+
+The lines hold names, hashes, figures and reasons, never inputs or outputs. Owner-only, and bounded: a file that has
+grown too large is put aside, in place of the one that was put aside before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from registry.queues import parse_name
+from workers.progression import THRESHOLDS, Decision, Standing, replay
+from workers.runtime.cpu import cpu_label
+
+__all__ = ["DecisionLog", "Subject", "environment"]
+
+_LARGEST_FILE: Final = 1 << 20
+_FRAMEWORKS: Final = ("torch", "transformers", "onnxruntime")
+_ACTIONS: Final = ("enabled", "disabled", "refused")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a decision is about. `environment`: where it holds; see the function of that name."""
+
+    model: str
+    version: str
+    content_hash: str
+    environment: str
+
+
+class DecisionLog:
+    """One process's end of the logs. Appends are whole lines, so several processes may share a home."""
+
+    def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
+        self._folder = home / "decisions"
+        self._clock = clock
+        self.run: Final = secrets.token_hex(8)
+        """What this process's lines are marked with."""
+
+    def append(self, subject: Subject, decision: Decision) -> dict[str, object]:
+        """Writes a decision; returns the record that was written. Raises OSError."""
+        record = {
+            "time": round(self._clock(), 3),
+            "run": self.run,
+            **asdict(subject),
+            "level": decision.level,
+            **asdict(decision),
+        }
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = self._file(subject.model)
+        if file.exists() and file.stat().st_size > _LARGEST_FILE:
+            file.replace(file.with_suffix(".jsonl.old"))
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, json.dumps(record, allow_nan=False).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+        return record
+
+    def earlier(self, subject: Subject) -> dict[str, Decision]:
+        """The last decision on each step about this content in this environment, whichever process made it."""
+        about = {"content_hash": subject.content_hash, "environment": subject.environment}
+        return {decision.step: decision for decision in self._decisions(subject.model, about)}
+
+    def replayed(self, subject: Subject, run: str) -> Standing:
+        """Where the process that is marked `run` stood with the subject after its last decision."""
+        return replay(self._decisions(subject.model, {"run": run, "content_hash": subject.content_hash}))
+
+    def _decisions(self, model: str, about: Mapping[str, str]) -> Iterator[Decision]:
+        for record in self._records(model):
+            if all(record.get(name) == value for name, value in about.items()):
+                decision = _decision_of(record)
+                if decision is not None:
+                    yield decision
+
+    def _records(self, model: str) -> Iterator[dict[str, Any]]:
+        try:
+            lines = self._file(model).read_bytes().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # the last line of a process that died
+            if isinstance(record, dict):
+                yield record
+
+    def _file(self, model: str) -> Path:
+        return self._folder / f"{parse_name('model', model)}.jsonl"
+
+
+def environment(device: str) -> str:
+    """The frameworks and the hardware under which a measurement holds."""
+    return "; ".join([*(f"{name} {_version(name)}" for name in _FRAMEWORKS), _hardware(device)])
+
+
+def _hardware(device: str) -> str:
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and torch is not None:
+        return str(torch.cuda.get_device_name(device))
+    return cpu_label()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _decision_of(record: Mapping[str, Any]) -> Decision | None:
+    """None for a line that no version of this program writes."""
+    step: Any = record.get("step")
+    action: Any = record.get("action")
+    gain, evidence = record.get("gain"), record.get("evidence")
+    if step not in THRESHOLDS or action not in _ACTIONS or not isinstance(evidence, dict):
+        return None
+    if gain is not None and not isinstance(gain, int | float):
+        return None
+    figures = {str(name): float(value) for name, value in evidence.items() if isinstance(value, int | float)}
+    return Decision(step, action, str(record.get("criterion", "")), str(record.get("reason", "")), gain, figures)
