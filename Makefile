@@ -9,7 +9,7 @@ override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench chaos test-celery56 clean
+.PHONY: help demo test lint bench bench-gpu chaos test-celery56 clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ lint: $(VENV)/.dev ## ruff, ruff format, mypy and the import contracts
 
 bench: $(VENV)/.bench ## print the benchmark tables, peers beside ours
 	$(BIN)/python -m tests.benchmarks
+
+bench-gpu: $(VENV)/.bench ## measure what needs a GPU; without one every row says that it was not run
+	$(BIN)/python -m tests.benchmarks.gpu
 
 # The minutes of the simulator, the rounds of each fault on real servers, and a file for the table, if any.
 SIMULATED_MINUTES ?= 5

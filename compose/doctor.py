@@ -27,14 +27,19 @@ from urllib.parse import urlsplit
 import redis
 from rich.console import Console
 from rich.text import Text
+from sqlalchemy.engine import make_url
 
+from compose.deploy import deployed, open_registry
+from compose.keys import operator_keys
 from compose.terminal import printable
 from registry import local_stack
 from registry.broker.redis_scripts import MEMORY_HIGH_WATER_PCT
 from registry.broker.redis_streams import RedisStreams, connection_options
-from registry.errors import BrokerUnavailable, ConfigurationError
+from registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, RegistryUnavailable
 from registry.package import discover, load_package
 from registry.settings import Settings
+from registry.stages import ModelStage
+from registry.tables import RegisteredVersion
 
 __all__ = ["Finding", "as_json", "examine", "write"]
 
@@ -250,6 +255,7 @@ def _security(settings: Settings) -> Iterator[Finding]:
     for what, path in (
         ("metrics token", worker.metrics_bearer_file),
         ("signing keys of the stack", _keys_file(settings)),
+        ("operator's key", settings.operator_key_file),
     ):
         if path is not None and path.exists() and path.stat().st_mode & 0o077:
             yield Finding("security", "broken", f"others can read the file of the {what}", f"chmod 600 {path}")
@@ -343,6 +349,7 @@ def _broker(settings: Settings) -> Iterator[Finding]:
     try:
         with closing(RedisStreams.from_url(url, timeout_s=_TIMEOUT_S)) as broker:
             yield from _at_work(broker)
+            yield from _deployments(settings, broker)
     except (BrokerUnavailable, redis.ResponseError) as error:
         what = str(error) if isinstance(error, BrokerUnavailable) else "the broker refuses what an operator asks"
         yield Finding("broker", "broken", what, "look at the broker's log, or ask as the operator role")
@@ -507,6 +514,41 @@ def _at_work(broker: RedisStreams) -> Iterator[Finding]:
             yield Finding("queues", "broken", what, f"penstock worker --models {model}")
         if len(served[model]) > 1:
             what = f"workers serve different versions of {model}: {', '.join(sorted(served[model]))}"
-            yield Finding("workers", "warning", what, "restart the workers of the old version")
+            yield Finding("workers", "warning", what, f"penstock models promote {model} VERSION --to production")
         if broker.dead_letters(model, count=1):
             yield Finding("queues", "warning", f"{model} has dead letters", f"penstock dead list {model}")
+
+
+# Registry
+
+
+def _deployments(settings: Settings, broker: RedisStreams) -> Iterator[Finding]:
+    """Whether the versions in production are those that answer."""
+    try:
+        registry = open_registry(settings, operator_keys(settings))
+        registered = registry.versions() if _has_registry(settings.registry_url) else ()
+    except (ConfigurationError, Corrupt, RegistryUnavailable) as error:
+        yield Finding("registry", "broken", str(error), "correct PENSTOCK_REGISTRY_URL, or ask who runs the registry")
+        return
+    production = [version for version in registered if version.stage is ModelStage.PRODUCTION]
+    behind = [version for version in production if not _answers(broker, version)]
+    for version in behind:
+        what = f"{version.reference} is in production, and is not the version that answers"
+        yield Finding("registry", "broken", what, f"penstock models sync {version.name}")
+    if not behind:
+        names = ", ".join(version.reference for version in production)
+        yield Finding("registry", "ok", f"in production, and answering: {names or 'none'}")
+
+
+def _has_registry(url: str) -> bool:
+    """Whether there is something to look at: SQLite would make the file, and doctor changes nothing."""
+    found = make_url(url)
+    return not found.drivername.startswith("sqlite") or Path(found.database or "").is_file()
+
+
+def _answers(broker: RedisStreams, version: RegisteredVersion) -> bool:
+    try:
+        decision = deployed(broker, version.name)
+    except Corrupt:
+        return False
+    return decision is not None and (decision.epoch, decision.content_hash) == (version.epoch, version.content_hash)

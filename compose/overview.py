@@ -155,11 +155,19 @@ def draw_workers(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
     """One line per worker."""
     table = _table("worker", "device", "state", "models", "in memory", "batches")
     for report in reports:
-        loaded = ", ".join(f"{name}/{version}" for name, version in report["models"].items())
+        loaded = ", ".join(_loaded(report, name, active) for name, active in report["models"].items())
         state = "ready" if report["ready"] else "not ready"
         held, batches = report.get("in_memory", 0), report.get("batches", 0)
         table.add_row(report["name"], report["device"], state, loaded, f"{held:,}", f"{batches:,}")
     return table if table.row_count else Text("No worker runs.")
+
+
+def _loaded(report: Mapping[str, Any], name: str, active: str) -> str:
+    """`minilm/2`, the version that answers, with those that are loaded beside it: `minilm/2 (and 3)`."""
+    versions = report.get("versions", {}).get(name, {})
+    others = [label for label, said in versions.items() if said["state"] == "ready" and label != active]
+    beside = f" (and {', '.join(others)})" if others else ""
+    return f"{name}/{active or 'none'}{beside}"
 
 
 def draw_models(known: Sequence[Mapping[str, Any]]) -> RenderableType:

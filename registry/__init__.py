@@ -4,6 +4,7 @@ __all__ = [
     "admission",
     "broker",
     "catalog",
+    "codecs",
     "database",
     "deployment",
     "envelope",

@@ -28,7 +28,15 @@ from typing import Final
 from sqlalchemy import Connection, delete, func, insert, select, text, update
 
 from registry.database import Database
-from registry.errors import ConfigurationError, ContentChanged, InvalidInput, TransitionRefused, UnknownModel, described
+from registry.errors import (
+    ConfigurationError,
+    ContentChanged,
+    InvalidInput,
+    TransitionConflict,
+    TransitionRefused,
+    UnknownModel,
+    described,
+)
 from registry.lineage import ModelLineage
 from registry.manifest import Manifest
 from registry.package import Package, load_package
@@ -202,13 +210,17 @@ class ModelRegistryClient:
         """Takes a version that is not in production back to DRAFT, or to ARCHIVED. Raises as `promote` does."""
         return self._move(Action.DEMOTE, self._look(name), version, parse_stage(to), reason)
 
-    def rollback(self, name: str, *, reason: str = "") -> Transition:
+    def rollback(self, name: str, to: str | None = None, *, reason: str = "") -> Transition:
         """Archives the version in production and restores the one before it; the gate, which it passed, is not asked.
 
-        Raises as `promote` does, and TransitionRefused when there was none before it.
+        to: the label of the version that it is meant to restore, if that was looked at before; when it is another by
+        now, TransitionConflict. Raises as `promote` does, and TransitionRefused when there was none before it.
         """
         model = self._look(name)
-        return self._move(Action.ROLLBACK, model, model.before_production(), ModelStage.PRODUCTION, reason)
+        before = model.before_production()
+        if to not in (None, before):
+            raise TransitionConflict(f"A rollback of {name} restores {before} by now. Expected {described(to)}")
+        return self._move(Action.ROLLBACK, model, before, ModelStage.PRODUCTION, reason)
 
     def _move(self, action: Action, seen: RegisteredModel, wanted: str, after: ModelStage, reason: str) -> Transition:
         version = seen.select(wanted)

@@ -9,12 +9,12 @@ has a connection of its own: they are rare, and nothing is left over after a for
 from __future__ import annotations
 
 import os
-import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, column, create_engine, event, inspect, select, table, text
@@ -149,17 +149,17 @@ def _make_file(path: Path) -> None:
     """
     if path.exists():
         return
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        connection = sqlite3.connect(partial)
-        connection.execute("PRAGMA journal_mode = WAL").fetchone()
-        connection.close()
-        # Where another process was quicker, the file is the same.
-        with suppress(FileExistsError):
-            os.link(partial, path)
-        partial.unlink()
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            partial = Path(folder) / path.name
+            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            connection = sqlite3.connect(partial)
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            connection.close()
+            # Where another process was quicker, the file is the same.
+            with suppress(FileExistsError):
+                os.link(partial, path)
     except (OSError, sqlite3.Error):
         raise ConfigurationError(
             f"The registry's file {path.name} cannot be made. Expected a folder that can be written to"
@@ -167,14 +167,13 @@ def _make_file(path: Path) -> None:
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:
-    # Transactions are begun by _begin_sqlite: the driver would begin them late, and only before changes.
-    connection.isolation_level = None
     # A committed promotion survives a power cut: workers may have been told.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
 
 
 def _begin_sqlite(connection: Connection) -> None:
+    # The driver would begin late, and only before changes.
     is_writing = connection.get_execution_options().get("is_writing", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writing else "BEGIN")
 

@@ -113,7 +113,11 @@ SINGLE_FLIGHT: Final = Metric(
 )
 LEVEL: Final = Metric("penstock_level", "gauge", "", _MODEL, "Enhancement level that the version stands at")
 GATES: Final = Metric(
-    "penstock_gate_verdicts_total", "counter", "candidates", (*_MODEL, "verdict"), "Candidate forms by the gate's verdict"
+    "penstock_gate_verdicts_total",
+    "counter",
+    "candidates",
+    (*_MODEL, "verdict"),
+    "Candidate forms by the gate's verdict",
 )
 
 METRICS: Final = (

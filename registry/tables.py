@@ -9,7 +9,8 @@ index. The schema itself is made by registry/migrations; a test compares the two
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -148,33 +149,44 @@ def seal_row(record: RegisteredVersion | Transition, sign: Signer | None) -> dic
 
 def open_version(row: Mapping[str, Any], verify: Verifier | None) -> RegisteredVersion:
     """The record of a row. Raises BadSignature for one that nobody of the known operators wrote so."""
-    version = RegisteredVersion(
-        **{
-            **_record(row),
-            "stage": ModelStage(row["stage"]),
-            "files": json.loads(row["files"]),
-            "source_files": json.loads(row["source_files"]),
-            "spec": json.loads(row["spec"]),
-            "lineage": ModelLineage.model_validate_json(row["lineage"]),
-        }
-    )
-    _check(row, version, verify)
-    return version
+    with _opened(row, f"registry version {row['name']} {row['version']}", verify) as record:
+        return RegisteredVersion(
+            **{
+                **record,
+                "stage": ModelStage(row["stage"]),
+                "files": json.loads(row["files"]),
+                "source_files": json.loads(row["source_files"]),
+                "spec": json.loads(row["spec"]),
+                "lineage": ModelLineage.model_validate_json(row["lineage"]),
+            }
+        )
 
 
 def open_transition(row: Mapping[str, Any], verify: Verifier | None) -> Transition:
     """The record of a row. Raises BadSignature for one that nobody of the known operators wrote so."""
-    transition = Transition(
-        **{
-            **_record(row),
-            "action": Action(row["action"]),
-            "before": None if row["before"] is None else ModelStage(row["before"]),
-            "after": ModelStage(row["after"]),
-            "productions": tuple(json.loads(row["productions"])),
-        }
-    )
-    _check(row, transition, verify)
-    return transition
+    with _opened(row, f"registry transition {row['name']} {row['epoch']}", verify) as record:
+        return Transition(
+            **{
+                **record,
+                "action": Action(row["action"]),
+                "before": None if row["before"] is None else ModelStage(row["before"]),
+                "after": ModelStage(row["after"]),
+                "productions": tuple(json.loads(row["productions"])),
+            }
+        )
+
+
+@contextmanager
+def _opened(row: Mapping[str, Any], context: str, verify: Verifier | None) -> Iterator[dict[str, Any]]:
+    """The columns of a row whose signature holds; nothing of it is parsed before."""
+    try:
+        open_record(f"{row['signature']}\n".encode() + _payload(row), verify, context)
+    except BadSignature as problem:
+        raise BadSignature(f"{context}: {problem}") from None
+    try:
+        yield _record(row)
+    except (ValueError, TypeError):
+        raise BadSignature(f"{context}: not a record that was written here") from None
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,10 +215,3 @@ def _context(record: RegisteredVersion | Transition) -> str:
     if isinstance(record, Transition):
         return f"registry transition {record.name} {record.epoch}"
     return f"registry version {record.name} {record.version}"
-
-
-def _check(row: Mapping[str, Any], record: RegisteredVersion | Transition, verify: Verifier | None) -> None:
-    try:
-        open_record(f"{row['signature']}\n".encode() + _payload(row), verify, _context(record))
-    except BadSignature as problem:
-        raise BadSignature(f"{_context(record)}: {problem}") from None

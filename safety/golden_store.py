@@ -35,6 +35,11 @@ class Golden:
     outputs: Mapping[str, Array]
     nbytes: int
 
+    @property
+    def rows(self) -> int:
+        """Rows of its first output."""
+        return len(next(iter(self.outputs.values()), ()))
+
 
 class GoldenStore:
     """A bounded sample of served jobs. One thread offers, any thread reads."""
@@ -46,11 +51,17 @@ class GoldenStore:
         self._kept: list[tuple[int, str, Golden]] = []
         """By ascending hash."""
         self._nbytes = 0
+        self._rows = 0
         self._below = _ALL
         """A hash must be below this to be of interest."""
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the jobs that are kept."""
+        return self._rows
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +81,10 @@ class GoldenStore:
         with self._lock:
             if rank >= self._below or any(known == job_id for _, known, _ in self._kept):
                 return False
-            insort(self._kept, (rank, job_id, Golden(job_id, _copied(inputs), _copied(outputs), nbytes)))
+            golden = Golden(job_id, _copied(inputs), _copied(outputs), nbytes)
+            insort(self._kept, (rank, job_id, golden))
             self._nbytes += nbytes
+            self._rows += golden.rows
             self._push_out()
         return True
 
@@ -84,13 +97,14 @@ class GoldenStore:
         """Forgets all."""
         with self._lock:
             self._kept.clear()
-            self._nbytes = 0
+            self._nbytes = self._rows = 0
             self._below = _ALL
 
     def _push_out(self) -> None:
         while len(self._kept) > self._max_jobs or self._nbytes > self._max_bytes:
             rank, _, golden = self._kept.pop()
             self._nbytes -= golden.nbytes
+            self._rows -= golden.rows
             # What did not fit once must not come back later: the sample would lean towards the late.
             self._below = rank
         if len(self._kept) == self._max_jobs:

@@ -10,6 +10,7 @@ __all__ = [
     "device",
     "drain",
     "executor",
+    "frameworks",
     "heartbeat",
     "job",
     "lane",

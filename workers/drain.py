@@ -528,8 +528,7 @@ class Drain:
                 # The version that answers is not to be had here: others may have it.
                 self._to_release.append(job)
             elif job.is_suspect:
-                model.hold(job)
-                self._suspects.append(job)
+                self._add_suspect(version, job)
             elif not self._joins_another(job, version):
                 runnable[version].append(job)
         for version, jobs in runnable.items():
@@ -538,9 +537,30 @@ class Drain:
 
     def _add(self, version: ServedVersion, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher of a version, which is loaded if it is not."""
+        if version.state is VersionState.FAILED:
+            self._part_with(version, jobs)
+            return
         if version.state is VersionState.COLD:
             self._loader.load(version)
         self._served[version.name].add(version, jobs)
+
+    def _add_suspect(self, version: ServedVersion, job: ClaimedJob) -> None:
+        if version.state is VersionState.FAILED:
+            self._part_with(version, [job])
+            return
+        if version.state is VersionState.COLD:
+            self._loader.load(version)
+        self._served[version.name].hold(job)
+        self._suspects.append(job)
+
+    def _part_with(self, version: ServedVersion, jobs: Iterable[ClaimedJob]) -> None:
+        """The version cannot be loaded: jobs that name it fail, the others are for a worker that has it."""
+        for job in jobs:
+            if job.header.version:
+                failure = Failure("ModelError", f"Version {job.header.version} cannot be loaded. {version.problem}")
+                self._concluded.append(Conclusion(job, failure))
+            else:
+                self._to_release.append(job)
 
     def _refusal(self, job: ClaimedJob, model: ServedModel, broker_now: float) -> Failure | None:
         """Why the job must not run, if it must not; otherwise its version is settled, if that is to be had here."""
@@ -714,19 +734,17 @@ class Drain:
     def _take_in_loaded(self) -> None:
         """Versions have been loaded, or cannot be: the jobs that waited for these end, or go elsewhere."""
         for version, problem, _, _ in self._loader.take_done():
-            if not problem:
-                self._has_loaded(version)
-                for job, error in version.misfits():
-                    self._concluded.append(Conclusion(job, Failure("ModelError", f"InvalidInput: {error}")))
-                for other in to_unload(self._turns, self._config.model_memory_mb, version):
-                    self._unload(other)
+            if problem:
+                waiting = [item.job for item in version.batcher.discard(lambda _: True)]
+                waiting += [job for job in self._suspects if job.version is version]
+                self._suspects = deque(job for job in self._suspects if job.version is not version)
+                self._part_with(version, waiting)
                 continue
-            for job in [item.job for item in version.batcher.discard(lambda _: True)]:
-                if job.header.version:
-                    failure = Failure("ModelError", f"Version {job.header.version} cannot be loaded. {problem}")
-                    self._concluded.append(Conclusion(job, failure))
-                else:
-                    self._to_release.append(job)
+            self._has_loaded(version)
+            for job, error in version.misfits():
+                self._concluded.append(Conclusion(job, Failure("ModelError", f"InvalidInput: {error}")))
+            for other in to_unload(self._turns, self._config.model_memory_mb, version):
+                self._unload(other)
 
     def _unload(self, version: ServedVersion) -> None:
         """Lets go of an idle version's memory; the next job for it loads it again."""
@@ -761,19 +779,24 @@ class Drain:
         one batch of others, as long as there are both."""
         if self.executor.idle < self.executor.threads:
             return
-        work = self._next_work(is_idle=True) if self._was_suspect or not self._suspects else None
+        work = self._next_work(is_idle=True) if self._was_suspect else None
         self._was_suspect = work is None and (work := self._next_suspect()) is not None
-        if work is not None:
+        # A suspect whose version is still being loaded keeps nobody waiting.
+        if work is not None or (work := self._next_work(is_idle=True)) is not None:
             self._submit(work, is_idle=True)
 
     def _next_suspect(self) -> Work | None:
-        """The suspect that has been here longest, unless it is too late for it."""
-        while self._suspects:
+        """The suspect that has been here longest, unless it is too late for it, or its version is not there yet."""
+        for _ in range(len(self._suspects)):
             job = self._suspects.popleft()
+            version = job.version
             if self._broker.now_ms() > job.expires_ms:
                 self._concluded.append(Conclusion(job, EXPIRED))
-                continue
-            if (version := job.version) is not None:
+            elif version is None or not version.is_ready:
+                self._suspects.append(job)
+                if version is not None and version.state is VersionState.COLD:
+                    self._loader.load(version)
+            else:
                 version.in_flight += 1
                 return version.work(version.alone(job), self._open_stream)
         return None
@@ -929,9 +952,8 @@ class Drain:
                 self._concluded.append(Conclusion(job, CANCELLED))
             elif self._watcher.is_revoked(job.header.id):
                 self._concluded.append(Conclusion(job, REVOKED))
-            elif job.is_suspect:
-                self._served[job.delivery.slot].hold(job)
-                self._suspects.append(job)
+            elif job.version is not None and job.is_suspect:
+                self._add_suspect(job.version, job)
             elif job.version is not None:
                 self._add(job.version, [job])
 

@@ -81,8 +81,17 @@ class Loader:
         version.state, version.problem = VersionState.LOADING, ""
         runtime = version.runtime
         self._under_way[id(runtime)] = _Load(version, runtime, self._clock())
+        self.begin(version, runtime)
+
+    def begin(self, version: ServedVersion, runtime: Runtime) -> None:
+        """Runs the load, at whose end `end` is called: on a thread of its own. Whoever steps a drain steps this."""
         name = f"load {version.spec.reference}"
         threading.Thread(target=self._run, args=(version, runtime), name=name, daemon=True).start()
+
+    def end(self, runtime: Runtime, problem: str, rows: int) -> None:
+        """A load has ended; for any thread. rows: see Loaded."""
+        self._ended.append((runtime, problem, rows))
+        self._ring()
 
     def load_now(self, version: ServedVersion) -> None:
         """Loads a version and returns when it is ready, however long that takes. Raises ConfigurationError."""
@@ -126,8 +135,7 @@ class Loader:
             problem = str(error)
         except BaseException as error:  # whatever a package raises, the worker goes on serving what it serves
             problem = f"{runtime.spec.reference}: loading failed ({type(error).__name__}: {error!s:.200})"
-        self._ended.append((runtime, problem, rows))
-        self._ring()
+        self.end(runtime, problem, rows)
 
     def _calibrated_rows(self, version: ServedVersion, runtime: Runtime) -> int:
         """Rows that the device's memory allows; 0 where they are known, or not to be measured. Beside other forwards

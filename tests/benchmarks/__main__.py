@@ -18,7 +18,20 @@ from typing import Final
 import click
 import pytest
 
-from tests.benchmarks import breakdown, encoder, latency, memory, peers, promotions, scaling, throughput
+from tests.benchmarks import (
+    breakdown,
+    encoder,
+    hot_swap,
+    latency,
+    memory,
+    models,
+    peers,
+    promotions,
+    queries,
+    scaling,
+    step_load,
+    throughput,
+)
 from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, machine, markdown, verdict
 from tests.benchmarks.scale import FULL, QUICK, Scale
 
@@ -37,7 +50,11 @@ SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]]
     "workers": scaling.measure,
     "memory": memory.measure_per_job,
     "retention": _retention,
+    "step": step_load.measure,
+    "swap": hot_swap.measure,
     "promotions": promotions.measure,
+    "queries": queries.measure,
+    "proxy": models.proxied,
     "peers": peers.measure,
     "breakdown": breakdown.measure,
 }

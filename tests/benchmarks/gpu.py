@@ -44,7 +44,7 @@ from workers.runtime.base import Prepared, Runtime
 from workers.runtime.forms import Forward, Tunable
 from workers.runtime.open import open_runtime
 
-__all__ = ["CHECKS", "main", "measure"]
+__all__ = ["CHECKS", "Check", "main", "measure"]
 
 _DEVICE: Final = "cuda:0"
 _NOT_RUN: Final = "not run"

@@ -29,6 +29,8 @@ class Scale:
     """How long a step of load lasts."""
     promotions: int
     """Changes of one model that each of 20 processes tries."""
+    swaps: int
+    """A promotion and the way back."""
 
 
 FULL: Final = Scale(
@@ -46,6 +48,7 @@ FULL: Final = Scale(
     retention_ttl_s=2,
     step_s=15.0,
     promotions=200,
+    swaps=5,
 )
 QUICK: Final = Scale(
     rounds=2,
@@ -62,6 +65,7 @@ QUICK: Final = Scale(
     retention_ttl_s=1,
     step_s=8.0,
     promotions=20,
+    swaps=2,
 )
 SMOKE: Final = Scale(
     rounds=1,
@@ -76,6 +80,7 @@ SMOKE: Final = Scale(
     stored_jobs=200,
     retention_jobs=1_280,
     retention_ttl_s=1,
-    step_s=2.0,
+    step_s=1.5,
     promotions=2,
+    swaps=1,
 )

@@ -203,15 +203,26 @@ class Stand:
 
     def worker(self, server: RedisServer, model: str, *, models_root: Path = mlp.MODELS) -> WorkerProcess:
         """A Penstock worker for one model, ready, with all features on."""
-        return self.started(
-            WorkerProcess(
-                server,
-                models_root,
-                self.folder(),
-                name=f"w{next(self._numbers)}@bench",
-                models=[model],
-                environment=self.settings,
-            )
+        return self.started(self._worker(server, model, models_root))
+
+    def workers(self, count: int, server: RedisServer, model: str, *, models_root: Path) -> list[WorkerProcess]:
+        """So many of them, started side by side."""
+        workers = [self._worker(server, model, models_root) for _ in range(count)]
+        for worker in workers:
+            self._ends.callback(worker.stop)
+            worker.launch()
+        for worker in workers:
+            wait_until(worker.is_ready, _START_TIMEOUT_S, f"worker {worker.name} is ready")
+        return workers
+
+    def _worker(self, server: RedisServer, model: str, models_root: Path) -> WorkerProcess:
+        return WorkerProcess(
+            server,
+            models_root,
+            self.folder(),
+            name=f"w{next(self._numbers)}@bench",
+            models=[model],
+            environment=self.settings,
         )
 
     def started(self, worker: WorkerProcess) -> WorkerProcess:

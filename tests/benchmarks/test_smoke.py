@@ -13,7 +13,9 @@ import pytest
 
 from tests.benchmarks import meter, mlp
 from tests.benchmarks.__main__ import SECTIONS, measure
-from tests.benchmarks.report import FAILED, Row, Stage, as_data, markdown, verdict
+from tests.benchmarks.gpu import Check
+from tests.benchmarks.hot_swap import Answer, Flip, answered_by_old
+from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, markdown, verdict
 from tests.benchmarks.scale import SMOKE
 from tests.servers import ROOT, wait_until
 
@@ -80,6 +82,32 @@ def test_the_table_says_what_was_missed():
     assert "| bound: air | 1 us |" in text
     assert "| seal | 1.2 | 1.0 |" in text
     assert json.loads(json.dumps(as_data(rows, stages)))["rows"][0]["figures"] == {"us": 3.0}
+
+
+def test_an_answer_by_a_withdrawn_version_is_noticed():
+    """After a flip only the new version may answer; before it, and just before the next one, the others may."""
+    flips = [Flip(0, "1"), Flip(1_000, "2"), Flip(5_000, "1")]
+    fine = [Answer("1", 500), Answer("2", 1_500), Answer("1", 4_990), Answer("1", 6_000)]
+    assert answered_by_old(flips, fine) == (3, 0)
+    assert answered_by_old(flips, [*fine, Answer("1", 1_500), Answer("2", 5_500)]) == (5, 2)
+
+
+def test_without_a_gpu_every_row_says_so():
+    """What was not measured has no figure, and is neither a success nor a failure."""
+    checks = [Check("a claim", "a bound", lambda _: pytest.fail("it was run"))]
+    row = checks[0].row("no CUDA device", print)
+    assert (row.measured, row.required, row.ok) == ("not run: no CUDA device", "a bound", "not run")
+    assert row.figures == {}
+
+
+def test_a_check_that_fails_on_a_gpu_is_a_missed_target():
+    """An error is told as such, and the other checks go on."""
+
+    def broken(_: Progress) -> tuple[str, bool, dict[str, float]]:
+        raise MemoryError("does not fit")
+
+    assert Check("a claim", "a bound", broken).row("", print).measured == "failed: MemoryError"
+    assert Check("a claim", "a bound", lambda _: ("1.1x", False, {})).row("", print).ok == "**no**"
 
 
 def test_an_unknown_section_is_refused():

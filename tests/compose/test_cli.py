@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from compose.cli import main
 from compose.supervisor import EXIT_CONFIGURATION
+from registry.package import load_package
 from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package
 from tests.servers import ROOT, RedisServer, wait_until
@@ -112,7 +113,8 @@ def test_waiting_jobs_show_depth_and_age(shared_redis: RedisServer, home, tmp_pa
     """Jobs of a registered model wait without a worker, and status says how many and for how long."""
     package = write_package(tmp_path, slot, "def build(): ...")
     there = {"PENSTOCK_REDIS_URL": shared_redis.url}
-    assert penstock(home, "models", "register", str(package), **there).output == f"Registered {slot}/1\n"
+    shown = penstock(home, "models", "register", str(package), **there)
+    assert shown.output.startswith(f"Registered {slot}/1 (draft, content ")
     for _ in range(2):
         assert penstock(home, "submit", slot, "-i", "x=[[1, 2, 3, 4]]", "--priority", "low", **there).exit_code == 0
     state = json.loads(penstock(home, "status", "--json", **there).output)
@@ -127,14 +129,21 @@ def test_registered_models_are_listed(shared_redis: RedisServer, home, tmp_path,
     there = {"PENSTOCK_REDIS_URL": shared_redis.url}
     package = write_package(tmp_path, slot, "def build(): ...")
     shown = penstock(home, "models", "register", str(package), "--json", **there)
-    assert json.loads(shown.output) == {"name": slot, "version": "1"}
-    known = json.loads(penstock(home, "models", "list", "--json", **there).output)
-    assert {
-        "name": slot,
-        "version": "1",
-        "inputs": {"x": "float32 (batch, 4)"},
-        "outputs": {"y": "float32 (batch, 4)"},
-    } in known
+    content_hash = load_package(package).manifest().content_hash
+    assert json.loads(shown.output) == {"name": slot, "version": "1", "content_hash": content_hash, "stage": "draft"}
+    known = json.loads(penstock(home, "models", "list", slot, "--json", **there).output)
+    assert known == [
+        {
+            "name": slot,
+            "version": "1",
+            "stage": "draft",
+            "content_hash": content_hash,
+            "is_active": False,
+            "workers": [],
+            "inputs": {"x": "float32 (batch, 4)"},
+            "outputs": {"y": "float32 (batch, 4)"},
+        }
+    ]
 
 
 def test_bench_measures_the_running_stack(home):

@@ -6,7 +6,10 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from registry.catalog import (
     ModelLineage,
     ModelRegistryClient,
     ModelStage,
+    RegisteredVersion,
     Transition,
 )
 from registry.errors import (
@@ -389,6 +393,18 @@ def test_every_change_is_audited_before_it_is_committed(shelf: Shelf):
     assert len(shelf.client.history(shelf.name)) == 5
 
 
+def test_change_is_seen_when_it_is_committed(shelf: Shelf):
+    """Readers wait for no writer, and see what was there before its commit."""
+    seen: list[str] = []
+    shelf.put("1", PRODUCTION)
+    shelf.put("2", STAGING)
+    reader = shelf.reopened()
+    writer = shelf.reopened(audit=lambda _: seen.append(reader.find(shelf.name).version))
+    writer.promote(shelf.name, "2", PRODUCTION)
+    assert seen == ["1"]
+    assert reader.find(shelf.name).version == "2"
+
+
 def test_listeners_are_told_of_every_change_of_production_once(shelf: Shelf):
     """AR-080: (name, content before, content now) after the commit; a listener that fails keeps nobody from it."""
     told: list[tuple[str, str | None, str]] = []
@@ -571,6 +587,39 @@ def test_two_rollbacks_at_once_go_back_one_version(shelf: Shelf):
     with pytest.raises(TransitionConflict):
         shelf.reopened(approve=meanwhile).rollback(shelf.name)
     assert shelf.stages() == {"1": ARCHIVED, "2": PRODUCTION, "3": ARCHIVED}
+
+
+def _at_once(calls: list[Callable[[], RegisteredVersion]]) -> list[RegisteredVersion]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result(60) for future in [threads.submit(call) for call in calls]]
+
+
+def test_registrations_at_once_all_succeed(shelf: Shelf):
+    """Different versions that are registered at the same moment wait for each other; none is turned away."""
+    versions = [str(number) for number in range(8)]
+    for version in versions:
+        shelf.package(version)
+    made = _at_once([partial(shelf.reopened().register, shelf.package(version)) for version in versions])
+    assert sorted(each.version for each in made) == versions
+    assert sorted(each.epoch for each in made) == [*range(1, 9)]
+
+
+def test_one_version_registered_by_many_at_once_is_one(shelf: Shelf):
+    """Registering is idempotent also in a race: everybody gets the same version."""
+    shelf.package("1")
+    made = _at_once([partial(shelf.reopened().register, shelf.package("1")) for _ in range(8)])
+    assert len({each.registered_at for each in made}) == 1
+    assert len(shelf.client.history(shelf.name)) == 1
+
+
+def test_rollback_to_what_was_looked_at(shelf: Shelf):
+    """Who prepared version 2 for a rollback is told when the rollback would restore another one by now."""
+    for version in "123":
+        shelf.put(version, PRODUCTION)
+    with pytest.raises(TransitionConflict, match=r"restores 2 by now\. Expected '1'"):
+        shelf.client.rollback(shelf.name, "1")
+    assert shelf.stages()["3"] is PRODUCTION
+    assert shelf.client.rollback(shelf.name, "2").version == "2"
 
 
 def test_two_clients_see_each_other(shelf: Shelf):

@@ -103,6 +103,14 @@ def test_half_made_schema_is_never_seen(new_url: str, monkeypatch: pytest.Monkey
     assert client.models() == ()
 
 
+def test_options_of_the_url_are_kept(shared_postgres: PostgresDatabase):
+    """A URL may name a schema of the server's database: everything is made there."""
+    _execute(shared_postgres.url, "CREATE SCHEMA apart")
+    ModelRegistryClient(f"{shared_postgres.url}&options=-csearch_path%3Dapart").models()
+    with create_engine(shared_postgres.url, poolclass=NullPool).connect() as connection:
+        assert connection.dialect.has_table(connection, "penstock_versions", schema="apart")
+
+
 @pytest.mark.parametrize(
     ("url", "told"),
     [
@@ -156,6 +164,12 @@ def test_folder_that_cannot_be_made(tmp_path: Path):
     with pytest.raises(ConfigurationError, match=r"file registry\.db cannot be made") as refused:
         ModelRegistryClient(f"sqlite:///{tmp_path}/home/registry.db").models()
     assert str(tmp_path) not in str(refused.value)
+
+
+def test_making_the_file_leaves_nothing_else(tmp_path: Path):
+    """The folder holds the database, and nothing that it was made from."""
+    ModelRegistryClient(f"sqlite:///{tmp_path}/home/registry.db").models()
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["registry.db"]
 
 
 def test_refused_change_leaves_nothing_behind(registry_url: str, models_root: Path, slot: str):

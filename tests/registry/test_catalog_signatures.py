@@ -82,21 +82,24 @@ EDITS = {
         "UPDATE penstock_versions SET stage = 'production' WHERE name = :name AND version = '1'",
     ),
     "other files": ("UPDATE penstock_versions SET files = '{}' WHERE name = :name AND version = '3'",),
+    "files that are no list": ("UPDATE penstock_versions SET files = '{' WHERE name = :name AND version = '3'",),
     "another folder": ("UPDATE penstock_versions SET source = '/elsewhere' WHERE name = :name AND version = '3'",),
     "another lineage": ("UPDATE penstock_versions SET lineage = '{}' WHERE name = :name AND version = '3'",),
     "another signature": (
         "UPDATE penstock_versions SET signature = "
-        "(SELECT signature FROM penstock_versions WHERE name = :name AND version = '2') WHERE name = :name AND version = '3'",
+        "(SELECT signature FROM penstock_versions WHERE name = :name AND version = '2') "
+        "WHERE name = :name AND version = '3'",
     ),
     "a version deleted": ("DELETE FROM penstock_versions WHERE name = :name AND version = '3'",),
     "a version renamed": ("UPDATE penstock_versions SET version = '4' WHERE name = :name AND version = '3'",),
     "a step renumbered": ("UPDATE penstock_transitions SET epoch = 99 WHERE name = :name AND epoch = 8",),
     "a step rewritten": ("UPDATE penstock_transitions SET replaced = NULL WHERE name = :name AND epoch = 6",),
+    "another reason": ("UPDATE penstock_transitions SET reason = 'approved by ada' WHERE name = :name AND epoch = 6",),
     "a step taken out": ("DELETE FROM penstock_transitions WHERE name = :name AND epoch = 5",),
     "the last step taken out": ("DELETE FROM penstock_transitions WHERE name = :name AND epoch = 8",),
     "the history taken out": ("DELETE FROM penstock_transitions WHERE name = :name",),
     "other productions": (
-        'UPDATE penstock_transitions SET productions = \'["2","1"]\' WHERE name = :name AND epoch = 8',
+        'UPDATE penstock_transitions SET productions = \'["3","2"]\' WHERE name = :name AND epoch = 8',
     ),
 }
 
@@ -128,3 +131,15 @@ def test_older_rows_put_back_are_refused(shelf: Shelf):
     shelf.insert(versions, old[0])
     with pytest.raises(BadSignature, match="/2 is not the one of its last change"):
         shelf.client.find(shelf.name)
+
+
+def test_rows_that_are_no_records_are_refused_without_keys_too(shelf: Shelf):
+    """Whatever a column holds, the error is one line about the record."""
+    trusting = shelf.reopened(verify=None)
+    shelf.execute("UPDATE penstock_versions SET spec = 'nonsense' WHERE name = :name AND version = '3'")
+    with pytest.raises(BadSignature, match=r"registry version .* 3: not a record that was written here"):
+        trusting.find(shelf.name)
+    shelf.execute("UPDATE penstock_versions SET spec = '{}' WHERE name = :name AND version = '3'")
+    shelf.execute("UPDATE penstock_transitions SET action = 'launch' WHERE name = :name AND epoch = 8")
+    with pytest.raises(BadSignature, match=r"registry transition .* 8: not a record"):
+        trusting.find(shelf.name)

@@ -6,10 +6,10 @@ import hashlib
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 import pytest
 
@@ -87,7 +87,7 @@ class MlflowShelf:
 
         self.source: Source = MlflowSource(store, root / "models")
         self.client = MlflowClient(store, store)
-        self._experiment = self.client.create_experiment(root.parent.name, (root / "artefacts").as_uri())
+        self._experiment = self.client.create_experiment(uuid4().hex, (root / "artefacts").as_uri())
 
     def put(self, folder: Path) -> str:
         run = self.client.create_run(self._experiment).info.run_id
@@ -177,15 +177,6 @@ class TestEverySource:
         (package / "config.json").write_text('{"auto_map": {"AutoModel": "evil.Model"}}')
         with pytest.raises(ConfigurationError, match="found auto_map"):
             shelf.source.fetch(shelf.put(package))
-
-    def test_fetching_loads_no_framework(self, shelf: Shelf, package: Path, monkeypatch: pytest.MonkeyPatch):
-        """Files are moved and hashed, not read by torch or transformers."""
-        for name in [
-            name for name in sys.modules if name.partition(".")[0] in ("torch", "transformers", "onnxruntime")
-        ]:
-            monkeypatch.delitem(sys.modules, name)
-        shelf.source.fetch(shelf.put(package))
-        assert {"torch", "transformers", "onnxruntime"}.isdisjoint(sys.modules)
 
 
 @pytest.mark.parametrize("make", [LocalShelf, HubShelf])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -39,12 +40,13 @@ print(json.dumps(steps))
 """
 
 
-def _merged(tables: list[dict[str, object]]) -> dict[str, object]:
-    whole: dict[str, object] = {}
+def _merged(tables: list[dict[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
     for table in tables:
         for name, value in table.items():
             section = whole.get(name)
-            whole[name] = {**section, **value} if isinstance(section, dict) and isinstance(value, dict) else value
+            is_nested = isinstance(section, dict) and isinstance(value, dict)
+            whole[name] = _merged([section, value]) if is_nested else value
     return whole
 
 

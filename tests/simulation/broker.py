@@ -95,6 +95,8 @@ class Truth:
 
     accepted_ms: dict[str, int] = field(default_factory=dict)
     """By job id: when it was accepted, as its entry has it."""
+    accepted_at: dict[str, float] = field(default_factory=dict)
+    """By job id: when it was accepted, in the world's time."""
     withdrawn: dict[str, float] = field(default_factory=dict)
     """By job id: when it was cancelled while nobody held it, in the world's time."""
     crashes: Counter[str] = field(default_factory=Counter)
@@ -105,6 +107,8 @@ class Truth:
     """Called with slot and job id of every new dead letter."""
     callers: dict[str, Caller] = field(default_factory=dict)
     """Workers by consumer."""
+    answering: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
+    """By slot: since when, in the world's time, by which epoch, which version has answered."""
 
 
 class UnreliableEnd(MemoryBroker):
@@ -177,6 +181,7 @@ class UnreliableEnd(MemoryBroker):
         record = self._state.records.get(job_id)
         if record is not None:
             self.truth.accepted_ms[job_id] = int(record.entry_id.partition(b"-")[0])
+            self.truth.accepted_at.setdefault(job_id, self.world.now)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -197,6 +202,17 @@ class UnreliableEnd(MemoryBroker):
     def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
         """See ProducerEnd.standings."""
         return self._call("standings", lambda: super(UnreliableEnd, self).standings(job_ids), may_recur=False)
+
+    def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        """See Broker.activate."""
+        history = self.truth.answering[slot]
+        if epoch > history[-1][1]:
+            history.append((self.world.now, epoch, version))
+        return self.serve_activate(slot, epoch, record, version, spec)
+
+    def serve_activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        """The broker's side of `activate`."""
+        return super().activate(slot, epoch, record, version, spec)
 
     # Workers' end
 

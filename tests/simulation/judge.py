@@ -11,13 +11,15 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Final
 
 from registry.broker.base import Limits, State
 from registry.broker.redis_scripts import REPLY_TTL_MS
-from registry.envelope import open_result
+from registry.deployment import Deployment
+from registry.envelope import ResultHeader, open_result
 from registry.package import ModelSpec, Package
 from registry.settings import Settings
 from registry.tensors import decode
@@ -25,8 +27,8 @@ from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
 from tests.simulation.client import Client, Job
 from tests.simulation.operators import Operator
-from tests.simulation.plan import LEASE_S, Fault, Making, Plan, draw
-from tests.simulation.worker import Seat, SteppedDrain, Supervisor, Worker
+from tests.simulation.plan import LEASE_S, Fault, Making, Plan, Promotion, draw, draw_promotions
+from tests.simulation.worker import Seat, SteppedDrain, Supervisor, Worker, content_hash_of
 from tests.simulation.world import World
 
 __all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
@@ -85,6 +87,9 @@ class Simulation:
         self.truth = Truth()
         self.packages = _packages(self.plan.models, self.plan.max_rows, self.plan.concurrency)
         self.history = History()
+        # Numbers of their own: the schedules of before they were drawn stay as they are.
+        self._promotions = draw_promotions(Random(f"promotions of {seed}"), self.plan)
+        self.truth.answering = {package.spec.name: [(-1.0, 0, "1")] for package in self.packages}
         self._settings = _settings(self.plan.single_flight)
         self._max_crashes = self._settings.inference.queue.max_crashes
         self._ends: list[UnreliableEnd] = []
@@ -92,6 +97,7 @@ class Simulation:
         self._numbers = itertools.count(1)
         self._labels = itertools.count(1)
         self._faults_left = len(self.plan.faults)
+        self._promotions_left = len(self._promotions)
         self.workers: list[Worker] = []
         self._flaked: set[float] = set()
         self._mended: set[float] = set()
@@ -109,6 +115,8 @@ class Simulation:
             client.begin_reading()
         for fault in self.plan.faults:
             self.world.after(fault.at, partial(self._strike, fault))
+        for promotion in self._promotions:
+            self.world.after(promotion.at, partial(self._promote, promotion))
         for _ in range(self.plan.workers):
             self.boot()
         is_quiet = self.world.run(self._is_quiet, self.plan.until + _PATIENCE_S)
@@ -161,6 +169,8 @@ class Simulation:
         self.history.forwards += sorted(asked - seat.asked)
         seat.asked |= asked
         makings: set[Making] = set()
+        if len({claimed.label for claimed in jobs}) > 1:
+            self.world.violate(f"a batch of two versions: {questions}")
         for claimed in jobs:
             job = self._jobs[claimed.header.id]
             if job.question not in asked:
@@ -244,6 +254,13 @@ class Simulation:
             else:
                 self._strike_worker(fault, living[fault.worker % len(living)])
 
+    def _promote(self, promotion: Promotion) -> None:
+        name, version = self.packages[promotion.model].spec.name, promotion.version
+        self.world.inject("promotion", f"{name}/{version}")
+        record = Deployment(promotion.epoch, name, version, content_hash_of(version)).seal()
+        self._ends[0].activate(name, promotion.epoch, record, version, b"{}")
+        self._promotions_left -= 1
+
     def _outlast_jump(self) -> None:
         """Leases that lapsed by a jump of the clock are not renewed before the broker is back."""
         if self.world.disturbed_at >= self.world.now - 2 * LEASE_S:
@@ -284,6 +301,7 @@ class Simulation:
     def _is_quiet(self) -> bool:
         return (
             not self._faults_left
+            and not self._promotions_left
             and not any(client.busy for client in self._clients)
             and not (self._operator and self._operator.busy)
             and not self._ends[0].unfinished()
@@ -370,9 +388,26 @@ class Simulation:
     def _note_effect(self, job: Job, record: bytes) -> None:
         header, body = open_result(record[2:], UNSIGNED)
         is_answer = header.error is None
+        if is_answer:
+            self._check_version(job, header)
         self.history.effects.append(Effect(job.number, record[2:], is_answer))
-        if is_answer and decode(header.content, body)["y"][:, 0].tolist() != [2 * job.question] * job.order.rows:
-            self.world.violate(f"the answer of another: {job.number}")
+        if is_answer:
+            answer = decode(header.content, body)["y"]
+            if answer[:, 0].tolist() != [2 * job.question] * job.order.rows:
+                self.world.violate(f"the answer of another: {job.number}")
+            if answer[:, 1].tolist() != [float(header.version)] * job.order.rows:
+                self.world.violate(f"the answer of another version: {job.number}")
+
+    def _check_version(self, job: Job, header: ResultHeader) -> None:
+        """A version may answer that did so at some moment between the job's acceptance and its end."""
+        history = self.truth.answering[job.publication.job_id.rpartition(".")[0]]
+        ends = [since for since, _, _ in history[1:]] + [inf]
+        accepted = min(self.truth.accepted_at[job_id] for job_id in job.job_ids if job_id in self.truth.accepted_at)
+        answering = {version for (_, _, version), end in zip(history, ends, strict=True) if end >= accepted}
+        if header.version not in answering:
+            self.world.violate(f"answered by a version of before: {job.number}")
+        if self._promotions and header.content_hash != content_hash_of(header.version):
+            self.world.violate(f"content of another version: {job.number}")
 
     def _check_state(self, job: Job, job_id: str, state: State) -> None:
         """Whether it could end like this."""

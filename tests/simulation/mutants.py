@@ -35,6 +35,7 @@ from workers.batching.batcher import Batcher, Pending, _Lane
 from workers.executor import Work
 from workers.job import ClaimedJob
 from workers.leases import LeaseKeeper
+from workers.runtime.python_entrypoint import PythonRuntime
 from workers.served import ServedVersion
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -445,6 +446,38 @@ class PoisonTolerated(SteppedDrain):
         self._intake.max_crashes += 2
 
 
+class StaleVersion(SteppedDrain):
+    """A worker hears of a promotion once a second, and not with the jobs that it claims."""
+
+    def _admit(self, deliveries: Sequence[Delivery]) -> None:
+        super()._admit([structs.replace(each, active=self._served[each.slot].record) for each in deliveries])
+
+
+class VersionsShareAFlight(SteppedDrain):
+    """Equal jobs join each other, whichever version answers them."""
+
+    def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        first = next(iter(self._served[version.name].versions.values()))
+        return super()._joins_another(job, first)
+
+
+class OlderDecisionStands(UnreliableEnd):
+    """The decision that comes last wins, not the one that was made last."""
+
+    def serve_activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        self._state.activated.pop(slot, None)
+        return super().serve_activate(slot, epoch, record, version, spec)
+
+
+class OtherContentServes(SteppedDrain):
+    """What was loaded is never compared with what was promoted."""
+
+    def _has_loaded(self, version: ServedVersion) -> None:
+        super()._has_loaded(version)
+        assert isinstance(version.runtime, PythonRuntime)
+        version.runtime._content_hash = "0" * 64
+
+
 class ReplayLost(UnreliableEnd):
     """A dead letter is said to be back in the queue, and is nowhere."""
 
@@ -505,4 +538,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(PoisonTolerated, "outlived"),
     _broken(ReplayLost, "lost"),
     _broken(PauseForgotten, "ran while its model was paused"),
+    _misled(StaleVersion, "answered by a version of before"),
+    _misled(VersionsShareAFlight, "the answer of another version"),
+    _broken(OlderDecisionStands, "answered by a version of before"),
+    _misled(OtherContentServes, "content of another version"),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, Literal
 
-__all__ = ["LEASE_S", "POINTS", "Fault", "Kind", "Making", "Order", "Plan", "draw"]
+__all__ = ["LEASE_S", "POINTS", "Fault", "Kind", "Making", "Order", "Plan", "Promotion", "draw", "draw_promotions"]
 
 LEASE_S: Final = 1.0
 POINTS: Final = (
@@ -56,6 +56,16 @@ class Fault:
     """For a crash or freeze: the checkpoint at which it strikes, the `nth` time; empty: between two steps."""
     nth: int = 1
     """For a drain, more than 1 means all workers, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """An operator's decision, made in the order of epochs, which reaches the broker at `at` seconds."""
+
+    at: float
+    model: int
+    epoch: int
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,23 @@ def draw(rng: Random) -> Plan:
         faults=() if is_calm else tuple(_fault(rng, until) for _ in range(rng.choice((0, 1, 1, 2, 3, 5)))),
     )
     return _pause(rng, plan) if not is_calm and rng.random() < 0.12 else plan
+
+
+def draw_promotions(rng: Random, plan: Plan) -> tuple[Promotion, ...]:
+    """What operators decide while the plan's jobs come in; some decisions overtake others on their way."""
+    if rng.random() < 0.5:
+        return ()
+    count = rng.randint(1, 4)
+    decided = sorted(rng.uniform(0.0, plan.until) for _ in range(count))
+    return tuple(
+        Promotion(
+            at + (rng.uniform(0.0, 1.0) if rng.random() < 0.2 else 0.0),
+            rng.randrange(plan.models),
+            epoch,
+            rng.choice(("1", "2")),
+        )
+        for epoch, at in enumerate(decided, 1)
+    )
 
 
 def _pause(rng: Random, plan: Plan) -> Plan:

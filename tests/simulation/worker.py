@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from registry.broker.base import Held
 from registry.errors import BrokerUnavailable, OutOfMemory
+from registry.package import Package
 from registry.settings import Settings
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.plan import LEASE_S, Fault
@@ -26,20 +28,26 @@ from tests.simulation.world import World
 from workers.drain import Drain
 from workers.executor import Work
 from workers.job import ClaimedJob
+from workers.loader import Loader
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Unwatched
+from workers.runtime.base import Runtime
 from workers.runtime.python_entrypoint import PythonRuntime
-from workers.served import VersionState
+from workers.served import ServedVersion, VersionState
 
 if TYPE_CHECKING:
     from tests.simulation.judge import Simulation
 
-__all__ = ["Crash", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker"]
+__all__ = ["Crash", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
 
 _METRICS: Final = InferenceMetrics((0.1, 1.0))
 """Of all workers together: nobody looks at them, but they are reported to."""
 _LATE_S: Final = 0.05
 """A wait that takes so much longer than meant may have cost a renewal."""
+
+
+Double: TypeAlias = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
+"""Version and inputs -> outputs."""
 
 
 class Crash(BaseException):
@@ -52,11 +60,13 @@ class SteppedDrain(Drain):
     def __init__(
         self,
         *args: Any,
-        double: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        double: Double,
         hear_bell: Callable[[], None],
         violate: Callable[[str], None],
+        world: World,
         **kwargs: Any,
     ) -> None:
+        self._world = world
         self._double = double
         self._hear_bell = hear_bell
         self._violate = violate
@@ -64,15 +74,23 @@ class SteppedDrain(Drain):
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
-        for version in self._turns:
-            assert isinstance(version.runtime, PythonRuntime)
-            version.runtime.model = self._double
-            version.state = VersionState.READY
+        self._loader = _SteppedLoader(self._world, self._double, self._ring)
+        for name, active in self._broker.actives(list(self._served)).items():
+            self._follow(self._served[name], active)
+        for model in self._served.values():
+            assert model.active is not None
+            _put_in_place(model.active, self._double)
+            model.active.state = VersionState.READY
 
     @property
     def ails(self) -> bool:
         """Whether it gives its jobs back, and can only be replaced."""
         return bool(self._ailment)
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether every version that answers is to be had here."""
+        return len(self._claimable()) == len(self._served)
 
     def patience_s(self) -> float:
         """For how long the I/O thread would sleep now."""
@@ -102,6 +120,54 @@ class SteppedDrain(Drain):
             if any(item.priority < least and item.key == work.batch.key for item in pending):
                 self._violate(f"batched a less urgent job first: {self.name}")
         return work
+
+
+class _SteppedLoader(Loader):
+    """Loads take the world's time, and some of them fail."""
+
+    def __init__(self, world: World, double: Double, ring: Callable[[], None]) -> None:
+        super().__init__("cpu", 1, ring=ring, clock=lambda: world.now)
+        self._world = world
+        self._double = double
+
+    def begin(self, version: ServedVersion, runtime: Runtime) -> None:
+        rng = self._world.rng
+        self._world.inject("load", version.spec.reference)
+        problem = "a load that fails" if rng.random() < 0.1 else ""
+
+        def end() -> None:
+            _put_in_place(version, self._double)
+            self.end(runtime, problem, 0)
+
+        self._world.after(rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 1.5))), end)
+
+
+def _put_in_place(version: ServedVersion, double: Double) -> None:
+    """The double in the place of what the package would build, with the hash that promotions name."""
+    assert isinstance(version.runtime, PythonRuntime)
+    version.runtime.model = partial(double, version.label)
+    version.runtime._content_hash = content_hash_of(version.label)
+
+
+def content_hash_of(version: str) -> str:
+    """What the doubles hash to."""
+    return version * 64
+
+
+class Shelf:
+    """The other versions of the models."""
+
+    def __init__(self, packages: Sequence[Package]) -> None:
+        self._packages = {package.spec.name: package for package in packages}
+
+    def package(self, name: str, label: str) -> Package:
+        """See Library.package."""
+        package = self._packages[name]
+        return replace(package, spec=package.spec.model_copy(update={"version": label}))
+
+    def labels(self, name: str) -> list[str]:
+        """See Library.labels."""
+        return ["1", "2"]
 
 
 class Strand:
@@ -300,6 +366,8 @@ class Worker:
             double=self._forward,
             hear_bell=lambda: self._io.rouse(),
             violate=world.violate,
+            world=world,
+            library=Shelf(simulation.packages),
         )
         self.drain.load()
         simulation.truth.callers[self.drain.consumer] = self
@@ -403,8 +471,8 @@ class Worker:
             seat.strand.due(self.world.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.patience_s())
 
-    def _forward(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model double: answers twice the question, unless its job's making is another."""
+    def _forward(self, version: str, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The model double: answers twice the question and which version it is, unless its job's making is another."""
         questions = inputs["x"][:, 0].tolist()
         assert self.seat is not None
         makings = self._simulation.forward_begins(self, self.seat, questions)
@@ -418,7 +486,9 @@ class Worker:
             raise OutOfMemory(f"{len(questions)} rows")
         if "bad" in makings or "flaky" in makings:
             raise ValueError("a bad question")
-        return {"y": inputs["x"] * 2}
+        answer = inputs["x"] * 2
+        answer[:, 1] = float(version)
+        return {"y": answer}
 
     def _leave(self) -> None:
         self.is_gone = True
@@ -437,6 +507,7 @@ class Worker:
             not self.is_gone
             and self.stopped_at is None
             and not self.drain.ails
+            and self.drain.serves_all
             and self.born < since - LEASE_S - 0.2
             and self.disturbed_at < since - LEASE_S
         )

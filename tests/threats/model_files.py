@@ -56,13 +56,15 @@ def headed(header: bytes, body: bytes = b"") -> bytes:
     return struct.pack("<Q", len(header)) + header + body
 
 
-def script_archive(file: Path, code: str = "def forward(self): pass\n", **entries: bytes) -> None:
+def script_archive(
+    file: Path, code: str = "def forward(self): pass\n", entries: Mapping[str, bytes] | None = None
+) -> None:
     """What looks like the archive of torch.jit.save; `entries` are further ones, by name."""
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("model/data.pkl", pickle.dumps(None))
         archive.writestr("model/constants.pkl", pickle.dumps(()))
         archive.writestr("model/code/__torch__.py", code)
-        for name, data in entries.items():
+        for name, data in (entries or {}).items():
             archive.writestr(name, data)
 
 
@@ -148,8 +150,8 @@ def _spec(**fields: object) -> Callable[[Path], object]:
     return act
 
 
-def _archive(code: str = "", **entries: bytes) -> Callable[[Path], object]:
-    return lambda folder: script_archive(folder / "model.pt", code, **entries)
+def _archive(code: str = "", entries: Mapping[str, bytes] | None = None) -> Callable[[Path], object]:
+    return lambda folder: script_archive(folder / "model.pt", code, entries)
 
 
 def _checkpoint(folder: Path) -> None:
@@ -253,7 +255,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
         "torchscript", _archive('def forward(self, x):\n  ops.aten.save(x, "out")\n'), "found code that calls save"
     ),
     "an archive that climbs": Hostile(
-        "torchscript", _archive(**{"../../outside.py": b"x"}), r"found the entry \.\./\.\./outside\.py"
+        "torchscript", _archive(entries={"../../outside.py": b"x"}), r"found the entry \.\./\.\./outside\.py"
     ),
     "an archive that inflates": Hostile("torchscript", _inflating, "found compressed entries of more than"),
     # ONNX

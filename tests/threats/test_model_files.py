@@ -83,24 +83,39 @@ def test_the_bomb_explodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "refusal"),
-    [
-        ("torch.from_file('/etc/passwd', False, 9, dtype=torch.uint8).sum()", "calls from_file"),
-        ("torch.save(x, 'exploded')", "calls save"),
-        ("torch.ops.aten.save(x, 'exploded')", "calls save"),
-        ("x.sum()", None),
-    ],
-)
-def test_operators_that_touch_files_are_found_in_what_torch_writes(line: str, refusal: str | None, models_root: Path):
+class Reads(torch.nn.Module):
+    """Answers with what a file holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_file("/etc/passwd", False, 9, dtype=torch.uint8).sum()
+
+
+class Writes(torch.nn.Module):
+    """Leaves a file behind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.ops.aten.save(x, "exploded")
+        return x
+
+
+class Doubles(torch.nn.Module):
+    """Touches nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize(("build", "refusal"), [(Reads, "from_file"), (Writes, "save"), (Doubles, None)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.jit")
+def test_operators_that_touch_files_are_found_in_what_torch_writes(
+    build: type[torch.nn.Module], refusal: str | None, models_root: Path
+):
     """The archive is real: torch.jit.save spells these operators as the inspection expects them."""
-    script = torch.jit.script(torch.nn.Identity())
-    script.define(f"def forward(self, x):\n  {line}\n  return x\n")
     folder = write_honest(models_root, "torchscript")
-    script.save(str(folder / "model.pt"))
+    torch.jit.script(build()).save(str(folder / "model.pt"))
     package = load_package(folder)
     if refusal is None:
         package.manifest()
-    else:
-        with pytest.raises(ConfigurationError, match=f"found code that {refusal}"):
-            package.manifest()
+        return
+    with pytest.raises(ConfigurationError, match=f"found code that calls {refusal}"):
+        package.manifest()

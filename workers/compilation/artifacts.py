@@ -69,9 +69,11 @@ class ArtifactStore:
         """Seals the parts and puts them in place of any others of this name; without room for them, does nothing."""
         data = self._sealed(name, parts)
         try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self._path(name))
+            with tempfile.TemporaryDirectory(dir=self._folder) as draft:
+                file = Path(draft) / name
+                file.touch(0o600)
+                file.write_bytes(data)
+                os.replace(file, self._path(name))
             self._make_room()
         except OSError as error:
             # The model is compiled again at the next start, and that is all.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -46,9 +47,9 @@ _COMPILER_CONFIG: Final = {
 def main() -> None:
     """Reads the request from stdin and writes the parts into the folder that it names."""
     request = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_worker, daemon=True).start()
-    os.nice(_NICENESS)
     folder = Path(request["folder"])
+    threading.Thread(target=_end_with_the_worker, args=(folder,), daemon=True).start()
+    os.nice(_NICENESS)
     try:
         parts = _build(request, folder)
     except (CompilationRefused, PenstockError) as error:
@@ -64,8 +65,10 @@ def _refusal(reason: str) -> dict[str, bytes]:
     return {FINDINGS: json.dumps({"refused": reason}).encode()}
 
 
-def _end_with_the_worker() -> None:
+def _end_with_the_worker(folder: Path) -> None:
     sys.stdin.read()
+    # A worker that was killed removes nothing.
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import threading
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["TorchCompiler"]
+
+logger = logging.getLogger("penstock.compilation")
 
 _BUILD_TIMEOUT_S: Final = 600.0
 _ROUNDING_ERRORS: Final = 4
@@ -86,8 +89,9 @@ class TorchCompiler:
             if parts is not None:
                 try:
                     return self._checked(job, parts, was_warm=True)
-                except CompilationRefused:
+                except CompilationRefused as refusal:
                     # Sealed by this machine and yet of no use, as after a change of drivers.
+                    logger.warning("a stored compiled model is dropped", extra={"reason": str(refusal)})
                     self._store.discard(job.name)
             parts = self._builds.run(
                 {**job.request, "max_graph_breaks": self._monitor.max_graph_breaks}, threads=job.threads

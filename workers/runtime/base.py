@@ -74,7 +74,7 @@ class Runtime(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the loaded model takes on the host or the device, as far as they can be counted; 0 until then."""
+        """Bytes that the loaded model takes on the host or the device, as far as they can be counted; else 0."""
 
     def load(self, device: str, threads: int) -> None:
         """Loads the model onto `device` (`cpu` or `cuda[:n]`) from the files that are hashed here, and warms it up.

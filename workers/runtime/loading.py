@@ -78,7 +78,7 @@ class PackageRuntime(ABC):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the weights and buffers, on the host or the device; 0 until loaded."""
+        """Bytes of the weights and buffers, on the host or the device; 0 unless loaded."""
         return self._memory_bytes
 
     @property
@@ -132,6 +132,7 @@ class PackageRuntime(ABC):
             is_loading = self._is_loading
         if not is_loading:
             self._release()
+            self._memory_bytes = 0
 
     @abstractmethod
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
@@ -164,12 +165,12 @@ class PackageRuntime(ABC):
                 f"found the hash {manifest.content_hash[:12]}, expected {expected[:12]}"
             )
         self._check_open()
-        self._memory_bytes = self._build(manifest, device, threads)
+        memory_bytes = self._build(manifest, device, threads)
         manifest.check_unchanged()
-        self._content_hash = manifest.content_hash
         self._check_open()
         if not self.spec.streams:
             self._warm_up()
+        self._memory_bytes, self._content_hash = memory_bytes, manifest.content_hash
 
     def _own_device(self, device: str) -> str:
         wanted = self.spec.device

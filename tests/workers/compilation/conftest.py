@@ -1,0 +1,87 @@
+"""One compilation for all tests: it takes a C++ compiler some ten seconds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from registry.settings import CompilationConfig
+from tests.workers.compilation.packages import loaded, write_module
+from workers.compilation import CompiledForward, TorchCompiler
+from workers.runtime.pytorch import PyTorchRuntime
+
+
+@dataclass
+class Served:
+    """What a thread that served all the while saw."""
+
+    forwards: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Compiled:
+    """A runtime, its compiled form, and where both came from."""
+
+    runtime: PyTorchRuntime
+    forward: CompiledForward
+    package: Path
+    home: Path
+    served: Served
+
+    @property
+    def config(self) -> CompilationConfig:
+        """The settings that it was compiled with."""
+        return CompilationConfig(cache_dir=self.home / "cache")
+
+    @property
+    def key_file(self) -> Path:
+        """The key that sealed the artefact."""
+        return self.home / "compilation.key"
+
+    @property
+    def artifact(self) -> Path:
+        """The file that was stored."""
+        (file,) = (self.home / "cache").glob("*.artifact")
+        return file
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    """Compiled while another thread of this process serves the same model eagerly."""
+    home = tmp_path_factory.mktemp("compilation")
+    folder = write_module(home / "models")
+    runtime = loaded(folder)
+    compiler = TorchCompiler(CompilationConfig(cache_dir=home / "cache"), home / "compilation.key")
+    served, is_over = Served(), threading.Event()
+    thread = threading.Thread(target=_serve, args=(runtime, served, is_over))
+    thread.start()
+    try:
+        forward = compiler.compile(runtime, "compiled")
+    finally:
+        is_over.set()
+        thread.join()
+    yield Compiled(runtime, forward, folder, home, served)
+    runtime.close()
+
+
+def _serve(runtime: PyTorchRuntime, served: Served, is_over: threading.Event) -> None:
+    """One forward every few milliseconds, compared with what the weights say."""
+    module = runtime.model
+    assert isinstance(module, torch.nn.Module)
+    weight, bias = (parameter.detach().clone() for parameter in module.parameters())
+    inputs = torch.arange(24.0).reshape(3, 8)
+    expected = torch.relu(inputs @ weight.T + bias).numpy()
+    while not is_over.wait(0.002):
+        try:
+            found = runtime.run(runtime.prepare([{"x": inputs.numpy()}]))["y"]
+            if abs(found - expected).max() > 1e-4:
+                served.wrong.append("other numbers")
+        except Exception as error:  # whatever a trace on another thread may do to a forward
+            served.wrong.append(f"{type(error).__name__}: {error}")
+        served.forwards += 1

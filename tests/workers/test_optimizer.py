@@ -1,0 +1,472 @@
+"""What proves itself beside the traffic is used, what does not is not, and every decision is on record.
+
+The model is a small one of NumPy with forms that differ from it by as much as a test wants; the real forms of real
+models are in test_optimizer_models.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from registry.settings import InferenceConfig
+from registry.tensors import Array
+from tests.servers import wait_until
+from tests.workers.leveled import WIDTH, Clock, Form, Rotation, served
+from workers.compilation import CompilationRefused
+from workers.observe.metrics import InferenceMetrics
+from workers.optimizer import Optimizer
+from workers.profiler import Profiler
+from workers.progression import Standing
+from workers.runtime.base import Prepared
+
+TOLERANCE = 1e-5
+ROWS = 32
+EMBEDDING_OFF_BY = 0.01
+"""Turns a unit vector to a cosine of 0.9998 or better, and fails the tolerance a thousand times over."""
+
+
+def off_by(error: float) -> Callable[[Array], Array]:
+    """Adds to the first number of each row, in which the jobs here have 0: there the tolerance is atol alone."""
+    return lambda rows: rows + error * np.eye(1, WIDTH)
+
+
+def turned(rows: Array) -> Array:
+    """Rows that point to where no embedding of theirs does."""
+    return rows[:, ::-1].copy()
+
+
+@dataclass
+class Bench:
+    """An optimizer, stepped in this thread, with one model attached."""
+
+    home: Path
+    runtime: Rotation
+    clock: Clock
+    config: InferenceConfig
+    records: list[Mapping[str, object]] = field(default_factory=list)
+    jobs: int = 0
+
+    def __post_init__(self) -> None:
+        self.metrics = InferenceMetrics((1.0,))
+        self.optimizer = Optimizer(
+            self.config,
+            home=self.home,
+            device="cpu",
+            audit=self.records.append,
+            metrics=self.metrics,
+            compiler=None,
+            clock=self.clock,
+        )
+        self.profiler: Profiler = self.optimizer.attach("rotation", self.runtime, "ab" * 32, ROWS)
+
+    def serve(self, batches: int) -> list[Mapping[str, Array]]:
+        """So many batches of traffic; returns the answers."""
+        answers: list[Mapping[str, Array]] = []
+        for _ in range(batches):
+            numbers = np.random.default_rng(self.jobs).standard_normal((ROWS, 1, WIDTH)).astype(np.float32)
+            numbers[:, :, 0] = 0
+            jobs = [{"x": rows} for rows in numbers]
+            answers += served(self.runtime, self.clock, jobs, self.profiler.observe, self.jobs)
+            self.jobs += ROWS
+        return answers
+
+    def settle(self) -> None:
+        """Lets the optimizer do all that there is to do."""
+        while self.optimizer.tick():
+            pass
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The report's entry of the version."""
+        (entry,) = self.optimizer.report()["rotation"]
+        assert json.loads(json.dumps(entry)) == entry
+        return entry
+
+    def step(self, name: str) -> dict[str, Any]:
+        """The report's line of a step."""
+        (line,) = [line for line in self.entry["steps"] if line["step"] == name]
+        return dict(line)
+
+    def decided(self, *actions: str) -> list[tuple[object, object]]:
+        """(step, action) of the audit's records."""
+        return [(r["step"], r["action"]) for r in self.records if not actions or r["action"] in actions]
+
+
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> MakeBench:
+    def make(
+        forms: Mapping[str, Form],
+        *,
+        max_level: int = 2,
+        noise: float = 0.0,
+        config: Sequence = (),
+        package: Mapping = {},
+    ) -> Bench:
+        clock = Clock()
+        settings = InferenceConfig.model_validate({"max_level": max_level, **dict(config)})
+        return Bench(tmp_path, Rotation(clock, forms, noise=noise, **package), clock, settings)
+
+    return make
+
+
+GOOD = Form(off_by(0.5 * TOLERANCE))
+REDUCED = Form(off_by(EMBEDDING_OFF_BY), cost_s=0.25)
+
+
+def test_level_0_changes_nothing_but_numbers(make_bench: MakeBench):
+    """Batches are counted and goldens kept, and that is all: no form, no decision, no file (AR-052, CF-004)."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=0)
+    bench.serve(100)
+    assert not bench.optimizer.tick()
+    assert (bench.entry["level"], bench.entry["form"], bench.records) == (0, "eager", [])
+    assert bench.entry["profile"]["forwards"] == 100
+    assert bench.entry["goldens"]["jobs"] == 64
+    assert {line["state"] for line in bench.entry["steps"]} == {"not allowed"}
+    assert list(bench.home.iterdir()) == []
+
+
+def test_goldens_appear_with_no_extra_model_call(make_bench: MakeBench):
+    """What was served is what is kept: the model ran once for each batch (AR-061)."""
+    bench = make_bench({"compiled": GOOD}, max_level=0)
+    answers = bench.serve(2)
+    bench.settle()
+    goldens = bench.profiler.goldens
+    assert goldens is not None
+    assert bench.runtime.calls == 2
+    for golden in goldens.goldens():
+        np.testing.assert_array_equal(golden.outputs["y"], answers[int(golden.job_id.partition(".")[2], 16)]["y"])
+
+
+@pytest.mark.parametrize(("error", "form"), [(0.5, "compiled"), (2.0, "eager")])
+def test_candidate_serves_within_the_tolerance_only(make_bench: MakeBench, error: float, form: str):
+    """Half the tolerance is accepted; twice is refused, and the original keeps serving (CF-016, AR-055)."""
+    bench = make_bench({"compiled": Form(off_by(error * TOLERANCE))})
+    before = bench.serve(61)[0]
+    bench.settle()
+    assert bench.runtime.forms.name == bench.entry["form"] == form
+    bench.jobs = 0
+    after = bench.serve(1)[0]
+    shift = float(after["y"][0, 0] - before["y"][0, 0])
+    assert shift == pytest.approx(0.5 * TOLERANCE if form == "compiled" else 0.0, rel=1e-3)
+    assert bench.step("compiled")["evidence"]["y.max_error_ratio"] == pytest.approx(error, rel=1e-3)
+
+
+def test_nothing_is_swapped_before_the_verdict(make_bench: MakeBench):
+    """While a form is built the reference answers (AR-055)."""
+    bench = make_bench({"compiled": GOOD})
+    seen: list[str] = []
+    bench.runtime.while_building = lambda: (seen.append(bench.runtime.forms.name), bench.serve(1), None)[2]
+    bench.serve(61)
+    bench.settle()
+    assert seen == ["eager"]
+    assert bench.runtime.forms.name == "compiled"
+
+
+def test_short_traffic_never_compiles(make_bench: MakeBench):
+    """A minute of forwards comes first, so tests and demos do not compile by surprise."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(59)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled")]
+    assert bench.step("compiled")["criterion"] == "forward_s 59 < 60"
+    bench.serve(1)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled"), ("compiled", "enabled")]
+
+
+def test_every_level_is_a_decision_with_its_evidence(make_bench: MakeBench):
+    """Batching, a compiled form and a reduced one: one record each, with criterion, figures and gain (AR-012)."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled"), ("bf16", "enabled")]
+    batching, reduced = bench.records
+    assert (batching["level"], batching["criterion"]) == (2, "warmed_rows 2 >= 2")
+    assert (reduced["level"], reduced["gain"]) == (3, 4.0)
+    assert reduced["criterion"] == "forwards 20 >= 20, golden_rows 64 >= 16, forward_s 20 >= 2"
+    figures = reduced["evidence"]
+    assert isinstance(figures, dict)
+    assert 0.999 <= figures["y.min_cosine"] < 1
+    assert {name: reduced[name] for name in ("model", "version", "content_hash")} == {
+        "model": "rotation",
+        "version": "1",
+        "content_hash": "ab" * 32,
+    }
+    assert bench.entry["level"] == 3
+
+
+def test_lower_form_is_not_built_when_a_higher_one_serves(make_bench: MakeBench):
+    """A compiled fp32 form would only lose against the bf16 one in use."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.settle()
+    bench.serve(400)
+    bench.settle()
+    assert [step for step, _ in bench.decided()] == ["batching", "bf16"]
+
+
+@pytest.mark.parametrize(("own", "setting", "level"), [(None, 4, 3), (None, 2, 2), (1, 4, 1), (3, 2, 2), (0, 4, 0)])
+def test_level_4_reads_as_3_and_the_package_may_ask_for_less(
+    make_bench: MakeBench, own: int | None, setting: int, level: int
+):
+    """The lower of setting and package holds (CF-004)."""
+    bench = make_bench({"bf16": REDUCED}, max_level=setting, package={"max_level": own})
+    assert bench.entry["max_level"] == level
+
+
+def test_embedding_that_points_elsewhere_is_refused(make_bench: MakeBench):
+    """A form of another precision is judged by what the output is for (AR-056)."""
+    bench = make_bench({"int8": Form(turned, cost_s=0.1)}, max_level=3)
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided("refused") == [("int8", "refused")]
+    assert "min_cosine" in bench.step("int8")["reason"]
+    assert (bench.runtime.forms.name, bench.step("int8")["state"]) == ("eager", "refused")
+
+
+@pytest.mark.parametrize(("cost_s", "action"), [(0.95, "refused"), (0.9, "enabled")])
+def test_form_must_be_faster_by_a_margin(make_bench: MakeBench, cost_s: float, action: str):
+    """A twentieth is noise, and a second copy of the weights is not free."""
+    bench = make_bench({"compiled": Form(off_by(0), cost_s=cost_s)})
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided()[-1] == ("compiled", action)
+    assert bench.step("compiled")["gain"] == pytest.approx(1 / cost_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("failure", [CompilationRefused("six graph breaks"), RuntimeError("no compiler")])
+def test_form_that_cannot_be_built_is_refused_with_the_reason(make_bench: MakeBench, failure: Exception):
+    """Whatever a framework raises, the model goes on as it is."""
+    bench = make_bench({"compiled": Form(off_by(0), fails=failure)})
+    bench.serve(61)
+    bench.settle()
+    assert str(failure) in bench.step("compiled")["reason"]
+    assert bench.runtime.forms.name == "eager"
+    bench.serve(100)
+    assert not bench.optimizer.tick()
+
+
+def test_model_that_does_not_repeat_itself_keeps_its_form(make_bench: MakeBench):
+    """What answers otherwise each time proves nothing about a candidate."""
+    bench = make_bench({"compiled": GOOD}, noise=1.0)
+    bench.serve(61)
+    bench.settle()
+    assert bench.step("compiled")["reason"].startswith("the model does not repeat its answers")
+
+
+def test_nothing_is_proved_where_nothing_repeats(make_bench: MakeBench):
+    """Without goldens there is no trial."""
+    bench = make_bench({"compiled": GOOD}, package={"deterministic": False})
+    bench.serve(61)
+    bench.settle()
+    assert (bench.entry["goldens"], bench.step("compiled")["criterion"]) == (None, "golden_rows 0 < 16")
+
+
+@pytest.mark.parametrize("section", ["privacy", "cache"])
+def test_hashes_only_keeps_no_inputs(make_bench: MakeBench, section: str):
+    """In that mode nothing but digests of inputs is kept, so there are no goldens; the stricter setting holds."""
+    key = "mode" if section == "privacy" else "privacy_mode"
+    bench = make_bench({"compiled": GOOD}, config=[(section, {key: "hashes_only"})])
+    bench.serve(61)
+    bench.settle()
+    assert bench.profiler.goldens is None
+    assert bench.runtime.forms.name == "eager"
+
+
+def test_form_that_fails_at_serving_is_disabled_once_and_for_all(make_bench: MakeBench):
+    """Its batch is answered, one record says why, and it is not tried again in this process (AR-029)."""
+    fails = False
+
+    def change(rows: Array) -> Array:
+        if fails:
+            raise RuntimeError("a kernel is gone")
+        return rows
+
+    bench = make_bench({"compiled": Form(change)})
+    bench.serve(61)
+    bench.settle()
+    assert bench.runtime.forms.name == "compiled"
+    fails = True
+    assert len(bench.serve(1)) == ROWS
+    bench.serve(200)
+    bench.settle()
+    assert bench.decided("disabled") == [("compiled", "disabled")]
+    assert bench.records[-1]["reason"] == "RuntimeError: a kernel is gone"
+    assert (bench.entry["form"], bench.entry["level"], bench.step("compiled")["state"]) == ("eager", 2, "disabled")
+
+
+def standing_of(bench: Bench) -> Standing:
+    (attached,) = bench.optimizer._attached.values()
+    return attached.standing
+
+
+def test_log_replays_to_the_same_state(make_bench: MakeBench):
+    """Each enable and disable is exactly one record; the file alone tells where the process stood (AR-029)."""
+    fails = False
+
+    def change(rows: Array) -> Array:
+        return rows * np.nan if fails else rows
+
+    forms = {"compiled": GOOD, "bf16": Form(change, 0.25), "onnx": Form(off_by(0), 0.2), "int8": Form(turned, 0.1)}
+    bench = make_bench(forms, max_level=3)
+    for fails in (False, True):
+        bench.serve(400)
+        bench.settle()
+    live = standing_of(bench)
+    (attached,) = bench.optimizer._attached.values()
+    assert bench.optimizer.log.replayed(attached.subject, bench.optimizer.log.run) == live
+    assert (live.form, "int8" in live.settled) == ("onnx", True)
+    lines = (bench.home / "decisions" / "rotation.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == bench.records
+    enabled = [step for step, _ in bench.decided("enabled")]
+    assert len(enabled) == len(set(enabled))
+
+
+def test_log_is_private_and_holds_no_payload(make_bench: MakeBench):
+    """Only its owner reads it, and it has figures and names only."""
+    bench = make_bench({"bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.settle()
+    folder = bench.home / "decisions"
+    assert oct(folder.stat().st_mode & 0o777) == "0o700"
+    assert oct((folder / "rotation.jsonl").stat().st_mode & 0o777) == "0o600"
+    assert all(not isinstance(value, list) for record in bench.records for value in record.values())
+
+
+def test_restart_takes_up_what_was_accepted(make_bench: MakeBench):
+    """The same content on the same kind of machine need not run for another minute (warm start)."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    again = make_bench({"compiled": GOOD})
+    again.serve(1)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+    assert str(again.records[-1]["criterion"]).startswith("accepted before")
+
+
+def test_restart_does_not_try_what_was_measured_and_refused(make_bench: MakeBench):
+    """A verdict on the same content does not change; what merely could not be built is tried anew."""
+    forms = {"int8": Form(turned, 0.1), "onnx": Form(off_by(0), fails=RuntimeError("not installed"))}
+    bench = make_bench(forms, max_level=3)
+    bench.serve(200)
+    bench.settle()
+    assert len(bench.decided("refused")) == 2
+    again = make_bench(forms, max_level=3)
+    again.serve(200)
+    again.settle()
+    assert again.decided("refused") == [("onnx", "refused")]
+    assert (again.step("int8")["state"], again.step("int8")["evidence"]["rows"]) == ("refused", 64)
+
+
+def test_damaged_lines_of_the_log_are_passed_over(make_bench: MakeBench):
+    """A process that died in the middle of a line costs that line only."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    file = bench.home / "decisions" / "rotation.jsonl"
+    strange = [b'{"half', b"[]", b"\xff\xfe", b'{"step": "none", "action": "enabled", "evidence": {}}']
+    file.write_bytes(b"\n".join([*strange, file.read_bytes(), b'{"ti']))
+    again = make_bench({"compiled": GOOD})
+    again.serve(1)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+def test_version_that_is_detached_meanwhile_is_left_alone(make_bench: MakeBench):
+    """A trial that ends after its version was unloaded comes to nothing."""
+    bench = make_bench({"compiled": GOOD})
+    bench.runtime.while_building = lambda: bench.optimizer.detach("rotation")
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled")]
+    assert bench.runtime.forms.name == "eager"
+    assert bench.optimizer.report() == {}
+
+
+def test_nothing_is_turned_on_that_cannot_be_recorded(make_bench: MakeBench):
+    """Without its record a change of the model would be untraceable, so it does not happen."""
+    bench = make_bench({"compiled": GOOD})
+    (bench.home / "decisions").write_text("a file where the folder should be")
+    bench.serve(61)
+    bench.settle()
+    assert (bench.runtime.forms.name, bench.records) == ("eager", [])
+    assert bench.step("compiled")["reason"] == "it could not be recorded"
+
+
+def test_operator_has_a_form_compiled_now(make_bench: MakeBench):
+    """Asked for, a minute of forwards is not waited for; the answer says what came of it."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(1)
+    answer = bench.optimizer.ask("rotation", "compile")
+    bench.settle()
+    assert answer.result(0) == "rotation/1: compiled enabled, 2.00 times as fast as the form in use"
+    assert bench.step("compiled")["criterion"].startswith("asked for")
+    assert (bench.entry["answers"], bench.runtime.forms.name) == (1, "compiled")
+
+
+def test_operator_is_told_what_a_form_waits_for(make_bench: MakeBench):
+    """Goldens cannot be waived; nor can max_level, nor a model that is not here."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED})
+    early = bench.optimizer.ask("rotation", "optimise")
+    absent = bench.optimizer.ask("other", "compile")
+    bench.settle()
+    assert early.result(0).splitlines() == [
+        "rotation/1: compiled waits: forwards 0 < 1",
+        "rotation/1: bf16 waits: max_level 2 < 3",
+    ]
+    assert absent.result(0) == "other is not loaded here"
+
+
+def test_higher_levels_can_be_measured_without_being_used(make_bench: MakeBench):
+    """So an operator learns what a higher max_level would gain."""
+    bench = make_bench({"bf16": REDUCED, "int8": Form(turned, 0.1)}, max_level=2)
+    bench.serve(1)
+    answer = bench.optimizer.ask("rotation", "measure")
+    bench.settle()
+    assert "bf16 would be enabled, 4.00 times as fast" in answer.result(0)
+    assert (bench.step("bf16")["state"], bench.step("bf16")["gain"]) == ("not allowed", 4.0)
+    assert (bench.runtime.forms.name, bench.decided()) == ("eager", [("batching", "enabled")])
+
+
+def test_metrics_tell_level_and_verdicts(make_bench: MakeBench):
+    """The gauge follows the level, the counter has each verdict of the gate."""
+    bench = make_bench({"bf16": REDUCED, "int8": Form(turned, 0.1)}, max_level=3)
+    bench.serve(200)
+    bench.settle()
+    found = {family.name: family.samples for family in bench.metrics.collect()}
+    assert [sample.value for sample in found["penstock_level"]] == [3.0]
+    verdicts = {sample.labels["verdict"]: sample.value for sample in found["penstock_gate_verdicts"]}
+    assert verdicts == {"accepted": 1.0, "refused": 1.0}
+
+
+def test_thread_does_what_ticks_do(make_bench: MakeBench):
+    """Started, the optimizer works by itself, and ends when it is told to."""
+    bench = make_bench({"bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.optimizer.start()
+    wait_until(lambda: bench.runtime.forms.name == "bf16", 10, "the form to be used")
+    bench.optimizer.stop()
+    wait_until(lambda: not bench.optimizer._thread.is_alive(), 10, "the thread to end")
+    assert bench.optimizer.ask("rotation", "compile").cancelled()
+
+
+def test_golden_batches_are_no_larger_than_served_ones(make_bench: MakeBench):
+    """A form is compared and timed on batches as they come."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    calls = bench.runtime.calls
+    bench.settle()
+    # Two batches of 32: the reference and the form once each for the verdict, then 9 or 3 rounds of both.
+    assert (bench.runtime.calls - calls) % 2 == 0
+    assert bench.step("compiled")["evidence"]["in_use_s"] == 2.0
