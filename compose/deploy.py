@@ -54,12 +54,14 @@ _FOLLOW_S: Final = 3.0
 
 class Rollout(NamedTuple):
     """How a promotion or a rollback went. `prepared`: the workers that had the version in memory before the flip;
-    `late`: those that had not said afterwards that they answer with it."""
+    `late`: those that had not said afterwards that they answer with it; `flipped_at`: unix seconds when the new
+    version answered, None for a stage in which none does; `seconds`: how long it took until then."""
 
     transition: Transition
-    prepared: tuple[str, ...]
-    late: tuple[str, ...]
-    seconds: float
+    prepared: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    flipped_at: float | None = None
+    seconds: float = 0.0
 
 
 class Deployer:
@@ -179,7 +181,7 @@ class Deployer:
             self.sync(name)
         check_step(found.reference, Action.PROMOTE, found.stage, stage)
         if stage is not ModelStage.PRODUCTION:
-            return Rollout(self.registry.promote(name, found.version, stage, reason=reason), (), (), 0.0)
+            return Rollout(self.registry.promote(name, found.version, stage, reason=reason))
         self.registry.verify(name, found.version)
         return self._roll_out(
             found,
@@ -223,11 +225,11 @@ class Deployer:
                 f"{decided.reference} is in production in the registry, but the old version still answers: {error}. "
                 f"Expected `penstock models sync {version.name}`, once the broker answers"
             ) from error
-        seconds = time.monotonic() - begun
+        flipped_at, seconds = time.time(), time.monotonic() - begun
         self._tell(f"{decided.reference} answers from now on (epoch {transition.epoch})")
         self._release_older(transition)
         late = self._watch(decided.name, decided.version).await_active(_FOLLOW_S) if prepared else []
-        return Rollout(transition, tuple(prepared), tuple(late), seconds)
+        return Rollout(transition, tuple(prepared), tuple(late), flipped_at, seconds)
 
     @contextmanager
     def _prepared(self, version: RegisteredVersion, timeout_s: float) -> Iterator[Sequence[str]]:

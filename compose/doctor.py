@@ -72,7 +72,7 @@ def examine(environ: Mapping[str, str], cwd: Path) -> list[Finding]:
         settings = Settings.load(environ=environ, cwd=cwd)
     except ConfigurationError as error:
         return [*findings, Finding("settings", "broken", str(error), "correct that name or value")]
-    findings += [*_contradictions(settings), *_security(settings), *_models(settings)]
+    findings += [*_contradictions(settings), *_security(settings), *_operator(settings), *_models(settings)]
     try:
         known = local_stack.with_broker(settings)
     except ConfigurationError as error:
@@ -278,6 +278,19 @@ def _security(settings: Settings) -> Iterator[Finding]:
             "jobs are signed, but whoever reaches Celery's broker may send unsigned ones (celery.lane is trusted)",
             "PENSTOCK_INFERENCE_CELERY_LANE=auto",
         )
+
+
+def _operator(settings: Settings) -> Iterator[Finding]:
+    try:
+        keys = operator_keys(settings)
+    except ConfigurationError as error:
+        yield Finding("security", "broken", str(error), "PENSTOCK_OPERATOR_KEY_FILE=<a file of mode 0600>")
+        return
+    if keys.sign is None:
+        yield Finding("security", "ok", "no operator's key here; the first `penstock models register` makes one")
+    else:
+        what = f"workers obey this operator with PENSTOCK_OPERATOR_PUBLIC_KEYS={keys.public_text}"
+        yield Finding("security", "ok", what)
 
 
 def _signing(settings: Settings) -> Iterator[Finding]:

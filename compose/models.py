@@ -419,6 +419,7 @@ def _say_rolled_out(done: Rollout, as_json: bool) -> None:
         **transition_data(transition),
         "prepared": done.prepared,
         "late": done.late,
+        "flipped_at": done.flipped_at,
         "seconds": round(done.seconds, 3),
     }
     line = f"{transition.name}: {transition.replaced or 'nothing'} -> {transition.version}"

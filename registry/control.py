@@ -27,7 +27,7 @@ _GOOD_FOR_S: Final = 300.0
 """Clocks of operators and workers may differ by so much."""
 _NONCES: Final = 10_000
 
-Action = Literal["load", "unload", "reconcile", "compile"]
+Action = Literal["load", "unload", "reconcile", "compile", "optimise", "measure", "trace"]
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):

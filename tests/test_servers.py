@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from tests.servers import RedisServer, require, wait_until
+from tests.servers import PostgresDatabase, RedisServer, free_port, require, wait_until
 
 
 def test_missing_server_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch):
@@ -17,6 +17,18 @@ def test_missing_server_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPat
     with pytest.raises(pytest.fail.Exception, match="CI needs a unicorn"):
         require(None, "a unicorn")
     assert require(7, "a unicorn") == 7
+
+
+def test_missing_postgres_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch):
+    """A server that is not there is a reason to skip, and in CI to fail."""
+    monkeypatch.setenv("PGHOST", "127.0.0.1")
+    monkeypatch.setenv("PGPORT", str(free_port()))
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="needs a PostgreSQL"):
+        PostgresDatabase().create()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="CI needs a PostgreSQL"):
+        PostgresDatabase().create()
 
 
 def test_waiting_in_vain_fails_the_test():

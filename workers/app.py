@@ -13,7 +13,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import redis
@@ -32,10 +33,12 @@ from registry.queues import CELERY_TASK
 from registry.reconciler import Reconciler, StateStore
 from registry.settings import Settings
 from registry.signed import Verifier
+from safety.audit import AuditLog
 from safety.keys import PublicKeys
 from workers import heartbeat
 from workers.boot import refuse
 from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, obey, show_drain, withdraw_commands
+from workers.compilation import TorchCompiler
 from workers.device import Pin, granted_threads, pin
 from workers.drain import Drain
 from workers.journal import FileJournal, Journal, journal_path, report_crashes
@@ -43,6 +46,7 @@ from workers.lane import LaneDoor, LaneReplies
 from workers.library import ModelsRoot
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.probe import Probe
+from workers.optimizer import Optimizer
 
 __all__ = ["EXIT_UNHEALTHY", "DrainStep", "app"]
 
@@ -153,6 +157,7 @@ class WorkerParts:
         )
         metrics = InferenceMetrics(settings.inference.metrics_buckets)
         readiness = Readiness()
+        self._optimizer = self._open_optimizer(device.device, metrics)
         library = ModelsRoot.of(settings)
         packages = library.answering(settings)
         self._probe = Probe(
@@ -176,6 +181,7 @@ class WorkerParts:
             journal=self._open_journal,
             library=library,
             verify=_verifier(settings),
+            tuner=self._optimizer,
         )
         self._replies = LaneReplies(
             _redis_client(settings), self._broker, settings.keyring, ResultStore(app), worker=hostname
@@ -194,6 +200,8 @@ class WorkerParts:
         if self._settings.worker.heartbeat_fd is not None:
             heartbeat.start(self._settings.worker.heartbeat_fd, self._ailment)
         self._drain.load()
+        if self._optimizer is not None:
+            self._optimizer.start()
         _spare_the_collector()
         self._watcher.start()
         self._drain.start()
@@ -219,6 +227,20 @@ class WorkerParts:
                 f"The journal of running jobs cannot be written ({error.strerror}). Expected a PENSTOCK_HOME that this "
                 "user may write to"
             ) from None
+
+    def _open_optimizer(self, device: str, metrics: InferenceMetrics) -> Optimizer | None:
+        """None where models answer as their authors built them. Raises ConfigurationError for folders it cannot use."""
+        inference, home = self._settings.inference, self._settings.home
+        if not inference.enabled:
+            return None
+        return Optimizer(
+            inference,
+            home=home,
+            device=device,
+            audit=_auditor(self._settings),
+            metrics=metrics,
+            compiler=TorchCompiler(inference.compilation, home / "compilation.key"),
+        )
 
     def _open_reconciler(self, worker: str) -> Reconciler | None:
         """None without a shared state: then each worker keeps its own, and control commands tell it what to load."""
@@ -249,7 +271,10 @@ class WorkerParts:
         if command.action == "unload":
             self._drain.let_go_of(command.model, command.version)
             return f"letting go of {command.model}/{command.version}"
-        raise Forbidden(f"{command.action} is not for this worker. Expected load, unload or reconcile")
+        if self._optimizer is None:
+            raise Forbidden("Models answer here as their authors built them. Expected inference.enabled on the worker")
+        self._optimizer.ask(command.model, command.action)
+        return f"asked to {command.action} {command.model}; `penstock models levels` shows what comes of it"
 
     def ask_to_stop(self, *, is_cold: bool) -> None:
         """Begin to stop, at once. Sets one value and takes no lock: this is called from signal handlers."""
@@ -277,6 +302,8 @@ class WorkerParts:
             time.sleep(_WATCH_S)
         if self._reconciler is not None:
             self._reconciler.stop()
+        if self._optimizer is not None:
+            self._optimizer.stop()
         self._drain.stop(self._grace_s)
         self._replies.stop()
         self._watcher.stop()
@@ -293,6 +320,13 @@ def _verifier(settings: Settings) -> Verifier | None:
     """The operators' signatures; None where no key is known and none is asked for."""
     keys = PublicKeys.parse(settings.operator_public_keys)
     return keys.verify if len(keys) else None
+
+
+def _auditor(settings: Settings) -> Callable[[Mapping[str, object]], None]:
+    privacy = settings.inference.privacy
+    if not privacy.audit_log_enabled:
+        return lambda _facts: None
+    return partial(AuditLog(privacy.audit_log_path, "levels").record, "level")
 
 
 def _redis_client(settings: Settings) -> redis.Redis:

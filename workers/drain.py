@@ -36,12 +36,11 @@ from typing import Any, Final
 import msgspec
 
 from registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
-from registry.deployment import Deployment
 from registry.envelope import Failure, JobHeader
-from registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput, UnknownModel
+from registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
 from registry.package import Package
 from registry.queues import Priority
-from registry.settings import LATEST, Settings
+from registry.settings import Settings
 from registry.signed import Verifier
 from workers.account import Account
 from workers.executor import Executor, Work
@@ -50,11 +49,12 @@ from workers.job import ClaimedJob
 from workers.journal import Journal, Unwritten
 from workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
 from workers.library import Library, Nothing
-from workers.loader import Loader, to_unload
+from workers.loader import Loader
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Failed, Watcher
 from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
 from workers.served import ServedModel, ServedVersion, VersionState
+from workers.shelf import Shelf
 from workers.streaming import EventStream
 from workers.tuning import Tuner, Untuned
 
@@ -134,32 +134,33 @@ class Drain:
         self._result_ttl_ms = int(queue.result_ttl_s * 1000)
         self._ageing_ms = int(queue.ageing_s * 1000)
         self._max_in_memory = settings.inference.batching.max_queue_depth
-        self._config = settings.inference
-        self._library = library or Nothing()
-        self._verify = verify
-        self._on_version_change = on_version_change
-        self._tuner = tuner or Untuned()
-        self._is_pinned = settings.inference.model_version != LATEST
-        """Whether one version answers whatever is promoted."""
-        self._takes_any = not settings.worker.models
-        self._served: dict[str, ServedModel] = {}
-        self._turns: deque[ServedVersion] = deque()
-        for package in packages:
-            self._serve_package(package)
+        batching = settings.inference.batching
         self._loader = Loader(
             device,
             threads,
-            headroom_pct=settings.inference.batching.gpu_headroom_pct,
+            headroom_pct=batching.gpu_headroom_pct,
             ceiling=max(1, self._max_in_memory // 2),
             timeout_s=settings.inference.load_timeout_s,
             ring=self._ring,
             clock=clock,
         )
+        self._tuner = tuner or Untuned()
+        self._shelf = Shelf(
+            settings.inference,
+            packages,
+            broker,
+            self._loader,
+            library=library or Nothing(),
+            tuner=self._tuner,
+            metrics=metrics,
+            verify=verify,
+            on_version_change=on_version_change,
+            ring=self._ring,
+            takes_any=not settings.worker.models,
+        )
+        self._served = self._shelf.models
+        self._turns = self._shelf.turns
         self._reports = 0
-        self._orders: deque[Callable[[], None]] = deque()
-        """What other threads ask of this one."""
-        self._unwanted: set[ServedVersion] = set()
-        """To be unloaded once they are idle."""
         self._account = Account(watcher, metrics)
         self._intake = Intake(
             broker,
@@ -198,7 +199,7 @@ class Drain:
         self.leases: Final = LeaseKeeper(
             broker,
             self.consumer,
-            self._claimable,
+            self._shelf.claimable,
             self._holdings,
             lease_s=queue.lease_s,
             room=self._room_to_take_over,
@@ -220,42 +221,8 @@ class Drain:
     # Life
 
     def load(self) -> None:
-        """Loads the version of every model that answers, unless that is left to the first job, and announces specs.
-
-        Raises ConfigurationError, BrokerUnavailable.
-        """
-        for name, active in self._broker.actives(list(self._served)).items():
-            self._follow(self._served[name], active)
-        answering = [model.active for model in self._served.values() if model.active is not None]
-        if not answering:
-            raise ConfigurationError("None of the versions that were promoted is under the models root")
-        for version in answering if self._config.preload else ():
-            self._load_at_start(version)
-        for version in answering:
-            self._announce(version)
-        self._broker.prepare(list(self._served))
-
-    def _load_at_start(self, version: ServedVersion) -> None:
-        try:
-            self._loader.load_now(version)
-        except ConfigurationError:
-            # That a promoted version has gone bad here must not keep the other models from being served.
-            if self._served[version.name].deployment is None or len(self._served) == 1:
-                raise
-        if version.is_ready:
-            self._has_loaded(version)
-
-    def _has_loaded(self, version: ServedVersion) -> None:
-        self._metrics.loaded(version.name, version.label, True)
-        version.observer = self._tuner.attach(version, version.runtime, version.content_hash, version.limits.max_rows)
-
-    def _announce(self, version: ServedVersion) -> None:
-        """Clients check jobs against specs: that of the version that answers, and those of the ones they may name."""
-        if self._served[version.name].deployment is None:
-            self._broker.put_spec(version.name, version.spec.to_json())
-        for label in self._library.labels(version.name):
-            if (other := self._meet(self._served[version.name], label)) is not None:
-                self._broker.put_spec(other.name, other.spec.to_json(), label)
+        """See Shelf.open. Raises ConfigurationError, BrokerUnavailable."""
+        self._shelf.open()
 
     def start(self) -> None:
         """Begins to claim."""
@@ -274,8 +241,7 @@ class Drain:
             self.leases.stop(1.0)
             self.executor.stop()
             self._withdraw_report()
-        for version in [version for version in self._turns if version.is_ready]:
-            self._unload(version)
+        self._shelf.close()
 
     def ask_to_stop(self, grace_s: float) -> None:
         """From now on the steps wind up, see `stop`; does not wait for them."""
@@ -355,7 +321,7 @@ class Drain:
     def _serve(self) -> None:
         self._take_in_done()
         self._follow_news()
-        self._follow_orders()
+        self._shelf.tend()
         if self._loader.is_busy:
             self._take_in_loaded()
         self._look_for_hung_work()
@@ -436,7 +402,7 @@ class Drain:
         """
         if self._is_armed or self._is_stopping or not self._is_quiet:
             return
-        room, slots = self._max_in_memory - len(self._holdings), self._claimable()
+        room, slots = self._max_in_memory - len(self._holdings), self._shelf.claimable()
         if room <= 0 or not slots:
             return
         # COUNT holds for each of the queues, and several may answer at once; one job of each is always welcome.
@@ -447,10 +413,6 @@ class Drain:
         self._broker.arm(self.consumer, slots, count, _BLOCK_MS)
         self._is_armed = True
         self._armed_until = self._clock() + _BLOCK_MS / 1000 + _ANSWER_S
-
-    def _claimable(self) -> list[str]:
-        """The models whose answering version is to be had here."""
-        return [name for name, model in tuple(self._served.items()) if model.is_claimable]
 
     def _collect(self) -> None:
         """The blocking claim has an answer, or is overdue: on a half-open connection none may ever come."""
@@ -468,7 +430,7 @@ class Drain:
             timeout_s = _SHORTEST_PAUSE_S if self.executor.running() else 0.0
         elif self._is_armed:
             timeout_s = min(timeout_s, max(0.0, self._armed_until - self._clock()))
-        elif not self.executor.running() and not self._loader.is_busy and self._claimable():
+        elif not self.executor.running() and not self._loader.is_busy and self._shelf.claimable():
             timeout_s = 0.001
         elif self._loader.is_busy or any(model.free > 0 for model in self._served.values()):
             # Other models must not wait for the long forward of the one whose queue is full.
@@ -519,7 +481,7 @@ class Drain:
         for job in opened:
             model = self._served[job.delivery.slot]
             if job.delivery.active != model.record:
-                self._follow(model, job.delivery.active)
+                self._shelf.follow(model, job.delivery.active)
             failure = self._refusal(job, model, broker_now)
             version = job.version
             if failure is not None:
@@ -570,7 +532,7 @@ class Drain:
             return REVOKED
         version, named = model.active, job.header.version
         if named:
-            version = model.named(named) or self._meet(model, named)
+            version = model.named(named) or self._shelf.meet(model, named)
             if version is None:
                 return Failure("ModelError", f"Version {named} is not served here. Served is {model.label or 'none'}")
             if version.state is VersionState.FAILED:
@@ -600,161 +562,31 @@ class Drain:
     # Versions
 
     def want(self, name: str, label: str, *, content_hash: str = "") -> None:
-        """Load a version and keep it loaded. For any thread; the report tells how it went."""
-        self._order(lambda: self._want(name, label, content_hash))
+        """See Shelf.want. For any thread."""
+        self._shelf.want(name, label, content_hash=content_hash)
 
     def let_go_of(self, name: str, label: str) -> None:
-        """Unload a version once it is idle, unless it is the one that answers. For any thread."""
-        self._order(lambda: self._let_version_go(name, label))
+        """See Shelf.let_go_of. For any thread."""
+        self._shelf.let_go_of(name, label)
 
     def may_serve(self, name: str) -> bool:
-        """Whether the model is one of this worker's: it is served already, or the worker takes whatever comes."""
-        return name in self._served or self._takes_any
+        """See Shelf.may_serve. For any thread."""
+        return self._shelf.may_serve(name)
 
     def versions(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Model -> version label -> state, content hash, memory, problem. For any thread."""
-        return {name: _described(model) for name, model in tuple(self._served.items())}
-
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        self._ring()
-
-    def _follow_orders(self) -> None:
-        while self._orders:
-            self._orders.popleft()()
-        for version in [version for version in self._unwanted if version.is_idle]:
-            self._unwanted.discard(version)
-            if version.is_ready and not version.is_wanted and self._served[version.name].active is not version:
-                self._unload(version)
-
-    def _serve_package(self, package: Package) -> ServedModel:
-        version = ServedVersion(package, self._config)
-        model = self._served[package.spec.name] = ServedModel(package.spec.name, version)
-        self._turns.append(version)
-        return model
-
-    def _meet(self, model: ServedModel, label: str) -> ServedVersion | None:
-        """A version that was not needed so far, if it lies under the models root."""
-        if (version := model.versions.get(label)) is not None:
-            return version
-        try:
-            version = ServedVersion(self._library.package(model.name, label), self._config)
-        except (ConfigurationError, InvalidInput, UnknownModel) as error:
-            logger.warning("version not found: %s", error, extra={"model": model.name, "version": label[:80]})
-            return None
-        rows = max(known.calibrated_rows for known in model.versions.values())
-        if rows and version.is_sized_by_memory:
-            # To measure again would take the memory that the serving version works in.
-            version.calibrated_rows = rows
-            version.resize(rows)
-        model.versions[label] = version
-        self._turns.append(version)
-        return version
-
-    def _want(self, name: str, label: str, content_hash: str) -> None:
-        model = self._served.get(name)
-        if model is None:
-            try:
-                model = self._serve_package(self._library.package(name, label))
-            except (ConfigurationError, InvalidInput, UnknownModel) as error:
-                logger.error("model not loaded: %s", error, extra={"model": name, "version": label})
-                return
-            self._broker.prepare([name])
-            if model.active is not None:
-                self._announce(model.active)
-        version = self._meet(model, label)
-        if version is None:
-            return
-        version.is_wanted = True
-        self._unwanted.discard(version)
-        if content_hash and not version.is_ready:
-            version.promise(content_hash)
-        if version.state in (VersionState.COLD, VersionState.FAILED):
-            self._loader.load(version)
-
-    def _let_version_go(self, name: str, label: str) -> None:
-        model = self._served.get(name)
-        version = model.versions.get(label) if model is not None else None
-        if version is not None:
-            version.is_wanted = False
-            self._unwanted.add(version)
-
-    def _follow(self, model: ServedModel, active: bytes) -> None:
-        """The version that answers may have changed: from this claim on, the new one does."""
-        model.record = active
-        if not active or self._is_pinned:
-            return
-        try:
-            deployment = Deployment.open(active, model.name, self._verify)
-        except Corrupt as error:
-            logger.error("the active version is not believed: %s", error, extra={"model": model.name})
-            self._metrics.quarantined(model.name)
-            return
-        if model.deployment is not None and deployment.epoch < model.deployment.epoch:
-            logger.warning("an older decision came back", extra={"model": model.name, "epoch": deployment.epoch})
-            return
-        old, new = model.active, self._meet(model, deployment.version)
-        if new is not None and new.is_ready and new.content_hash != deployment.content_hash:
-            logger.error(
-                "this copy of the version is not the one that was promoted",
-                extra={"model": model.name, "version": new.label, "content_hash": new.content_hash},
-            )
-            new = None
-        elif new is not None and not new.is_ready:
-            new.promise(deployment.content_hash)
-        before = model.deployment.content_hash if model.deployment else old.content_hash if old else ""
-        model.deployment, model.active = deployment, new
-        logger.info(
-            "version changed",
-            extra={"model": model.name, "version": deployment.version, "epoch": deployment.epoch},
-        )
-        if before != deployment.content_hash:
-            self._on_version_change(model.name, before, deployment.content_hash)
-
-    def _follow_late(self, name: str, active: bytes) -> None:
-        """What the lease thread saw, for a model that no job brought the news of."""
-        model = self._served[name]
-        if active != model.record:
-            self._follow(model, active)
-        answering = model.active
-        if answering is not None and answering.state is VersionState.COLD and self._config.preload:
-            self._loader.load(answering)
-
-    def _try_again(self) -> None:
-        """Versions that should answer and are not to be had here: they may have come, or load this time."""
-        for model in [model for model in self._served.values() if not model.is_claimable]:
-            version, deployment = model.active, model.deployment
-            if version is None and deployment is not None:
-                version = model.active = self._meet(model, deployment.version)
-                if version is not None:
-                    version.promise(deployment.content_hash)
-            if version is not None and version.state in (VersionState.COLD, VersionState.FAILED):
-                self._loader.load(version)
+        """See Shelf.described. For any thread."""
+        return self._shelf.described()
 
     def _take_in_loaded(self) -> None:
         """Versions have been loaded, or cannot be: the jobs that waited for these end, or go elsewhere."""
-        for version, problem, _, _ in self._loader.take_done():
+        for version, problem, _, _ in self._shelf.take_in_loaded():
             if problem:
                 waiting = [item.job for item in version.batcher.discard(lambda _: True)]
                 waiting += [job for job in self._suspects if job.version is version]
                 self._suspects = deque(job for job in self._suspects if job.version is not version)
                 self._part_with(version, waiting)
-                continue
-            self._has_loaded(version)
-            for job, error in version.misfits():
+            for job, error in [] if problem else version.misfits():
                 self._concluded.append(Conclusion(job, Failure("ModelError", f"InvalidInput: {error}")))
-            for other in to_unload(self._turns, self._config.model_memory_mb, version):
-                self._unload(other)
-
-    def _unload(self, version: ServedVersion) -> None:
-        """Lets go of an idle version's memory; the next job for it loads it again."""
-        self._tuner.detach(version)
-        version.observer = None
-        version.runtime.close()
-        version.state = VersionState.COLD
-        version.renew()
-        self._metrics.loaded(version.name, version.label, False)
-        logger.info("model unloaded", extra={"model": version.name, "version": version.label})
 
     # Batch and execute
 
@@ -1040,10 +872,10 @@ class Drain:
         names = list(self._served)
         for name, active in self._broker.actives(names).items():
             if active != self._served[name].record:
-                self._order(partial(self._follow_late, name, active))
+                self._shelf.order(partial(self._shelf.hear, name, active))
         self._reports += 1
-        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._claimable()) < len(names):
-            self._order(self._try_again)
+        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._shelf.claimable()) < len(names):
+            self._shelf.order(self._shelf.try_again)
         paused = self._broker.paused(names)
         if paused != self._paused:
             logger.info("paused", extra={"models": sorted(paused)})
@@ -1057,7 +889,7 @@ class Drain:
             "pid": os.getpid(),
             "device": self._device,
             "models": {name: self._served[name].label for name in names},
-            "versions": self.versions(),
+            "versions": self._shelf.described(),
             "ready": self.readiness[0],
             "in_memory": len(self._holdings),
             "batches": self._account.batches,
@@ -1147,20 +979,6 @@ def _version_of(work: Work) -> ServedVersion:
     if version is None:
         raise RuntimeError("a batch was made of a job that no version answers")
     return version
-
-
-def _described(model: ServedModel) -> dict[str, dict[str, Any]]:
-    """The versions of a model as the worker's report shows them."""
-    return {
-        label: {
-            "state": version.state.value,
-            "content_hash": version.content_hash,
-            "is_active": version is model.active,
-            "memory_bytes": version.runtime.memory_bytes,
-            "problem": version.problem,
-        }
-        for label, version in tuple(model.versions.items())
-    }
 
 
 def _digest(header: JobHeader, label: str, sealed: bytes) -> bytes:

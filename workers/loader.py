@@ -115,6 +115,10 @@ class Loader:
                 # It was given up: nobody waits for it any more.
                 runtime.close()
                 continue
+            if not problem and load.version.promised_hash not in ("", runtime.content_hash):
+                # The promise was made while it was being loaded.
+                runtime.close()
+                problem = f"{load.version.spec.reference}: its files are not those that were promoted"
             done.append(Loaded(load.version, problem, self._clock() - load.since, rows))
         now = self._clock()
         for key, load in list(self._under_way.items()):

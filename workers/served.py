@@ -335,6 +335,13 @@ class ServedModel:
         """Whether the last claim found fewer jobs than it asked for."""
 
     @property
+    def content_hash(self) -> str:
+        """What answers hashes to; empty while nobody knows."""
+        if self.deployment is not None:
+            return self.deployment.content_hash
+        return self.active.content_hash if self.active is not None else ""
+
+    @property
     def label(self) -> str:
         """The version that answers jobs that name none; empty while it is not to be had here."""
         return self.active.label if self.active is not None else ""

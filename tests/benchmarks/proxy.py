@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from tests.benchmarks.report import Progress, Row, median, verdict
+from tests.benchmarks.scale import Scale
 from workers.frameworks.inference_proxy import InferenceProxy
 
-__all__ = ["ProxyCost", "measure_proxy", "overhead_us"]
+__all__ = ["measure", "overhead_us"]
 
-_TURNS: Final = 7
+_REQUIRED_US: Final = 2.0
 
 
 class ProxyCost(NamedTuple):
@@ -20,26 +22,43 @@ class ProxyCost(NamedTuple):
     over_module_us: float
 
 
-def measure_proxy(calls: int = 20_000) -> ProxyCost:
-    """The quickest turn of each, taken in turns of `calls` calls; of the module a tenth as many."""
+def measure(scale: Scale, say: Progress) -> list[Row]:
+    """See the module."""
+    cost = _cost(scale.jobs)
+    say(f"proxy: {cost.over_nothing_us:.2f} us over nothing, {cost.over_module_us:.2f} us over a module")
+    return [
+        Row(
+            "`InferenceProxy` per call, over a callable that does nothing / over a small torch module",
+            f"{cost.over_nothing_us:.2f} / {cost.over_module_us:.2f} us",
+            "<= 2 us",
+            "",
+            verdict(required=max(cost) <= _REQUIRED_US),
+            cost._asdict(),
+        )
+    ]
+
+
+def _cost(calls: int) -> ProxyCost:
     import torch
 
     module, row = torch.nn.Linear(4, 4).eval(), torch.zeros(1, 4)
     with torch.inference_mode():
-        over_module = overhead_us(module, row, calls=max(1, calls // 10))
+        over_module = overhead_us(module, row, calls=calls)
     return ProxyCost(overhead_us(lambda x: x, 0, calls=calls), over_module)
 
 
 def overhead_us(model: Callable[[Any], Any], argument: Any, *, calls: int) -> float:
-    """Microseconds a call of the proxy of `model` takes beyond a call of `model`, turn about."""
+    """Microseconds that a call of the proxy of `model` takes beyond a call of `model`: medians, call by call in turn.
+
+    Other users of the machine slow a part of the calls down, and the middle one stays what it is.
+    """
     proxy = InferenceProxy(model)
-    turns = [(_seconds(model, argument, calls), _seconds(proxy, argument, calls)) for _ in range(_TURNS)]
-    quickest = min(proxied for _, proxied in turns) - min(direct for direct, _ in turns)
-    return quickest / calls * 1e6
+    turns = [(_seconds(model, argument), _seconds(proxy, argument)) for _ in range(calls)]
+    direct, proxied = (median(seconds) for seconds in zip(*turns, strict=True))
+    return (proxied - direct) * 1e6
 
 
-def _seconds(call: Callable[[Any], Any], argument: Any, calls: int) -> float:
+def _seconds(call: Callable[[Any], Any], argument: Any) -> float:
     begun = time.perf_counter()
-    for _ in range(calls):
-        call(argument)
+    call(argument)
     return time.perf_counter() - begun

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def test_racing_operators_leave_one_version_in_production(seed: int, own_url: st
 
     def kill_another(pids: list[int]) -> None:
         let_pass(chance.uniform(0.0, 0.5))
-        os.kill(pids[chance.choice([*set(range(PROCESSES)) - victims.keys()])], signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pids[chance.choice(sorted(set(range(PROCESSES)) - victims.keys()))], signal.SIGKILL)
 
     found = race(
         own_url, tmp_path, processes=PROCESSES, times=TIMES, seed=seed, victims=victims, meanwhile=kill_another

@@ -120,6 +120,13 @@ def test_edited_rows_are_refused(edit: str, shelf: Shelf):
         assert "\n" not in str(refused.value)
 
 
+def test_missing_step_is_named(shelf: Shelf):
+    """Whoever looks for what was hidden is told where."""
+    shelf.execute("DELETE FROM penstock_transitions WHERE name = :name AND epoch = 5")
+    with pytest.raises(BadSignature, match=f"the history of {shelf.name} has no epoch 5"):
+        shelf.client.find(shelf.name)
+
+
 def test_older_rows_put_back_are_refused(shelf: Shelf):
     """Rows that were good once do not bring back a version whose end is in the history."""
     old = shelf.execute("SELECT * FROM penstock_versions WHERE name = :name AND version = '2'")

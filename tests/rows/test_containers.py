@@ -27,7 +27,7 @@ BASE: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
 GPU: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.gpu.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = BASE["services"]
 VARIABLE = re.compile(r"\$\{(\w+)(:[-?])?([^}]*)\}")
-SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|KEYS?$|KEYS?_")
+SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|(?<!PUBLIC_)KEYS?(_|$)")
 DOCKERFILES = sorted(COMPOSE.glob("Dockerfile.*"))
 
 

@@ -45,8 +45,10 @@ def _merged(tables: list[dict[str, Any]]) -> dict[str, Any]:
     for table in tables:
         for name, value in table.items():
             section = whole.get(name)
-            is_nested = isinstance(section, dict) and isinstance(value, dict)
-            whole[name] = _merged([section, value]) if is_nested else value
+            if isinstance(section, dict) and isinstance(value, dict):
+                whole[name] = _merged([section, value])
+            else:
+                whole[name] = value
     return whole
 
 

@@ -472,10 +472,11 @@ class OlderDecisionStands(UnreliableEnd):
 class OtherContentServes(SteppedDrain):
     """What was loaded is never compared with what was promoted."""
 
-    def _has_loaded(self, version: ServedVersion) -> None:
-        super()._has_loaded(version)
-        assert isinstance(version.runtime, PythonRuntime)
-        version.runtime._content_hash = "0" * 64
+    def _take_in_loaded(self) -> None:
+        super()._take_in_loaded()
+        for version in self._turns:
+            assert isinstance(version.runtime, PythonRuntime)
+            version.runtime._content_hash = "0" * 64
 
 
 class ReplayLost(UnreliableEnd):

@@ -74,9 +74,9 @@ class SteppedDrain(Drain):
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
-        self._loader = _SteppedLoader(self._world, self._double, self._ring)
+        self._loader = self._shelf.loader = _SteppedLoader(self._world, self._double, self._ring)
         for name, active in self._broker.actives(list(self._served)).items():
-            self._follow(self._served[name], active)
+            self._shelf.follow(self._served[name], active)
         for model in self._served.values():
             assert model.active is not None
             _put_in_place(model.active, self._double)
@@ -90,7 +90,7 @@ class SteppedDrain(Drain):
     @property
     def serves_all(self) -> bool:
         """Whether every version that answers is to be had here."""
-        return len(self._claimable()) == len(self._served)
+        return len(self._shelf.claimable()) == len(self._served)
 
     def patience_s(self) -> float:
         """For how long the I/O thread would sleep now."""

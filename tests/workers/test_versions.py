@@ -278,7 +278,7 @@ def test_a_decision_that_comes_late_changes_nothing(stage: Stage):
     stage.promote("1", epoch=5)
     assert stage.answer() == ("1", 1.0)
     older = Deployment(4, stage.model, "2", "0" * 64).seal()
-    drain._follow(drain._served[stage.model], b"4 " + older)
+    drain._shelf.follow(drain._served[stage.model], b"4 " + older)
     assert stage.answer() == ("1", 1.0)
 
 
@@ -313,3 +313,28 @@ def test_idle_workers_hear_of_a_change_within_two_seconds(stage: Stage):
     assert stage.changes == [(stage.model, old, new)] * 3
     stage.answer()
     assert len(stage.changes) == 3
+
+
+def test_a_copy_that_was_mended_on_disk_answers_in_the_end(stage: Stage):
+    """Loaded before the promotion with other files under its label, it is loaded anew, never served as it was."""
+    drain = stage.start()
+    drain.want(stage.model, "1")
+    wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
+    source = stage.root / stage.model / "1" / "model.py"
+    source.write_text(source.read_text().replace("* 1", "* 7"))
+    stage.promote("1", epoch=1)
+    assert stage.answer() == ("1", 7.0)
+
+
+def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage):
+    """What ends loading with other content than was promoted meanwhile does not serve."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
+    drain = stage.start()
+    drain.want(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
+    stage.promote("0.1", epoch=1, content_hash="ab" * 32)
+    job_id = stage.submit()
+    wait_until(lambda: stage.state("0.1") == "failed", 5, "the load has failed")
+    standing = stage.broker.standing(job_id)
+    assert standing is not None
+    assert standing.state is State.QUEUED

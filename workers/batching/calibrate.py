@@ -33,6 +33,11 @@ class Calibration:
     limit_bytes: int
     readings: tuple[MemoryReading, ...]
 
+    @property
+    def says_something(self) -> bool:
+        """Whether memory grew with the rows at all; that of a model which runs elsewhere does not."""
+        return len({reading.used_bytes for reading in self.readings}) > 1
+
 
 def calibrate(
     probe: Callable[[int], MemoryReading], *, total_bytes: int, headroom_pct: int, ceiling: int

@@ -1,7 +1,8 @@
 """The bytes of an AOTInductor package -> something that can be called with tensors.
 
 The weights are not in the package: the library is bound to the tensors of the module that serves eagerly, so a
-compiled form costs no second copy of them, and what lies on disk is code and nothing else.
+compiled form costs no second copy of them, and what lies on disk is code. (AOTInductor writes vectors of up to eight
+numbers into the code, so a library belongs to the weights that it was compiled with and is never bound to others.)
 
 Measured with MiniLM, torch 2.13, one CPU thread, batch 32 of 32 tokens: eager 261 ms, compiled 227 ms; in bf16 68 ms
 and 66 ms. Weights packed into the library (`freezing`) gained nothing over that (66 ms) and made 2 MB 47 MB.

@@ -1,5 +1,21 @@
-"""Model objects of any framework at the serving boundary: which framework they are of, and who calls them."""
+"""Model objects of any framework at the serving boundary: which framework they are of, and who calls them.
+
+model object -> detect_framework -> adapt -> InferenceProxy: called like the model, counted and observed
+"""
 
 from __future__ import annotations
 
-__all__ = ["adapters", "detector", "inference_proxy"]
+from workers.frameworks.adapters import Adapter, OnnxAdapter, PyTorchAdapter, TransformersAdapter, adapt
+from workers.frameworks.detector import FRAMEWORKS, detect_framework
+from workers.frameworks.inference_proxy import InferenceProxy
+
+__all__ = [
+    "Adapter",
+    "FRAMEWORKS",
+    "InferenceProxy",
+    "OnnxAdapter",
+    "PyTorchAdapter",
+    "TransformersAdapter",
+    "adapt",
+    "detect_framework",
+]

@@ -244,10 +244,14 @@ def _differences(module: torch.nn.Module, exportable: Exportable, file: Path) ->
 
 def _quantise(file: Path) -> None:
     """Replaces an fp32 graph by one whose matrices are int8."""
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    model = onnx.load(str(file))
+    # The quantiser transposes weights and then finds the shapes noted for them to be wrong.
+    del model.graph.value_info[:]
     quantised = file.with_suffix(".int8")
-    quantize_dynamic(str(file), str(quantised), weight_type=QuantType.QInt8)
+    quantize_dynamic(model, str(quantised), weight_type=QuantType.QInt8)
     quantised.replace(file)
 
 

@@ -153,6 +153,14 @@ class PackageRuntime(ABC):
             raise ConfigurationError(f"{self.spec.reference}: weights: missing, expected a file of the package")
         return file
 
+    def _refuse_precision(self, reason: str) -> None:
+        """Raises ConfigurationError, with the reason, if the package asks for a precision that it cannot be given."""
+        if self.spec.precision != "auto":
+            raise ConfigurationError(
+                f"{self.spec.reference}: precision: found {self.spec.precision}, expected auto for format "
+                f"{self.spec.format}: {reason}"
+            )
+
     def _not_loaded(self) -> ModelNotReady:
         return ModelNotReady(f"Model not loaded: {self.spec.reference}")
 

@@ -56,11 +56,7 @@ class OnnxRuntime(PackageRuntime):
         return arrays
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
-        if self.spec.precision not in ("auto", "fp32"):
-            raise ConfigurationError(
-                f"{self.spec.reference}: precision: found {self.spec.precision}, expected auto for format onnx: "
-                "a graph has the precision that it was exported with"
-            )
+        self._refuse_precision("a graph has the precision that it was exported with")
         self.model = self._session(device, threads)
         self._check_names("input", self.spec.inputs, self.model.get_inputs(), self.model.get_overridable_initializers())
         self._check_names("output", self.spec.outputs, self.model.get_outputs(), [])

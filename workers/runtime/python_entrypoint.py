@@ -66,6 +66,7 @@ class PythonRuntime(PackageRuntime):
             generator.close()
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        self._refuse_precision("its own code decides")
         self._modules = PackageModules(self._package, manifest)
         model = self._modules.build()
         self._check_kind(model)

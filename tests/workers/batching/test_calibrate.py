@@ -31,12 +31,12 @@ class Device:
     total_bytes = 80 * GIB
 
     def __init__(self, base: int, row: int, power: float = 1.0, segment: int = 1) -> None:
-        self._needs: Callable[[int], int] = lambda rows: -(-int(base + row * rows**power) // segment) * segment
+        self.needs: Callable[[int], int] = lambda rows: -(-int(base + row * rows**power) // segment) * segment
         self.forwards = 0
 
     def probe(self, rows: int) -> MemoryReading:
         self.forwards += 1
-        needed = self._needs(rows)
+        needed = self.needs(rows)
         return MemoryReading(rows, needed if needed <= self.total_bytes else None)
 
     def calibrated(self, headroom_pct: int, ceiling: int = 512) -> Calibration:
@@ -45,7 +45,7 @@ class Device:
     def most(self, headroom_pct: int, ceiling: int = 512) -> int:
         """By trying every size."""
         limit = self.total_bytes * (100 - headroom_pct) // 100
-        return next((rows for rows in range(ceiling, 0, -1) if self._needs(rows) <= limit), 0)
+        return next((rows for rows in range(ceiling, 0, -1) if self.needs(rows) <= limit), 0)
 
 
 @given(plant=plants, headroom_pct=st.integers(0, 99), ceiling=st.integers(1, 600))
@@ -95,6 +95,22 @@ def test_a_line_spares_forwards_that_would_run_out_of_memory():
     found = Device(4 * GIB, GIB).calibrated(20)
     assert found.rows == 60
     assert max(reading.rows for reading in found.readings) == 61
+
+
+@pytest.mark.parametrize("cliff", [257, 300, 400, 511])
+def test_memory_that_leaps_is_not_approached_row_by_row(cliff: int):
+    """From some size on a kernel wants a large workspace: no line leads there, and it is found all the same."""
+    device = Device(0, 1)
+    device.needs = lambda rows: GIB + rows if rows < cliff else 79 * GIB + rows
+    assert device.calibrated(20).rows == cliff - 1
+    assert device.forwards <= 3 * log2(512)
+
+
+def test_memory_that_does_not_grow_says_nothing():
+    """A model on a GPU's worker that computes on the CPU: every size fits, and that means nothing."""
+    elsewhere, here = Device(GIB, 0).calibrated(20), Device(GIB, GIB).calibrated(20)
+    assert (elsewhere.rows, elsewhere.says_something) == (512, False)
+    assert here.says_something
 
 
 def test_one_row_too_large_names_what_can_be_done():

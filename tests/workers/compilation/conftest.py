@@ -75,7 +75,7 @@ def _serve(runtime: PyTorchRuntime, served: Served, is_over: threading.Event) ->
     module = runtime.model
     assert isinstance(module, torch.nn.Module)
     weight, bias = (parameter.detach().clone() for parameter in module.parameters())
-    inputs = torch.arange(24.0).reshape(3, 8)
+    inputs = torch.arange(48.0).reshape(3, 16)
     expected = torch.relu(inputs @ weight.T + bias).numpy()
     while not is_over.wait(0.002):
         try:

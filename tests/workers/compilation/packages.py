@@ -1,4 +1,4 @@
-"""Model packages of format `pytorch` for compilation: each takes `x` float32 (batch, 8) and answers `y` likewise."""
+"""Model packages of format `pytorch` for compilation: each takes `x` float32 (batch, 16) and answers `y` likewise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Module(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(7)
-        self.linear = torch.nn.Linear(8, 8)
+        self.linear = torch.nn.Linear(16, 16)
 
     def forward(self, x):
 {forward}
@@ -39,7 +39,7 @@ def write_module(
     """A package whose module has one linear layer and computes `forward`; returns its folder."""
     folder = root / name / "1"
     folder.mkdir(parents=True)
-    tensor = {"dtype": "float32", "shape": ["batch", 8]}
+    tensor = {"dtype": "float32", "shape": ["batch", 16]}
     spec = {
         "name": name,
         "version": "1",

@@ -77,7 +77,7 @@ class Linear(torch.nn.Module):
 
     def __init__(self, answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
+        self.linear = torch.nn.Linear(16, 16)
         self._answer = answer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_one_graph_answers_every_batch(compiled: Compiled, rows: int):
     """ES-009: every number of rows in the examples' range is answered as the module does, by the same graph."""
     before = compiled.forward.uncovered_calls
     with torch.inference_mode():
-        x = torch.randn(rows, 8)
+        x = torch.randn(rows, 16)
         module = compiled.runtime.compilable("compiled").module
         assert torch.allclose(compiled.forward(x), module(x), atol=1e-6)
     assert compiled.forward.uncovered_calls == before
@@ -119,7 +119,7 @@ def test_other_shapes_are_answered_by_the_module(compiled: Compiled):
     before = compiled.forward.uncovered_calls
     module = compiled.runtime.compilable("compiled").module
     with torch.inference_mode():
-        many, turned = torch.randn(2_000, 8), torch.randn(8, 4).T
+        many, turned = torch.randn(2_000, 16), torch.randn(16, 4).T
         assert torch.equal(compiled.forward(many), module(many))
         assert torch.allclose(compiled.forward(turned), module(turned), atol=1e-6)
     assert compiled.forward.uncovered_calls == before + 1
@@ -150,12 +150,14 @@ def test_serving_module_stays_as_it_was(compiled: Compiled):
     assert type(module).__name__ == "Module"
     assert module._compiled_call_impl is None
     with torch.inference_mode():
-        x = torch.ones(2, 8)
-        before = compiled.forward(x)
-        module.get_parameter("linear.bias").add_(100.0)
-        changed = compiled.forward(x)
-        module.get_parameter("linear.bias").sub_(100.0)
-    assert torch.allclose(changed - before, torch.full((2, 8), 100.0), atol=2.0)
+        x = torch.ones(2, 16)
+        bias = module.get_parameter("linear.bias")
+        before = bias.clone()
+        bias.add_(100.0)
+        found, expected = compiled.forward(x), module(x)
+        bias.copy_(before)
+    assert torch.allclose(found, expected)
+    assert found.min() > 90
 
 
 @pytest.mark.slow
@@ -164,7 +166,7 @@ def test_closed_form_lets_the_module_answer(compiled: Compiled):
     form = without_building(compiled).compile(compiled.runtime, "compiled")
     form.close()
     with torch.inference_mode():
-        x = torch.ones(2, 8)
+        x = torch.ones(2, 16)
         assert torch.equal(form(x), compiled.runtime.compilable("compiled").module(x))
     assert form.uncovered_calls == 1
 
@@ -274,7 +276,7 @@ def test_memory_growth_is_refused(compiled: Compiled, kept: Path, caplog: pytest
     assert caplog.records[0].__dict__["reason"].endswith("expected at most 32")
 
 
-BREAKS = "\n".join(["x = x + 1", "torch._dynamo.graph_break()"] * 6 + ["return x"])
+BREAKS = "\n".join(["x = x + 1", "torch._dynamo.graph_break()"] * 6 + ["return x + 1"])
 
 
 @pytest.mark.slow
@@ -413,7 +415,7 @@ def test_stopping_ends_the_compiler(compiler: TorchCompiler, waiting: PyTorchRun
     pid, niceness, secrets = map(int, marker.read_text().split())
     assert refusals == ["The worker stops"]
     assert not is_running(pid)
-    assert niceness >= 10
+    assert niceness >= 5
     assert secrets == 0
 
 
@@ -427,17 +429,28 @@ def test_compiler_that_hangs_is_ended(tmp_path: Path, waiting: PyTorchRuntime):
         compiler.compile(waiting, "compiled")
 
 
+KILLED_WORKER = """
+import os
+import sys
+from pathlib import Path
+from registry.settings import CompilationConfig
+from tests.workers.compilation.packages import loaded
+from workers.compilation import TorchCompiler
+
+package, home, marker = map(Path, sys.argv[1:])
+runtime = loaded(package)
+os.environ["CHILD_MARKER"] = str(marker)
+TorchCompiler(CompilationConfig(cache_dir=home / "cache"), home / "compilation.key").compile(runtime, "compiled")
+"""
+
+
 @pytest.mark.slow
 def test_compiler_ends_with_its_worker(tmp_path: Path, marker: Path):
     """A worker that is killed leaves no compiler behind, and no folder of it."""
     package = write_module(tmp_path / "models", before_build=WAITS_IN_THE_CHILD)
-    program = SECOND_START.replace("compiler.compile(", f"setenv('CHILD_MARKER', {str(marker)!r}) or compiler.compile(")
-    program = program.replace("import sys", "import os, sys\n\ndef setenv(name, value): os.environ[name] = value\n")
-    program = program.replace("report = compiler", "runtime = loaded(package)\nreport = compiler")
-    program = program.replace("(loaded(package), ", "(runtime, ")
     (tmp_path / "tmp").mkdir()
     worker = subprocess.Popen(
-        [sys.executable, "-c", program, package, tmp_path],
+        [sys.executable, "-c", KILLED_WORKER, package, tmp_path, marker],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")},
     )
@@ -455,7 +468,7 @@ def test_compiler_without_a_package_says_what_was_wrong(tmp_path: Path, compiler
     """What the child process found out reaches the caller in one line."""
     runtime = loaded(write_module(tmp_path / "models"))
     shutil.rmtree(tmp_path / "models")
-    with pytest.raises(CompilationRefused, match=r"^module/1: cannot be read"):
+    with pytest.raises(CompilationRefused, match=r"^module/1/model\.yaml: cannot be read"):
         compiler.compile(runtime, "compiled")
 
 
@@ -478,6 +491,6 @@ def test_cudagraphs_replay_on_a_gpu(tmp_path: Path):
     before = form.replays
     with torch.inference_mode():
         for number in range(1, 4):
-            x = torch.full((4, 8), float(number), device="cuda:0")
+            x = torch.full((4, 16), float(number), device="cuda:0")
             assert torch.allclose(form(x), runtime.compilable("compiled").module(x), atol=1e-5)
     assert form.replays == before + 3

@@ -60,8 +60,8 @@ def test_model_objects_are_told_by_their_classes(make: Any, framework: str):
 def test_packages_are_told_by_their_format(models_root: Any, name: str):
     """`python` needs none."""
     framework = framework_of_package(load_package(WRITERS[name](models_root)))
-    expected = {"onnx": "onnxruntime", "pipeline": "transformers", "python": None}.get(name, "pytorch")
-    assert framework == expected
+    expected = {"onnx": "onnxruntime", "encoder": "transformers", "pipeline": "transformers", "python": None}
+    assert framework == expected.get(name, "pytorch")
     assert framework is None or framework in FRAMEWORKS
 
 

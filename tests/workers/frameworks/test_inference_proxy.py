@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -146,6 +147,16 @@ def test_copies_are_proxies_of_their_own(model: Model, copied: Callable[[Any], A
     assert (other(2), proxy(2), proxy.call_count) == (2, 6, 2)
 
 
+@pytest.fixture
+def busy_threads() -> Iterator[None]:
+    """Threads take turns as often as the interpreter can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("busy_threads")
 def test_calls_of_many_threads_are_all_counted(model: Model):
     """None is lost, however they interleave."""
     proxy = InferenceProxy(model)

@@ -119,6 +119,19 @@ def write_classifier(root: Path, *, task: str = "text-classification", **fields:
     return folder
 
 
+def write_encoder(root: Path, **fields: Any) -> Path:
+    """The same BERT without a head: embeddings of 16 dimensions."""
+    declared = {
+        "format": "transformers",
+        "source": {"path": "weights"},
+        "inputs": [{"name": "text", "dtype": "string", "shape": ["batch"]}],
+        "outputs": [{"name": "embedding", "dtype": "float32", "shape": ["batch", 16]}],
+    }
+    folder = write(root, "encoder", declared | fields)
+    save_bert(folder / "weights", "BertModel")
+    return folder
+
+
 def save_bert(folder: Path, architecture: str) -> None:
     """Writes model and tokenizer as transformers does."""
     folder.mkdir()
@@ -160,9 +173,10 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "pytorch": write_pytorch,
     "torchscript": write_torchscript,
     "onnx": write_onnx,
+    "encoder": write_encoder,
     "pipeline": write_classifier,
 }
-"""By format; `pipeline` is the one that takes text."""
+"""By format; the last two take text."""
 
 
 def _state() -> dict[str, torch.Tensor]:

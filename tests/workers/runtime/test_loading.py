@@ -57,6 +57,7 @@ def test_opening_a_runtime_imports_no_framework(models_root: Path):
     [
         ("pytorch", "pytorch"),
         ("torchscript", "pytorch"),
+        ("encoder", "transformers"),
         ("pipeline", "transformers"),
         ("onnx", "onnxruntime"),
     ],

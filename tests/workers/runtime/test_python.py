@@ -204,3 +204,14 @@ def test_memory_is_what_the_package_says(models_root: Path):
     document = yaml.safe_load((folder / "model.yaml").read_text()) | {"memory_mb": 3}
     (folder / "model.yaml").write_text(yaml.safe_dump(document))
     assert opened(folder).memory_bytes == 3 << 20
+
+
+def test_precision_is_the_entry_points_own_affair(models_root: Path):
+    """Nobody can cast what Python code computes, so asking for it is refused instead of ignored."""
+    folder = write_package(models_root, "half", "def build(): return lambda inputs: {'y': inputs['x']}")
+    document = yaml.safe_load((folder / "model.yaml").read_text()) | {"precision": "bf16"}
+    (folder / "model.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(
+        ConfigurationError, match=r"precision: found bf16, expected auto for format python: its own code"
+    ):
+        opened(folder)
