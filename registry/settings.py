@@ -135,7 +135,9 @@ class BatchingConfig(_Section):
         default=50.0, ge=0, description="How long a job may wait for company; never on an idle device"
     )
     target_latency_ms: float = Field(
-        default=100.0, gt=0, description="The p95 that batch size and wait are steered towards"
+        default=100.0,
+        gt=0,
+        description="The p95 that batches are steered towards, of jobs that no backlog of their own keeps waiting",
     )
     gpu_headroom_pct: int = Field(
         default=20, ge=0, lt=100, description="Device memory that calibration leaves free, in %"

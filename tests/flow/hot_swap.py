@@ -122,7 +122,7 @@ def judge(url: str, load: SwapLoad, rollouts: Sequence[Rollout]) -> SwapReport:
     stale, mislabelled = [], []
     for answer, header in zip(answers, _headers(url, [answer.job_id for answer in answers]), strict=True):
         if (header.version, header.content_hash) != (str(answer.factor), contents[header.version]):
-            mislabelled.append(answer); print("HDR", header, answer)
+            mislabelled.append(answer)
         if answer.factor not in _allowed(answer, header.timings.queue_ms, rollouts):
             stale.append(answer)
     versions = {factor: sum(answer.factor == factor for answer in answers) for factor in map(int, contents)}

@@ -155,8 +155,9 @@ class PipelineRuntime(PackageRuntime):
             raise ConfigurationError("transformers is not installed. Expected: pip install 'penstock[torch]'") from None
         dtype = device.dtype(self.precision) or torch.float32
         load: Any = getattr(transformers, model_class).from_pretrained
-        model = load(folder, local_files_only=True, use_safetensors=True, dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        model = load(folder, use_safetensors=True, dtype=dtype, **own)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **own)
         make: Any = transformers.pipeline  # its overloads do not take a task that is not written out
         return make(self.spec.task, model=model, tokenizer=tokenizer, device=device.device)
 

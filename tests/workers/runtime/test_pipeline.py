@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file
 
 from registry.errors import ConfigurationError, InvalidInput, ModelError
 from registry.tensors import Array
@@ -158,3 +161,27 @@ def test_fill_mask_of_a_text_without_a_mask_fails_its_job(models_root: Path):
     with pytest.raises(Exception, match="mask_token") as raised:
         answers(runtime, text=texts("no mask"))
     assert not isinstance(raised.value, ModelError | ConfigurationError)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_that_comes_with_weights_is_refused_and_not_run(models_root: Path, tmp_path: Path, file: str):
+    """A folder that names Python of its own is not loaded, and nobody is asked whether it may be."""
+    folder = write_classifier(models_root)
+    marker = tmp_path / "executed"
+    (folder / "weights" / "own.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    config = json.loads((folder / "weights" / file).read_text())
+    config["auto_map"] = {"AutoModelForSequenceClassification": "own.Model", "AutoTokenizer": ["own.Tokenizer", None]}
+    (folder / "weights" / file).write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="auto_map"):
+        opened(folder)
+    assert not marker.exists()
+
+
+def test_pickled_weights_are_refused_and_not_run(models_root: Path):
+    """safetensors is all that is read, also where the library would fall back to a pickle."""
+    folder = write_classifier(models_root)
+    state = load_file(folder / "weights" / "model.safetensors")
+    torch.save(state, folder / "weights" / "pytorch_model.bin")
+    (folder / "weights" / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"^classifier/1: "):
+        opened(folder)
