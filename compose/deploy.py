@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from compose.keys import OperatorKeys, operator_keys
+from compose.levels import await_answers, entries
 from compose.orders import Orders
 from compose.replicas import Tell, Watch, replicas
 from registry.broker.base import Broker
@@ -46,7 +47,10 @@ from registry.signed import Signer
 from registry.stages import Action, ModelStage, check_step, parse_stage
 from registry.tables import RegisteredVersion, Transition
 
-__all__ = ["Deployer", "Rollout", "deployed", "open_registry", "state_store"]
+__all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry", "state_store"]
+
+Tuning: TypeAlias = Literal["compile", "optimise", "measure", "trace"]
+"""What workers do with a loaded model when they are asked; `measure` tries every form and uses none."""
 
 _FOLLOW_S: Final = 3.0
 """Workers without jobs hear of a flip with their next report."""
@@ -294,11 +298,20 @@ class Deployer:
         self._ask(found, is_wanted=False, worker=worker)
         return watch.await_gone(self._load_timeout_s if timeout_s is None else timeout_s)
 
-    def compile(self, name: str, *, worker: str | None = None) -> list[str]:
-        """Asks the workers of a model to compile it now; returns which. Raises ModelNotReady when one refuses."""
-        workers = self._workers_of(name, worker)
-        self._command(Command.new("compile", name), workers)
-        return workers
+    def tune(
+        self, name: str, action: Tuning = "compile", *, worker: str | None = None, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Has the workers of a model, or one, compile, optimise, measure or trace it now, beside their traffic.
+
+        Returns an entry of compose/levels.py per worker and version, with what came of it as its `answer`. Raises
+        ModelNotReady when a worker refuses, or when the time is over.
+        """
+        serving = self._workers_of(name, worker)
+        return await_answers(
+            lambda: entries(self._broker, name, serving),
+            lambda: self._command(Command.new(action, name), serving),
+            self._load_timeout_s if timeout_s is None else timeout_s,
+        )
 
     def _ask(self, version: RegisteredVersion, *, is_wanted: bool, worker: str | None = None) -> None:
         if worker is None and self._states is not None:

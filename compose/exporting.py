@@ -5,17 +5,24 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from registry.errors import ConfigurationError, InvalidInput
 from registry.package import load_package
 from registry.tables import RegisteredVersion
 
-__all__ = ["export"]
+__all__ = ["Exported", "export"]
 
 
-def export(version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> int:
-    """Writes the file as a whole or not at all, once its answers matched the model's; its size in bytes.
+class Exported(NamedTuple):
+    """The file's size, and by output how far its answers are from the model's at most."""
+
+    bytes: int
+    differences: dict[str, float]
+
+
+def export(version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> Exported:
+    """Writes the file as a whole or not at all, once its answers matched the model's.
 
     Raises InvalidInput for a model of another kind or a path that cannot be written, and ConfigurationError when a
     package is missing or the model has no such graph.
@@ -36,11 +43,11 @@ def export(version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> 
         with tempfile.TemporaryDirectory(prefix=".penstock-", dir=path.absolute().parent) as folder:
             partial = Path(folder) / "model.onnx"
             runtime.load("cpu", 1)
-            export_onnx(runtime, partial, is_int8=is_int8)
-            size = partial.stat().st_size
+            differences = export_onnx(runtime, partial, is_int8=is_int8)
+            exported = Exported(partial.stat().st_size, differences)
             partial.replace(path)
     except OSError as error:
         raise InvalidInput(f"{path.name} cannot be written ({error.strerror}). Expected a file in a folder") from None
     finally:
         runtime.close()
-    return size
+    return exported

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -311,9 +311,10 @@ def export_onnx(environ: Mapping[str, str], name: str, version: str, path: Path,
     from compose.exporting import export
 
     found = _registry(_settings(environ)).verify(name, version)
-    size = export(found, path, is_int8=is_int8)
-    data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, "bytes": size}
-    _say(data, as_json, f"{found.reference} -> {path.name}: {size:,} bytes, checked against the model's answers")
+    done = export(found, path, is_int8=is_int8)
+    data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, **done._asdict()}
+    compared = ", ".join(f"{output} differs by at most {most:.2g}" for output, most in done.differences.items())
+    _say(data, as_json, f"{found.reference} -> {path.name}: {done.bytes:,} bytes; {compared}")
 
 
 @models.command("compile")
@@ -325,31 +326,55 @@ def export_onnx(environ: Mapping[str, str], name: str, version: str, path: Path,
 def compile_model(
     environ: Mapping[str, str], name: str, worker: str | None, timeout: float | None, as_json: bool
 ) -> None:
-    """Have the workers of NAME compile it now, beside their traffic; it answers only after it matched the goldens.
+    """Have the workers of NAME compile it now, beside their traffic, and wait for what came of it.
+
+    The compiled form answers only after it matched the goldens.
 
     \b
     penstock models compile minilm
     """
     with _deployer(environ) as deployer:
-        workers = deployer.compile(name, worker=worker)
-    _say({"name": name, "workers": workers}, as_json, f"{', '.join(workers)}: {name} is being compiled")
+        found = deployer.tune(name, "compile", worker=worker, timeout_s=timeout)
+    _say(found, as_json, "\n".join(f"{entry['worker']}: {entry['answer']}" for entry in found))
 
 
 @models.command("levels")
 @click.argument("name")
+@click.option(
+    "--now",
+    "action",
+    type=click.Choice(["measure", "optimise", "trace"]),
+    help="First measure every form and use none; or try those of the levels that are allowed; or trace a few batches.",
+)
+@_worker
+@_timeout
 @as_json_option
 @click.pass_obj
-def levels(environ: Mapping[str, str], name: str, as_json: bool) -> None:
+def levels(
+    environ: Mapping[str, str],
+    name: str,
+    action: Literal["measure", "optimise", "trace"] | None,
+    worker: str | None,
+    timeout: float | None,
+    as_json: bool,
+) -> None:
     """Show how far each worker has taken NAME, on which evidence, what each step gained, and what more would gain.
 
     \b
     penstock models levels minilm
+    penstock models levels minilm --now measure
     """
-    from compose import versions
+    from compose.levels import draw_levels, entries
 
-    with open_broker(connected(environ)) as broker:
-        found = versions.levels(broker, name)
-    _show(found, as_json, lambda: versions.draw_levels(found))
+    if action is None:
+        with open_broker(connected(environ)) as broker:
+            found = entries(broker, name, None if worker is None else [worker])
+    else:
+        with _deployer(environ) as deployer:
+            found = deployer.tune(name, action, worker=worker, timeout_s=timeout)
+        for entry in found:
+            click.echo(f"{entry['worker']}: {entry['answer']}", err=True)
+    _show(found, as_json, lambda: draw_levels(found))
 
 
 def _settings(environ: Mapping[str, str]) -> Settings:

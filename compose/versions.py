@@ -24,10 +24,8 @@ from registry.tables import RegisteredVersion, Transition
 __all__ = [
     "as_data",
     "draw_history",
-    "draw_levels",
     "draw_version",
     "draw_versions",
-    "levels",
     "listing",
     "transition_data",
 ]
@@ -119,15 +117,6 @@ def transition_data(transition: Transition) -> dict[str, Any]:
     }
 
 
-def levels(broker: Broker, name: str) -> list[dict[str, Any]]:
-    """How far each worker has taken the model, as it reports it. Raises BrokerUnavailable."""
-    return [
-        {"worker": report["name"], **entry}
-        for report in workers(broker)
-        for entry in report.get("levels", {}).get(name, ())
-    ]
-
-
 def draw_versions(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """A line per version, with what each takes and gives."""
     table = _table("model", "version", "stage", "content", "answers", "loaded by", "inputs", "outputs")
@@ -178,11 +167,6 @@ def draw_history(history: Sequence[Transition]) -> RenderableType:
             change.reason,
         )
     return table
-
-
-def draw_levels(found: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """A line per worker and version, and one per step that it may take."""
-    return Text(json.dumps(list(found)))
 
 
 def _table(*columns: str) -> Table:

@@ -30,8 +30,8 @@ class HubSnapshot(NamedTuple):
 
 
 def check_hub(name: str) -> None:
-    """Raises ValueError unless `name` may name a repository; `--` and `..` never occur in one."""
-    if not _HUB_NAME.match(name) or ".." in name or "--" in name:
+    """Raises ValueError unless `name` may name a repository; in the cache `--` stands for its `/`."""
+    if not _HUB_NAME.match(name) or "--" in name:
         raise ValueError(f"hub: found {name!r:.80}, expected organisation/name")
 
 

@@ -208,11 +208,10 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_location(folder: Path, location: str) -> None:
-    path = PurePosixPath(location)
-    is_inside = bool(location) and not path.is_absolute() and ".." not in path.parts and "\\" not in location
-    if not is_inside or not (folder / location).resolve().is_relative_to(folder.resolve()):
+    file = (folder / location).resolve()
+    if not file.is_relative_to(folder.resolve()):
         raise _Unfit(f"found external data at {shown(location)}, expected it inside the package")
-    if not (folder / location).is_file():
+    if not file.is_file():
         raise _Unfit(f"found no file {shown(location)}, expected the external data that the model names")
 
 

@@ -14,12 +14,12 @@ Links may stay inside the folder only, and what is neither file nor folder is re
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
@@ -29,7 +29,6 @@ __all__ = ["MAX_FILES", "FileTree", "Manifest", "hash_files"]
 
 MAX_FILES: Final = 10_000
 _MAX_DEPTH: Final = 16
-_CHUNK_BYTES: Final = 1 << 20
 _CLOCK_TICK_NS: Final = 50_000_000
 """More than a tick of any local file system's clock."""
 _QUIET_WITHIN_S: Final = 5.0
@@ -110,7 +109,7 @@ class FileTree:
                     if pause_s := _until_settled_s(state):
                         time.sleep(pause_s)
                         continue
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    digest = file_digest(file, "sha256").hexdigest()
                     if _State.of(os.fstat(file.fileno())) == state:
                         return digest, state
                     file.seek(0)
@@ -163,7 +162,7 @@ def hash_files(package: FileTree, source: FileTree | None = None) -> Manifest:
         source_files, source_states = _hashed(source)
         trees.append((source, source_states))
         listing += "\n" + _listing(source_files)
-    return Manifest(files, source_files, hashlib.sha256(listing.encode()).hexdigest(), tuple(trees))
+    return Manifest(files, source_files, sha256(listing.encode()).hexdigest(), tuple(trees))
 
 
 def _hashed(tree: FileTree) -> tuple[dict[str, str], dict[str, _State]]:

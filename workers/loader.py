@@ -164,11 +164,11 @@ def _settle(loaded: Loaded) -> None:
     if loaded.rows:
         version.calibrated_rows = loaded.rows
         version.resize(loaded.rows)
-    version.state, version.problem = (VersionState.FAILED, problem) if problem else (VersionState.READY, "")
     if problem:
         logger.error("model not loaded: %s", problem, extra={"model": version.name, "version": version.label})
-        version.renew()
+        version.has_failed(problem)
         return
+    version.has_loaded()
     logger.info(
         "model loaded",
         extra={

@@ -106,6 +106,8 @@ class ServedVersion:
         self.observer: Observer | None = None
         """Hears of every batch that was committed, while the version is loaded."""
         self.state = VersionState.COLD
+        self.content_hash = ""
+        """SHA-256 of what is loaded; empty where nothing is."""
         self.problem = ""
         """Why it could not be loaded."""
         self.is_wanted = False
@@ -152,10 +154,23 @@ class ServedVersion:
         self._keep_to(replace(self.limits, max_rows=rows))
         self.batcher.extend(pending)
 
-    @property
-    def content_hash(self) -> str:
-        """SHA-256 of what was loaded; empty until then."""
-        return self.runtime.content_hash if self.is_ready else ""
+    def has_loaded(self) -> None:
+        """The runtime is ready for forwards."""
+        self.state, self.problem = VersionState.READY, ""
+        self.content_hash = self.runtime.content_hash
+
+    def has_failed(self, problem: str) -> None:
+        """The runtime could not be loaded; another takes its place for the next try."""
+        self.state, self.problem = VersionState.FAILED, problem
+        self._renew()
+
+    def unload(self) -> None:
+        """Lets go of the runtime; the next load begins afresh."""
+        self.observer = None
+        self.content_hash = ""
+        self.runtime.close()
+        self.state = VersionState.COLD
+        self._renew()
 
     @property
     def is_ready(self) -> bool:
@@ -181,7 +196,7 @@ class ServedVersion:
         """Whether `name` is its label or, once it is loaded, the beginning of its content hash."""
         return name == self.label or (len(name) >= _SHORTEST_PREFIX and self.content_hash.startswith(name))
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """Forgets the runtime that was closed, or whose load was given up: the next load begins afresh."""
         self.runtime = self._open()
 
@@ -199,7 +214,7 @@ class ServedVersion:
         self.promised_hash = content_hash
         if self.state in (VersionState.COLD, VersionState.FAILED):
             self.state = VersionState.COLD
-            self.renew()
+            self._renew()
 
     def learn(self, too_large: TooLarge, now: float) -> None:
         """Some forward did not fit the device: half of it is the cap of batches, until it has held for a while.

@@ -282,10 +282,7 @@ class Shelf:
     def _unload(self, version: ServedVersion) -> None:
         """Lets go of an idle version's memory; the next job for it loads it again."""
         self._tuner.detach(version)
-        version.observer = None
-        version.runtime.close()
-        version.state = VersionState.COLD
-        version.renew()
+        version.unload()
         self._metrics.loaded(version.name, version.label, False)
         logger.info("model unloaded", extra={"model": version.name, "version": version.label})
 

@@ -21,8 +21,6 @@ class LocalSource:
         """The package in the folder that `reference` names."""
         folder = self._root / reference
         if not reference or not folder.is_dir():
-            raise ConfigurationError(
-                f"{shown(folder.name)}: no such folder, expected <name>/<version> with a model.yaml"
-            )
+            raise ConfigurationError(f"{shown(folder.name)}: no such folder, expected one with a {SPEC_FILE}")
         package = load_package(folder)
         return Fetched(package.folder, package.manifest())

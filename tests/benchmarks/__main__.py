@@ -20,6 +20,7 @@ import pytest
 
 from tests.benchmarks import (
     breakdown,
+    compilation,
     encoder,
     hot_swap,
     latency,
@@ -55,6 +56,7 @@ SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]]
     "promotions": promotions.measure,
     "queries": queries.measure,
     "proxy": proxy.measure,
+    "compilation": compilation.measure,
     "peers": peers.measure,
     "breakdown": breakdown.measure,
 }

@@ -9,8 +9,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from random import Random
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -32,6 +34,8 @@ def folder(models_root: Path) -> Path:
     (folder / "data" / "more" / "table.csv").write_text("1,2\n")
     (folder / "data" / "big.bin").write_bytes(bytes(3_000_000))
     (folder / "Readme").write_text("")
+    # Between `data` and what lies in it, where a listing of folders would not put it.
+    (folder / "data.csv").write_text("3,4\n")
     return folder
 
 
@@ -55,7 +59,7 @@ def test_hashes_are_those_of_sha256sum(folder: Path):
     found = manifest(folder)
     assert "".join(f"{digest}  {path}\n" for path, digest in found.files.items()) == listing
     assert found.content_hash == hashlib.sha256(listing.encode()).hexdigest()
-    assert set(found.files) == {"Readme", "data/big.bin", "data/more/table.csv", "model.py", "model.yaml"}
+    assert set(found.files) == {"Readme", "data.csv", "data/big.bin", "data/more/table.csv", "model.py", "model.yaml"}
 
 
 def test_order_in_the_directory_does_not_matter(folder: Path, tmp_path: Path):
@@ -156,6 +160,21 @@ def test_a_write_in_the_same_tick_of_the_clock_is_noticed(folder: Path):
     assert unnoticed == 0
 
 
+def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """No hash of a file that is half old and half new."""
+    digests = []
+
+    def digest_and_write(file: BufferedReader, algorithm: str) -> Any:
+        digests.append(digest := hashlib.file_digest(file, algorithm))
+        if len(digests) == 1:
+            (folder / "Readme").write_text("new")
+        return digest
+
+    monkeypatch.setattr(registry.manifest, "file_digest", digest_and_write)
+    assert tree(folder).hash("Readme")[0] == hashlib.sha256(b"new").hexdigest()
+    assert len(digests) == 2
+
+
 def test_a_file_that_never_rests_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Somebody is still writing it: the worker neither waits forever nor takes half of it."""
     monkeypatch.setattr(registry.manifest, "_QUIET_WITHIN_S", 0.2)
@@ -229,10 +248,10 @@ def test_names_that_break_a_line_are_refused(folder: Path):
 
 def test_more_files_or_levels_than_any_package_has_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A folder that was named by mistake is not read through."""
-    monkeypatch.setattr(registry.manifest, "MAX_FILES", 4)
-    with pytest.raises(ConfigurationError, match="found more than 4 files"):
-        manifest(folder)
     monkeypatch.setattr(registry.manifest, "MAX_FILES", 5)
+    with pytest.raises(ConfigurationError, match="found more than 5 files"):
+        manifest(folder)
+    monkeypatch.setattr(registry.manifest, "MAX_FILES", 6)
     manifest(folder)
     folder.joinpath(*["d"] * 20).mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="found folders deeper than 16"):

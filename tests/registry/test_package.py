@@ -272,6 +272,11 @@ REFUSED: list[tuple[str, object, str]] = [
         "source: hub: found '../name', expected organisation/name",
     ),
     (
+        "repository with the cache's separator",
+        changed(ENCODER, source={"hub": "org--other/name", "revision": "0" * 40}),
+        "source: hub: found 'org--other/name', expected organisation/name",
+    ),
+    (
         "two sources",
         changed(ENCODER, source={"hub": "org/name", "revision": "0" * 40, "package": "os"}),
         "source: hub: found beside package, expected one of them",
@@ -506,9 +511,9 @@ def test_policy_of_an_endpoint_falls_back_knob_by_knob():
 def test_513_are_refused_where_512_are_the_limit():
     """Longer than the model's or the setting's limit is refused before anything is written (CX-022)."""
     own = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "max_length": 1024}})
-    lowered = own.limited_to(512)
     for length in (512, 513):
         own.signature.check({"x": [[1] * length]})
+    lowered = own.limited_to(512)
     lowered.signature.check({"x": [[1] * 512]})
     with pytest.raises(InvalidInput, match=r"^x: 513 long\. Expected at most 512$"):
         lowered.signature.check({"x": [[1] * 513]})

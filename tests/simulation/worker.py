@@ -33,7 +33,7 @@ from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Unwatched
 from workers.runtime.base import Runtime
 from workers.runtime.python_entrypoint import PythonRuntime
-from workers.served import ServedVersion, VersionState
+from workers.served import ServedVersion
 
 if TYPE_CHECKING:
     from tests.simulation.judge import Simulation
@@ -80,7 +80,7 @@ class SteppedDrain(Drain):
         for model in self._served.values():
             assert model.active is not None
             _put_in_place(model.active, self._double)
-            model.active.state = VersionState.READY
+            model.active.has_loaded()
 
     @property
     def ails(self) -> bool:

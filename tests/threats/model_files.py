@@ -274,6 +274,9 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "external data that climbs, in a subgraph": Hostile(
         "onnx", _bytes("model.onnx", onnx_model(external("../x"), inside=_subgraph)), r"found external data at \.\./x"
     ),
+    "external data that is not there": Hostile(
+        "onnx", _bytes("model.onnx", onnx_model(external("data\\..\\..\\x"))), "found no file"
+    ),
     "external data behind a link": Hostile("onnx", _linked("weights.data", "/etc/passwd"), "a link leads out"),
     "graphs without end": Hostile("onnx", _bytes("model.onnx", _nested(500)), "found graphs deeper than 32"),
     # transformers
@@ -303,7 +306,10 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "pickled weights only": Hostile("transformers", _only_pickled, r"found pytorch_model\.bin, a pickle that can run"),
     "shards from elsewhere": Hostile(
         "transformers",
-        _json("model.safetensors.index.json", {"weight_map": {"w": "../../secret.safetensors"}}),
+        lambda folder: (
+            _bytes("../../secret.safetensors", b"secret")(folder),
+            _json("model.safetensors.index.json", {"weight_map": {"w": "../../secret.safetensors"}})(folder),
+        ),
         r"found the shard \.\./\.\./secret\.safetensors",
     ),
     "shards that are pickles": Hostile(

@@ -28,7 +28,7 @@ BATCH = 4
 JOBS = 20 * BATCH
 """Twenty batches: enough of each for every criterion."""
 HASTE = 1e6
-"""How much faster than ours the clock runs that times the forwards: a millisecond here is a quarter of an hour there."""
+"""How much faster than ours the clock runs that times the forwards: a millisecond is a quarter of an hour there."""
 
 
 def hurried() -> float:
@@ -69,9 +69,7 @@ def texts(count: int) -> list[str]:
     """Different sentences of some fifteen tokens."""
     makers = ["A pump lifts", "The turbine takes", "A valve holds back", "One reservoir keeps"]
     places = ["the river in spring", "the village below", "a dry winter", "a ship without a harbour"]
-    return [
-        f"{makers[number % 4]} {number} tons of water for {places[number // 4 % 4]}" for number in range(count)
-    ]
+    return [f"{makers[number % 4]} {number} tons of water for {places[number // 4 % 4]}" for number in range(count)]
 
 
 def embed(runtime: EncoderRuntime, sentences: Sequence[str]) -> Array:
@@ -132,9 +130,11 @@ def test_level_1_tokenises_repeats_once(minilm: EncoderRuntime, tmp_path: Path):
 
 
 @pytest.mark.skipif(not has_fast_bf16(), reason="this CPU has no units for bf16")
-def test_level_3_serves_bf16_once_its_vectors_matched(minilm: EncoderRuntime, tmp_path: Path):
+def test_level_3_serves_bf16_once_its_vectors_matched(
+    minilm: EncoderRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Real traffic, real goldens: bf16 takes over, every vector points where fp32's does, and it is faster (AR-056)."""
-    minilm.candidates = only(minilm, "bf16")  # type: ignore[method-assign]
+    monkeypatch.setattr(minilm, "candidates", only(minilm, "bf16"))
     optimizer = optimizer_of(tmp_path, max_level=3)
     profiler = optimizer.attach("minilm", minilm, minilm.content_hash, BATCH)
     sentences = texts(24)
@@ -149,10 +149,10 @@ def test_level_3_serves_bf16_once_its_vectors_matched(minilm: EncoderRuntime, tm
 
 
 @pytest.mark.slow
-def test_int8_of_minilm_is_refused(minilm: EncoderRuntime, tmp_path: Path):
+def test_int8_of_minilm_is_refused(minilm: EncoderRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Uncalibrated int8 turns the vectors: the gate says by how much, and fp32 keeps serving (AR-056)."""
     pytest.importorskip("onnxruntime")
-    minilm.candidates = only(minilm, "int8")  # type: ignore[method-assign]
+    monkeypatch.setattr(minilm, "candidates", only(minilm, "int8"))
     optimizer = optimizer_of(tmp_path, max_level=3)
     profiler = optimizer.attach("minilm", minilm, minilm.content_hash, BATCH)
     serve(minilm, profiler, text_jobs(JOBS))

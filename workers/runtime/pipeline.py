@@ -172,11 +172,13 @@ class PipelineRuntime(PackageRuntime):
         return best
 
     def _limit_tokens(self, pipeline: Any, task: _Task) -> None:
-        positions = int(getattr(pipeline.model.config, "max_position_embeddings", 0))
-        self._max_tokens = self.spec.batching.max_length or positions or pipeline.tokenizer.model_max_length
-        if positions and self._max_tokens > positions:
+        # Some models have more positions than they may be given tokens; their tokenizers know.
+        known = pipeline.tokenizer.model_max_length
+        readable = min(known, getattr(pipeline.model.config, "max_position_embeddings", known))
+        self._max_tokens = self.spec.batching.max_length or readable
+        if self._max_tokens > readable:
             raise ConfigurationError(
-                f"{self.spec.reference}: batching.max_length: found {self._max_tokens}, expected at most {positions} "
+                f"{self.spec.reference}: batching.max_length: found {self._max_tokens}, expected at most {readable} "
                 "as the weights say"
             )
         if self.spec.batching.truncate:

@@ -50,7 +50,8 @@ def affine(x: Array) -> Array:
 
 
 def write(root: Path, name: str, fields: Mapping[str, Any], source: str = "") -> Path:
-    """A package with these fields in its model.yaml and, if there is any, `source` as its model.py."""
+    """A package with these fields in its model.yaml, a `name` among them if they have one, and `source` as model.py."""
+    name = fields.get("name", name)
     folder = root / name / "1"
     folder.mkdir(parents=True, exist_ok=True)
     declared = {"name": name, "version": "1", "inputs": _NUMBERS, "outputs": _ANSWERS}

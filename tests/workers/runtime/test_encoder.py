@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.errors import ConfigurationError
+from registry.errors import ConfigurationError, InvalidInput, ModelError
 from registry.package import load_package
 from tests.workers.runtime.formats import opened
 from workers.runtime.transformers import EncoderRuntime, slice_by_length
@@ -107,3 +107,25 @@ def test_slices_hold_every_row_once_and_pad_within_the_cost_of_a_forward(lengths
         ascending = [lengths[row] for row in rows]
         assert ascending == sorted(ascending)
         assert sum(ascending[-1] - length for length in ascending) <= forward_tokens
+
+
+def test_text_of_too_many_tokens_is_refused_unless_it_is_to_be_cut(models_root: Path):
+    """Nothing is cut that was not asked to be: one token too many is refused, with the count (CX-022)."""
+    runtime = opened(write_encoder(models_root, truncate=False, max_length=512))
+    fits, too_long = ({"text": np.array(["short", "word " * words], object)} for words in (510, 511))
+    runtime.check(fits)
+    assert runtime.prepare([fits]).tokens == 512 + 3
+    with pytest.raises(InvalidInput, match=r"^text: 513 tokens\. Expected at most 512$"):
+        runtime.check(too_long)
+    with pytest.raises(ModelError, match=r"^text: 513 tokens\. Expected at most 512$"):
+        runtime.prepare([too_long])
+    with pytest.raises(InvalidInput, match=r"^text: over 32768 characters\. Expected at most 512 tokens$"):
+        runtime.check({"text": np.array(["word " * 7000], object)})
+    runtime.close()
+
+
+def test_text_of_too_many_tokens_is_cut_where_asked(minilm: EncoderRuntime):
+    """The sample package asks for it: what lies beyond its 256 tokens is not read."""
+    text = {"text": np.array(["word " * 9000], object)}
+    minilm.check(text)
+    assert minilm.prepare([text]).tokens == 256
