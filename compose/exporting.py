@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +47,8 @@ def export(version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> 
         with tempfile.TemporaryDirectory(prefix=".penstock-", dir=path.absolute().parent) as folder:
             partial = Path(folder) / "model.onnx"
             runtime.load("cpu", 1)
-            differences = export_onnx(runtime, partial, is_int8=is_int8)
+            with _quiet_exporter():
+                differences = export_onnx(runtime, partial, is_int8=is_int8)
             exported = Exported(partial.stat().st_size, differences)
             partial.replace(path)
     except OSError as error:
@@ -51,3 +56,17 @@ def export(version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> 
     finally:
         runtime.close()
     return exported
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """PyTorch's exporter warns of packages that nobody needs, and of its own deprecated parts."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

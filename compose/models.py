@@ -11,6 +11,7 @@ A refusal is one line on stderr and exit status 1. How things go on is told on s
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -328,7 +329,7 @@ def compile_model(
 ) -> None:
     """Have the workers of NAME compile it now, beside their traffic, and wait for what came of it.
 
-    The compiled form answers only after it matched the goldens.
+    The compiled form answers only after it matched the goldens. Exit status 1 where it does not.
 
     \b
     penstock models compile minilm
@@ -336,6 +337,8 @@ def compile_model(
     with _deployer(environ) as deployer:
         found = deployer.tune(name, "compile", worker=worker, timeout_s=timeout)
     _say(found, as_json, "\n".join(f"{entry['worker']}: {entry['answer']}" for entry in found))
+    if not all(entry["form"].startswith("compiled") for entry in found):
+        sys.exit(1)
 
 
 @models.command("levels")

@@ -75,6 +75,8 @@ class Work:
     """For streaming models: makes the job's context, which calls back whenever the job shows progress."""
     limit_s: float = inf
     """For how long it may show no progress."""
+    content_hash: str = ""
+    """Of the version that answers."""
     clock: Callable[[], float] = time.monotonic
     journal: Journal = field(default_factory=Unwritten)
     """Both are its executor's."""

@@ -146,12 +146,19 @@ class Loader:
         the readings are higher, and the rows fewer than they might be."""
         if version.calibrated_rows or not version.is_sized_by_memory or not self._device.startswith("cuda"):
             return 0
+        try:
+            all_bytes = total_bytes(self._device)
+        except ImportError:
+            # A GPU without torch, for models of another framework: nobody reads its memory here.
+            return 0
         found = calibrate(
             forward_probe(runtime, self._device, version.concurrency),
-            total_bytes=total_bytes(self._device),
+            total_bytes=all_bytes,
             headroom_pct=self._headroom_pct,
             ceiling=self._ceiling,
         )
+        if not found.says_something:
+            return 0
         logger.info(
             "batch size calibrated",
             extra={"model": version.name, "max_rows": found.rows, "forwards": len(found.readings)},

@@ -76,7 +76,7 @@ def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclu
         id=header.id,
         context=header.context,
         version=job.label,
-        content_hash=job.version.content_hash if job.version is not None else "",
+        content_hash=work.content_hash if work else "",
         worker=worker,
         content=content,
         error=failure,

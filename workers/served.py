@@ -324,7 +324,9 @@ class ServedVersion:
     ) -> Work:
         """A batch ready for the model threads."""
         context = open_stream if self.spec.streams else None
-        return Work(batch, self.runtime, self._cap.rows, self.finite_outputs, context, self.timeout_s)
+        return Work(
+            batch, self.runtime, self._cap.rows, self.finite_outputs, context, self.timeout_s, self.content_hash
+        )
 
 
 class ServedModel:

@@ -32,6 +32,7 @@ __all__ = ["Shelf"]
 
 logger = logging.getLogger("server")
 
+_NOT_HERE: Final = {"state": "failed", "content_hash": "", "is_active": False, "memory_bytes": 0}
 _UNLOADED: Final = (VersionState.COLD, VersionState.FAILED)
 
 
@@ -75,6 +76,8 @@ class Shelf:
         """Whether one version answers whatever is promoted."""
         self._orders: deque[Callable[[], None]] = deque()
         """What other threads ask of this one."""
+        self._missing: dict[tuple[str, str], str] = {}
+        """What operators want and is not to be found, and why."""
         self._unwanted: set[ServedVersion] = set()
         """To be unloaded once they are idle."""
         for package in packages:
@@ -104,8 +107,14 @@ class Shelf:
         return [name for name, model in tuple(self.models.items()) if model.is_claimable]
 
     def described(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Model -> version label -> state, content hash, memory, problem, as plain data."""
-        return {name: _described(model) for name, model in tuple(self.models.items())}
+        """Model -> version label -> state, content hash, memory, problem, as plain data.
+
+        A version that is wanted and is not under the models root is one that has failed.
+        """
+        described = {name: _described(model) for name, model in tuple(self.models.items())}
+        for (name, label), problem in tuple(self._missing.items()):
+            described.setdefault(name, {}).setdefault(label, {**_NOT_HERE, "problem": problem})
+        return described
 
     # Life
 
@@ -134,10 +143,14 @@ class Shelf:
         """Does what other threads have asked for."""
         while self._orders:
             self._orders.popleft()()
-        for version in [version for version in self._unwanted if version.is_idle]:
+        for version in [version for version in self._unwanted if self._may_go(version)]:
             self._unwanted.discard(version)
-            if version.is_ready and not version.is_wanted and self.models[version.name].active is not version:
+            if version.is_ready:
                 self._unload(version)
+
+    def _may_go(self, version: ServedVersion) -> bool:
+        """Whether nothing needs it: one that is asked to go while it answers goes when another does."""
+        return version.is_idle and self.models[version.name].active is not version
 
     def take_in_loaded(self) -> list[Loaded]:
         """The loads that have ended: what is ready may run from now on, and what is too much goes."""
@@ -239,7 +252,10 @@ class Shelf:
         model = self.models.get(name) or self._bring(name, label)
         version = self._copy_of(model, label, content_hash) if model is not None else None
         if version is None:
+            if model is not None and label not in model.versions:
+                self._missing[name, label] = f"{name}/{label} is not under this worker's models root, or is not valid"
             return
+        self._missing.pop((name, label), None)
         version.is_wanted = True
         self._unwanted.discard(version)
         if version.state in _UNLOADED:
@@ -259,6 +275,7 @@ class Shelf:
         return model
 
     def _let_go_of(self, name: str, label: str) -> None:
+        self._missing.pop((name, label), None)
         model = self.models.get(name)
         version = model.versions.get(label) if model is not None else None
         if version is not None:

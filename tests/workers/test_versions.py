@@ -338,3 +338,29 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
     standing = stage.broker.standing(job_id)
     assert standing is not None
     assert standing.state is State.QUEUED
+
+
+def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
+    """An operator who waits for it reads why it will not come; when the folder has come, it loads."""
+    drain = stage.start()
+    drain.want(stage.model, "7")
+    wait_until(lambda: stage.state("7") == "failed", 5, "the worker says that it has no such version")
+    write_scale(stage.root, stage.model, "7", 70)
+    drain.want(stage.model, "7")
+    wait_until(lambda: stage.state("7") == "ready", 5, "it is loaded")
+    drain.want(stage.model, "8")
+    wait_until(lambda: stage.state("8") == "failed", 5, "the next")
+    drain.let_go_of(stage.model, "8")
+    wait_until(lambda: stage.state("8") == "", 5, "nobody wants it any more")
+
+
+def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(stage: Stage):
+    """The wish may come before the worker hears of the flip; every answer of its last batches says what it was."""
+    drain = stage.start()
+    drain.let_go_of(stage.model, "2")
+    jobs = [stage.submit(float(number)) for number in range(40)]
+    stage.promote("1", epoch=1)
+    jobs += [stage.submit(float(number)) for number in range(40)]
+    headers = [stage.result(job_id)[0] for job_id in jobs]
+    assert {(header.version, len(header.content_hash)) for header in headers} <= {("1", 64), ("2", 64)}
+    wait_until(lambda: stage.state("2", drain) == "cold", 5, "it is unloaded")

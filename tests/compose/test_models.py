@@ -1,0 +1,298 @@
+"""`penstock models` against a stack as `penstock up` runs it, with an operator's key of its own.
+
+CX-003, IN-064, IN-065.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import pytest
+import yaml
+
+from compose.fleet import Device
+from compose.keys import operator_keys
+from compose.local import LocalStack
+from registry.errors import ConfigurationError
+from registry.package import load_package
+from registry.settings import Settings
+from safety.keys import OperatorKey
+from tests.compose.conftest import penstock
+from tests.conftest import StartWorker
+from tests.flow.hot_swap import write_multiplier
+from tests.packages import write_package
+from tests.servers import ROOT, RedisServer, wait_until
+
+MODEL = "times"
+
+
+class Stack(NamedTuple):
+    """A home whose stack serves version 9 of `times`; 1 and 2 are in staging, every one answers version * x."""
+
+    home: Path
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """Not pytest's tmp_path: the path of a unix socket ends at 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        root, home = Path(folder) / "models", Path(folder) / "home"
+        for version in (1, 2, 9):
+            write_multiplier(root, MODEL, version, forward_s=0.0)
+        environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
+            "PYTHONPATH": str(ROOT),
+            "PENSTOCK_HOME": str(home),
+            "PENSTOCK_INFERENCE_REPO_ROOT": str(root),
+            "PENSTOCK_METRICS_PORT": "0",
+        }
+        with LocalStack(Settings.load(environ=environ), [Device("cpu", 0)], environ=environ, with_flower=False):
+            for version in ("1", "2"):
+                assert penstock(home, "models", "register", str(root / MODEL / version)).exit_code == 0
+                assert penstock(home, "models", "promote", MODEL, version, "--to", "staging").exit_code == 0
+            yield Stack(home, root)
+
+
+def _json(stack: Stack, *arguments: str) -> Any:
+    shown = penstock(stack.home, "models", *arguments, "--json")
+    assert shown.exit_code == 0, shown.output
+    return json.loads(shown.stdout)
+
+
+def _answer(stack: Stack, *options: str) -> float:
+    shown = penstock(stack.home, "submit", MODEL, "-i", "x=[[1, 0, 0, 0]]", "--wait", "--json", *options)
+    assert shown.exit_code == 0, shown.output
+    return float(json.loads(shown.stdout)["outputs"]["y"][0][0])
+
+
+def _row(stack: Stack, version: str) -> Any:
+    return next(row for row in _json(stack, "list", MODEL) if row["version"] == version)
+
+
+def test_the_stack_makes_an_operator_whom_its_workers_obey(stack: Stack):
+    """The key is made once, for this user alone; workers and commands know its public half."""
+    file = stack.home / "operator.pem"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    told = json.loads((stack.home / "stack.json").read_bytes())["operator_public_keys"]
+    assert told == OperatorKey.load(file).public_text
+
+
+def test_versions_are_promoted_and_rolled_back(stack: Stack):
+    """What answers is what was promoted, by label or by hash; the table and the history say so (CX-003, IN-065)."""
+    assert _answer(stack) == 9.0
+    first = _json(stack, "promote", MODEL, "1", "--to", "production", "--reason", "it begins")
+    assert (first["replaced"], len(first["prepared"]), first["late"]) == (None, 1, [])
+    assert _answer(stack) == 1.0
+    content_hash = load_package(stack.root / MODEL / "2").manifest().content_hash
+    shown = penstock(stack.home, "models", "promote", MODEL, content_hash[:8], "--to", "production")
+    assert shown.stdout.startswith(f"{MODEL}: 1 -> 2 (epoch {first['epoch'] + 1}, ")
+    assert f"{MODEL}/2 is ready" in shown.stderr
+    assert (_answer(stack), _answer(stack, "--version", "1")) == (2.0, 1.0)
+    back = _json(stack, "rollback", MODEL, "--reason", "wrong")
+    assert (back["version"], back["replaced"], back["action"]) == ("1", "2", "rollback")
+    assert _answer(stack) == 1.0
+    history = _json(stack, "history", MODEL)
+    assert [(each["version"], each["reason"]) for each in history[-3:]] == [
+        ("1", "it begins"),
+        ("2", ""),
+        ("1", "wrong"),
+    ]
+    assert len({each["epoch"] for each in history}) == len(history)
+    row = _row(stack, "1")
+    assert (row["stage"], row["is_active"], len(row["workers"])) == ("production", True, 1)
+    assert (_row(stack, "9")["stage"], _row(stack, "9")["is_active"]) == (None, False)
+    drawn = penstock(stack.home, "models", "list").stdout
+    assert "not registered" in drawn
+    assert "production" in drawn
+    assert "rollback" in penstock(stack.home, "models", "history", MODEL).stdout
+    assert _json(stack, "sync", MODEL)["epoch"] == back["epoch"]
+
+
+def test_load_and_unload_wait_for_the_worker(stack: Stack):
+    """All workers by the shared state, or one by a signed command; the command ends when the report says so."""
+    (worker,) = _json(stack, "load", MODEL, "2")["workers"]
+    assert _row(stack, "2")["workers"] == [worker]
+    assert f"(and {'2'}" in penstock(stack.home, "workers").stdout.replace("(and 9, 2", "(and 2, 9")
+    assert _json(stack, "unload", MODEL, "2", "--worker", worker)["workers"] == [worker]
+    assert _row(stack, "2")["workers"] == []
+
+
+def test_lineage_is_kept(stack: Stack, tmp_path: Path):
+    """From YAML or JSON at registration; unknown fields, other documents and absent files are refused by name."""
+    package = write_multiplier(stack.root, MODEL, 3, forward_s=0.0)
+    file = tmp_path / "trained.yaml"
+    trained = {"data_version": "d7", "training_metrics": {"loss": 0.5}, "parent_model": f"{MODEL}/2"}
+    for text, line in (
+        (yaml.safe_dump({"dataversion": "d7"}), "Lineage: dataversion: "),
+        ("[1]", "trained.yaml: found list, expected a mapping"),
+        ("a: [", "trained.yaml, line 1: not valid YAML"),
+    ):
+        file.write_text(text)
+        shown = penstock(stack.home, "models", "register", str(package), "--lineage", str(file))
+        assert (shown.exit_code, shown.stderr.startswith(f"Error: {line}")) == (1, True), shown.stderr
+    absent = penstock(stack.home, "models", "register", str(package), "--lineage", str(tmp_path / "absent"))
+    assert "absent: cannot be read" in absent.stderr
+    file.write_text(json.dumps(trained))
+    _json(stack, "register", str(package), "--lineage", str(file))
+    found = _json(stack, "lineage", MODEL, "3")
+    assert {name: found[name] for name in trained} == trained
+    assert "data_version: d7" in penstock(stack.home, "models", "lineage", MODEL, "3").stdout
+    shown = _json(stack, "show", MODEL, "3")
+    assert (shown["stage"], shown["lineage"], sorted(shown["files"])) == ("draft", found, ["model.py", "model.yaml"])
+    drawn = penstock(stack.home, "models", "show", MODEL, "3").stdout
+    assert shown["content_hash"] in drawn
+    assert "model.py" in drawn
+    assert _json(stack, "demote", MODEL, "3", "--to", "archived")["after"] == "archived"
+
+
+def test_verify_sees_a_changed_file(stack: Stack):
+    """The files of a version are hashed again: its name is in the refusal, and nobody promotes it."""
+    package = write_multiplier(stack.root, MODEL, 4, forward_s=0.0)
+    _json(stack, "register", str(package))
+    assert _json(stack, "verify", MODEL, "4")["files"] == 2
+    with (package / "model.py").open("a") as module:
+        module.write("# changed\n")
+    for arguments in (["verify", MODEL, "4"], ["promote", MODEL, "4", "--to", "staging"]):
+        shown = penstock(stack.home, "models", *arguments)
+        assert shown.exit_code == 1
+        assert shown.stderr == (
+            f"Error: {MODEL}/4: file model.py is not as it was registered (content {_row(stack, '4')['content_hash'][:12]})\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["show", "nonesuch"], "Unknown model 'nonesuch'. Registered: times"),
+        (["promote", MODEL, "77", "--to", "production"], "Unknown version '77' of times. Expected one of: 1 ("),
+        (
+            ["load", MODEL, "1", "--worker", "nobody"],
+            "'nobody' is no live worker that serves times. Expected one of: cpu0@",
+        ),
+        (["unload", MODEL, "latest"], "times/1 answers jobs. Expected another version to be promoted first"),
+        (["register", "/nonexistent/model/1"], "model/1/model.yaml: cannot be read"),
+        (["export-onnx", MODEL, "1", "out.onnx"], "times/1 is of format python. Expected pytorch, or an encoder"),
+        (["compile", "nonesuch"], "No worker has it loaded"),
+    ],
+)
+def test_a_refusal_is_one_line_and_status_1(stack: Stack, arguments: list[str], line: str):
+    """What was wrong and what was expected, on stderr."""
+    shown = penstock(stack.home, "models", *arguments)
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert shown.stderr.startswith(f"Error: {line}")
+    assert shown.stderr.count("\n") == 1
+
+
+def test_levels_are_the_workers_reports(stack: Stack):
+    """Level, form and steps with evidence; a model without a compiled form says so, and the status is 1."""
+    (entry,) = [entry for entry in _json(stack, "levels", MODEL) if entry["version"] == "1"]
+    assert (entry["level"], entry["form"]) == (2, "eager")
+    assert "batching" in [step["step"] for step in entry["steps"]]
+    assert "answers in the form eager" in penstock(stack.home, "models", "levels", MODEL).stdout
+    shown = penstock(stack.home, "models", "compile", MODEL)
+    assert shown.exit_code == 1
+    assert "cpu0@" in shown.stdout
+
+
+def test_doctor_finds_a_decision_that_has_not_arrived(stack: Stack):
+    """The registry has a version in production that does not answer: broken, with the line that mends it."""
+    settings = Settings.load(environ={"PENSTOCK_HOME": str(stack.home)})
+    from compose.deploy import open_registry
+
+    registry = open_registry(settings, operator_keys(settings))
+    write_multiplier(stack.root, MODEL, 5, forward_s=0.0)
+    _json(stack, "register", str(stack.root / MODEL / "5"))
+    registry.promote(MODEL, "5", "staging")
+    registry.promote(MODEL, "5", "production")
+    assert "not yet" in penstock(stack.home, "models", "list", MODEL).stdout
+    found = json.loads(penstock(stack.home, "doctor", "--json").stdout)["findings"]
+    (finding,) = [each for each in found if each["area"] == "registry"]
+    assert (finding["status"], finding["mend"]) == ("broken", f"penstock models sync {MODEL}")
+    _json(stack, "sync", MODEL)
+    assert _answer(stack) == 5.0
+    _json(stack, "rollback", MODEL)
+
+
+def test_each_worker_keeps_its_own_state_without_a_store(
+    shared_redis: RedisServer, models_root: Path, tmp_path: Path, slot: str, start_worker: StartWorker
+):
+    """Nothing is shared, commands go to every worker, and the next start knows nothing of them (IN-064)."""
+    for version in (1, 2):
+        write_multiplier(models_root, slot, version, forward_s=0.0)
+    home = tmp_path / "home"
+    there = {
+        "PENSTOCK_REDIS_URL": shared_redis.url,
+        "PENSTOCK_CELERY_URL": shared_redis.celery_url,
+        "PENSTOCK_INFERENCE_STATE_RECONCILE_ENABLED": "false",
+        "PENSTOCK_INFERENCE_STATE_PREFIX": f"test:{uuid4().hex}",
+    }
+    operator = OperatorKey.generate(home / "operator.pem")
+    own = {**there, "PENSTOCK_OPERATOR_PUBLIC_KEYS": operator.public_text}
+    obeys = start_worker(shared_redis, models_root, environment=own, wait=False)
+    deaf = start_worker(shared_redis, models_root, environment=there, wait=False)
+    for worker in (obeys, deaf):
+        wait_until(worker.is_ready, 60, "the worker is ready")
+
+    def run(*arguments: str) -> Any:
+        return penstock(home, "models", *arguments, **there)
+
+    assert run("register", str(models_root / slot / "1")).exit_code == 0
+    loaded = run("load", slot, "1", "--worker", obeys.name, "--json")
+    assert json.loads(loaded.stdout)["workers"] == [obeys.name]
+    states = [worker.report()["versions"][slot].get("1", {}).get("state") for worker in (obeys, deaf)]
+    assert states[0] == "ready"
+    assert states[1] != "ready"
+    refused = run("load", slot, "1")
+    assert refused.exit_code == 1
+    assert f"{deaf.name}: Control commands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS" in refused.stderr
+    with shared_redis.client() as client:
+        assert not list(client.scan_iter(f"{there['PENSTOCK_INFERENCE_STATE_PREFIX']}*"))
+
+
+def test_registering_needs_no_running_stack_to_be_seen(shared_redis: RedisServer, tmp_path: Path, slot: str):
+    """Without a broker the registry can be read and drafts moved; a broker that is away is named, and what was done."""
+    package = write_package(tmp_path / "models", slot, "def build(): ...")
+    home = tmp_path / "home"
+    away = {"PENSTOCK_REDIS_URL": f"unix://{tmp_path}/absent.sock"}
+    shown = penstock(home, "models", "register", str(package), **away)
+    assert shown.exit_code == 1
+    assert f"{slot}/1 is registered, in draft, but its jobs are not accepted yet" in shown.stderr
+    assert str(tmp_path) not in shown.stderr
+    (row,) = json.loads(penstock(home, "models", "list", "--json").stdout)
+    assert (row["name"], row["stage"], row["is_active"]) == (slot, "draft", False)
+    assert penstock(home, "models", "promote", slot, "1", "--to", "staging").exit_code == 0
+    there = {"PENSTOCK_REDIS_URL": shared_redis.url}
+    assert penstock(home, "models", "register", str(package), **there).exit_code == 0
+
+
+def test_keys_that_nobody_would_believe_change_nothing(tmp_path: Path):
+    """With public keys in the settings the private one has to be there, and to be one of them; reading needs none."""
+    mine = OperatorKey.generate(tmp_path / "mine.pem")
+    theirs = OperatorKey.generate(tmp_path / "theirs.pem").public_text
+
+    def settings(public: str, file: str) -> Settings:
+        environ = {
+            "PENSTOCK_HOME": str(tmp_path / "home"),
+            "PENSTOCK_OPERATOR_PUBLIC_KEYS": public,
+            "PENSTOCK_OPERATOR_KEY_FILE": str(tmp_path / file),
+        }
+        return Settings.load(environ=environ)
+
+    assert operator_keys(settings(f"{theirs},{mine.public_text}", "mine.pem"), for_changes=True).sign is not None
+    for public, file, what in ((theirs, "mine.pem", "is none of"), (theirs, "absent.pem", "is not there")):
+        with pytest.raises(ConfigurationError, match=what):
+            operator_keys(settings(public, file), for_changes=True)
+        assert operator_keys(settings(public, file)).verify is not None
+    assert not (tmp_path / "absent.pem").exists()
+    assert operator_keys(settings("", "new.pem")).verify is None
+    made = operator_keys(settings("", "new.pem"), for_changes=True)
+    assert made.public_text == OperatorKey.load(tmp_path / "new.pem").public_text
+    assert operator_keys(settings("", "new.pem"), for_changes=True).public_text == made.public_text
