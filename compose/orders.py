@@ -5,6 +5,7 @@ Command -> signed with the operator's key -> broadcast `penstock_models` -> a wo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from workers.boot import celery_url
 __all__ = ["Orders"]
 
 _TIMEOUT_S: Final = 5.0
+_ROUND_S: Final = 1.0
 _CONNECTION: Final = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "max_retries": 0}
 
 
@@ -38,13 +40,18 @@ class Orders:
         )
 
     def give(self, command: Command, workers: Sequence[str], timeout_s: float = _TIMEOUT_S) -> dict[str, str]:
-        """The refusals, by worker; one that has not answered in time counts as one. Raises BrokerUnavailable."""
-        answers: dict[str, Any] = {}
-        for answer in self._broadcast(command, workers, reply=True, timeout=timeout_s, limit=len(workers)) or ():
-            answers.update(answer)
-        silence = {"error": f"gave no answer within {timeout_s:g} s"}
-        heard = {worker: answers.get(worker, silence) for worker in workers}
-        return {worker: str(answer.get("error", answer)) for worker, answer in heard.items() if "ok" not in answer}
+        """The refusals, by worker; one that has not answered in time counts as one. Raises BrokerUnavailable.
+
+        A worker takes jobs a moment before Celery listens for orders in it: those that are silent are asked again.
+        """
+        refusals = dict.fromkeys(workers, f"gave no answer within {timeout_s:g} s")
+        silent, deadline = list(workers), time.monotonic() + timeout_s
+        while silent and time.monotonic() < deadline:
+            how = {"reply": True, "timeout": _ROUND_S, "limit": len(silent)}
+            for answer in self._broadcast(command.again(), silent, **how) or ():
+                refusals.update((worker, str(said.get("error", ""))) for worker, said in answer.items())
+                silent = [worker for worker in silent if worker not in answer]
+        return {worker: problem for worker, problem in refusals.items() if problem}
 
     def mention(self, command: Command, workers: Sequence[str]) -> None:
         """Gives an order that nobody has to answer. Raises BrokerUnavailable."""

@@ -45,6 +45,10 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
         """An order given now."""
         return cls(action, time.time(), secrets.token_hex(8), model, version, content_hash)
 
+    def again(self) -> Command:
+        """The same order, given another time."""
+        return Command.new(self.action, self.model, self.version, self.content_hash)
+
     def seal(self, sign: Signer) -> str:
         """The signed order as text, which JSON carries."""
         return seal_record(msgspec.json.encode(self), sign, _CONTEXT).decode()

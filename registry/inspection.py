@@ -23,7 +23,14 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from registry.errors import ConfigurationError, shown
 
-__all__ = ["PICKLES", "inspect_onnx", "inspect_safetensors", "inspect_torchscript", "inspect_transformers"]
+__all__ = [
+    "PICKLES",
+    "declared_positions",
+    "inspect_onnx",
+    "inspect_safetensors",
+    "inspect_torchscript",
+    "inspect_transformers",
+]
 
 PICKLES: Final = (".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 """How files that unpickling runs code from are called."""
@@ -103,6 +110,15 @@ def inspect_transformers(folder: Path, label: str) -> None:
         raise _refusal(label, "model.safetensors", _Unfit(f"{found}, expected safetensors"))
     for file in weights:
         inspect_safetensors(file, label)
+
+
+def declared_positions(folder: Path, label: str) -> int | None:
+    """How many tokens the weights in a folder read, as their config.json says. Raises ConfigurationError."""
+    try:
+        positions = _json_object(_read_bounded(folder / "config.json")).get("max_position_embeddings")
+    except (_Unfit, OSError) as error:
+        raise _refusal(label, "config.json", error) from None
+    return positions if type(positions) is int and positions > 0 else None
 
 
 def _refusal(label: str, name: str, error: _Unfit | OSError) -> ConfigurationError:

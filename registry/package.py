@@ -15,7 +15,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
@@ -27,6 +27,7 @@ from registry.errors import ConfigurationError, InvalidInput, UnknownModel, show
 from registry.hub_cache import HubSnapshot, find_snapshot
 from registry.inspection import (
     PICKLES,
+    declared_positions,
     inspect_onnx,
     inspect_safetensors,
     inspect_torchscript,
@@ -226,6 +227,13 @@ class Package:
                 f"{_label(self.folder)}: source.path: found {source.path!r:.80}, expected a folder inside the package"
             )
         return folder
+
+    def limited_to(self, max_length: int) -> Package:
+        """The package with no longer inputs than `max_length`, nor than its weights read. Raises ConfigurationError."""
+        if self.spec.format == "transformers" and self.spec.batching.max_length is None:
+            # A limit beyond what the weights read is refused when they are loaded.
+            max_length = min(max_length, declared_positions(self.source_folder(), self.label) or max_length)
+        return replace(self, spec=self.spec.limited_to(max_length))
 
     def manifest(self) -> Manifest:
         """The hashes of all files of the package, its weights inspected; reads every byte of it.

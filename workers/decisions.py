@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -104,6 +105,7 @@ class DecisionLog:
         return self._folder / f"{parse_name('model', model)}.jsonl"
 
 
+@cache
 def environment(device: str) -> str:
     """The frameworks and the hardware under which a measurement holds."""
     return "; ".join([*(f"{name} {_version(name)}" for name in _FRAMEWORKS), _hardware(device)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -59,7 +58,7 @@ class ModelsRoot:
         package = load_package(find(self._root, name, label).path, self._trusted_roots)
         if self._max_length is None:
             return package
-        return replace(package, spec=package.spec.limited_to(self._max_length))
+        return package.limited_to(self._max_length)
 
     def labels(self, name: str) -> list[str]:
         """See Library.labels."""

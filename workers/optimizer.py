@@ -223,8 +223,8 @@ class Optimizer:
             runtime.forms.on_fallback = partial(self._fell_back, attached)
         with self._wake:
             self._attached[key] = attached
+            self._show_level(attached)
             self._wake.notify()
-        self._show_level(attached)
         return profiler
 
     def detach(self, key: Hashable) -> None:
@@ -233,6 +233,8 @@ class Optimizer:
             attached = self._attached.pop(key, None)
             if attached is not None:
                 attached.is_detached = True
+                subject = attached.subject
+                self._metrics.level(subject.model, subject.version, "", 0)
 
     def ask(self, name: str, action: Action) -> Future[str]:
         """Has this done to every version of a model here; the text says what came of it.

@@ -14,17 +14,17 @@ import pytest
 from tests.benchmarks import meter, mlp
 from tests.benchmarks.__main__ import SECTIONS, measure
 from tests.benchmarks.gpu import Check
-from tests.benchmarks.hot_swap import Answer, Flip, answered_by_old
 from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, markdown, verdict
 from tests.benchmarks.scale import SMOKE
 from tests.servers import ROOT, wait_until
 
-COMPILING = {"compilation", "levels"}
-"""Sections that run the compiler for minutes, however small the scale; its own tests show that it works."""
+TOO_LONG = {"compilation", "levels"}
+"""Sections that compile, export and compare MiniLM, for a minute however small the scale; the tests of the compiler
+and of the optimizer do the same with less."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("section", [section for section in SECTIONS if section not in COMPILING])
+@pytest.mark.parametrize("section", [section for section in SECTIONS if section not in TOO_LONG])
 def test_a_section_gets_its_figures_and_leaves_no_process(section):
     """Each section runs real servers, workers and clients, finds every answer right, and ends what it started."""
     before = set(meter.tree(os.getpid()))
@@ -85,14 +85,6 @@ def test_the_table_says_what_was_missed():
     assert "| bound: air | 1 us |" in text
     assert "| seal | 1.2 | 1.0 |" in text
     assert json.loads(json.dumps(as_data(rows, stages)))["rows"][0]["figures"] == {"us": 3.0}
-
-
-def test_an_answer_by_a_withdrawn_version_is_noticed():
-    """After a flip only the new version may answer; before it, and just before the next one, the others may."""
-    flips = [Flip(0, "1"), Flip(1_000, "2"), Flip(5_000, "1")]
-    fine = [Answer("1", 500), Answer("2", 1_500), Answer("1", 4_990), Answer("1", 6_000)]
-    assert answered_by_old(flips, fine) == (3, 0)
-    assert answered_by_old(flips, [*fine, Answer("1", 1_500), Answer("2", 5_500)]) == (5, 2)
 
 
 def test_without_a_gpu_every_row_says_so():

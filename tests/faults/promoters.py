@@ -21,7 +21,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +40,8 @@ _VERSIONS: Final = ("1", "2", "3", "4", "5")
 _SAMPLE_EVERY_S: Final = 0.005
 _SAMPLES_PER_LOOK: Final = 10
 """How many samples between two looks at the history, which forgets what lies 100 productions back."""
+_LONGEST_LIFE: Final = 1000
+"""Changes that a victim tries; it dies in the first that is not refused."""
 _BUILD: Final = """
 def build():
     return lambda inputs: {"y": inputs["x"]}
@@ -154,14 +155,17 @@ def race(
     command = [sys.executable, "-m", "tests.faults.promoters", url, str(folder), str(processes), str(times), str(seed)]
     with (
         Observer(url, client) as observer,
-        subprocess.Popen([*command, *dying], cwd=ROOT, stdout=subprocess.PIPE, text=True) as operators,
+        subprocess.Popen(
+            [*command, *dying], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as operators,
     ):
         try:
             output = operators.stdout
             meanwhile(json.loads(output.readline()) if output else [])
             killed = operators.communicate()[0]
         except BaseException:
-            operators.kill()
+            # All of them: who has lost its parent would go on.
+            os.killpg(operators.pid, signal.SIGKILL)
             raise
     return _judge(observer, folder, begun_at, int(killed))
 
@@ -192,7 +196,7 @@ def _operate(url: str, ledger: Path, times: int, chance: random.Random, dies_at:
     client = ModelRegistryClient(url, audit=die_in_time)
     with ledger.open("a", buffering=1) as outcomes:
         # Who is to die in a change goes on until it has made one.
-        for _ in range(times) if dies_at is None else count():
+        for _ in range(times if dies_at is None else _LONGEST_LIFE):
             try:
                 _change(client, chance)
                 outcome = ("done", "")

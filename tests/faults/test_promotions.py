@@ -15,7 +15,7 @@ import pytest
 from registry.catalog import ModelRegistryClient, ModelStage
 from tests.faults.promoters import MODEL, moments_of, race, stock
 from tests.faults.rounds import is_full, seeds
-from tests.servers import PostgresDatabase, let_pass
+from tests.servers import PostgresDatabase, let_pass, wait_until
 
 PROCESSES = 20
 TIMES = 20 if is_full() else 4
@@ -72,6 +72,27 @@ def _promote_another(client: ModelRegistryClient) -> None:
     if other.stage is ModelStage.ARCHIVED:
         client.promote(MODEL, other.version, ModelStage.STAGING)
     assert client.promote(MODEL, other.version, ModelStage.PRODUCTION).replaced == current.version
+
+
+def test_race_that_is_broken_off_leaves_no_operator(tmp_path: Path):
+    """Whatever ends a race early, a test's time-out or Ctrl-C, ends its operators, too."""
+    operators: list[int] = []
+
+    def break_off(pids: list[int]) -> None:
+        operators.extend(pids)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        race(f"sqlite:///{tmp_path}/registry.db", tmp_path, processes=3, times=1000, meanwhile=break_off)
+    wait_until(lambda: not any(map(_is_alive, operators)), 10, f"the end of {operators}")
+    assert len(operators) == 3
+
+
+def _is_alive(pid: int) -> bool:
+    # One that was killed and that nobody has waited for is a zombie, and no longer alive.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def test_history_with_two_or_none_in_production_is_noticed(tmp_path: Path):

@@ -530,6 +530,20 @@ def test_lowering_a_limit_never_raises_it():
     assert (encoder.batching.max_length, encoder.batching.length_input) == (512, "text")
 
 
+@pytest.mark.parametrize(
+    ("own", "positions", "setting", "limit"),
+    [(None, 256, 512, 256), (None, 1024, 512, 512), (None, None, 512, 512), (128, 1024, 512, 128)],
+)
+def test_a_setting_never_asks_for_more_than_the_weights_read(
+    own: int | None, positions: int | None, setting: int, limit: int, models_root: Path
+):
+    """The setting lowers what an encoder's package and weights allow; it makes no package unloadable (CX-022)."""
+    batching = {"batching": {"length_input": "text", "max_length": own}} if own else {}
+    folder = write(models_root, ENCODER | {"source": {"path": "."}} | batching)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    assert load_package(folder).limited_to(setting).spec.batching.max_length == limit
+
+
 def test_clients_do_not_count_the_tokens_of_a_text():
     """A limit in tokens is the worker's to apply: a client would count characters."""
     limited = ModelSpec.model_validate(ENCODER | {"batching": {"length_input": "text", "max_length": 16}})

@@ -454,6 +454,9 @@ def test_metrics_tell_level_and_verdicts(make_bench: MakeBench):
     assert [sample.value for sample in found["penstock_level"]] == [3.0]
     verdicts = {sample.labels["verdict"]: sample.value for sample in found["penstock_gate_verdicts"]}
     assert verdicts == {"accepted": 1.0, "refused": 1.0}
+    bench.optimizer.detach("rotation")
+    found = {family.name: family.samples for family in bench.metrics.collect()}
+    assert [sample.value for sample in found["penstock_level"]] == [0.0]
 
 
 def test_thread_does_what_ticks_do(make_bench: MakeBench):

@@ -175,6 +175,19 @@ def test_logits_in_bf16_keep_their_winners(mlp: PyTorchRuntime, tmp_path: Path):
     assert 0 < figures["logits.max_delta"] <= 0.02
 
 
+def test_operator_looks_inside_a_forward(mlp: PyTorchRuntime, tmp_path: Path):
+    """Asked for a trace, the optimizer profiles golden batches beside the traffic (CX-046)."""
+    optimizer = optimizer_of(tmp_path, max_level=0)
+    profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
+    early = optimizer.ask("mlp", "trace")
+    settle(optimizer)
+    assert early.result(0) == "mlp/1: it cannot be traced: no golden job fits into a batch"
+    serve(mlp, profiler, number_jobs(JOBS))
+    answer = optimizer.ask("mlp", "trace")
+    settle(optimizer)
+    assert "aten::addmm" in answer.result(0)
+
+
 @pytest.mark.slow
 def test_compiled_form_is_built_beside_the_traffic_and_judged(mlp: PyTorchRuntime, tmp_path: Path):
     """The compiler's own form passes the gate at the setting's tolerance; whether it serves is a matter of speed."""

@@ -11,16 +11,34 @@ and 66 ms. Weights packed into the library (`freezing`) gained nothing over that
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from workers.compilation.native_library import NativeLibrary
 from workers.compilation.target import CompilationRefused
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["AotLibrary", "load_library", "state_of"]
+
+
+class _Library(Protocol):
+    """Code without weights, and then with them."""
+
+    @property
+    def out_spec(self) -> str:
+        """How the outputs are put together."""
+
+    def constant_names(self) -> list[str]:
+        """The weights that are to be bound."""
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Lets the code read these tensors. Raises KeyError for one that is missing."""
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of one forward."""
 
 
 class AotLibrary:
@@ -37,33 +55,56 @@ class AotLibrary:
 
         self._unflatten = _pytree.tree_unflatten
         try:
-            model = load_library(package, device, is_single=is_single)
-            # The library keeps addresses only, so the tensors must live as long as it does.
-            self._bound = {name: weights[name] for name in model.get_constant_fqns()}
-            model.load_constants(self._bound, check_full_update=True, user_managed=True)
+            self._library = load_library(package, device, is_single=is_single)
+            self._library.bind(weights)
         except KeyError as error:
             raise CompilationRefused(f"The library asks for {error!s:.80}. Expected weights of the model") from None
         except (OSError, RuntimeError) as error:
             raise CompilationRefused(f"The library cannot be loaded ({error!s:.200})") from error
-        self._loader = model.loader
-        self._out_spec = _pytree.treespec_loads(self._loader.get_call_spec()[1])
+        # The library keeps addresses only, so the tensors must live as long as it does.
+        self._weights = weights
+        self._out_spec = _pytree.treespec_loads(self._library.out_spec)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """What the module returns; the inputs are contiguous and of the shapes that the library serves."""
-        return self._unflatten(self._loader.run(list(tensors)), self._out_spec)
+        return self._unflatten(self._library.run(tensors), self._out_spec)
 
 
-def load_library(package: bytes, device: torch.device, *, is_single: bool = False) -> Any:
+def load_library(package: bytes, device: torch.device, *, is_single: bool = False) -> _Library:
     """The library of a package, without weights."""
-    import torch
+    return _CudaLibrary(package, device, is_single) if device.type == "cuda" else NativeLibrary(package)
 
-    # The loader has unpacked the file when it returns.
-    with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
-        path = Path(folder) / "model.pt2"
-        path.write_bytes(package)
-        return torch._inductor.aoti_load_package(
-            str(path), run_single_threaded=is_single, device_index=-1 if device.index is None else device.index
-        )
+
+class _CudaLibrary:
+    """A library on a GPU, by torch's loader: it holds the interpreter's lock no longer than it takes to launch."""
+
+    def __init__(self, package: bytes, device: torch.device, is_single: bool) -> None:
+        import torch
+
+        # The loader has unpacked the file when it returns.
+        with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
+            path = Path(folder) / "model.pt2"
+            path.write_bytes(package)
+            self._model = torch._inductor.aoti_load_package(
+                str(path), run_single_threaded=is_single, device_index=-1 if device.index is None else device.index
+            )
+
+    @property
+    def out_spec(self) -> str:
+        spec: str = self._model.loader.get_call_spec()[1]
+        return spec
+
+    def constant_names(self) -> list[str]:
+        names: list[str] = self._model.get_constant_fqns()
+        return names
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        bound = {name: weights[name] for name in self.constant_names()}
+        self._model.load_constants(bound, check_full_update=True, user_managed=True)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs: list[torch.Tensor] = self._model.loader.run(list(tensors))
+        return outputs
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -152,7 +152,7 @@ def _own_constants(
     """The tensors that the library asks for and the module does not have by name, as tracing made them."""
     from safetensors.torch import save
 
-    own = set(load_library(library, device).get_constant_fqns()) - set(state_of(module))
+    own = set(load_library(library, device).constant_names()) - set(state_of(module))
     return save({name: program.constants[name].detach().cpu().contiguous() for name in own})
 
 

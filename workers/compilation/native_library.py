@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import io
 import tempfile
+import weakref
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ class _Weight(ctypes.Structure):
 
 
 class NativeLibrary:
-    """A library on the CPU and one instance of its model; calls of several threads take turns."""
+    """A library on the CPU and one instance of its model; calls of several threads take turns. It is bound once."""
 
     def __init__(self, package: bytes) -> None:
         """Raises CompilationRefused for a package without code that runs alone, OSError if it cannot be loaded."""
@@ -49,7 +50,9 @@ class NativeLibrary:
             path.write_bytes(_shared_object(package))
             self._library = ctypes.CDLL(str(path))
         self._container = ctypes.c_void_p()
-        self._weights: list[object] = []
+        self._weights: list[ctypes.c_void_p] = []
+        # Not at exit: a thread that does not end with the process may be in the middle of a forward.
+        weakref.finalize(self, _release, self._library, self._container, self._weights).atexit = False
         try:
             self._do(
                 "CreateWithDevice", ctypes.byref(self._container), ctypes.c_size_t(1), b"cpu", ctypes.c_char_p(None)
@@ -70,7 +73,7 @@ class NativeLibrary:
         """Lets the code read these tensors, which it does not copy. Raises KeyError for one that is missing."""
         names = list(self._constants())
         # The library keeps the handles, so they live as long as it does, and the tensors with them.
-        self._weights = _handles([weights[qualified] for _, qualified in names])
+        self._weights += _handles([weights[qualified] for _, qualified in names])
         entries = (_Weight * len(names))(
             *(_Weight(name, _pointer(handle)) for (name, _), handle in zip(names, self._weights, strict=True))
         )
@@ -101,17 +104,7 @@ class NativeLibrary:
             ctypes.c_void_p(None),
         )
         capsules = [_new_capsule(pointer, None, None) for pointer in outputs]
-        found: list[torch.Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
-        return found
-
-    def __del__(self) -> None:
-        """Ends the model; the code stays mapped, as Python unloads no library."""
-        if getattr(self, "_container", None):
-            self._do("Delete", self._container)
-        if getattr(self, "_weights", None):
-            import torch
-
-            torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(self._weights)
+        return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
 
     def _constants(self) -> Iterator[tuple[bytes, str]]:
         """(name in the code, name in the module) of what the code does not compute itself."""
@@ -134,6 +127,15 @@ class NativeLibrary:
             raise RuntimeError(f"{function} failed in compiled code")
 
 
+def _release(library: ctypes.CDLL, container: ctypes.c_void_p, weights: list[ctypes.c_void_p]) -> None:
+    """Ends the model and lets go of its weights; the code stays mapped, as Python unloads no library."""
+    import torch
+
+    if container:
+        getattr(library, f"{_PREFIX}Delete")(container)
+    torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(weights)
+
+
 def _shared_object(package: bytes) -> bytes:
     """The machine code of a package. Raises CompilationRefused if it would call back into torch's interpreter."""
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
@@ -146,12 +148,11 @@ def _shared_object(package: bytes) -> bytes:
         return archive.read(libraries[0])
 
 
-def _handles(tensors: Sequence[torch.Tensor]) -> list[object]:
+def _handles(tensors: Sequence[torch.Tensor]) -> list[ctypes.c_void_p]:
     """New handles, which own their tensors."""
     import torch
 
-    found: list[object] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
-    return found
+    return torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
 
 
 def _pointer(capsule: object) -> int:

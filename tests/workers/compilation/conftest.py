@@ -16,6 +16,15 @@ from workers.compilation import CompiledForward, TorchCompiler
 from workers.runtime.pytorch import PyTorchRuntime
 
 
+LONG_FORWARD = """
+h = x.repeat(1, 64)
+for _ in range(30):
+    h = torch.tanh(h @ h.T @ h / 1024)
+return self.linear(x).relu() + h[:, :16] * 0
+"""
+"""Long enough to see whether other threads run meanwhile; what takes the time adds nothing to the answer."""
+
+
 @dataclass
 class Served:
     """What a thread that served all the while saw."""
@@ -55,7 +64,7 @@ class Compiled:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     """Compiled while another thread of this process serves the same model eagerly."""
     home = tmp_path_factory.mktemp("compilation")
-    folder = write_module(home / "models")
+    folder = write_module(home / "models", LONG_FORWARD)
     runtime = loaded(folder)
     compiler = TorchCompiler(CompilationConfig(cache_dir=home / "cache"), home / "compilation.key")
     served, is_over = Served(), threading.Event()

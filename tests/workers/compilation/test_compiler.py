@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,49 @@ def test_serving_module_stays_as_it_was(compiled: Compiled):
         bias.copy_(before)
     assert torch.allclose(found, expected)
     assert found.min() > 90
+
+
+@pytest.mark.slow
+def test_other_threads_run_during_a_forward(compiled: Compiled):
+    """The worker's other threads send beats and renew leases meanwhile: a forward holds no lock of the interpreter."""
+    spans: list[tuple[float, float]] = []
+    ticks: list[float] = []
+
+    def serve() -> None:
+        rows = torch.randn(64, 16)
+        with torch.inference_mode():
+            for _ in range(20):
+                begun = time.perf_counter()
+                compiled.forward(rows)
+                spans.append((begun, time.perf_counter()))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+    thread.join()
+    inner = [sum(begun + (end - begun) / 4 < tick < end - (end - begun) / 4 for tick in ticks) for begun, end in spans]
+    assert max(inner) > 10
+
+
+@pytest.mark.slow
+def test_several_threads_get_their_own_answers(compiled: Compiled):
+    """Calls at the same time take turns and mix nothing up."""
+    module = compiled.runtime.compilable("compiled").module
+    wrong: list[int] = []
+
+    def serve(seed: int) -> None:
+        with torch.inference_mode():
+            rows = torch.full((2 + seed, 16), float(seed))
+            expected = module(rows)
+            wrong.extend(seed for _ in range(50) if not torch.allclose(compiled.forward(rows), expected, atol=1e-6))
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
 
 
 @pytest.mark.slow

@@ -129,3 +129,19 @@ def test_text_of_too_many_tokens_is_cut_where_asked(minilm: EncoderRuntime):
     text = {"text": np.array(["word " * 9000], object)}
     minilm.check(text)
     assert minilm.prepare([text]).tokens == 256
+
+
+def test_precision_that_a_package_asks_for_is_kept(minilm: EncoderRuntime, models_root: Path):
+    """An encoder in bf16 answers float32 vectors of the same direction, and no other precision is offered for it."""
+    folder = write_encoder(models_root)
+    document = yaml.safe_load((folder / "model.yaml").read_text())
+    (folder / "model.yaml").write_text(yaml.safe_dump(document | {"precision": "bf16"}))
+    reduced = opened(folder)
+    assert isinstance(reduced, EncoderRuntime)
+    job = {"text": np.array(TEXTS, object)}
+    ours, exact = (one.run(one.prepare([job]))["embedding"] for one in (reduced, minilm))
+    assert ours.dtype == np.float32
+    assert 0.999 <= (ours * exact).sum(axis=1).min() < 1 - 1e-6
+    assert reduced.memory_bytes < 0.6 * minilm.memory_bytes
+    assert list(reduced.candidates(None)) == []
+    reduced.close()
