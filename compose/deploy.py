@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from compose.keys import OperatorKeys, operator_keys
 from compose.levels import await_answers, entries
-from compose.orders import Orders
 from compose.replicas import Tell, Watch, replicas
 from registry.broker.base import Broker
 from registry.broker.redis_streams import RedisStreams
@@ -47,7 +46,10 @@ from registry.signed import Signer
 from registry.stages import Action, ModelStage, check_step, parse_stage
 from registry.tables import RegisteredVersion, Transition
 
-__all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry", "state_store"]
+if TYPE_CHECKING:
+    from compose.orders import Orders
+
+__all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry"]
 
 Tuning: TypeAlias = Literal["compile", "optimise", "measure", "trace"]
 """What workers do with a loaded model when they are asked; `measure` tries every form and uses none."""
@@ -104,6 +106,9 @@ class Deployer:
 
         Makes the key at the first use. Raises ConfigurationError.
         """
+        # Celery takes a third of a second, which those who only look need not wait for.
+        from compose.orders import Orders
+
         settings = with_broker(settings or Settings.load())
         keys = operator_keys(settings, for_changes=True)
         with ExitStack() as exits:
@@ -112,7 +117,7 @@ class Deployer:
             orders = Orders(settings, keys.sign) if keys.sign else None
             if orders is not None:
                 exits.callback(orders.close)
-            states = state_store(settings)
+            states = _state_store(settings)
             if states is not None:
                 exits.callback(states.close)
             deployer = cls(
@@ -374,7 +379,7 @@ def open_registry(settings: Settings, keys: OperatorKeys) -> ModelRegistryClient
     return ModelRegistryClient(settings.registry_url, sign=keys.sign, verify=keys.verify, actor=_actor())
 
 
-def state_store(settings: Settings) -> StateStore | None:
+def _state_store(settings: Settings) -> StateStore | None:
     """Where workers look for what they are to load; None where the settings say that each keeps its own state."""
     inference = settings.inference
     if not inference.state_reconcile_enabled:

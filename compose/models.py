@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from compose.terminal import as_json_option, connected, console, load_settings, open_broker
+from compose.terminal import as_json_option, connected, console, load_settings, open_broker, terminable
 from registry.errors import ConfigurationError, InvalidInput
 
 if TYPE_CHECKING:
@@ -401,7 +401,8 @@ def _registry(settings: Settings, *, for_changes: bool = False) -> ModelRegistry
 def _deployer(environ: Mapping[str, str]) -> Iterator[Deployer]:
     from compose.deploy import Deployer
 
-    with Deployer.connect(connected(environ), tell=lambda line: click.echo(line, err=True)) as deployer:
+    # A command that is ended takes back what it asked of workers.
+    with terminable(), Deployer.connect(connected(environ), tell=lambda line: click.echo(line, err=True)) as deployer:
         yield deployer
 
 
@@ -451,9 +452,8 @@ def _say_rolled_out(done: Rollout, as_json: bool) -> None:
         "seconds": round(done.seconds, 3),
     }
     line = f"{transition.name}: {transition.replaced or 'nothing'} -> {transition.version}"
-    _say(
-        data, as_json, f"{line} (epoch {transition.epoch}, {done.seconds:.1f} s, {len(done.prepared)} workers prepared)"
-    )
+    how = f"epoch {transition.epoch}, {done.seconds:.1f} s, workers prepared: {len(done.prepared)}"
+    _say(data, as_json, f"{line} ({how})")
     for worker in done.late:
         click.echo(f"{worker} has not said yet that it answers with {transition.version}", err=True)
 

@@ -26,7 +26,7 @@ __all__ = ["measure"]
 _MODEL: Final = "swapped"
 _WORKERS: Final = 3
 _OUTSTANDING: Final = 256
-_FORWARD_S: Final = 0.05
+_FORWARD_S: Final = 0.1
 _BATCH: Final = 16
 _BETWEEN_S: Final = 0.5
 """Of load before and after each flip."""

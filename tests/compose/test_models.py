@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+import numpy as np
 import pytest
 import yaml
 
@@ -35,7 +37,7 @@ MODEL = "times"
 
 
 class Stack(NamedTuple):
-    """A home whose stack serves version 9 of `times`; 1 and 2 are in staging, every one answers version * x."""
+    """A home whose stack serves `times`, version * x: 1 is in production, 2 in staging, 9 not registered."""
 
     home: Path
     root: Path
@@ -59,6 +61,7 @@ def stack() -> Iterator[Stack]:
             for label in ("1", "2"):
                 assert penstock(home, "models", "register", str(root / MODEL / label)).exit_code == 0
                 assert penstock(home, "models", "promote", MODEL, label, "--to", "staging").exit_code == 0
+            assert penstock(home, "models", "promote", MODEL, "1", "--to", "production").exit_code == 0
             yield Stack(home, root)
 
 
@@ -88,17 +91,15 @@ def test_the_stack_makes_an_operator_whom_its_workers_obey(stack: Stack):
 
 def test_versions_are_promoted_and_rolled_back(stack: Stack):
     """What answers is what was promoted, by label or by hash; the table and the history say so (CX-003, IN-065)."""
-    assert _answer(stack) == 9.0
-    first = _json(stack, "promote", MODEL, "1", "--to", "production", "--reason", "it begins")
-    assert (first["replaced"], len(first["prepared"]), first["late"]) == (None, 1, [])
     assert _answer(stack) == 1.0
     content_hash = load_package(stack.root / MODEL / "2").manifest().content_hash
-    shown = penstock(stack.home, "models", "promote", MODEL, content_hash[:8], "--to", "production")
-    assert shown.stdout.startswith(f"{MODEL}: 1 -> 2 (epoch {first['epoch'] + 1}, ")
+    shown = penstock(stack.home, "models", "promote", MODEL, content_hash[:8], "--to", "production", "--reason", "new")
+    assert re.match(rf"{MODEL}: 1 -> 2 \(epoch \d+, \d+\.\d s, workers prepared: 1\)\n\Z", shown.stdout)
     assert f"{MODEL}/2 is ready" in shown.stderr
     assert (_answer(stack), _answer(stack, "--version", "1")) == (2.0, 1.0)
     back = _json(stack, "rollback", MODEL, "--reason", "wrong")
     assert (back["version"], back["replaced"], back["action"]) == ("1", "2", "rollback")
+    assert (len(back["prepared"]), back["late"]) == (1, [])
     assert _answer(stack) == 1.0
     history = _json(stack, "history", MODEL)
     assert [(each["version"], each["reason"]) for each in history[-3:]] == [
@@ -295,3 +296,23 @@ def test_keys_that_nobody_would_believe_change_nothing(tmp_path: Path):
     made = operator_keys(settings("", "new.pem"), for_changes=True)
     assert made.public_text == OperatorKey.load(tmp_path / "new.pem").public_text
     assert operator_keys(settings("", "new.pem"), for_changes=True).public_text == made.public_text
+
+
+def test_a_version_is_exported(stack: Stack, tmp_path: Path):
+    """The file answers as the model does, which the command says in figures; one that cannot be written is refused."""
+    import onnxruntime
+
+    _json(stack, "register", str(ROOT / "models" / "mlp" / "1"))
+    refused = penstock(stack.home, "models", "export-onnx", "mlp", "1", str(tmp_path / "absent" / "mlp.onnx"))
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "Error: mlp.onnx cannot be written (No such file or directory). Expected a file in a folder\n",
+    )
+    file = tmp_path / "mlp.onnx"
+    exported = _json(stack, "export-onnx", "mlp", "1", str(file))
+    assert exported["bytes"] == file.stat().st_size
+    assert exported["differences"]["logits"] < 1e-4
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"x": np.zeros((3, 384), np.float32)})
+    assert logits.shape[0] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["mlp.onnx"]

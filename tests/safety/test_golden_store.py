@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -106,3 +108,17 @@ def test_cleared_store_begins_anew():
     store.clear()
     assert (len(store), store.nbytes) == (0, 0)
     assert all(store.wants(f"minilm.{number}") for number in range(50))
+
+
+def test_job_that_was_pushed_out_leaves_no_gap_for_later_ones():
+    """Room that a large job left is not given to a small one of a higher hash: the sample would lean to the late."""
+    job_ids = sorted((f"minilm.{number}" for number in range(12)), key=lambda job_id: zlib.crc32(job_id.encode()))
+    store = GoldenStore(max_bytes=320)
+    *low, pushed_out, later = job_ids
+    for job_id in (*low[:7], pushed_out):
+        assert store.offer(job_id, {"x": np.zeros(40, np.uint8)}, {})
+    assert store.offer(low[7], {"x": np.zeros(30, np.uint8)}, {})
+    assert pushed_out not in [golden.job_id for golden in store.goldens()]
+    assert store.nbytes == 310
+    assert not store.wants(later)
+    assert not store.offer(later, {"x": np.zeros(8, np.uint8)}, {})

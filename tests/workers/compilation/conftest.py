@@ -15,7 +15,6 @@ from tests.workers.compilation.packages import loaded, write_module
 from workers.compilation import CompiledForward, TorchCompiler
 from workers.runtime.pytorch import PyTorchRuntime
 
-
 LONG_FORWARD = """
 h = x.repeat(1, 64)
 for _ in range(30):
