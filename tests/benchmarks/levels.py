@@ -30,20 +30,24 @@ from workers.optimizer import Optimizer
 from workers.runtime.base import Prepared
 from workers.runtime.cpu import has_fast_bf16
 from workers.runtime.open import open_runtime
+from workers.runtime.tokeniser import TokenCache, Tokeniser
 from workers.runtime.transformers import EncoderRuntime
 
 __all__ = ["measure"]
 
+_LEVELS: Final = (0, 2, 3)
 _BATCH: Final = 32
-_TOKENS: Final = range(30, 35)
+_TOKENS: Final = range(31, 34)
 """Lengths of the sentences: about 32, as of one line of text."""
-_PASSAGES: Final = 4_096
+_PASSAGES: Final = 1_024
+_TEXTS: Final = 256
+"""Passages that are tokenised at once: four batches of a worker."""
 _TRAFFIC: Final = 24
 """Batches that an optimizer sees before it is asked."""
 _TRAFFIC_ROWS: Final = 8
 _HASTE: Final = 10.0
 """How much faster than ours the clock of that traffic runs: it stands for so much more of it."""
-_ROUNDS_PER_ROUND: Final = 3
+_ROUNDS_PER_ROUND: Final = 9
 """Other users of the machine disturb short turns less often, so there are more of them."""
 _MIN_COSINE: Final = 0.999
 _REQUIRED_WITH_BF16: Final = 3.0
@@ -51,40 +55,72 @@ _REQUIRED_WITHOUT: Final = 1.6
 
 
 class _Contender(NamedTuple):
-    """A runtime at its level, with the batches that it prepared itself."""
+    """A runtime at its level, with the batch that it prepared itself."""
 
     runtime: EncoderRuntime
-    batches: list[Prepared]
+    batch: Prepared
     seconds: list[float]
 
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """Sentences per second of forwards, tokenising apart, as it runs beside them in a worker."""
     builds = scale.rounds > 1
+    runtimes = [_loaded() for _ in _LEVELS]
+    jobs = _jobs(runtimes[0])
     with tempfile.TemporaryDirectory(prefix="penstock-levels-") as folder:
-        contenders = [_at_level(level, Path(folder), builds, say) for level in (0, 2, 3)]
-    rounds = scale.rounds * _ROUNDS_PER_ROUND
+        for level, runtime in zip(_LEVELS, runtimes, strict=True):
+            if level == 3 or (level and builds):
+                told = _optimised(runtime, jobs, level, Path(folder), builds)
+                say(f"levels: max_level {level}: {told}")
+    contenders = [_Contender(runtime, runtime.prepare(jobs[:_BATCH]), []) for runtime in runtimes]
+    rounds = scale.rounds * _ROUNDS_PER_ROUND if builds else 1
     for number in range(rounds):
         for contender in contenders:
             contender.seconds.append(_seconds(contender))
         say(f"levels {number + 1}/{rounds}: " + ", ".join(f"{_rate(one, -1):,.0f}/s" for one in contenders))
     eager, *others = contenders
-    rows = [_row(level, eager, one, is_required=level == 3) for level, one in zip((2, 3), others, strict=True)]
+    rows = [_row(level, eager, one, is_required=level == 3) for level, one in zip(_LEVELS[1:], others, strict=True)]
     for contender in contenders:
         contender.runtime.close()
-    return rows
+    return [*rows, *_tokeniser_rows()]
 
 
-def _at_level(level: int, folder: Path, builds: bool, say: Progress) -> _Contender:
+def _tokeniser_rows() -> list[Row]:
+    """Level 1: a batch of texts by two threads against one, and known against unknown."""
+    runtime = _loaded(threads=2)
+    tokeniser = runtime.tokeniser
+    if tokeniser is None:
+        raise ValueError("minilm has no tokenizer")
+    texts = list(dict.fromkeys(str(passage) for passage in docstrings.collect(_PASSAGES)))[:_TEXTS]
+    pool_gain = tokeniser.pool_gain(texts, _ROUNDS_PER_ROUND, time.perf_counter)
+    unknown_s = min(_tokenising_s(tokeniser, texts) for _ in range(_ROUNDS_PER_ROUND))
+    tokeniser.cache = TokenCache(2 * _TEXTS, 32 << 20)
+    tokeniser.encode(texts)
+    known_s = min(_tokenising_s(tokeniser, texts) for _ in range(_ROUNDS_PER_ROUND))
+    runtime.close()
+    figures = {"pool_gain": pool_gain, "cache_gain": unknown_s / known_s}
+    return [
+        Row(
+            f"tokenising {len(texts)} passages: two threads against one / texts that are known against new ones",
+            f"{pool_gain:.2f}x / {unknown_s / known_s:.0f}x",
+            figures=figures,
+        )
+    ]
+
+
+def _tokenising_s(tokeniser: Tokeniser, texts: Sequence[str]) -> float:
+    begun = time.perf_counter()
+    tokeniser.encode(texts)
+    return time.perf_counter() - begun
+
+
+def _loaded(threads: int = 0) -> EncoderRuntime:
+    """threads: 0: as many as the run was given."""
     runtime = open_runtime(load_package(find(mlp.MODELS, "minilm").path, (mlp.MODELS,)))
     if not isinstance(runtime, EncoderRuntime):
         raise ValueError("minilm is no encoder")
-    runtime.load("cpu", int(os.environ["OMP_NUM_THREADS"]))
-    jobs = _jobs(runtime)
-    if level:
-        say(f"levels: max_level {level}: {_optimised(runtime, jobs, level, folder, builds)}")
-    batches = [runtime.prepare(jobs[start : start + _BATCH]) for start in range(0, 4 * _BATCH, _BATCH)]
-    return _Contender(runtime, batches, [])
+    runtime.load("cpu", threads or int(os.environ["OMP_NUM_THREADS"]))
+    return runtime
 
 
 def _optimised(
@@ -99,8 +135,9 @@ def _optimised(
         config, home=home, device="cpu", audit=_unheard, metrics=InferenceMetrics((1.0,)), compiler=compiler
     )
     profiler = optimizer.attach(level, runtime, runtime.content_hash, _BATCH)
-    for start in range(0, _TRAFFIC * _TRAFFIC_ROWS, _TRAFFIC_ROWS):
-        part = jobs[start : start + _TRAFFIC_ROWS]
+    rows = _TRAFFIC_ROWS if builds else 1
+    for start in range(0, _TRAFFIC * rows, rows):
+        part = jobs[start : start + rows]
         served(runtime, lambda: time.monotonic() * _HASTE, part, profiler.observe, start)
     while optimizer.tick():
         pass
@@ -126,23 +163,22 @@ def _jobs(runtime: EncoderRuntime) -> list[dict[str, Array]]:
 
 def _seconds(contender: _Contender) -> float:
     begun = time.perf_counter()
-    for batch in contender.batches:
-        contender.runtime.run(batch)
+    contender.runtime.run(contender.batch)
     return time.perf_counter() - begun
 
 
 def _rate(contender: _Contender, number: int) -> float:
-    return sum(batch.rows for batch in contender.batches) / contender.seconds[number]
+    return contender.batch.rows / contender.seconds[number]
 
 
 def _vectors(contender: _Contender) -> Array:
-    return np.concatenate([contender.runtime.run(batch)["embedding"] for batch in contender.batches])
+    return contender.runtime.run(contender.batch)["embedding"]
 
 
 def _row(level: int, eager: _Contender, other: _Contender, *, is_required: bool) -> Row:
     cosine = float((_vectors(eager) * _vectors(other)).sum(axis=1).min())
     ratio = median(slow / fast for slow, fast in zip(eager.seconds, other.seconds, strict=True))
-    ours, theirs = (sum(batch.rows for batch in one.batches) / median(one.seconds) for one in (other, eager))
+    ours, theirs = (one.batch.rows / median(one.seconds) for one in (other, eager))
     least = _REQUIRED_WITH_BF16 if has_fast_bf16() else _REQUIRED_WITHOUT
     return Row(
         f"MiniLM at `max_level` {level} against eager fp32, forwards of {_BATCH} sentences of about 32 tokens",

@@ -63,6 +63,8 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
     metrics.outcome("mlp", "1", "infer", "completed", 2)
     metrics.loaded("mlp", "1", True)
     metrics.queue("mlp", "high", 7, 1.5)
+    metrics.level("mlp", "1", "infer", 2)
+    metrics.gate("mlp", "1", "infer", "accepted")
     for count in (
         *(metrics.fenced, metrics.taken_over, metrics.quarantined, metrics.single_flight),
         *(metrics.dead_lettered, metrics.retried, metrics.out_of_memory),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from registry.package import load_package
 from registry.settings import InferenceConfig
@@ -127,6 +129,32 @@ def test_level_1_tokenises_repeats_once(minilm: EncoderRuntime, tmp_path: Path):
     for _ in range(3):
         np.testing.assert_array_equal(embed(minilm, sentences), before)
     assert tokeniser.tokenised - called <= len(sentences)
+
+
+def test_level_1_pool_is_used_where_it_was_measured_to_win(tmp_path: Path):
+    """With two threads granted a pool is tried on golden texts; its gain decides, and is on record (AR-053)."""
+    runtime = open_runtime(load_package(ROOT / "models" / "minilm" / "1"))
+    assert isinstance(runtime, EncoderRuntime)
+    runtime.load("cpu", 2)
+    # The tokenizer's threads are what matters here.
+    torch.set_num_threads(1)
+    assert runtime.tokeniser is not None
+    optimizer = optimizer_of(tmp_path, max_level=1)
+    profiler = optimizer.attach("minilm", runtime, runtime.content_hash, BATCH)
+    jobs = [{"text": np.array([f"pump {number}"], object)} for number in range(256)]
+    for first in range(0, 256, 64):
+        served(runtime, hurried, jobs[first : first + 64], profiler.observe, first)
+    settle(optimizer)
+    line = line_of(optimizer, "minilm", "tokenizer-pool")
+    gain = line["gain"]
+    assert isinstance(gain, float)
+    assert line["state"] == ("on" if gain >= 1.2 else "refused")
+    assert figures_of(line) == {"threads": 2.0}
+    runtime.tokeniser.cache = None
+    runtime.tokeniser.encode(texts(128))
+    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("tokenise")]
+    assert bool(helpers) is (line["state"] == "on")
+    runtime.close()
 
 
 @pytest.mark.skipif(not has_fast_bf16(), reason="this CPU has no units for bf16")

@@ -13,8 +13,8 @@ torch.nn.Module for every thread, and forwards of other threads failed with "mod
 (torch 2.13, 3 of 9,030 forwards; an export of the module that serves put its placeholders in place of the weights).
 The worker never runs dynamo, keeps the interpreter's lock for its forwards, and survives the compiler.
 
-Measured with MiniLM on one busy CPU thread: 18 s until the form is there, 0.1 s from a stored artefact of 2 MB. The
-warm start of torch.compile's own caches took 14.8 s for the same shapes.
+Measured with MiniLM on one CPU thread of a busy machine: 18 to 43 s until the form is there, 0.02 to 1 s from a stored
+artefact of 2 MB. The warm start of torch.compile's own caches took 14.8 s for five shapes.
 """
 
 from __future__ import annotations

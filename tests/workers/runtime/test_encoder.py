@@ -145,3 +145,15 @@ def test_precision_that_a_package_asks_for_is_kept(minilm: EncoderRuntime, model
     assert reduced.memory_bytes < 0.6 * minilm.memory_bytes
     assert list(reduced.candidates(None)) == []
     reduced.close()
+
+
+def test_bf16_answers_short_and_long_texts_alike(minilm: EncoderRuntime):
+    """Both kinds of attention that the form uses, with and without padding, point where fp32 does."""
+    form = minilm.candidates(None).get("bf16")
+    if form is None:
+        pytest.skip("this CPU has no units for bf16")
+    lengths = [3, 40, 120, 125, 130, 180, 240]
+    prepared = minilm.prepare([{"text": np.array(["word " * length for length in lengths], object)}])
+    assert {piece.ids.shape[1] > 128 for piece in prepared.payload} == {True, False}
+    ours, exact = form()(prepared)["embedding"], minilm.run(prepared)["embedding"]
+    assert 0.999 <= (ours * exact).sum(axis=1).min() < 1 - 1e-7

@@ -1,0 +1,103 @@
+"""Signed orders over Celery's remote control, against a node that listens as a worker's does. IN-064."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+
+from compose.orders import Orders
+from registry.control import CONTROL_COMMAND, Command, Obedience
+from registry.errors import BrokerUnavailable, PenstockError
+from registry.settings import Settings
+from safety.keys import OperatorKey, PublicKeys
+from tests.servers import RedisServer, wait_until
+
+
+def _orders(celery_url: str, key: OperatorKey) -> Orders:
+    return Orders(Settings.load(environ={"PENSTOCK_CELERY_URL": celery_url}), key.sign)
+
+
+@contextmanager
+def _listening(server: RedisServer, name: str, obedience: Obedience) -> Iterator[list[Command]]:
+    """A node that obeys; refuses to unload."""
+    obeyed: list[Command] = []
+
+    def act(_: object, command: object = None) -> dict[str, str]:
+        try:
+            obeyed.append(obedience.open(command))
+        except PenstockError as error:
+            return {"error": str(error)}
+        return {"error": "it answers jobs"} if obeyed[-1].action == "unload" else {"ok": "done"}
+
+    app = Celery("node", broker=server.celery_url, set_as_current=False)
+    is_over = threading.Event()
+
+    def listen() -> None:
+        with app.connection_for_read() as connection, connection.channel() as channel:
+            node = app.control.mailbox.Node(name, state=None, channel=channel, handlers={CONTROL_COMMAND: act})
+            node.listen(callback=node.handle_message)
+            while not is_over.is_set():
+                try:
+                    connection.drain_events(timeout=0.1)
+                except TimeoutError:
+                    continue
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield obeyed
+    finally:
+        is_over.set()
+        thread.join(10)
+        app.close()
+
+
+def test_a_worker_that_listens_late_is_asked_again(redis_server: RedisServer, tmp_path: Path):
+    """Its drain is ready before Celery listens in it: an order that nobody heard is given once more."""
+    key = OperatorKey.generate(tmp_path / "operator.pem")
+    obedience = Obedience(PublicKeys.parse(key.public_text).verify)
+    orders, name = _orders(redis_server.celery_url, key), f"{uuid4().hex}@test"
+    refusals: list[dict[str, str]] = []
+    asking = threading.Thread(target=lambda: refusals.append(orders.give(Command.new("load", "m", "1"), [name], 20)))
+    with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as heard:
+        heard.psubscribe("*celery.pidbox*")
+        heard.get_message(timeout=5)
+        asking.start()
+        wait_until(lambda: heard.get_message(timeout=0.1), 10, "the first order")
+    with _listening(redis_server, name, obedience) as obeyed:
+        asking.join(20)
+    orders.close()
+    assert refusals == [{}]
+    assert {(command.action, command.model, command.version) for command in obeyed} == {("load", "m", "1")}
+
+
+def test_refusals_and_silence_are_told_by_worker(redis_server: RedisServer, tmp_path: Path):
+    """A worker's own words, and the name of one that says nothing."""
+    key = OperatorKey.generate(tmp_path / "operator.pem")
+    stranger = OperatorKey.generate(tmp_path / "stranger.pem")
+    obedience = Obedience(PublicKeys.parse(key.public_text).verify)
+    name = f"{uuid4().hex}@test"
+    with _listening(redis_server, name, obedience):
+        orders = _orders(redis_server.celery_url, key)
+        assert orders.give(Command.new("load", "m", "1"), [name], 10) == {}
+        told = orders.give(Command.new("unload", "m", "1"), [name, "nobody@test"], 1.5)
+        assert told == {name: "it answers jobs", "nobody@test": "gave no answer within 1.5 s"}
+        orders.close()
+        foreign = _orders(redis_server.celery_url, stranger)
+        (refusal,) = foreign.give(Command.new("load", "m", "1"), [name], 10).values()
+        assert "its key is not known here" in refusal
+        foreign.close()
+
+
+def test_a_broker_that_is_away_is_named(tmp_path: Path):
+    """Within the time-out, without its address."""
+    orders = _orders(f"redis+socket://{tmp_path}/absent.sock", OperatorKey.generate(tmp_path / "operator.pem"))
+    with pytest.raises(BrokerUnavailable, match=r"Celery's broker does not answer \(\w+\)\Z"):
+        orders.give(Command.new("reconcile"), ["nobody@test"], 1)
+    orders.close()
