@@ -247,14 +247,14 @@ class Deployer:
         if not watch.look():
             self._tell(f"no live worker serves {version.name}: nothing to prepare")
         try:
-            self._ask(version, is_wanted=True)
-            yield self._await_prepared(watch, version, timeout_s)
+            yield self._prepare(watch, version, timeout_s)
         except BaseException:
             self._withdraw(version)
             raise
 
-    def _await_prepared(self, watch: Watch, version: RegisteredVersion, timeout_s: float) -> list[str]:
+    def _prepare(self, watch: Watch, version: RegisteredVersion, timeout_s: float) -> list[str]:
         try:
+            self._ask(version, is_wanted=True)
             return watch.await_ready(version.content_hash, timeout_s)
         except ModelNotReady as problem:
             raise TransitionRefused(f"{version.reference} stays in {version.stage}. {problem}") from None

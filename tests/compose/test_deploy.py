@@ -182,6 +182,21 @@ def test_a_veto_takes_the_wish_back(town: Town):
     wait_until(lambda: town.state(drain, "1") == "cold", 10, "the version is let go")
 
 
+def test_an_interrupted_promotion_takes_the_wish_back(town: Town):
+    """Ctrl-C while workers load: nothing was decided, and they need not go on."""
+    town.start()
+    town.register("1")
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    deployer = Deployer(town.registry, town.stage.broker, states=town.store, tell=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        deployer.promote(town.model, "1")
+    assert (town.active(), town.is_wanted("1")) == ("", False)
+    assert town.registry.find(town.model, "1").stage is ModelStage.STAGING
+
+
 def test_changed_files_are_not_even_loaded(town: Town):
     """What was registered is what is promoted: a file that changed since stops everything before any worker hears."""
     town.start()

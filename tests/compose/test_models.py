@@ -34,6 +34,7 @@ from tests.packages import write_package
 from tests.servers import ROOT, RedisServer, wait_until
 
 MODEL = "times"
+CLOSED = "Control commands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker"
 
 
 class Stack(NamedTuple):
@@ -249,7 +250,12 @@ def test_each_worker_keeps_its_own_state_without_a_store(
     assert states[1] != "ready"
     refused = run("load", slot, "1")
     assert refused.exit_code == 1
-    assert f"{deaf.name}: Control commands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS" in refused.stderr
+    assert f"{deaf.name}: {CLOSED}" in refused.stderr
+    assert run("promote", slot, "1", "--to", "staging").exit_code == 0
+    refused = run("promote", slot, "1", "--to", "production")
+    assert refused.stderr.endswith(f"{slot}/1 stays in staging. {deaf.name}: {CLOSED}\n")
+    done = run("promote", slot, "1", "--to", "production", "--no-prepare", "--json")
+    assert (json.loads(done.stdout)["prepared"], json.loads(done.stdout)["after"]) == ([], "production")
     with shared_redis.client() as client:
         assert not list(client.scan_iter(f"{there['PENSTOCK_INFERENCE_STATE_PREFIX']}*"))
 

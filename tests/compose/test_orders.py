@@ -16,7 +16,7 @@ from registry.control import CONTROL_COMMAND, Command, Obedience
 from registry.errors import BrokerUnavailable, PenstockError
 from registry.settings import Settings
 from safety.keys import OperatorKey, PublicKeys
-from tests.servers import RedisServer, wait_until
+from tests.servers import RedisServer, let_pass, wait_until
 
 
 def _orders(celery_url: str, key: OperatorKey) -> Orders:
@@ -25,7 +25,7 @@ def _orders(celery_url: str, key: OperatorKey) -> Orders:
 
 @contextmanager
 def _listening(server: RedisServer, name: str, obedience: Obedience) -> Iterator[list[Command]]:
-    """A node that obeys; refuses to unload."""
+    """A node that obeys; refuses to unload, and is slow to answer its first order to compile."""
     obeyed: list[Command] = []
 
     def act(_: object, command: object = None) -> dict[str, str]:
@@ -33,6 +33,8 @@ def _listening(server: RedisServer, name: str, obedience: Obedience) -> Iterator
             obeyed.append(obedience.open(command))
         except PenstockError as error:
             return {"error": str(error)}
+        if [each.action for each in obeyed] == ["compile"]:
+            let_pass(1.2)
         return {"error": "it answers jobs"} if obeyed[-1].action == "unload" else {"ok": "done"}
 
     app = Celery("node", broker=server.celery_url, set_as_current=False)
@@ -75,6 +77,18 @@ def test_a_worker_that_listens_late_is_asked_again(redis_server: RedisServer, tm
     orders.close()
     assert refusals == [{}]
     assert {(command.action, command.model, command.version) for command in obeyed} == {("load", "m", "1")}
+
+
+def test_a_worker_that_answers_late_is_asked_again(redis_server: RedisServer, tmp_path: Path):
+    """With a fresh order: the same one twice would be taken for a copy, and refused."""
+    key = OperatorKey.generate(tmp_path / "operator.pem")
+    obedience = Obedience(PublicKeys.parse(key.public_text).verify)
+    name = f"{uuid4().hex}@test"
+    with _listening(redis_server, name, obedience) as obeyed:
+        orders = _orders(redis_server.celery_url, key)
+        assert orders.give(Command.new("compile", "m"), [name], 10) == {}
+        assert len({command.nonce for command in obeyed}) == len(obeyed) >= 2
+        orders.close()
 
 
 def test_refusals_and_silence_are_told_by_worker(redis_server: RedisServer, tmp_path: Path):
