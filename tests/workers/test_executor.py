@@ -246,7 +246,9 @@ def test_a_lost_device_ends_its_thread_and_keeps_the_batch_in_the_journal():
 
 def model(models_root, **batching: int) -> ServedVersion:
     """The model `double`, as served with these limits."""
-    return ServedVersion(load_package(write_double(models_root)), InferenceConfig.model_validate({"batching": batching}))
+    return ServedVersion(
+        load_package(write_double(models_root)), InferenceConfig.model_validate({"batching": batching})
+    )
 
 
 def test_a_cap_of_rows_is_half_of_what_did_not_fit_and_is_relaxed_step_by_step(models_root):
