@@ -5,7 +5,8 @@
                       -> FLIP     one write in the broker: jobs claimed from then on are answered by the new version
 
 A worker that cannot load the version stops all of it before anything has changed. A crash between the last two steps
-leaves the old version answering: `sync`, or the next decision, makes up for it.
+leaves the old version answering: `sync`, or the next decision, makes up for it. After the flip nothing fails any more:
+what is left to do then, and could not be done, is told.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ from registry.errors import (
     ConfigurationError,
     Corrupt,
     ModelNotReady,
+    PenstockError,
+    RegistryUnavailable,
     TransitionConflict,
     TransitionRefused,
 )
@@ -200,13 +203,17 @@ class Deployer:
         )
 
     def rollback(self, name: str, *, reason: str = "", prepare: bool = True, timeout_s: float | None = None) -> Rollout:
-        """Restores the version that was in production before, prepared and flipped like a promotion."""
+        """Restores the version that was in production before, prepared and flipped like a promotion.
+
+        Raises TransitionConflict when that is another one once the workers have it, and as `promote` does.
+        """
         productions = self.registry.history(name)[-1].productions
         if len(productions) < 2:
-            self.registry.rollback(name, reason=reason)
+            raise TransitionRefused(f"{name} has no earlier production version to go back to. Expected a promotion")
+        restored = self.registry.verify(name, productions[-2])
         return self._roll_out(
-            self.registry.verify(name, productions[-2]),
-            lambda: self.registry.rollback(name, reason=reason),
+            restored,
+            lambda: self.registry.rollback(name, restored.version, reason=reason),
             self._load_timeout_s if timeout_s is None else timeout_s,
             prepare=prepare,
         )
@@ -214,7 +221,10 @@ class Deployer:
     def sync(self, name: str) -> RegisteredVersion:
         """Makes the version in production the one that answers, where a crash has left the broker behind.
 
-        Raises UnknownModel without one in production, TransitionConflict when the broker follows a later decision.
+        It writes the decision of that time again, to the letter, and never over another one: after a change of the
+        operator's key the decision in force cannot be signed anew, and the next promotion or rollback is the first
+        that workers with the new key alone believe. Raises UnknownModel without one in production, and
+        TransitionConflict when the broker follows a later decision, or this one with another signature.
         """
         version = self.registry.find(name)
         self._flip(version, version.epoch)
@@ -226,36 +236,43 @@ class Deployer:
         begun = time.monotonic()
         with self._prepared(version, timeout_s) if prepare else nullcontext(()) as prepared:
             transition = decide()
-        decided = self.registry.find(version.name, transition.version)
         try:
-            self._flip(decided, transition.epoch)
+            self._flip(version, transition.epoch)
         except BrokerUnavailable as error:
             raise BrokerUnavailable(
-                f"{decided.reference} is in production in the registry, but the old version still answers: {error}. "
+                f"{version.reference} is in production in the registry, but the old version still answers: {error}. "
                 f"Expected `penstock models sync {version.name}`, once the broker answers"
             ) from error
         flipped_at, seconds = time.time(), time.monotonic() - begun
-        self._tell(f"{decided.reference} answers from now on (epoch {transition.epoch})")
-        self._release_older(transition)
-        late = self._watch(decided.name, decided.version).await_active(_FOLLOW_S) if prepared else []
-        return Rollout(transition, tuple(prepared), tuple(late), flipped_at, seconds)
+        self._tell(f"{version.reference} answers from now on (epoch {transition.epoch})")
+        with self._at_most_told("older versions may still be in memory"):
+            self._release_older(transition)
+        late = prepared
+        with self._at_most_told("its workers could not be asked whether they follow"):
+            late = self._late(version) if prepared else ()
+        return Rollout(transition, prepared, late, flipped_at, seconds)
 
     @contextmanager
-    def _prepared(self, version: RegisteredVersion, timeout_s: float) -> Iterator[Sequence[str]]:
-        """The block begins when every live worker has the version in memory; an exception takes the wish back."""
+    def _prepared(self, version: RegisteredVersion, timeout_s: float) -> Iterator[tuple[str, ...]]:
+        """The block begins when every live worker has the version in memory; an exception takes the wish back.
+
+        A wish that was there before is somebody else's, and stays.
+        """
         watch = self._watch(version.name, version.version)
         if not watch.look():
             self._tell(f"no live worker serves {version.name}: nothing to prepare")
+        was_wanted = self._is_wanted(version)
         try:
             yield self._prepare(watch, version, timeout_s)
         except BaseException:
-            self._withdraw(version)
+            if not was_wanted:
+                self._take_back(version)
             raise
 
-    def _prepare(self, watch: Watch, version: RegisteredVersion, timeout_s: float) -> list[str]:
+    def _prepare(self, watch: Watch, version: RegisteredVersion, timeout_s: float) -> tuple[str, ...]:
         try:
             self._ask(version, is_wanted=True)
-            return watch.await_ready(version.content_hash, timeout_s)
+            return tuple(watch.await_ready(version.content_hash, timeout_s))
         except ModelNotReady as problem:
             raise TransitionRefused(f"{version.reference} stays in {version.stage}. {problem}") from None
 
@@ -265,7 +282,8 @@ class Deployer:
         if not self._broker.activate(version.name, epoch, record, version.version, spec):
             raise TransitionConflict(
                 f"{version.reference} is in production since epoch {epoch} of this registry, and the broker follows "
-                "another decision of that epoch or a later one. Expected the registry and the key that made it"
+                "another decision: a later one, or that of this epoch as another key has signed it. Expected a new "
+                "decision, made in the registry of the latest one: another version promoted, or a rollback"
             )
 
     def _release_older(self, transition: Transition) -> None:
@@ -273,7 +291,18 @@ class Deployer:
         kept = transition.productions[-2:]
         for version in self.registry.versions(transition.name):
             if version.stage is ModelStage.ARCHIVED and version.version not in kept and self._is_wanted(version):
-                self._withdraw(version)
+                self._ask(version, is_wanted=False)
+
+    def _late(self, version: RegisteredVersion) -> tuple[str, ...]:
+        return tuple(self._watch(version.name, version.version).await_active(_FOLLOW_S))
+
+    @contextmanager
+    def _at_most_told(self, what: str) -> Iterator[None]:
+        """For what comes after a flip: its failure is no failure of the rollout."""
+        try:
+            yield
+        except PenstockError as problem:
+            self._tell(f"{what}: {problem}")
 
     # Memory
 
@@ -329,10 +358,15 @@ class Deployer:
         command = Command.new(action, version.name, version.version, version.content_hash)
         self._command(command, self._workers_of(version.name, worker))
 
-    def _withdraw(self, version: RegisteredVersion) -> None:
+    def _take_back(self, version: RegisteredVersion) -> None:
+        """Takes the wish for a version back, unless it answers: somebody else may have promoted it meanwhile."""
         # Of two problems the first one counts.
-        with suppress(BrokerUnavailable, ConfigurationError, ModelNotReady):
-            self._ask(version, is_wanted=False)
+        with suppress(BrokerUnavailable, RegistryUnavailable, ConfigurationError, ModelNotReady):
+            if self.registry.find(version.name, version.version).stage is not ModelStage.PRODUCTION and not any(
+                replica.is_active and replica.content_hash == version.content_hash
+                for replica in replicas(self._broker, version.name, version.version)
+            ):
+                self._ask(version, is_wanted=False)
 
     def _is_wanted(self, version: RegisteredVersion) -> bool:
         if self._states is None:

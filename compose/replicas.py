@@ -32,6 +32,7 @@ class Replica(NamedTuple):
     content_hash: str
     is_active: bool
     problem: str
+    """Why it is not to be had; empty while nothing is wrong."""
 
 
 def replicas(broker: Broker, model: str, label: str) -> list[Replica]:
@@ -70,7 +71,7 @@ class Watch:
         self._begun = time.monotonic()
         self._heard_s = sweep_s + _REPORTS_LATE_S
         self._told: dict[str, str] = {}
-        self._failed_before = {replica.worker for replica in self.look() if replica.state == "failed"}
+        self._in_trouble_before = {replica.worker for replica in self.look() if replica.problem}
 
     def look(self) -> list[Replica]:
         """The replicas now."""
@@ -80,18 +81,24 @@ class Watch:
     def await_ready(self, content_hash: str, timeout_s: float) -> list[str]:
         """Returns the workers once all have this content loaded.
 
-        Raises ModelNotReady with the first problem of one, and when the time is over; BrokerUnavailable.
+        Raises ModelNotReady with the first problem of one, also that it keeps other content under this label; when
+        the time is over; BrokerUnavailable.
         """
 
         def is_ready(replica: Replica) -> bool:
-            if replica.state == "ready" and replica.content_hash != content_hash:
+            if replica.state != "ready":
+                if replica.problem and self._is_news(replica):
+                    raise ModelNotReady(f"{replica.worker}: {replica.problem}")
+                return False
+            if replica.content_hash == content_hash:
+                return True
+            # One that does not answer is loaded again, from files that may have been made right.
+            if self._has_had_time or (replica.problem and self._is_news(replica)):
                 raise ModelNotReady(
                     f"{replica.worker} has other files under {self._model}/{self._label} "
                     f"({replica.content_hash[:12]}). Expected those that were registered ({content_hash[:12]})"
                 )
-            if replica.state == "failed" and self._is_news(replica):
-                raise ModelNotReady(f"{replica.worker}: {replica.problem or 'it cannot be loaded'}")
-            return replica.state == "ready"
+            return False
 
         return self._await(is_ready, timeout_s, "ready")
 
@@ -122,13 +129,18 @@ class Watch:
             time.sleep(_POLL_S)
 
     def _is_news(self, replica: Replica) -> bool:
-        """Whether a failure is one of this time: an earlier one stands in the reports until the worker tries again."""
-        return replica.worker not in self._failed_before or time.monotonic() - self._begun > self._heard_s
+        """Whether a problem is one of this time: an earlier one stands in the reports until the worker tries again."""
+        return replica.worker not in self._in_trouble_before or self._has_had_time
+
+    @property
+    def _has_had_time(self) -> bool:
+        """Whether every worker has heard, and has said so."""
+        return time.monotonic() - self._begun > self._heard_s
 
     def _tell_of(self, found: Collection[Replica]) -> None:
         for replica in found:
-            if replica.state != "failed":
-                self._failed_before.discard(replica.worker)
+            if not replica.problem:
+                self._in_trouble_before.discard(replica.worker)
             if self._told.get(replica.worker) != replica.state:
                 self._told[replica.worker] = replica.state
                 self._tell(f"{replica.worker}: {self._model}/{self._label} is {replica.state}")

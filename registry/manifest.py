@@ -86,9 +86,14 @@ class FileTree:
                 yield path
 
     def _check_kind(self, path: str, entry: os.DirEntry[str]) -> None:
+        try:
+            is_file = entry.is_file()
+        except OSError as error:
+            # Links that lead in a circle, too, which Path.resolve would not take.
+            raise self._unreadable(path, error) from None
         if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(self.links_within.resolve()):
             raise ConfigurationError(f"{self.label}: file {shown(path)}: a link leads out, expected a file inside")
-        if not entry.is_file():
+        if not is_file:
             raise ConfigurationError(f"{self.label}: file {shown(path)}: found no regular file, expected one")
 
     def state(self, path: str) -> _State:

@@ -13,8 +13,9 @@ import difflib
 import hashlib
 import importlib.util
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -210,8 +211,8 @@ class Package:
         """The file that `weights` names; None without one. Raises ConfigurationError if it is not in the folder."""
         if self.spec.weights is None:
             return None
-        file = (self.folder / self.spec.weights).resolve()
-        if not file.is_relative_to(self.folder.resolve()) or not file.is_file():
+        file = _inside(self.folder, self.spec.weights, Path.is_file, self.label)
+        if file is None:
             raise ConfigurationError(
                 f"{_label(self.folder)}: weights: found {self.spec.weights!r:.80}, expected a file of the package"
             )
@@ -220,9 +221,8 @@ class Package:
     def source_folder(self) -> Path:
         """The folder of a `transformers` package's weights. Raises ConfigurationError if it is not there."""
         source = self.spec.source or Source()
-        base = self._source_base().folder
-        folder = (base / source.path).resolve()
-        if not folder.is_relative_to(base.resolve()) or not folder.is_dir():
+        folder = _inside(self._source_base().folder, source.path, Path.is_dir, self.label)
+        if folder is None:
             raise ConfigurationError(
                 f"{_label(self.folder)}: source.path: found {source.path!r:.80}, expected a folder inside the package"
             )
@@ -279,15 +279,20 @@ class PackageRef(NamedTuple):
     path: Path
 
 
-def discover(root: Path) -> list[PackageRef]:
-    """All packages under a models root, by name and ascending version. Raises ConfigurationError without a root."""
-    if not root.is_dir():
-        raise ConfigurationError(
-            f"Models root {root.name!r} is not a folder. Expected <name>/<version>/{SPEC_FILE} in it"
-        )
-    found = [
-        PackageRef(file.parent.parent.name, file.parent.name, file.parent) for file in root.glob(f"*/*/{SPEC_FILE}")
-    ]
+def discover(root: Path, name: str = "*") -> list[PackageRef]:
+    """All packages under a models root, or those of one model, by name and ascending version.
+
+    Raises ConfigurationError without a root.
+    """
+    try:
+        if not root.is_dir():
+            raise ConfigurationError(
+                f"Models root {root.name!r} is not a folder. Expected <name>/<version>/{SPEC_FILE} in it"
+            )
+        files = list(root.glob(f"{name}/*/{SPEC_FILE}"))
+    except OSError as error:
+        raise ConfigurationError(f"Models root {root.name!r} cannot be read ({error.strerror})") from None
+    found = [PackageRef(file.parent.parent.name, file.parent.name, file.parent) for file in files]
     return sorted(found, key=lambda ref: (ref.name, _version_order(ref.version)))
 
 
@@ -297,7 +302,7 @@ def find(root: Path, name: str, version: str | None = None) -> PackageRef:
     Versions order by their numbers, and `2.0-rc1` comes before `2.0`. Raises UnknownModel.
     """
     parse_name("model", name)
-    versions = [ref for ref in discover(root) if ref.name == name] if root.is_dir() else []
+    versions = discover(root, name) if root.is_dir() else []
     matching = [ref for ref in versions if version in (None, ref.version)]
     if not matching:
         expected = (
@@ -354,16 +359,29 @@ def _read(file: Path, label: str) -> tuple[ModelSpec, str]:
 def _check_entrypoint(package: Package, trusted_roots: Sequence[Path]) -> None:
     module, _ = package.entrypoint()
     label = _label(package.folder)
-    file = package.folder.joinpath(*module.split(".")).with_suffix(".py").resolve()
-    if not file.is_file() or not file.is_relative_to(package.folder.resolve()):
+    file = _inside(package.folder, f"{module.replace('.', '/')}.py", Path.is_file, package.label)
+    if file is None:
         raise ConfigurationError(
             f"{label}: entrypoint: found {package.spec.entrypoint!r:.80}, expected a module inside the package"
         )
-    if not any(file.is_relative_to(root.resolve()) for root in trusted_roots):
+    if not any(file.is_relative_to(os.path.realpath(root)) for root in trusted_roots):
         raise ConfigurationError(
             f"{label}: entrypoint: the package runs code and lies outside the trusted roots, "
             "expected it under one of PENSTOCK_TRUSTED_ROOTS"
         )
+
+
+def _inside(folder: Path, path: str, is_there: Callable[[Path], bool], label: str) -> Path | None:
+    """Where a path in a folder really lies; None if that is outside of the folder, or nothing is there.
+
+    Raises ConfigurationError for what cannot be read.
+    """
+    # Unlike Path.resolve, this takes links that lead in a circle; nothing is there, then.
+    real = Path(os.path.realpath(folder / path))
+    try:
+        return real if real.is_relative_to(os.path.realpath(folder)) and is_there(real) else None
+    except OSError as error:
+        raise ConfigurationError(f"{label}: {shown(path)}: cannot be read ({error.strerror})") from None
 
 
 def _installed_folder(package_folder: Path, module: str) -> Path:

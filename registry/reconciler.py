@@ -28,6 +28,8 @@ __all__ = ["Host", "Reconciler", "StateStore", "Wish"]
 
 _CONTEXT: Final = "wanted version"
 _TIMEOUT_S: Final = 5.0
+_LEAVE_S: Final = 1.0
+"""How long a store that does not answer may keep a worker from its end."""
 
 logger = logging.getLogger("server")
 
@@ -147,17 +149,18 @@ class Reconciler:
         """Begins with a sweep."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends, and takes back what it had reported."""
+    def ask_to_stop(self) -> None:
+        """Begins no further sweep; does not wait for the one that is under way."""
         self._is_stopping = True
         self._is_nudged.set()
+
+    def stop(self) -> None:
+        """Ends, and takes back what it had reported, unless the store does not answer."""
+        self.ask_to_stop()
         if self._thread.ident is not None:
-            self._thread.join(_TIMEOUT_S)
-            try:
-                self._store.withdraw(self._worker)
-            except BrokerUnavailable as error:
-                logger.warning("the report of loaded models stays: %s", error)
-        self._store.close()
+            self._thread.join(_LEAVE_S)
+            if self._thread.is_alive():
+                logger.warning("the report of loaded models stays: the store of model states does not answer")
 
     def nudge(self) -> None:
         """Sweep now."""
@@ -165,10 +168,11 @@ class Reconciler:
 
     def sweep(self) -> None:
         """Act on what is new, then say what is loaded. Raises BrokerUnavailable, and then nothing was unloaded."""
-        for reference, record in self._store.wishes().items():
+        wishes = self._store.wishes()
+        for reference, record in wishes.items():
             if self._followed.get(reference) != record:
                 self._follow(reference, record)
-                self._followed[reference] = record
+        self._followed = wishes
         self._store.report(self._worker, {"models": self._host.versions()})
 
     def _follow(self, reference: str, record: bytes) -> None:
@@ -186,9 +190,15 @@ class Reconciler:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._is_nudged.clear()
-            try:
-                self.sweep()
-            except BrokerUnavailable as error:
-                logger.warning("models are not reconciled: %s", error)
+            self._try(self.sweep, "models are not reconciled")
             self._is_nudged.wait(self._interval_s)
+            # Afterwards, or the nudge of a stop that came meanwhile would be lost.
+            self._is_nudged.clear()
+        self._try(lambda: self._store.withdraw(self._worker), "the report of loaded models stays")
+        self._store.close()
+
+    def _try(self, step: Callable[[], None], otherwise: str) -> None:
+        try:
+            step()
+        except BrokerUnavailable as error:
+            logger.warning("%s: %s", otherwise, error)

@@ -300,11 +300,15 @@ class WorkerParts:
                     # Other threads may hang, so nothing waits for them; what they held lapses with its lease.
                     os._exit(EXIT_UNHEALTHY)
             time.sleep(_WATCH_S)
+        # First of all nothing more is claimed; whatever else ends may have to wait for others.
+        self._drain.ask_to_stop(self._grace_s)
         if self._reconciler is not None:
-            self._reconciler.stop()
+            self._reconciler.ask_to_stop()
+        self._drain.stop(self._grace_s)
         if self._optimizer is not None:
             self._optimizer.stop()
-        self._drain.stop(self._grace_s)
+        if self._reconciler is not None:
+            self._reconciler.stop()
         self._replies.stop()
         self._watcher.stop()
         self._probe.stop()

@@ -144,6 +144,7 @@ class Drain:
             ring=self._ring,
             clock=clock,
         )
+        self._preloads = settings.inference.preload
         self._tuner = tuner or Untuned()
         self._shelf = Shelf(
             settings.inference,
@@ -256,6 +257,8 @@ class Drain:
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether jobs are being served, and the details for a probe."""
         problem = self.is_healthy() or (None if self.leases.is_in_touch else "the broker does not answer")
+        if problem is None and not self._shelf.claimable():
+            problem = "no version that answers is to be had here"
         is_ready = self._is_ready and problem is None
         return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._holdings)}
 
@@ -502,24 +505,22 @@ class Drain:
         if version.state is VersionState.FAILED:
             self._part_with(version, jobs)
             return
-        if version.state is VersionState.COLD:
-            self._loader.load(version)
-        self._served[version.name].add(version, jobs)
+        self._shelf.load(version)
+        version.add(jobs)
 
     def _add_suspect(self, version: ServedVersion, job: ClaimedJob) -> None:
         if version.state is VersionState.FAILED:
             self._part_with(version, [job])
             return
-        if version.state is VersionState.COLD:
-            self._loader.load(version)
-        self._served[version.name].hold(job)
+        self._shelf.load(version)
+        version.hold(job)
         self._suspects.append(job)
 
     def _part_with(self, version: ServedVersion, jobs: Iterable[ClaimedJob]) -> None:
         """The version cannot be loaded: jobs that name it fail, the others are for a worker that has it."""
-        for job in jobs:
-            if job.header.version:
-                failure = Failure("ModelError", f"Version {job.header.version} cannot be loaded. {version.problem}")
+        for job in [each for leader in jobs for each in (leader, *self._end_flight(leader))]:
+            if named := job.header.version:
+                failure = Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
                 self._concluded.append(Conclusion(job, failure))
             else:
                 self._to_release.append(job)
@@ -534,10 +535,11 @@ class Drain:
         if named:
             version = model.named(named) or self._shelf.meet(model, named)
             if version is None:
-                return Failure("ModelError", f"Version {named} is not served here. Served is {model.label or 'none'}")
+                served = model.label or "none"
+                return Failure("ModelError", f"Version {named:.80} is not served here. Served is {served}")
             if version.state is VersionState.FAILED:
-                return Failure("ModelError", f"Version {named} cannot be loaded. {version.problem}")
-        if version is None or version.state is VersionState.FAILED:
+                return Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
+        if version is None or not self._may_take(version, is_named=bool(named)):
             return None
         try:
             version.fit(job)
@@ -546,6 +548,19 @@ class Drain:
             return Failure("ModelError", f"InvalidInput: {error}")
         job.version = version
         return None
+
+    def _may_take(self, version: ServedVersion, *, is_named: bool) -> bool:
+        """Whether a job may wait here for its version: otherwise it goes back to the queue, for whoever has that.
+
+        A version that answers and must be loaded first has its jobs wait in the queue, unless loads are left to the
+        first job. One that jobs name is loaded for them, and no more of them wait here than it could run.
+        """
+        if version.is_ready:
+            return True
+        if not is_named and self._preloads:
+            self._shelf.load(version)
+            return False
+        return version.in_memory < version.capacity
 
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
@@ -626,8 +641,8 @@ class Drain:
                 self._concluded.append(Conclusion(job, EXPIRED))
             elif version is None or not version.is_ready:
                 self._suspects.append(job)
-                if version is not None and version.state is VersionState.COLD:
-                    self._loader.load(version)
+                if version is not None:
+                    self._shelf.load(version)
             else:
                 version.in_flight += 1
                 return version.work(version.alone(job), self._open_stream)
@@ -767,7 +782,8 @@ class Drain:
         if len(self._resting) >= self._max_in_memory // 2:
             # Too many rest already: they would keep out jobs that nothing is wrong with.
             pause_s = 0.0
-        self._served[job.delivery.slot].make_room(job)
+        if job.version is not None:
+            job.version.make_room(job)
         self._rested += 1
         heapq.heappush(self._resting, (self._clock() + pause_s, self._rested, job))
         return True
@@ -823,9 +839,8 @@ class Drain:
 
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
-            if job.takes_room:
-                job.takes_room = False
-                self._served[job.delivery.slot].in_memory -= 1
+            if job.version is not None:
+                job.version.make_room(job)
         self._holdings.drop(jobs)
 
     # Leases

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import Final, NamedTuple
 
@@ -20,11 +20,13 @@ from workers.device_memory import forward_probe, total_bytes
 from workers.runtime.base import Runtime
 from workers.served import ServedVersion, VersionState
 
-__all__ = ["Loaded", "Loader", "to_unload"]
+__all__ = ["Loaded", "Loader", "excess_bytes", "to_unload"]
 
 logger = logging.getLogger("server")
 
 _MIB: Final = 1024 * 1024
+_AT_A_TIME: Final = 2
+"""Loads beside each other: each takes a core and the memory of its version."""
 
 
 class Loaded(NamedTuple):
@@ -69,19 +71,34 @@ class Loader:
         self._clock = clock
         self._under_way: dict[int, _Load] = {}
         """By the id of the runtime that is loading."""
+        self._queued: deque[ServedVersion] = deque()
+        self._abandoned: dict[int, ServedVersion] = {}
+        """Loads that took too long and go on all the same, by the id of their runtime."""
         self._ended: deque[tuple[Runtime, str, int]] = deque()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being loaded."""
-        return bool(self._under_way)
+        """Whether something is being loaded, or has just been."""
+        return bool(self._under_way or self._ended or self._queued)
 
     def load(self, version: ServedVersion) -> None:
-        """Begins to load a version that is not loaded; `take_done` tells how that ended."""
+        """Begins to load a version that is not loaded; `take_done` tells how that ended.
+
+        A few at a time, in the order in which they were asked for; none beside an earlier load of it that hangs.
+        """
+        if version in self._abandoned.values():
+            version.has_failed(f"{version.spec.reference}: an earlier load of it has not ended yet")
+            return
         version.state, version.problem = VersionState.LOADING, ""
-        runtime = version.runtime
-        self._under_way[id(runtime)] = _Load(version, runtime, self._clock())
-        self.begin(version, runtime)
+        self._queued.append(version)
+        self._begin_queued()
+
+    def _begin_queued(self) -> None:
+        while self._queued and len(self._under_way) < _AT_A_TIME:
+            version = self._queued.popleft()
+            runtime = version.runtime
+            self._under_way[id(runtime)] = _Load(version, runtime, self._clock())
+            self.begin(version, runtime)
 
     def begin(self, version: ServedVersion, runtime: Runtime) -> None:
         """Runs the load, at whose end `end` is called: on a thread of its own. Whoever steps a drain steps this."""
@@ -99,11 +116,11 @@ class Loader:
         try:
             version.runtime.load(self._device, self._threads)
             rows = self._calibrated_rows(version, version.runtime)
-        except ConfigurationError as error:
-            problem = str(error)
-            raise
-        finally:
-            _settle(Loaded(version, problem, self._clock() - begun, rows))
+        except (Exception, SystemExit) as error:  # a package's own code may raise anything
+            problem = _problem_of(version.runtime, error)
+        self._settle(Loaded(version, problem, self._clock() - begun, rows))
+        if problem:
+            raise ConfigurationError(problem)
 
     def take_done(self) -> list[Loaded]:
         """The loads that have ended since the last call, those among them that took too long."""
@@ -113,6 +130,7 @@ class Loader:
             load = self._under_way.pop(id(runtime), None)
             if load is None:
                 # It was given up: nobody waits for it any more.
+                self._abandoned.pop(id(runtime), None)
                 runtime.close()
                 continue
             if not problem and load.version.promised_hash not in ("", runtime.content_hash):
@@ -124,10 +142,14 @@ class Loader:
         for key, load in list(self._under_way.items()):
             if now - load.since > self._timeout_s:
                 del self._under_way[key]
+                self._abandoned[key] = load.version
+                # What it has taken so far goes now, the rest when it ends.
+                load.runtime.close()
                 problem = f"{load.version.spec.reference}: loading took longer than {self._timeout_s:g} s"
                 done.append(Loaded(load.version, problem, now - load.since, 0))
         for loaded in done:
-            _settle(loaded)
+            self._settle(loaded)
+        self._begin_queued()
         return done
 
     def _run(self, version: ServedVersion, runtime: Runtime) -> None:
@@ -135,10 +157,8 @@ class Loader:
         try:
             runtime.load(self._device, self._threads)
             rows = self._calibrated_rows(version, runtime)
-        except ConfigurationError as error:
-            problem = str(error)
         except BaseException as error:  # whatever a package raises, the worker goes on serving what it serves
-            problem = f"{runtime.spec.reference}: loading failed ({type(error).__name__}: {error!s:.200})"
+            problem = _problem_of(runtime, error)
         self.end(runtime, problem, rows)
 
     def _calibrated_rows(self, version: ServedVersion, runtime: Runtime) -> int:
@@ -165,36 +185,50 @@ class Loader:
         )
         return found.rows
 
+    def _settle(self, loaded: Loaded) -> None:
+        version, problem = loaded.version, loaded.problem
+        if loaded.rows:
+            version.calibrated_rows = loaded.rows
+            version.resize(loaded.rows)
+        if problem:
+            logger.error("model not loaded: %s", problem, extra={"model": version.name, "version": version.label})
+            version.has_failed(problem)
+            return
+        version.has_loaded(self._clock())
+        logger.info(
+            "model loaded",
+            extra={
+                "model": version.name,
+                "version": version.label,
+                "content_hash": version.content_hash,
+                "seconds": round(loaded.seconds, 3),
+            },
+        )
 
-def _settle(loaded: Loaded) -> None:
-    version, problem = loaded.version, loaded.problem
-    if loaded.rows:
-        version.calibrated_rows = loaded.rows
-        version.resize(loaded.rows)
-    if problem:
-        logger.error("model not loaded: %s", problem, extra={"model": version.name, "version": version.label})
-        version.has_failed(problem)
-        return
-    version.has_loaded()
-    logger.info(
-        "model loaded",
-        extra={
-            "model": version.name,
-            "version": version.label,
-            "content_hash": version.content_hash,
-            "seconds": round(loaded.seconds, 3),
-        },
-    )
+
+def _problem_of(runtime: Runtime, error: BaseException) -> str:
+    if isinstance(error, ConfigurationError):
+        return str(error)
+    return f"{runtime.spec.reference}: loading failed ({type(error).__name__}: {error!s:.200})"
 
 
-def to_unload(versions: Iterable[ServedVersion], limit_mb: int, newest: ServedVersion) -> list[ServedVersion]:
-    """What must go so that the loaded versions take no more than `limit_mb` MiB (0: no limit), least recently used
-    first. Versions with work, and the one that was loaded last, stay whatever they take."""
-    loaded = [version for version in versions if version.is_ready]
-    excess = sum(version.runtime.memory_bytes for version in loaded) - limit_mb * _MIB
+def excess_bytes(versions: Iterable[ServedVersion], limit_mb: int) -> int:
+    """What the loaded versions take beyond `limit_mb` MiB; 0: no limit."""
+    taken = sum(version.runtime.memory_bytes for version in versions if version.is_ready)
+    return max(0, taken - limit_mb * _MIB) if limit_mb else 0
+
+
+def to_unload(
+    versions: Iterable[ServedVersion], excess: int, answering: Collection[ServedVersion]
+) -> list[ServedVersion]:
+    """What goes to give so many bytes back: what no operator wants first, then what does not answer, and of these the
+    least recently used. Versions with work stay; so does the last that was used."""
+    idle = [version for version in versions if version.is_ready and version.is_idle and version.runtime.memory_bytes]
+    idle.sort(key=lambda version: (version in answering, version.is_wanted, version.used_at))
+    latest = max((version.used_at for version in versions if version.is_ready), default=0.0)
     going = []
-    for version in sorted(loaded, key=lambda version: version.used_at) if limit_mb else ():
-        if excess > 0 and version is not newest and version.is_idle and version.runtime.memory_bytes:
+    for version in idle:
+        if excess > 0 and version.used_at < latest:
             going.append(version)
             excess -= version.runtime.memory_bytes
     return going

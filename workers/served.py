@@ -86,6 +86,9 @@ class VersionState(Enum):
     FAILED = "failed"
 
 
+_TO_BE_HAD: Final = (VersionState.READY, VersionState.COLD)
+
+
 class ServedVersion:
     """One version of a model in this worker. The I/O thread owns it, but for the runtime's loads and forwards."""
 
@@ -124,6 +127,8 @@ class ServedVersion:
             output.name for output in self.spec.outputs if output.dtype.startswith("float") and not output.allow_nan
         )
         self._fitting: tuple[tuple[Tensor, ...] | None, int] = (None, 0)
+        self.in_memory = 0
+        """Jobs that wait or run; not those that follow an equal one, nor those that rest between two tries."""
         self.in_flight = 0
         """Batches handed to the model threads."""
         self._keep_to(batch_limits(self.spec, config))
@@ -154,9 +159,10 @@ class ServedVersion:
         self._keep_to(replace(self.limits, max_rows=rows))
         self.batcher.extend(pending)
 
-    def has_loaded(self) -> None:
-        """The runtime is ready for forwards."""
+    def has_loaded(self, now: float = 0.0) -> None:
+        """The runtime is ready for forwards, since `now` in monotonic seconds."""
         self.state, self.problem = VersionState.READY, ""
+        self.used_at = now
         self.content_hash = self.runtime.content_hash
 
     def has_failed(self, problem: str) -> None:
@@ -296,8 +302,20 @@ class ServedVersion:
         if self.observer is not None:
             self.observer.observe(work)
 
-    def extend(self, jobs: list[ClaimedJob]) -> None:
+    def hold(self, job: ClaimedJob) -> None:
+        """The job waits or runs here."""
+        self.in_memory += not job.takes_room
+        job.takes_room = True
+
+    def make_room(self, job: ClaimedJob) -> None:
+        """The job no longer waits or runs here."""
+        self.in_memory -= job.takes_room
+        job.takes_room = False
+
+    def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
+        for job in jobs:
+            self.hold(job)
         self.batcher.extend([self._pending(job) for job in jobs])
 
     def alone(self, job: ClaimedJob) -> Batch[ClaimedJob]:
@@ -346,8 +364,6 @@ class ServedModel:
         """The record of the active version as the last delivery brought it along."""
         self.deployment: Deployment | None = None
         """What that says; None before the first promotion: then the highest version on disk answers."""
-        self.in_memory = 0
-        """Jobs that wait or run; not those that follow an equal one, nor those that rest between two tries."""
         self.is_drained = False
         """Whether the last claim found fewer jobs than it asked for."""
 
@@ -365,32 +381,16 @@ class ServedModel:
 
     @property
     def is_claimable(self) -> bool:
-        """Whether the version that answers is to be had here."""
-        return self.active is not None and self.active.state is not VersionState.FAILED
+        """Whether the version that answers is to be had here: while it is being loaded its jobs are for others."""
+        active = self.active
+        return active is not None and active.state in _TO_BE_HAD
 
     @property
     def free(self) -> int:
         """Jobs that may be claimed now."""
-        if self.active is None or self.active.state is VersionState.FAILED:
-            return 0
-        return max(0, self.active.capacity - self.in_memory)
+        active = self.active
+        return max(0, active.capacity - active.in_memory) if active is not None and self.is_claimable else 0
 
     def named(self, name: str) -> ServedVersion | None:
         """The version of this label or beginning of a content hash, if it has been met here."""
         return self.versions.get(name) or next((each for each in self.versions.values() if each.is_named(name)), None)
-
-    def hold(self, job: ClaimedJob) -> None:
-        """The job waits or runs here."""
-        self.in_memory += not job.takes_room
-        job.takes_room = True
-
-    def make_room(self, job: ClaimedJob) -> None:
-        """The job no longer waits or runs here."""
-        self.in_memory -= job.takes_room
-        job.takes_room = False
-
-    def add(self, version: ServedVersion, jobs: list[ClaimedJob]) -> None:
-        """Puts jobs before a version's batcher, in their order of arrival."""
-        for job in jobs:
-            self.hold(job)
-        version.extend(jobs)

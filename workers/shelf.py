@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from registry.broker.base import Broker
 from registry.deployment import Deployment
-from registry.errors import ConfigurationError, Corrupt, InvalidInput, UnknownModel
+from registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput, UnknownModel
 from registry.package import Package
 from registry.settings import LATEST, InferenceConfig
 from registry.signed import Verifier
 from workers.library import Library
-from workers.loader import Loaded, Loader, to_unload
+from workers.loader import Loaded, Loader, excess_bytes, to_unload
 from workers.observe.metrics import InferenceMetrics
 from workers.served import ServedModel, ServedVersion, VersionState
 from workers.tuning import Tuner
@@ -78,6 +78,10 @@ class Shelf:
         """What other threads ask of this one."""
         self._missing: dict[tuple[str, str], str] = {}
         """What operators want and is not to be found, and why."""
+        self._is_over_memory = False
+        """Whether somebody must look at what is loaded."""
+        self._wished: dict[tuple[str, str], str] = {}
+        """By model and label, the content that operators asked for."""
         self._unwanted: set[ServedVersion] = set()
         """To be unloaded once they are idle."""
         for package in packages:
@@ -114,6 +118,10 @@ class Shelf:
         described = {name: _described(model) for name, model in tuple(self.models.items())}
         for (name, label), problem in tuple(self._missing.items()):
             described.setdefault(name, {}).setdefault(label, {**_NOT_HERE, "problem": problem})
+        for (name, label), content_hash in tuple(self._wished.items()):
+            entry = described.get(name, {}).get(label)
+            if entry is not None and content_hash and entry["content_hash"] not in ("", content_hash):
+                entry["problem"] = "it was loaded with other content than was asked for"
         return described
 
     # Life
@@ -124,10 +132,8 @@ class Shelf:
         Raises ConfigurationError, BrokerUnavailable.
         """
         for name, active in self._broker.actives(list(self.models)).items():
-            self.follow(self.models[name], active)
+            self._follow_at_start(self.models[name], active)
         answering = [model.active for model in self.models.values() if model.active is not None]
-        if not answering:
-            raise ConfigurationError("None of the versions that were promoted is under the models root")
         for version in answering if self._config.preload else ():
             self._load_at_start(version)
         for version in answering:
@@ -142,7 +148,16 @@ class Shelf:
     def tend(self) -> None:
         """Does what other threads have asked for."""
         while self._orders:
-            self._orders.popleft()()
+            # An order that the broker was away for is still there when it is back; any other error is its end.
+            try:
+                self._orders[0]()
+            except BrokerUnavailable:
+                raise
+            except Exception:
+                logger.exception("an order could not be followed")
+            self._orders.popleft()
+        if self._is_over_memory:
+            self._give_memory_back()
         for version in [version for version in self._unwanted if self._may_go(version)]:
             self._unwanted.discard(version)
             if version.is_ready:
@@ -158,9 +173,13 @@ class Shelf:
         for loaded in ended:
             if not loaded.problem:
                 self._has_loaded(loaded.version)
-                for other in to_unload(self.turns, self._config.model_memory_mb, loaded.version):
-                    self._unload(other)
+                self._is_over_memory = True
         return ended
+
+    def load(self, version: ServedVersion) -> None:
+        """Begins to load a version that was not loaded so far, or not again since it was unloaded."""
+        if version.state is VersionState.COLD:
+            self.loader.load(version)
 
     # Which version
 
@@ -188,14 +207,20 @@ class Shelf:
         if before != deployment.content_hash:
             self._on_version_change(model.name, before, deployment.content_hash)
 
+    def _follow_at_start(self, model: ServedModel, active: bytes) -> None:
+        self.follow(model, active)
+        if active and model.deployment is None and not self._is_pinned:
+            # Something was promoted, and nobody here knows what: the highest version on disk may be a draft.
+            model.active = None
+
     def hear(self, name: str, active: bytes) -> None:
         """A record that no claim has brought: the model is idle, and has time to load what answers from now on."""
         model = self.models[name]
         if active != model.record:
             self.follow(model, active)
         answering = model.active
-        if answering is not None and answering.state is VersionState.COLD and self._config.preload:
-            self.loader.load(answering)
+        if answering is not None and self._config.preload:
+            self.load(answering)
 
     def try_again(self) -> None:
         """Versions that should answer and are not to be had here: they may have come, or load this time."""
@@ -209,10 +234,8 @@ class Shelf:
         """A version of this label, loaded or not, if it lies under the models root."""
         if (version := model.versions.get(label)) is not None:
             return version
-        try:
-            version = ServedVersion(self._library.package(model.name, label), self._config)
-        except (ConfigurationError, InvalidInput, UnknownModel) as error:
-            logger.warning("version not found: %s", error, extra={"model": model.name, "version": label[:80]})
+        version = self._find(model.name, label)
+        if version is None:
             return None
         rows = max((known.calibrated_rows for known in model.versions.values()), default=0)
         if rows and version.is_sized_by_memory:
@@ -225,7 +248,7 @@ class Shelf:
 
     def _copy_of(self, model: ServedModel, label: str, content_hash: str) -> ServedVersion | None:
         """The version, with this content and no other; None while it is not to be had here."""
-        version = self.meet(model, label)
+        version = self._reread(model, self.meet(model, label))
         if version is None or not content_hash or version.content_hash == content_hash:
             return version
         if version.is_ready:
@@ -242,18 +265,55 @@ class Shelf:
 
     # Into memory and out of it
 
+    def _give_memory_back(self) -> None:
+        """Unloads what is too much, now or once it is idle."""
+        if excess := excess_bytes(self.turns, self._config.model_memory_mb):
+            answering = [model.active for model in self.models.values() if model.active is not None]
+            for version in to_unload(self.turns, excess, answering):
+                self._unload(version)
+        self._is_over_memory = bool(excess_bytes(self.turns, self._config.model_memory_mb))
+
     def _add_model(self, package: Package) -> ServedModel:
         version = ServedVersion(package, self._config)
         model = self.models[package.spec.name] = ServedModel(package.spec.name, version)
         self.turns.append(version)
         return model
 
+    def _find(self, name: str, label: str) -> ServedVersion | None:
+        """A version as it lies under the models root now."""
+        try:
+            return ServedVersion(self._library.package(name, label), self._config)
+        except (ConfigurationError, InvalidInput, UnknownModel) as error:
+            # Jobs may name any version, so this is for those who look closely.
+            logger.debug("version not found: %s", error, extra={"model": name, "version": label[:80]})
+            return None
+
+    def _reread(self, model: ServedModel, version: ServedVersion | None) -> ServedVersion | None:
+        """The version as its package says now, where nothing of it is in memory yet."""
+        if version is None or version.state not in _UNLOADED or not version.is_idle or version.in_memory:
+            return version
+        found = self._find(model.name, version.label)
+        if found is None or found.package.spec == version.package.spec:
+            return version
+        found.is_wanted = version.is_wanted
+        model.versions[version.label] = found
+        self.turns[self.turns.index(version)] = found
+        if model.active is version:
+            model.active = found
+        return found
+
     def _want(self, name: str, label: str, content_hash: str) -> None:
         model = self.models.get(name) or self._bring(name, label)
-        version = self._copy_of(model, label, content_hash) if model is not None else None
+        if model is not None and model.label == label:
+            # What answers is for promotions to change; `described` tells of any difference.
+            version: ServedVersion | None = model.active
+        else:
+            version = self._copy_of(model, label, content_hash) if model is not None else None
+        # Not before: a copy with other content has just been unloaded.
+        self._wished[name, label] = content_hash
         if version is None:
-            if model is not None and label not in model.versions:
-                self._missing[name, label] = f"{name}/{label} is not under this worker's models root, or is not valid"
+            self._missing[name, label] = f"{name}/{label} is not under this worker's models root, or is not valid"
+            logger.error("version not found", extra={"model": name[:80], "version": label[:80]})
             return
         self._missing.pop((name, label), None)
         version.is_wanted = True
@@ -264,30 +324,37 @@ class Shelf:
     def _bring(self, name: str, label: str) -> ServedModel | None:
         """A model that came under the models root after this worker's start."""
         try:
-            model = self._add_model(self._library.package(name, label))
+            package = self._library.package(name, label)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             logger.error("model not loaded: %s", error, extra={"model": name[:80], "version": label[:80]})
             return None
         self._broker.prepare([name])
-        self.follow(model, self._broker.actives([name])[name])
+        active = self._broker.actives([name])[name]
+        model = self._add_model(package)
+        self._follow_at_start(model, active)
         if model.active is not None:
             self._announce(model.active)
         return model
 
     def _let_go_of(self, name: str, label: str) -> None:
         self._missing.pop((name, label), None)
+        self._wished.pop((name, label), None)
         model = self.models.get(name)
         version = model.versions.get(label) if model is not None else None
-        if version is not None:
-            version.is_wanted = False
-            self._unwanted.add(version)
+        if model is None or version is None:
+            return
+        version.is_wanted = False
+        if version.state is VersionState.FAILED and version is not model.active:
+            # Whoever names it next may have what is there then.
+            version.promise("")
+        self._unwanted.add(version)
 
     def _load_at_start(self, version: ServedVersion) -> None:
         try:
             self.loader.load_now(version)
         except ConfigurationError:
-            # That a promoted version has gone bad here must not keep the other models from being served.
-            if self.models[version.name].deployment is None or len(self.models) == 1:
+            # A promoted version that has gone bad here may come right; the other models are served meanwhile.
+            if self.models[version.name].deployment is None:
                 raise
             return
         self._has_loaded(version)
@@ -306,8 +373,7 @@ class Shelf:
     def _announce(self, version: ServedVersion) -> None:
         """Clients check jobs against specs: that of the version that answers, and those of the ones they may name."""
         model = self.models[version.name]
-        if model.deployment is None:
-            self._broker.put_spec(version.name, version.spec.to_json())
+        self._broker.put_spec(version.name, version.spec.to_json())
         for label in self._library.labels(version.name):
             if (other := self.meet(model, label)) is not None:
                 self._broker.put_spec(other.name, other.spec.to_json(), label)

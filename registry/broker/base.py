@@ -361,7 +361,8 @@ class WorkerEnd(Protocol):
         """
 
     def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
-        """Publish the spec of the version that answers, or of the one that is named."""
+        """Publish the spec of the version that is named; without one of the version that answers, unless another was
+        promoted: then that one's stands."""
 
     def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
         """What `activate` has written of these slots; empty for nothing."""

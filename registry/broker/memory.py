@@ -342,7 +342,8 @@ class MemoryBroker:
     def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
         """See WorkerEnd.put_spec."""
         with self._changed:
-            self._state.specs[slot, version] = spec
+            if version or slot not in self._state.activated:
+                self._state.specs[slot, version] = spec
 
     def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
         """See WorkerEnd.actives."""

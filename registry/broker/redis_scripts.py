@@ -327,6 +327,11 @@ def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float
     return _call("take_over", keys, [GROUP, consumer, lease_ms, count, int(now_ms)])
 
 
+def announce(slot: str, spec: bytes) -> Call:
+    """One call that publishes the spec of the version that answers while none was promoted."""
+    return _call("announce", [active_key(slot), spec_key(slot)], [spec])
+
+
 def activate(slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> Call:
     """One call that makes a version the one that answers."""
     return _call("activate", [active_key(slot), spec_key(slot), specs_key(slot)], [epoch, record, version, spec])

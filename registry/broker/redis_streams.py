@@ -49,7 +49,6 @@ from registry.queues import (
     flow_key,
     paused_key,
     record_key,
-    spec_key,
     specs_key,
     stream_keys,
     worker_key,
@@ -310,7 +309,7 @@ class RedisStreams:
 
     def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
         """See WorkerEnd.put_spec."""
-        self._run(["HSET", specs_key(slot), version, spec] if version else ["SET", spec_key(slot), spec])
+        self._run(["HSET", specs_key(slot), version, spec] if version else scripts.announce(slot, spec))
         self._run(["SADD", MODELS_KEY, slot])
 
     def actives(self, slots: Sequence[str]) -> dict[str, bytes]:

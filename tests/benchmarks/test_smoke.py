@@ -18,9 +18,9 @@ from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, markd
 from tests.benchmarks.scale import SMOKE
 from tests.servers import ROOT, wait_until
 
-TOO_LONG = {"compilation", "levels"}
-"""Sections that compile, export and compare MiniLM, for a minute however small the scale; the tests of the compiler
-and of the optimizer do the same with less."""
+TOO_LONG = {"compilation", "levels", "swap"}
+"""Sections that compile, export and compare MiniLM, for a minute however small the scale, and one that starts three
+workers; tests of the compiler, the optimizer and of the flow do the same with less."""
 
 
 @pytest.mark.slow

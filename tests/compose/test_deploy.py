@@ -12,11 +12,13 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import redis
 
 from compose.deploy import Deployer, deployed
-from compose.replicas import replicas
+from compose.replicas import Tell, replicas
 from registry.broker.memory import MemoryBroker
 from registry.catalog import Change, ModelRegistryClient
+from registry.deployment import Deployment
 from registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -28,7 +30,9 @@ from registry.errors import (
     UnknownModel,
 )
 from registry.reconciler import Reconciler, StateStore, Wish
+from registry.signed import Signer
 from registry.stages import ModelStage
+from safety.keys import OperatorKey, PublicKeys
 from tests.packages import write_package
 from tests.servers import RedisServer, wait_until
 from tests.workers.test_versions import Stage, write_scale
@@ -37,26 +41,55 @@ from workers.drain import Drain
 TIMEOUT_S = 20.0
 
 
+class FadingBroker(MemoryBroker):
+    """The operators' end of a broker, which may stop answering them."""
+
+    is_away = False
+
+    def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
+        self._reach()
+        super().put_spec(slot, spec, version)
+
+    def workers(self) -> list[bytes]:
+        self._reach()
+        return super().workers()
+
+    def _reach(self) -> None:
+        if self.is_away:
+            raise BrokerUnavailable("The broker does not answer (ConnectionError)")
+
+
+class FadingStore(StateStore):
+    """The operators' end of the state store, which may stop answering them."""
+
+    is_away = False
+
+    def wishes(self) -> dict[str, bytes]:
+        if self.is_away:
+            raise BrokerUnavailable("The store of model states does not answer (ConnectionError)")
+        return super().wishes()
+
+
 class Town:
     """A models root with its registry, and an operator. `start` adds a worker that follows the state store."""
 
-    def __init__(self, folder: Path, stage: Stage, make_store: Callable[[], StateStore], ends: ExitStack) -> None:
-        self.stage = stage
-        self.model = stage.model
+    def __init__(
+        self, root: Path, broker: FadingBroker, make_store: Callable[[], FadingStore], ends: ExitStack
+    ) -> None:
+        self.stage = Stage(root, broker, broker.connect)
+        self.model = self.stage.model
+        self.broker = broker
         self.store = make_store()
         self.vetoes: list[str] = []
         self.told: list[str] = []
-        self.registry = ModelRegistryClient(f"sqlite:///{folder}/registry.db", approve=self._approve)
-        self.deployer = Deployer(
-            self.registry,
-            stage.broker,
-            states=self.store,
-            load_timeout_s=TIMEOUT_S,
-            sweep_s=0.05,
-            tell=self.told.append,
-        )
+        self.registry = self._open_registry()
+        self.deployer = self._deployer(self.registry, self.told.append)
         self._make_store = make_store
         self._ends = ends
+
+    def operator(self, tell: Tell = lambda line: None, *, sign: Signer | None = None) -> Deployer:
+        """Another operator of the same registry and the same workers."""
+        return self._deployer(self._open_registry(), tell, sign)
 
     def start(self, **settings: Any) -> Drain:
         """A worker that serves the highest version on disk until one is promoted; returns once it has reported."""
@@ -88,6 +121,14 @@ class Town:
         decision = deployed(self.stage.broker, self.model)
         return decision.version if decision else ""
 
+    def _deployer(self, registry: ModelRegistryClient, tell: Tell, sign: Signer | None = None) -> Deployer:
+        return Deployer(
+            registry, self.broker, states=self.store, sign=sign, load_timeout_s=TIMEOUT_S, sweep_s=0.05, tell=tell
+        )
+
+    def _open_registry(self) -> ModelRegistryClient:
+        return ModelRegistryClient(f"sqlite:///{self.stage.root.parent}/registry.db", approve=self._approve)
+
     def _approve(self, change: Change) -> str | None:
         return self.vetoes.pop() if self.vetoes and change.after is ModelStage.PRODUCTION else None
 
@@ -97,18 +138,28 @@ def town(shared_redis: RedisServer, tmp_path: Path) -> Iterator[Town]:
     """Versions 1 (x) and 2 (10 x) of a model; no worker runs."""
     root = tmp_path / "models"
     root.mkdir()
-    connect = MemoryBroker().connect
     prefix = f"test:{uuid4().hex}"
     with ExitStack() as ends:
-        stage = Stage(root, connect(), connect)
-        write_scale(root, stage.model, "1", 1)
-        write_scale(root, stage.model, "2", 10)
-        town = Town(tmp_path, stage, lambda: StateStore.from_url(shared_redis.url, prefix), ends)
+        town = Town(root, FadingBroker(), lambda: FadingStore(redis.Redis.from_url(shared_redis.url), prefix), ends)
         ends.callback(town.store.close)
+        write_scale(root, town.model, "1", 1)
+        write_scale(root, town.model, "2", 10)
         yield town
         ends.close()
-        for drain in stage.drains:
+        for drain in town.stage.drains:
             drain.stop(1.0)
+
+
+def once_ready(act: Callable[[], object]) -> Tell:
+    """Does something when a worker has the version, which is before it is decided on."""
+    done: list[str] = []
+
+    def tell(line: str) -> None:
+        if line.endswith("is ready") and not done:
+            done.append(line)
+            act()
+
+    return tell
 
 
 def test_promotion_is_prepared_then_flipped(town: Town):
@@ -182,6 +233,27 @@ def test_a_veto_takes_the_wish_back(town: Town):
     wait_until(lambda: town.state(drain, "1") == "cold", 10, "the version is let go")
 
 
+def test_a_wish_from_before_stays(town: Town):
+    """A refusal takes back what it brought, and not what an operator had asked for already."""
+    drain = town.start()
+    town.register("1")
+    town.deployer.load(town.model, "1")
+    town.vetoes.append("not on a Friday")
+    with pytest.raises(TransitionRefused, match="not on a Friday"):
+        town.deployer.promote(town.model, "1")
+    assert (town.is_wanted("1"), town.state(drain, "1")) == (True, "ready")
+
+
+def test_what_answers_stays_wanted(town: Town):
+    """A refused promotion of the version that answers already, though never promoted, lets nobody unload it."""
+    town.start()
+    town.register("2")
+    town.vetoes.append("not on a Friday")
+    with pytest.raises(TransitionRefused, match="not on a Friday"):
+        town.deployer.promote(town.model, "2")
+    assert town.is_wanted("2")
+
+
 def test_an_interrupted_promotion_takes_the_wish_back(town: Town):
     """Ctrl-C while workers load: nothing was decided, and they need not go on."""
     town.start()
@@ -209,16 +281,43 @@ def test_changed_files_are_not_even_loaded(town: Town):
     assert town.stage.loads() == ["2"]
 
 
+def _change(town: Town, label: str) -> None:
+    """The version answers twice as much from its next load on."""
+    module = town.stage.root / town.model / label / "model.py"
+    module.write_text(module.read_text().replace('inputs["x"]', 'inputs["x"] * 2'))
+
+
 def test_other_files_in_a_worker_are_refused(town: Town):
-    """A worker that loaded something else under that label cannot serve what was registered."""
-    package = town.stage.root / town.model / "2" / "model.py"
-    town.start()
-    source = package.read_text()
-    package.write_text(source.replace("10", "11"))
+    """A worker that answers with something else under that label says so, and goes on as it was."""
+    drain = town.start()
+    _change(town, "2")
     town.register("2")
-    with pytest.raises(TransitionRefused, match=r"stage-0 has other files under .*/2"):
+    with pytest.raises(TransitionRefused, match=r"2 stays in staging\. stage-0 has other files under .*/2 \("):
         town.deployer.promote(town.model, "2")
-    assert town.active() == ""
+    assert (town.active(), town.is_wanted("2")) == ("", False)
+    assert town.stage.answer() == ("2", 10.0)
+    assert (town.stage.loads(), town.state(drain, "2")) == (["2"], "ready")
+
+
+def test_other_files_that_answer_nothing_are_replaced(town: Town):
+    """What is loaded beside the version that answers is loaded again, from the files that were registered since."""
+    drain = town.start()
+    drain.want(town.model, "1")
+    wait_until(lambda: town.state(drain, "1") == "ready", 10, "the old files are loaded")
+    _change(town, "1")
+    town.register("1")
+    assert town.deployer.promote(town.model, "1").prepared == (drain.name,)
+    assert town.stage.answer() == ("1", 2.0)
+
+
+def test_a_worker_that_hears_of_no_wish_is_refused(town: Town):
+    """It reports other files and no problem with them: that is waited for a few seconds, not as long as for a load."""
+    drain = town.stage.start()
+    wait_until(lambda: town.state(drain, "2") == "ready", 10, "the worker reports")
+    _change(town, "2")
+    town.register("2")
+    with pytest.raises(TransitionRefused, match="stage-0 has other files under"):
+        town.deployer.promote(town.model, "2")
 
 
 def test_rollback_restores_what_was_there(town: Town):
@@ -234,6 +333,80 @@ def test_rollback_restores_what_was_there(town: Town):
     assert town.stage.answer() == ("1", 1.0)
     assert (town.is_wanted("1"), town.is_wanted("2")) == (True, False)
     wait_until(lambda: town.state(drain, "2") == "cold", 10, "the other version is let go")
+
+
+def test_a_rollback_flips_to_nothing_but_what_it_prepared(town: Town):
+    """Another operator promotes between its preparation and its decision: what it would restore by then is another."""
+    town.start()
+    write_scale(town.stage.root, town.model, "3", 100)
+    town.register("1", "2", "3")
+    town.deployer.promote(town.model, "1")
+    town.deployer.promote(town.model, "2")
+    second = town.operator(once_ready(lambda: town.deployer.promote(town.model, "3")))
+    with pytest.raises(TransitionConflict, match=r"restores 2 by now\. Expected '1'"):
+        second.rollback(town.model)
+    assert town.stage.answer() == ("3", 100.0)
+
+
+@pytest.mark.parametrize("is_flipped", [True, False])
+def test_who_comes_second_leaves_the_wish_of_the_first(town: Town, is_flipped: bool):
+    """Two promote one version: the second is refused, and what answers by then, or is about to, stays wanted."""
+    town.start()
+    town.register("1")
+    first = town.deployer if is_flipped else town.registry
+    second = town.operator(once_ready(lambda: first.promote(town.model, "1", ModelStage.PRODUCTION)))
+    with pytest.raises(TransitionRefused, match="in production, no promote leads"):
+        second.promote(town.model, "1")
+    assert (town.active(), town.is_wanted("1")) == ("1" if is_flipped else "", True)
+
+
+def test_a_flip_that_was_made_is_no_failure(town: Town):
+    """The state store and the broker go away right after it: what could not be done is told, and who may be late."""
+    drain = town.start()
+    town.register("1")
+    told: list[str] = []
+
+    def leave(line: str) -> None:
+        told.append(line)
+        if "answers from now on" in line:
+            town.store.is_away = town.broker.is_away = True
+
+    rollout = town.operator(leave).promote(town.model, "1")
+    assert rollout.flipped_at
+    assert (rollout.prepared, rollout.late) == ((drain.name,), (drain.name,))
+    assert told[-1].startswith("its workers could not be asked whether they follow: The broker does not answer")
+
+
+def test_old_versions_that_could_not_be_let_go_of_are_told(town: Town):
+    """The state store goes away right after the flip: the promotion stands, and they stay wanted."""
+    write_scale(town.stage.root, town.model, "3", 100)
+    town.register("1", "2", "3")
+    told: list[str] = []
+
+    def leave(line: str) -> None:
+        told.append(line)
+        town.store.is_away = "answers from now on" in line
+
+    operator = town.operator(leave)
+    town.deployer.promote(town.model, "1")
+    town.deployer.promote(town.model, "2")
+    assert operator.promote(town.model, "3").flipped_at
+    assert told[-1].startswith("older versions may still be in memory: The store of model states does not answer")
+    town.store.is_away = False
+    assert (town.active(), town.is_wanted("1")) == ("3", True)
+
+
+def test_a_decision_is_not_signed_anew(town: Town, tmp_path: Path):
+    """After a change of the key `sync` says what to do instead, and a new decision carries the new signature."""
+    old, new = (OperatorKey.generate(tmp_path / f"{name}.pem") for name in ("old", "new"))
+    town.register("1", "2")
+    town.operator(sign=old.sign).promote(town.model, "1")
+    operator = town.operator(sign=new.sign)
+    with pytest.raises(TransitionConflict, match=r"as another key has signed it\. Expected a new decision"):
+        operator.sync(town.model)
+    operator.promote(town.model, "2")
+    active = town.broker.actives([town.model])[town.model]
+    assert Deployment.open(active, town.model, PublicKeys.parse(new.public_text).verify).version == "2"
 
 
 def test_a_crash_before_the_flip_is_made_up_for(town: Town):
@@ -297,18 +470,12 @@ def test_registration_makes_jobs_welcome(town: Town):
     assert b'"version":"1"' in (broker.spec(town.model, "1") or b"")
 
 
-class _Away(MemoryBroker):
-    """Does not answer."""
-
-    def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
-        raise BrokerUnavailable("The broker does not answer (ConnectionError)")
-
-
 def test_registration_without_a_broker_says_what_was_done(town: Town):
     """The version is registered, its jobs are not accepted: the error says both, and the same command again does it."""
-    deployer = Deployer(town.registry, _Away())
+    town.broker.is_away = True
     with pytest.raises(BrokerUnavailable, match=r"/1 is registered, in draft, but its jobs are not accepted yet"):
-        deployer.register(town.stage.root / town.model / "1")
+        town.deployer.register(town.stage.root / town.model / "1")
+    town.broker.is_away = False
     assert town.deployer.register(town.stage.root / town.model / "1").stage is ModelStage.DRAFT
     assert town.stage.broker.spec(town.model, "1")
 

@@ -53,6 +53,8 @@ def test_the_later_decision_stands_whoever_comes_last(broker: Broker, slot: str)
     assert broker.spec(slot) == broker.spec(slot, "2") == b'{"name": "new"}'
     assert broker.spec(slot, "1") is None
     assert slot in broker.models()
+    broker.put_spec(slot, b'{"name": "of a worker that starts"}')
+    assert broker.spec(slot) == b'{"name": "new"}'
 
 
 def test_versions_have_specs_of_their_own(broker: Broker, slot: str):

@@ -57,6 +57,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.resume(model)
         settle(broker, "w", commit_of(first, reply=reply_key(model, "me"), once="k1"))
         broker.depths(model)
+        broker.put_spec(model, b"{}")
         broker.activate(model, 1, b"record", "1", b"{}")
     broker.close()
     calls = [command for command in commands if command.startswith("EVALSHA")]

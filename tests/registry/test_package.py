@@ -398,6 +398,34 @@ def test_weights_outside_the_package_are_refused(models_root: Path, tmp_path: Pa
         load_package(folder).source_folder()
 
 
+def test_links_that_lead_in_a_circle_are_refused(models_root: Path):
+    """Somebody's broken copy is one line about that package: its code, its weights, their folder, any other file."""
+    for name, document, link, text in (
+        ("code", PLAIN, "model.py", "entrypoint: found 'model:build', expected a module inside the package"),
+        ("scripted", SCRIPTED, "model.pt", "weights: found 'model.pt', expected a file of the package"),
+        ("encoder", ENCODER, "weights", "source.path: found 'weights', expected a folder inside the package"),
+    ):
+        folder = write(models_root, document | {"name": name}, f"{name}/1")
+        (folder / link).unlink(missing_ok=True)
+        (folder / link).symlink_to(link)
+        with pytest.raises(ConfigurationError) as refused:
+            load_package(folder).source_folder()
+        assert str(refused.value) == f"{name}/1/model.yaml: {text}"
+    folder = write(models_root, PLAIN)
+    (folder / "notes").symlink_to("notes")
+    with pytest.raises(ConfigurationError, match=r"^plain/1: file notes: cannot be read \("):
+        load_package(folder).manifest()
+
+
+def test_a_file_system_that_does_not_answer_is_one_line(models_root: Path):
+    """Here a name that is too long for it."""
+    folder = write(models_root, SCRIPTED | {"weights": f"{'x' * 300}.pt"})
+    with pytest.raises(ConfigurationError, match=r"^plain/1: x{80}: cannot be read \(File name too long\)$"):
+        load_package(folder)
+    with pytest.raises(ConfigurationError, match=r"^Models root 'x{300}' cannot be read \(File name too long\)$"):
+        discover(models_root / ("x" * 300))
+
+
 def test_weights_in_an_installed_package_are_found_without_importing_it(models_root: Path):
     """A `source.package` that is missing is named."""
     assert (load_package(SAMPLES / "minilm" / "1").source_folder() / "model.safetensors").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -103,6 +104,51 @@ def test_sweeps_come_at_the_interval_and_when_nudged(store: StateStore):
         wait_until(lambda: len(worker.told) == 3, 5, "the nudged sweep")
     finally:
         patient.stop()
+
+
+def test_wishes_that_are_gone_are_forgotten(store: StateStore):
+    """Records come and go for as long as a worker lives; what is kept of them is what lies in the store."""
+    worker = Worker("minilm")
+    reconciler = Reconciler(store, worker, worker="w", interval_s=5)
+    for number in range(3):
+        store._redis.delete(store._wanted)
+        store.put(Wish("minilm", f"{number}", at=1))
+        reconciler.sweep()
+    assert set(reconciler._followed) == {"minilm/2"}
+    assert [reference for _, reference, _ in worker.told] == ["minilm/0", "minilm/1", "minilm/2"]
+
+
+def test_a_stop_is_not_lost_in_a_sweep(store: StateStore):
+    """It comes while the first sweep reports: the thread ends then, and not an interval later."""
+    reconciler: Reconciler
+
+    class Stopping(Worker):
+        def versions(self) -> Mapping[str, object]:
+            reconciler.ask_to_stop()
+            return {}
+
+    reconciler = Reconciler(store, Stopping("minilm"), worker="w", interval_s=600)
+    reconciler.start()
+    reconciler._thread.join(5)
+    assert not reconciler._thread.is_alive()
+    assert store.loaded() == {}
+
+
+def test_a_store_that_hangs_does_not_hold_up_the_end():
+    """It takes connections and says nothing: the sweep under way is left to itself."""
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        store = StateStore.from_url(f"redis://127.0.0.1:{hanging.getsockname()[1]}/0", "state")
+        reconciler = Reconciler(store, Worker("minilm"), worker="w", interval_s=600)
+        reconciler.start()
+        connection, _ = hanging.accept()
+        begun = time.monotonic()
+        reconciler.stop()
+        assert time.monotonic() - begun < 3
+        assert reconciler._thread.is_alive()
+        connection.close()
+    # Refused from here on, so the thread ends, too.
+    reconciler._thread.join(5)
+    assert not reconciler._thread.is_alive()
 
 
 def test_only_signed_wishes_are_followed_where_signatures_are_asked_for(store: StateStore, tmp_path: Path):

@@ -1,7 +1,10 @@
-"""What a worker is before and after it has loaded its models, and what it leaves of their folder."""
+"""What a worker is before and after it serves its models, and what it leaves of their folder."""
 
 from __future__ import annotations
 
+import signal
+import socket
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -10,7 +13,7 @@ import numpy as np
 
 from producers import Client
 from tests.conftest import StartWorker
-from tests.packages import recorded_forwards, write_package, write_recorder
+from tests.packages import recorded_forwards, write_double, write_package, write_recorder
 from tests.servers import RedisServer, WorkerProcess, free_port, wait_until
 
 X = np.array([[1, 2, 3, 4]], np.float32)
@@ -86,3 +89,34 @@ def test_disabled_inference_is_the_bare_model(
     served = [forward for forward in recorded_forwards(tmp_path / "ledger") if forward[0] > 0]
     assert sorted(served) == [[1.0], [2.0], [2.0], [3.0], [3.0]]
     assert worker.report()["levels"] == {}
+
+
+def test_a_store_of_states_that_hangs_does_not_hold_up_a_shutdown(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """After SIGTERM nothing more is claimed, and the worker ends within its grace period, whoever does not answer."""
+    grace_s = 6
+    write_double(models_root, "unhurried")
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as hanging, Client(shared_redis.url) as client:
+        hanging.settimeout(20)
+        environment = {
+            "PENSTOCK_METRICS_PORT": str(port),
+            "PENSTOCK_INFERENCE_QUEUE_DRAIN_GRACE_S": str(grace_s),
+            "PENSTOCK_INFERENCE_STATE_REDIS_URL": f"redis://127.0.0.1:{hanging.getsockname()[1]}/0",
+            "PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.01",
+        }
+        worker = start_worker(shared_redis, models_root, environment=environment)
+        assert client.submit("unhurried", {"x": X}).result(timeout=10)["y"].tolist() == (X * 2).tolist()
+        # A sweep gives up after five seconds; this is the beginning of another.
+        hanging.accept()[0].close()
+        connection, _ = hanging.accept()
+        with connection:
+            worker.signal(signal.SIGTERM)
+            begun = time.monotonic()
+            wait_until(lambda: _ready_status(port) != 200, 4, "the worker says that it stops")
+            job = client.submit("unhurried", {"x": X + 1})
+            assert worker.wait(2 * grace_s) == 0
+            assert time.monotonic() - begun < grace_s
+        assert job.status() == "queued"
+        job.cancel()

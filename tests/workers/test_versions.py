@@ -269,7 +269,8 @@ def test_the_least_recently_used_version_goes_when_memory_is_short(stage: Stage)
     wait_until(lambda: stage.state("1") == "cold", 5, "the least recently used is unloaded")
     assert (stage.state("2"), stage.state("3")) == ("ready", "ready")
     assert stage.answer(1.0, "1")[1] == 1.0
-    wait_until(lambda: stage.state("3") == "cold", 5, "the next goes")
+    wait_until(lambda: stage.state("2") == "cold", 5, "the next goes, and not the one that answers")
+    assert stage.state("3") == "ready"
 
 
 def test_a_decision_that_comes_late_changes_nothing(stage: Stage):

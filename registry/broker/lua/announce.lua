@@ -1,0 +1,5 @@
+-- Publish the spec of the version that answers, unless one was promoted: its spec stands.
+-- KEYS  1 active, 2 spec
+-- ARGV  spec
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('SET', KEYS[2], ARGV[1]) end
+return 1
