@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from registry.errors import ConfigurationError, UnknownModel
+from registry.errors import ConfigurationError, InvalidInput, UnknownModel
 from registry.package import SPEC_FILE, Package, PackageRef, discover, find, load_package
 from registry.queues import parse_name
 from registry.settings import LATEST, Settings
@@ -102,6 +102,8 @@ class ModelsRoot:
                 return [self._highest(lying.get(name) or [find(self._root, name)]) for name in named]
         except UnknownModel as error:
             raise ConfigurationError(f"{error}. Expected a package under the models root") from None
+        except InvalidInput as error:
+            raise ConfigurationError(f"Under the models root: {error}") from None
         return self._valid(list(lying.values()))
 
     def package(self, name: str, label: str) -> Package:

@@ -412,9 +412,23 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
 
 
 OF_PRODUCERS = {"cancel", "publish", "standing"}
-OF_WORKERS = {"bury", "claim", "commit", "emit", "publish", "release", "renew", "standing", "suspect", "take_over"}
+OF_WORKERS = {
+    *("announce", "bury", "claim", "commit", "emit", "publish", "release", "renew", "standing", "suspect"),
+    "take_over",
+}
 OF_OPERATORS = {
-    *("activate", "dead_letters", "depths", "publish", "purge_dead", "replay", "standing", "waiting", "withdraw"),
+    *(
+        "activate",
+        "announce",
+        "dead_letters",
+        "depths",
+        "publish",
+        "purge_dead",
+        "replay",
+        "standing",
+        "waiting",
+        "withdraw",
+    ),
 }
 
 

@@ -139,6 +139,8 @@ def test_folders_that_are_no_packages_do_not_matter(models_root: Path):
     (models_root / "README.md").write_text("one model\n")
     assert answering(models_root) == {"one": "1"}
     assert ModelsRoot(models_root, [models_root]).labels("one") == ["1"]
+    with pytest.raises(ConfigurationError, match=r"^Under the models root: Bad model name '\.cache'\. "):
+        answering(models_root, model_version="1")
 
 
 def test_unknown_versions_are_refused_without_a_search(models_root: Path, monkeypatch: pytest.MonkeyPatch):
