@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from registry.documents import BadDocument, read_yaml
+from registry.documents import MAX_DOCUMENT_BYTES, BadDocument, read_yaml
 from registry.errors import ConfigurationError, InvalidInput, UnknownModel, shown
 from registry.hub_cache import HubSnapshot, find_snapshot
 from registry.inspection import (
@@ -342,7 +343,11 @@ def read_spec(file: Path, label: str) -> ModelSpec:
 def _read(file: Path, label: str) -> tuple[ModelSpec, str]:
     """(spec, SHA-256 of the file). Raises ConfigurationError."""
     try:
-        text = file.read_bytes()
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ConfigurationError(f"{label}: found no regular file, expected one")
+        with file.open("rb") as opened:
+            # One byte more than a document may have, and the reader says so.
+            text = opened.read(MAX_DOCUMENT_BYTES + 1)
         document: Any = read_yaml(text)
     except OSError as error:
         raise ConfigurationError(f"{label}: cannot be read ({error.strerror})") from None

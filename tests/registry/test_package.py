@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -596,3 +597,18 @@ def test_every_field_of_the_schema_is_described():
     ]
     assert bare == []
     assert schema["properties"]["format"]["enum"] == list(FORMATS)
+
+
+def test_a_pipe_or_a_flood_in_the_place_of_a_model_yaml_is_refused(tmp_path: Path):
+    """Neither is waited for, nor read into memory."""
+    folder = tmp_path / "piped" / "1"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "model.yaml")
+    with pytest.raises(ConfigurationError, match="regular file"):
+        load_package(folder)
+    flood = tmp_path / "flood" / "1"
+    flood.mkdir(parents=True)
+    with (flood / "model.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigurationError, match="flood/1"):
+        load_package(flood)
