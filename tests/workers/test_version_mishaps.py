@@ -155,11 +155,11 @@ def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
 def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
     """A link that points at itself is a broken package, and no more."""
     drain = stage.start()
-    loop = stage.root / stage.model / "3"
-    write_scale(stage.root, stage.model, "3", 100)
+    loop = stage.root / stage.model / "0.3"
+    write_scale(stage.root, stage.model, "0.3", 100)
     (loop / "model.py").unlink()
     (loop / "model.py").symlink_to("model.py")
-    drain.want(stage.model, "3")
+    drain.want(stage.model, "0.3")
     time.sleep(0.5)
     assert drain.is_healthy() is None
     assert stage.answer() == ("2", 10.0)
