@@ -72,7 +72,7 @@ _EXAMPLE: Final = """Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.option("--quick", is_flag=True, help="Fewer jobs and rounds: about a minute and a half instead of five.")
+@click.option("--quick", is_flag=True, help="Fewer jobs and rounds: some minutes instead of ten.")
 @click.option("--only", metavar="NAME,...", default="", help=f"Some of: {', '.join(SECTIONS)}.")
 @click.option("--million", is_flag=True, help="Let `retention` run 1,000,000 jobs; some minutes more.")
 @click.option(
