@@ -79,7 +79,7 @@ class Shelf:
         self._missing: dict[tuple[str, str], str] = {}
         """What operators want and is not to be found, and why."""
         self._is_over_memory = False
-        """Whether somebody must look at what is loaded."""
+        """Whether what is loaded may be too much: looked into at the next turn."""
         self._wished: dict[tuple[str, str], str] = {}
         """By model and label, the content that operators asked for."""
         self._unwanted: set[ServedVersion] = set()
@@ -173,7 +173,6 @@ class Shelf:
         for loaded in ended:
             if not loaded.problem:
                 self._has_loaded(loaded.version)
-                self._is_over_memory = True
         return ended
 
     def load(self, version: ServedVersion) -> None:
@@ -362,6 +361,7 @@ class Shelf:
     def _has_loaded(self, version: ServedVersion) -> None:
         self._metrics.loaded(version.name, version.label, True)
         version.observer = self._tuner.attach(version, version.runtime, version.content_hash, version.limits.max_rows)
+        self._is_over_memory = True
 
     def _unload(self, version: ServedVersion) -> None:
         """Lets go of an idle version's memory; the next job for it loads it again."""

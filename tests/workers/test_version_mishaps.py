@@ -303,3 +303,18 @@ def test_a_worker_that_starts_during_the_first_flip_leaves_the_promoted_spec(
     monkeypatch.setattr(end, "actives", then_flip)
     stage.start()
     assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "1"
+
+
+def test_the_memory_limit_holds_from_the_start(stage: Stage):
+    """Two models that are loaded at the start and do not both fit: one goes, and comes back for its next job."""
+    write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
+    for folder in (stage.root / stage.model / "2", stage.root / "another" / "1"):
+        (folder / "model.yaml").write_text((folder / "model.yaml").read_text() + "memory_mb: 10\n")
+    another = load_package(find(stage.root, "another").path)
+    drain = stage.start(another, model_memory_mb=15)
+
+    def ready() -> int:
+        return [stage.state("2"), drain.versions()["another"]["1"]["state"]].count("ready")
+
+    wait_until(lambda: ready() == 1, 5, "one of them is unloaded")
+    assert stage.answer() == ("2", 10.0)

@@ -73,12 +73,12 @@ class Stage:
         self.drains: list[Drain] = []
         self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
 
-    def start(self, *, verify: Verifier | None = None, **settings: Any) -> Drain:
-        """A drain that serves the highest version on disk."""
+    def start(self, *others: Package, verify: Verifier | None = None, **settings: Any) -> Drain:
+        """A drain that serves the highest version on disk, and other models."""
         drain = Drain(
             Settings.load(overrides={"queue": {"lease_s": 1.0}, **settings}, environ={}, cwd=self.root),
             self._make_broker(),
-            [load_package(find(self.root, self.model).path)],
+            [load_package(find(self.root, self.model).path), *others],
             name=f"stage-{next(self._names)}",
             device="cpu",
             threads=1,
