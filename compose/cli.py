@@ -152,22 +152,33 @@ def submit(
 ) -> None:
     """Submit one job; prints its id, and with --wait its result.
 
+    With --json the outputs are written as the model's package says: lists, or {"dtype", "shape", "base64"} where its
+    codecs.default is base64. Inputs may be either.
+
     \b
     penstock submit minilm --input text="a sentence" --wait
     penstock submit minilm --input text='["two", "sentences"]' --priority high
     penstock submit mlp --inputs batch.json --wait --json
     """
+    from compose import tensors
     from producers import Client
 
-    given = {**_read_inputs(file), **dict(map(_parse_input, inputs))}
-    with Client.from_env(settings=load_settings(environ)) as client:
+    given = tensors.read({**_read_inputs(file), **dict(map(_parse_input, inputs))})
+    settings = load_settings(environ)
+    with Client.from_env(settings=settings) as client:
         job = client.submit(model, given, priority=priority, deadline_s=deadline_s, version=version)
         if not wait:
             click.echo(json.dumps({"job_id": job.id}) if as_json else job.id)
             return
+        if as_json:
+            # Before the result: a broker that goes away afterwards cannot keep it from being written.
+            with open_broker(connected(environ)) as broker:
+                codec = tensors.codec_of(broker, settings.inference.repo_root, model, version or "")
         outputs = job.result(timeout=timeout)
+        info = job.info()
     if as_json:
-        click.echo(json.dumps({"job_id": job.id, "outputs": {name: row.tolist() for name, row in outputs.items()}}))
+        answered = {"version": info.version, "content_hash": info.content_hash}
+        click.echo(json.dumps({"job_id": job.id, **answered, "outputs": tensors.written(outputs, codec)}))
         return
     for name, values in outputs.items():
         click.echo(f"{name} {values.dtype} {values.shape}\n{values}")
@@ -258,7 +269,7 @@ def _parse_input(text: str) -> tuple[str, object]:
         read = json.loads(value)
     except ValueError:
         read = value
-    return name, read if isinstance(read, list) else [read]
+    return name, read if isinstance(read, list | dict) else [read]
 
 
 def _read_inputs(file: Any) -> dict[str, object]:

@@ -22,12 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+from compose.files import Files, LocalFiles
 from compose.keys import OperatorKeys, operator_keys
 from compose.levels import await_answers, entries
 from compose.replicas import Tell, Watch, replicas
-from registry.broker.base import Broker
+from registry.broker.base import FleetEnd
 from registry.broker.redis_streams import RedisStreams
-from registry.catalog import ModelRegistryClient
+from registry.catalog import ModelRegistryClient, Veto
 from registry.control import Command
 from registry.deployment import Deployment
 from registry.errors import (
@@ -42,21 +43,25 @@ from registry.errors import (
 )
 from registry.lineage import ModelLineage
 from registry.local_stack import with_broker
-from registry.package import ModelSpec, load_package
+from registry.package import ModelSpec
 from registry.reconciler import StateStore, Wish
 from registry.settings import Settings
 from registry.signed import Signer
 from registry.stages import Action, ModelStage, check_step, parse_stage
 from registry.tables import RegisteredVersion, Transition
+from safety.audit import AuditLog
 
 if TYPE_CHECKING:
     from compose.orders import Orders
+    from registry.ledger import Ledger
 
 __all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry"]
 
 Tuning: TypeAlias = Literal["compile", "optimise", "measure", "trace"]
 """What workers do with a loaded model when they are asked; `measure` tries every form and uses none."""
 
+_FAR_POLL_S: Final = 0.5
+"""Through a worker each look at the reports is a round through Celery's broker."""
 _FOLLOW_S: Final = 3.0
 """Workers without jobs hear of a flip with their next report."""
 
@@ -76,57 +81,86 @@ class Rollout(NamedTuple):
 class Deployer:
     """Registers, promotes, rolls back, loads and unloads; `with Deployer.connect() as deployer: ...`
 
-    registry: decides. states: where workers look for what they are to load; None: `orders` tell each of them.
-    sign: the operator's signature. load_timeout_s: how long workers may take to load. sweep_s: how often they look.
-    tell: hears, line by line, how things go on.
+    registry: decides. fleet: the broker. states: where workers look for what they are to load; None: `orders` tell
+    each of them. files: where the packages lie; None: on this machine. sign: the operator's signature. load_timeout_s:
+    how long workers may take to load. sweep_s: how often they look. poll_s: how often their reports are
+    looked at. tell: hears, line by line, how things go on.
     """
 
     def __init__(
         self,
         registry: ModelRegistryClient,
-        broker: Broker,
+        fleet: FleetEnd,
         *,
         states: StateStore | None = None,
         orders: Orders | None = None,
+        files: Files | None = None,
         sign: Signer | None = None,
         load_timeout_s: float = 300.0,
         sweep_s: float = 5.0,
+        poll_s: float = 0.05,
         tell: Tell = lambda line: None,
     ) -> None:
         self.registry: Final = registry
-        self._broker = broker
+        self.fleet: Final = fleet
+        self.files: Final[Files] = files or LocalFiles()
         self._states = states
         self._orders = orders
         self._sign = sign
         self._load_timeout_s = load_timeout_s
         self._sweep_s = sweep_s
+        self._poll_s = poll_s
         self._tell = tell
         self._exits = ExitStack()
 
     @classmethod
-    def connect(cls, settings: Settings | None = None, *, tell: Tell = lambda line: None) -> Deployer:
+    def connect(
+        cls,
+        settings: Settings | None = None,
+        *,
+        via: str = "",
+        approve: Veto | None = None,
+        gate: Veto | None = None,
+        tell: Tell = lambda line: None,
+    ) -> Deployer:
         """With the broker, the registry and the operator's key of these settings, or of this process's environment.
 
-        Makes the key at the first use. Raises ConfigurationError.
+        via: the name of a worker, or `any`: everything goes through it, by signed orders over Celery's remote control,
+        and this process connects to nothing but Celery's broker. approve: asked before every change of a stage, gate:
+        before a promotion to production; what either says is why it may not be. Every change is recorded in this
+        machine's audit log before it is made. Makes the key at the first use. Raises ConfigurationError, and
+        ModelNotReady when no such worker listens.
         """
         # Celery takes a third of a second, which those who only look need not wait for.
         from compose.orders import Orders
+        from compose.remote import Remote, RemoteFleet, RemoteLedger
 
-        settings = with_broker(settings or Settings.load())
+        settings = settings or Settings.load()
+        if not (via and settings.celery_url):
+            settings = with_broker(settings)
         keys = operator_keys(settings, for_changes=True)
         with ExitStack() as exits:
-            broker = RedisStreams.from_url(settings.redis_url or "")
-            exits.callback(broker.close)
             orders = Orders(settings, keys.sign) if keys.sign else None
             if orders is not None:
                 exits.callback(orders.close)
-            states = _state_store(settings)
-            if states is not None:
-                exits.callback(states.close)
+            where: dict[str, Any]
+            if via:
+                remote = Remote(_needed(orders), via)
+                registry = _registry(
+                    settings, keys, RemoteLedger(remote), rehash=remote.rehash, approve=approve, gate=gate
+                )
+                where = {"fleet": RemoteFleet(remote), "files": remote, "poll_s": _FAR_POLL_S}
+            else:
+                broker = RedisStreams.from_url(settings.redis_url or "")
+                exits.callback(broker.close)
+                states = _state_store(settings)
+                if states is not None:
+                    exits.callback(states.close)
+                registry = _registry(settings, keys, approve=approve, gate=gate)
+                where = {"fleet": broker, "states": states}
             deployer = cls(
-                open_registry(settings, keys),
-                broker,
-                states=states,
+                registry,
+                **where,
                 orders=orders,
                 sign=keys.sign,
                 load_timeout_s=settings.inference.load_timeout_s,
@@ -157,13 +191,18 @@ class Deployer:
         changes nothing. Raises ConfigurationError for the package, and as ModelRegistryClient.register does;
         BrokerUnavailable when the version is registered but the broker did not hear of it.
         """
-        package = load_package(path)
-        version = self.registry.register(package, lineage, reason=reason)
+        package = self.files.package(path)
         spec = package.spec
+        after_epoch = 0
+        with suppress(BrokerUnavailable, Corrupt):
+            after_epoch = self._followed_epoch(spec.name)
+        version = self.registry.register(package, lineage, reason=reason, after_epoch=after_epoch)
         try:
-            self._broker.put_spec(spec.name, spec.to_json(), spec.version)
+            self.fleet.put_spec(spec.name, spec.to_json(), spec.version)
             if not self._is_answered(spec.name):
-                self._broker.put_spec(spec.name, spec.to_json())
+                self.fleet.put_spec(spec.name, spec.to_json())
+            if self._states is not None and not self._is_known(version):
+                self._ask(version, is_wanted=False)
         except BrokerUnavailable as error:
             raise BrokerUnavailable(
                 f"{version.reference} is registered, in {version.stage}, but its jobs are not accepted yet: {error}. "
@@ -221,19 +260,34 @@ class Deployer:
     def sync(self, name: str) -> RegisteredVersion:
         """Makes the version in production the one that answers, where a crash has left the broker behind.
 
-        It writes the decision of that time again, to the letter, and never over another one: after a change of the
-        operator's key the decision in force cannot be signed anew, and the next promotion or rollback is the first
-        that workers with the new key alone believe. Raises UnknownModel without one in production, and
+        It writes the decision of that time again, to the letter, and never over another one: for a change of the
+        operator's key there is `sign`. Raises UnknownModel without one in production, and
         TransitionConflict when the broker follows a later decision, or this one with another signature.
         """
         version = self.registry.find(name)
         self._flip(version, version.epoch)
         return version
 
+    def sign(self, name: str, *, reason: str = "") -> Transition:
+        """Signs all that the registry has of a model, and the decision that workers follow, with this operator's key.
+
+        For a change of keys: while workers and operators believe the old key and the new one. And for an older copy of
+        the registry, which its operator wants to go on with: its version in production answers afterwards. Raises as
+        ModelRegistryClient.renew does, and BrokerUnavailable.
+        """
+        transition = self.registry.renew(name, reason=reason, after_epoch=self._followed_epoch(name))
+        for version in self.registry.versions(name):
+            if version.stage is ModelStage.PRODUCTION:
+                self._flip(version, version.epoch)
+            if self._states is not None:
+                self._ask(version, is_wanted=self._is_wanted(version))
+        return transition
+
     def _roll_out(
         self, version: RegisteredVersion, decide: Callable[[], Transition], timeout_s: float, *, prepare: bool
     ) -> Rollout:
         begun = time.monotonic()
+        self._check_followed(version.name)
         with self._prepared(version, timeout_s) if prepare else nullcontext(()) as prepared:
             transition = decide()
         try:
@@ -251,6 +305,21 @@ class Deployer:
         with self._at_most_told("its workers could not be asked whether they follow"):
             late = self._late(version) if prepared else ()
         return Rollout(transition, prepared, late, flipped_at, seconds)
+
+    def _check_followed(self, name: str) -> None:
+        """Raises TransitionConflict where the next decision of this registry would not be followed."""
+        epoch, followed = self.registry.history(name)[-1].epoch, self._followed_epoch(name)
+        if followed > epoch:
+            raise TransitionConflict(
+                f"Workers follow a decision about {name} of epoch {followed}, this registry is at epoch {epoch}: it is "
+                "another one, or an older copy. Nothing was changed. Expected the registry of that decision, or "
+                f"`penstock models sign {name}`, to go on with this one"
+            )
+
+    def _followed_epoch(self, name: str) -> int:
+        """The epoch of the decision that workers follow; 0 before the first one. Raises Corrupt."""
+        decision = deployed(self.fleet, name)
+        return decision.epoch if decision else 0
 
     @contextmanager
     def _prepared(self, version: RegisteredVersion, timeout_s: float) -> Iterator[tuple[str, ...]]:
@@ -279,7 +348,7 @@ class Deployer:
     def _flip(self, version: RegisteredVersion, epoch: int) -> None:
         record = Deployment(epoch, version.name, version.version, version.content_hash).seal(self._sign)
         spec = ModelSpec.from_json(json.dumps(version.spec).encode()).to_json()
-        if not self._broker.activate(version.name, epoch, record, version.version, spec):
+        if not self.fleet.activate(version.name, epoch, record, version.version, spec):
             raise TransitionConflict(
                 f"{version.reference} is in production since epoch {epoch} of this registry, and the broker follows "
                 "another decision: a later one, or that of this epoch as another key has signed it. Expected a new "
@@ -342,20 +411,21 @@ class Deployer:
         """
         serving = self._workers_of(name, worker)
         return await_answers(
-            lambda: entries(self._broker, name, serving),
-            lambda: self._command(Command.new(action, name), serving),
+            name,
+            lambda: entries(self.fleet, name, serving),
+            lambda: self._command(Command(action, name), serving),
             self._load_timeout_s if timeout_s is None else timeout_s,
         )
 
     def _ask(self, version: RegisteredVersion, *, is_wanted: bool, worker: str | None = None) -> None:
         if worker is None and self._states is not None:
-            content_hash = version.content_hash if is_wanted else ""
-            wish = Wish(version.name, version.version, is_wanted, content_hash, time.time())
+            # Also of one that is let go of: jobs may name what is registered, and workers know its content by this.
+            wish = Wish(version.name, version.version, is_wanted, version.content_hash, time.time())
             self._states.put(wish, self._sign)
             self._nudge(version.name)
             return
         action: Literal["load", "unload"] = "load" if is_wanted else "unload"
-        command = Command.new(action, version.name, version.version, version.content_hash)
+        command = Command(action, version.name, version.version, version.content_hash)
         self._command(command, self._workers_of(version.name, worker))
 
     def _take_back(self, version: RegisteredVersion) -> None:
@@ -364,7 +434,7 @@ class Deployer:
         with suppress(BrokerUnavailable, RegistryUnavailable, ConfigurationError, ModelNotReady):
             if self.registry.find(version.name, version.version).stage is not ModelStage.PRODUCTION and not any(
                 replica.is_active and replica.content_hash == version.content_hash
-                for replica in replicas(self._broker, version.name, version.version)
+                for replica in replicas(self.fleet, version.name, version.version)
             ):
                 self._ask(version, is_wanted=False)
 
@@ -377,22 +447,28 @@ class Deployer:
         except Corrupt:
             return False
 
+    def _is_known(self, version: RegisteredVersion) -> bool:
+        """Whether workers have been told of this content, wanted or not."""
+        record = self._states.wishes().get(version.reference) if self._states is not None else None
+        try:
+            return record is not None and Wish.open(record, None).content_hash == version.content_hash
+        except Corrupt:
+            return False
+
     def _nudge(self, name: str) -> None:
         """Workers look by themselves every few seconds; those that obey commands look at once."""
         workers = self._workers_of(name, None)
         if self._orders is not None and workers:
             with suppress(BrokerUnavailable):
-                self._orders.mention(Command.new("reconcile"), workers)
+                self._orders.mention(Command("reconcile"), workers)
 
     def _command(self, command: Command, workers: list[str]) -> None:
-        if self._orders is None:
-            raise ConfigurationError("Control commands are signed. Expected an operator's key, see `penstock doctor`")
-        refusals = self._orders.give(command, workers) if workers else {}
+        refusals = _needed(self._orders).give(command, workers) if workers else {}
         for worker, problem in refusals.items():
             raise ModelNotReady(f"{worker}: {problem}")
 
     def _watch(self, name: str, label: str, *, only: str | None = None) -> Watch:
-        return Watch(self._broker, name, label, sweep_s=self._sweep_s, tell=self._tell, only=only)
+        return Watch(self.fleet, name, label, sweep_s=self._sweep_s, tell=self._tell, only=only, poll_s=self._poll_s)
 
     def _need_one(self, watch: Watch, name: str, worker: str | None) -> None:
         if not watch.look():
@@ -401,16 +477,50 @@ class Deployer:
             raise ModelNotReady(f"{who} serves {name}. Expected one of: {serving}")
 
     def _workers_of(self, name: str, only: str | None) -> list[str]:
-        found = [replica.worker for replica in replicas(self._broker, name, "")]
+        found = [replica.worker for replica in replicas(self.fleet, name, "")]
         return [worker for worker in found if only in (None, worker)]
 
     def _is_answered(self, name: str) -> bool:
-        return bool(self._broker.actives([name])[name]) or bool(self._workers_of(name, None))
+        return bool(self.fleet.actives([name])[name]) or bool(self._workers_of(name, None))
 
 
 def open_registry(settings: Settings, keys: OperatorKeys) -> ModelRegistryClient:
-    """The registry of these settings, in the name of whoever runs this process."""
-    return ModelRegistryClient(settings.registry_url, sign=keys.sign, verify=keys.verify, actor=_actor())
+    """The registry of these settings, in the name of whoever runs this process; changes are recorded beforehand."""
+    return _registry(settings, keys)
+
+
+def _registry(
+    settings: Settings, keys: OperatorKeys, ledger: Ledger | None = None, **options: Any
+) -> ModelRegistryClient:
+    return ModelRegistryClient(
+        ledger or settings.registry_url,
+        sign=keys.sign,
+        verify=keys.verify,
+        actor=_actor(),
+        audit=_auditor(settings),
+        **options,
+    )
+
+
+def _auditor(settings: Settings) -> Callable[[Transition], None] | None:
+    """Records a change before it is made, or raises ConfigurationError: what cannot be recorded is not done."""
+    privacy = settings.inference.privacy
+
+    def record(transition: Transition) -> None:
+        try:
+            AuditLog(privacy.audit_log_path, "models").record("transition", transition.as_data())
+        except OSError as error:
+            raise ConfigurationError(
+                f"The audit log cannot be written ({error.strerror}), and nothing was changed. Expected room for it"
+            ) from None
+
+    return record if privacy.audit_log_enabled else None
+
+
+def _needed(orders: Orders | None) -> Orders:
+    if orders is None:
+        raise ConfigurationError("Control commands are signed. Expected an operator's key, see `penstock doctor`")
+    return orders
 
 
 def _state_store(settings: Settings) -> StateStore | None:
@@ -421,12 +531,12 @@ def _state_store(settings: Settings) -> StateStore | None:
     return StateStore.from_url(inference.state_redis_url or settings.redis_url or "", inference.state_prefix)
 
 
-def deployed(broker: Broker, name: str) -> Deployment | None:
+def deployed(fleet: FleetEnd, name: str) -> Deployment | None:
     """What the broker hands to workers as the decision about a model; None before the first one.
 
     Raises Corrupt for what is no such record; signatures are for workers to check.
     """
-    active = broker.actives([name])[name]
+    active = fleet.actives([name])[name]
     return Deployment.open(active, name) if active else None
 
 

@@ -40,6 +40,7 @@ from registry.package import discover, load_package
 from registry.settings import Settings
 from registry.stages import ModelStage
 from registry.tables import RegisteredVersion
+from workers.deployments import DeploymentFiles, epoch_of
 
 __all__ = ["Finding", "as_json", "examine", "write"]
 
@@ -72,12 +73,12 @@ def examine(environ: Mapping[str, str], cwd: Path) -> list[Finding]:
         settings = Settings.load(environ=environ, cwd=cwd)
     except ConfigurationError as error:
         return [*findings, Finding("settings", "broken", str(error), "correct that name or value")]
-    findings += [*_contradictions(settings), *_security(settings), *_operator(settings), *_models(settings)]
+    findings += [*_contradictions(settings), *_security(settings), *_models(settings)]
     try:
         known = local_stack.with_broker(settings)
     except ConfigurationError as error:
-        return [*findings, Finding("broker", "broken", str(error), "penstock up")]
-    return [*findings, *_signing(known), *_broker(known)]
+        return [*findings, *_operator(settings), Finding("broker", "broken", str(error), "penstock up")]
+    return [*findings, *_operator(known), *_signing(known), *_broker(known)]
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -283,8 +284,10 @@ def _security(settings: Settings) -> Iterator[Finding]:
 def _operator(settings: Settings) -> Iterator[Finding]:
     try:
         keys = operator_keys(settings)
+        if keys.sign is not None:
+            operator_keys(settings, for_changes=True)
     except ConfigurationError as error:
-        yield Finding("security", "broken", str(error), "PENSTOCK_OPERATOR_KEY_FILE=<a file of mode 0600>")
+        yield Finding("security", "broken", str(error), "PENSTOCK_OPERATOR_KEY_FILE=<the operator's key, mode 0600>")
         return
     if keys.sign is None:
         yield Finding("security", "ok", "no operator's key here; the first `penstock models register` makes one")
@@ -548,9 +551,32 @@ def _deployments(settings: Settings, broker: RedisStreams) -> Iterator[Finding]:
     for version in behind:
         what = f"{version.reference} is in production, and is not the version that answers"
         yield Finding("registry", "broken", what, f"penstock models sync {version.name}")
+    yield from _forgotten_decisions(settings, broker)
     if not behind:
         names = ", ".join(version.reference for version in production)
         yield Finding("registry", "ok", f"in production, and answering: {names or 'none'}")
+
+
+def _forgotten_decisions(settings: Settings, broker: RedisStreams) -> Iterator[Finding]:
+    """Models whose last decision that was obeyed on this machine is later than what the broker has."""
+    verify = operator_keys(settings).verify
+    if verify is None:
+        return
+    obeyed = DeploymentFiles(settings.home / "deployments", verify)
+    for model in broker.models():
+        last, now = epoch_of(obeyed.last(model)), _followed_epoch(broker, model)
+        if last > now:
+            what = f"workers here have obeyed epoch {last} of {model} and go on with it; the broker has epoch {now}"
+            mend = f"penstock models sync {model}; after a new registry, delete deployments/{model}.active"
+            yield Finding("registry", "broken", what, mend)
+
+
+def _followed_epoch(broker: RedisStreams, model: str) -> int:
+    try:
+        decision = deployed(broker, model)
+    except Corrupt:
+        return 0
+    return decision.epoch if decision else 0
 
 
 def _has_registry(url: str) -> bool:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compose.overview import workers
-from registry.broker.base import Broker
+from registry.broker.base import FleetEnd
 from registry.errors import ModelNotReady
 
 __all__ = ["await_answers", "draw_levels", "entries"]
@@ -23,7 +23,7 @@ __all__ = ["await_answers", "draw_levels", "entries"]
 _POLL_S: Final = 0.1
 
 
-def entries(broker: Broker, model: str, among: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def entries(broker: FleetEnd, model: str, among: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """What each worker, or each of these, says of each version of the model that it has loaded.
 
     Raises BrokerUnavailable.
@@ -37,7 +37,7 @@ def entries(broker: Broker, model: str, among: Sequence[str] | None = None) -> l
 
 
 def await_answers(
-    look: Callable[[], list[dict[str, Any]]], ask: Callable[[], None], timeout_s: float
+    model: str, look: Callable[[], list[dict[str, Any]]], ask: Callable[[], None], timeout_s: float
 ) -> list[dict[str, Any]]:
     """Asks, and returns the entries once each version that was loaded then has one answer more.
 
@@ -45,7 +45,9 @@ def await_answers(
     """
     before = {_whose(entry): entry["answers"] for entry in look()}
     if not before:
-        raise ModelNotReady("No worker has it loaded. Expected one that serves it, at its level 0 or higher")
+        raise ModelNotReady(
+            f"No worker has {model!r:.80} loaded. Expected one that serves it, at its level 0 or higher"
+        )
     ask()
     deadline = time.monotonic() + timeout_s
     while True:
@@ -64,18 +66,18 @@ def _whose(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 def draw_levels(found: Sequence[Mapping[str, Any]]) -> RenderableType:
     """For each worker and version: level, form and load; below, a line per step with what it gained or waits for."""
-    if not found:
-        return Text("No worker reports a level of it: it is not loaded, or PENSTOCK_INFERENCE_ENABLED is off.")
     return Group(*(part for entry in found for part in (_headline(entry), _steps(entry["steps"]), Text())))
 
 
 def _headline(entry: Mapping[str, Any]) -> Text:
     profile, goldens = entry["profile"], entry["goldens"]
+    counts = ", ".join(f"{name} {value:,}" for name, value in entry["counts"].items())
     return Text(
         f"{entry['worker']}, version {entry['version']} ({entry['content_hash'][:12]}): level {entry['level']} of at "
         f"most {entry['max_level']}, answers in the form {entry['form']}\n"
         f"profiled: {profile['forwards']:,} forwards, {profile['rows']:,} rows, {profile['rows_per_s']:,.1f} rows/s; "
         f"goldens: {goldens['jobs'] if goldens else 0}"
+        f"{f'; counted: {counts}' if counts else ''}"
     )
 
 
@@ -85,8 +87,14 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(column)
     for step in steps:
         gain = "not measured" if step["gain"] is None else f"{step['gain']:.2f}x"
-        evidence = ", ".join(f"{name} {value:g}" for name, value in step["evidence"].items())
+        evidence = ", ".join(
+            f"{name} {_shown(value)}" for name, value in (*step["made"].items(), *step["evidence"].items())
+        )
         table.add_row(
             str(step["level"]), step["step"], step["state"], gain, step["reason"] or step["criterion"], evidence
         )
     return table
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """`penstock models`: which versions there are, which one answers, and in which form.
 
 list, show, history, lineage, verify      look
-register, promote, demote, rollback, sync decide which version answers
+register, promote, demote, rollback, sync decide which version answers; sign: for a change of keys
 load, unload, compile, levels             what workers do with it
 export-onnx                               another form of a version, as a file
 
@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from compose.terminal import as_json_option, connected, console, load_settings, open_broker, terminable
-from registry.errors import ConfigurationError, InvalidInput
+from compose.access import Access
+from compose.terminal import as_json_option, console
+from registry.errors import ConfigurationError, InvalidInput, ModelNotReady, UnknownModel, shown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from compose.deploy import Deployer, Rollout
-    from registry.catalog import ModelRegistryClient
+    from compose.deploy import Rollout
     from registry.lineage import ModelLineage
-    from registry.settings import Settings
     from registry.tables import Transition
 
 __all__ = ["models"]
@@ -44,18 +41,28 @@ _worker = click.option("--worker", metavar="NAME", help="Only this worker, by a 
 
 
 @click.group()
-def models() -> None:
+@click.option("--via", default="", metavar="WORKER", help="Have this worker, or `any`, do it: see above.")
+@click.pass_context
+def models(context: click.Context, via: str) -> None:
     """Register versions of models, choose which one answers, and look at them.
 
     VERSION is a label such as 2, or six or more digits of a content hash.
+
+    With --via nothing is connected to but Celery's broker: signed orders over Celery's remote control have a worker
+    read and write the registry, look at its folders and reach the broker. Folders and files are that machine's.
+
+    \b
+    penstock models list
+    penstock models --via any promote minilm 2 --to production
     """
+    context.obj = Access(context.obj, via)
 
 
 @models.command("list")
 @click.argument("name", required=False)
 @as_json_option
 @click.pass_obj
-def list_models(environ: Mapping[str, str], name: str | None, as_json: bool) -> None:
+def list_models(access: Access, name: str | None, as_json: bool) -> None:
     """List the versions of NAME, or of all models: stage, content, which one answers, who has it loaded.
 
     \b
@@ -64,11 +71,10 @@ def list_models(environ: Mapping[str, str], name: str | None, as_json: bool) -> 
     """
     from compose import versions
 
-    settings = _settings(environ)
-    registered = _registry(settings).versions()
-    with ExitStack() as exits:
-        broker = exits.enter_context(open_broker(settings)) if settings.redis_url else None
-        rows = [row for row in versions.listing(registered, broker) if name in (None, row["name"])]
+    with access.catalogue() as (registry, fleet):
+        rows = [row for row in versions.listing(registry.versions(), fleet) if name in (None, row["name"])]
+    if name is not None and not rows:
+        raise UnknownModel(f"Unknown model {name!r:.80}. Expected one that is registered or served: `models list`")
     _show(rows, as_json, lambda: versions.draw_versions(rows))
 
 
@@ -77,7 +83,7 @@ def list_models(environ: Mapping[str, str], name: str | None, as_json: bool) -> 
 @click.argument("version", default="latest")
 @as_json_option
 @click.pass_obj
-def show(environ: Mapping[str, str], name: str, version: str, as_json: bool) -> None:
+def show(access: Access, name: str, version: str, as_json: bool) -> None:
     """Show what the registry knows of VERSION: stage, content hash, files. Without it, of the one in production.
 
     \b
@@ -85,29 +91,34 @@ def show(environ: Mapping[str, str], name: str, version: str, as_json: bool) -> 
     """
     from compose import versions
 
-    found = _registry(_settings(environ)).find(name, version)
+    with access.registry() as registry:
+        found = registry.find(name, version)
     _show(versions.as_data(found), as_json, lambda: versions.draw_version(found))
 
 
 @models.command("register")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("package")
 @click.option("--lineage", "lineage_file", type=click.Path(path_type=Path), help="Where it comes from: YAML or JSON.")
 @_reason
 @as_json_option
 @click.pass_obj
-def register(environ: Mapping[str, str], path: Path, lineage_file: Path | None, reason: str, as_json: bool) -> None:
-    """Register the package in PATH as a draft, and have jobs for it accepted before a worker runs.
+def register(access: Access, package: str, lineage_file: Path | None, reason: str, as_json: bool) -> None:
+    """Register PACKAGE as a draft, and have jobs for it accepted before a worker runs.
 
-    A lineage has data_version, code_hash, hyperparameters, training_metrics and parent_model; all may be left out.
+    PACKAGE is a folder; or runs:/RUN/PATH or models:/NAME/VERSION of the MLflow at MLFLOW_TRACKING_URI; or
+    organisation/name@COMMIT, a package in the local cache of the Hugging Face hub. What lies elsewhere is copied into
+    the models root. A lineage has data_version, code_hash, hyperparameters, training_metrics and parent_model; all may
+    be left out.
 
     \b
     penstock models register models/minilm/1
     penstock models register models/minilm/2 --lineage trained.yaml --reason "new data"
+    penstock models register models:/minilm/3
     """
     lineage = _read_lineage(lineage_file) if lineage_file else None
-    with _deployer(environ) as deployer:
+    with access.deployer() as deployer:
         try:
-            found = deployer.register(path, lineage, reason=reason)
+            found = deployer.register(access.fetched(package), lineage, reason=reason)
         except ConfigurationError as error:
             # The package is refused, not this command's own configuration.
             raise click.ClickException(str(error)) from None
@@ -125,7 +136,7 @@ def register(environ: Mapping[str, str], path: Path, lineage_file: Path | None, 
 @as_json_option
 @click.pass_obj
 def promote(
-    environ: Mapping[str, str],
+    access: Access,
     name: str,
     version: str,
     to: str,
@@ -144,10 +155,11 @@ def promote(
     penstock models promote minilm 2 --to production --reason "better on the golden set"
     """
     if to == "staging":
-        transition = _registry(_settings(environ), for_changes=True).promote(name, version, to, reason=reason)
+        with access.registry(for_changes=True) as registry:
+            transition = registry.promote(name, version, to, reason=reason)
         _say_moved(transition, as_json)
         return
-    with _deployer(environ) as deployer:
+    with access.deployer() as deployer:
         done = deployer.promote(name, version, to, reason=reason, prepare=prepare, timeout_s=timeout)
     _say_rolled_out(done, as_json)
 
@@ -161,14 +173,15 @@ def promote(
 @_reason
 @as_json_option
 @click.pass_obj
-def demote(environ: Mapping[str, str], name: str, version: str, to: str, reason: str, as_json: bool) -> None:
+def demote(access: Access, name: str, version: str, to: str, reason: str, as_json: bool) -> None:
     """Take VERSION of NAME, which must not be in production, back to draft, or to the archive.
 
     \b
     penstock models demote minilm 2
     """
-    registry = _registry(_settings(environ), for_changes=True)
-    _say_moved(registry.demote(name, version, to, reason=reason), as_json)
+    with access.registry(for_changes=True) as registry:
+        transition = registry.demote(name, version, to, reason=reason)
+    _say_moved(transition, as_json)
 
 
 @models.command("rollback")
@@ -178,15 +191,13 @@ def demote(environ: Mapping[str, str], name: str, version: str, to: str, reason:
 @_timeout
 @as_json_option
 @click.pass_obj
-def rollback(
-    environ: Mapping[str, str], name: str, reason: str, prepare: bool, timeout: float | None, as_json: bool
-) -> None:
+def rollback(access: Access, name: str, reason: str, prepare: bool, timeout: float | None, as_json: bool) -> None:
     """Put the version of NAME that was in production before back there, prepared like a promotion.
 
     \b
     penstock models rollback minilm --reason "wrong on long texts"
     """
-    with _deployer(environ) as deployer:
+    with access.deployer() as deployer:
         done = deployer.rollback(name, reason=reason, prepare=prepare, timeout_s=timeout)
     _say_rolled_out(done, as_json)
 
@@ -195,16 +206,34 @@ def rollback(
 @click.argument("name")
 @as_json_option
 @click.pass_obj
-def sync(environ: Mapping[str, str], name: str, as_json: bool) -> None:
+def sync(access: Access, name: str, as_json: bool) -> None:
     """Make the version of NAME in production the one that answers, after a promotion that did not get that far.
 
     \b
     penstock models sync minilm
     """
-    with _deployer(environ) as deployer:
+    with access.deployer() as deployer:
         found = deployer.sync(name)
     data = {"name": found.name, "version": found.version, "epoch": found.epoch}
     _say(data, as_json, f"{found.reference} answers (epoch {found.epoch})")
+
+
+@models.command("sign")
+@click.argument("name")
+@_reason
+@as_json_option
+@click.pass_obj
+def sign(access: Access, name: str, reason: str, as_json: bool) -> None:
+    """Sign all records of NAME anew with this operator's key, and the decision which of its versions answers.
+
+    For a change of keys: make the new one, have operators and workers believe both, sign every model, drop the old one.
+
+    \b
+    penstock models sign minilm --reason "new key"
+    """
+    with access.deployer() as deployer:
+        transition = deployer.sign(name, reason=reason)
+    _say(transition.as_data(), as_json, f"{name} is signed anew (epoch {transition.epoch})")
 
 
 @models.command("load")
@@ -214,16 +243,14 @@ def sync(environ: Mapping[str, str], name: str, as_json: bool) -> None:
 @_timeout
 @as_json_option
 @click.pass_obj
-def load(
-    environ: Mapping[str, str], name: str, version: str, worker: str | None, timeout: float | None, as_json: bool
-) -> None:
+def load(access: Access, name: str, version: str, worker: str | None, timeout: float | None, as_json: bool) -> None:
     """Have VERSION of NAME loaded by every live worker of the model, and wait until they have it.
 
     \b
     penstock models load minilm 2
     penstock models load minilm 2 --worker gpu0@host
     """
-    with _deployer(environ) as deployer:
+    with access.deployer() as deployer:
         workers = deployer.load(name, version, worker=worker, timeout_s=timeout)
     _say_followed("loaded", name, version, workers, as_json)
 
@@ -235,15 +262,13 @@ def load(
 @_timeout
 @as_json_option
 @click.pass_obj
-def unload(
-    environ: Mapping[str, str], name: str, version: str, worker: str | None, timeout: float | None, as_json: bool
-) -> None:
+def unload(access: Access, name: str, version: str, worker: str | None, timeout: float | None, as_json: bool) -> None:
     """Have VERSION of NAME, which must not be the one that answers, unloaded, and wait until it is.
 
     \b
     penstock models unload minilm 1
     """
-    with _deployer(environ) as deployer:
+    with access.deployer() as deployer:
         workers = deployer.unload(name, version, worker=worker, timeout_s=timeout)
     _say_followed("unloaded", name, version, workers, as_json)
 
@@ -252,16 +277,19 @@ def unload(
 @click.argument("name")
 @as_json_option
 @click.pass_obj
-def history(environ: Mapping[str, str], name: str, as_json: bool) -> None:
-    """Show what was changed of NAME: when, by whom, from which stage to which, why.
+def history(access: Access, name: str, as_json: bool) -> None:
+    """Show what was changed of NAME, the newest first: when, by whom, from which stage to which, why.
 
     \b
     penstock models history minilm
     """
     from compose import versions
 
-    found = _registry(_settings(environ)).history(name)
-    _show([versions.transition_data(each) for each in found], as_json, lambda: versions.draw_history(found))
+    with access.registry() as registry:
+        found = registry.history(name)
+    newest_first = found[::-1]
+    data = [each.as_data() for each in newest_first]
+    _show(data, as_json, lambda: versions.draw_history(newest_first))
 
 
 @models.command("lineage")
@@ -269,13 +297,14 @@ def history(environ: Mapping[str, str], name: str, as_json: bool) -> None:
 @click.argument("version")
 @as_json_option
 @click.pass_obj
-def lineage(environ: Mapping[str, str], name: str, version: str, as_json: bool) -> None:
+def lineage(access: Access, name: str, version: str, as_json: bool) -> None:
     """Show where VERSION of NAME comes from.
 
     \b
     penstock models lineage minilm 2
     """
-    found = _registry(_settings(environ)).lineage(name, version).model_dump()
+    with access.registry() as registry:
+        found = registry.lineage(name, version).model_dump()
     _say(found, as_json, "\n".join(f"{field}: {value}" for field, value in found.items()))
 
 
@@ -284,13 +313,14 @@ def lineage(environ: Mapping[str, str], name: str, version: str, as_json: bool) 
 @click.argument("version")
 @as_json_option
 @click.pass_obj
-def verify(environ: Mapping[str, str], name: str, version: str, as_json: bool) -> None:
+def verify(access: Access, name: str, version: str, as_json: bool) -> None:
     """Hash the files of VERSION again, and compare them with what was registered.
 
     \b
     penstock models verify minilm 2
     """
-    found = _registry(_settings(environ)).verify(name, version)
+    with access.registry() as registry:
+        found = registry.verify(name, version)
     count = len(found.files) + len(found.source_files)
     data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, "files": count}
     _say(data, as_json, f"{found.reference}: {count} files are as they were registered ({found.content_hash[:12]})")
@@ -303,19 +333,19 @@ def verify(environ: Mapping[str, str], name: str, version: str, as_json: bool) -
 @click.option("--int8", "is_int8", is_flag=True, help="With int8 matrices: smaller, and not the same answers.")
 @as_json_option
 @click.pass_obj
-def export_onnx(environ: Mapping[str, str], name: str, version: str, path: Path, is_int8: bool, as_json: bool) -> None:
+def export_onnx(access: Access, name: str, version: str, path: Path, is_int8: bool, as_json: bool) -> None:
     """Write VERSION of NAME as an ONNX file, checked against the model's own answers.
 
     \b
     penstock models export-onnx minilm 2 minilm.onnx
     """
-    from compose.exporting import export
-
-    found = _registry(_settings(environ)).verify(name, version)
-    done = export(found, path, is_int8=is_int8)
-    data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, **done._asdict()}
+    with access.files() as (registry, files):
+        found = registry.verify(name, version)
+        done = files.export(found, path, is_int8=is_int8)
+    facts = {"path": done.path, "bytes": done.bytes, "differences": done.differences}
+    data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, **facts}
     compared = ", ".join(f"{output} differs by at most {most:.2g}" for output, most in done.differences.items())
-    _say(data, as_json, f"{found.reference} -> {path.name}: {done.bytes:,} bytes; {compared}")
+    _say(data, as_json, f"{found.reference} -> {done.path}: {done.bytes:,} bytes; {compared}")
 
 
 @models.command("compile")
@@ -324,9 +354,7 @@ def export_onnx(environ: Mapping[str, str], name: str, version: str, path: Path,
 @_timeout
 @as_json_option
 @click.pass_obj
-def compile_model(
-    environ: Mapping[str, str], name: str, worker: str | None, timeout: float | None, as_json: bool
-) -> None:
+def compile_model(access: Access, name: str, worker: str | None, timeout: float | None, as_json: bool) -> None:
     """Have the workers of NAME compile it now, beside their traffic, and wait for what came of it.
 
     The compiled form answers only after it matched the goldens. Exit status 1 where it does not.
@@ -334,7 +362,7 @@ def compile_model(
     \b
     penstock models compile minilm
     """
-    with _deployer(environ) as deployer:
+    with access.deployer() as deployer:
         found = deployer.tune(name, "compile", worker=worker, timeout_s=timeout)
     _say(found, as_json, "\n".join(f"{entry['worker']}: {entry['answer']}" for entry in found))
     if not all(entry["form"].startswith("compiled") for entry in found):
@@ -354,7 +382,7 @@ def compile_model(
 @as_json_option
 @click.pass_obj
 def levels(
-    environ: Mapping[str, str],
+    access: Access,
     name: str,
     action: Literal["measure", "optimise", "trace"] | None,
     worker: str | None,
@@ -370,54 +398,34 @@ def levels(
     from compose.levels import draw_levels, entries
 
     if action is None:
-        with open_broker(connected(environ)) as broker:
-            found = entries(broker, name, None if worker is None else [worker])
+        with access.fleet() as fleet:
+            found = entries(fleet, name, None if worker is None else [worker])
     else:
-        with _deployer(environ) as deployer:
+        with access.deployer() as deployer:
             found = deployer.tune(name, action, worker=worker, timeout_s=timeout)
         for entry in found:
             click.echo(f"{entry['worker']}: {entry['answer']}", err=True)
+    if not found:
+        raise ModelNotReady(
+            f"No worker reports a level of {name!r:.80}. Expected a model that a worker has loaded, with "
+            "PENSTOCK_INFERENCE_ENABLED on"
+        )
     _show(found, as_json, lambda: draw_levels(found))
 
 
-def _settings(environ: Mapping[str, str]) -> Settings:
-    """With a broker in them where there is one: the registry needs none."""
-    from registry import local_stack
-
-    settings = load_settings(environ)
-    if settings.redis_url or local_stack.read(settings.home) is None:
-        return settings
-    return local_stack.with_broker(settings)
-
-
-def _registry(settings: Settings, *, for_changes: bool = False) -> ModelRegistryClient:
-    from compose.deploy import open_registry
-    from compose.keys import operator_keys
-
-    return open_registry(settings, operator_keys(settings, for_changes=for_changes))
-
-
-@contextmanager
-def _deployer(environ: Mapping[str, str]) -> Iterator[Deployer]:
-    from compose.deploy import Deployer
-
-    # A command that is ended takes back what it asked of workers.
-    with terminable(), Deployer.connect(connected(environ), tell=lambda line: click.echo(line, err=True)) as deployer:
-        yield deployer
-
-
 def _read_lineage(file: Path) -> ModelLineage:
-    from registry.documents import BadDocument, read_yaml
+    from registry.documents import BadDocument, read_document, read_yaml
     from registry.lineage import ModelLineage
 
+    name = shown(file.name or file)
     try:
-        found = read_yaml(file.read_bytes())
+        found = read_yaml(read_document(file))
     except OSError as error:
-        raise InvalidInput(f"{file.name}: cannot be read ({error.strerror})") from None
+        raise InvalidInput(f"{name}: cannot be read ({error.strerror})") from None
     except BadDocument as problem:
-        raise InvalidInput(f"{file.name}{problem}") from None
+        raise InvalidInput(f"{name}{problem}") from None
     if not isinstance(found, dict):
-        raise InvalidInput(f"{file.name}: found {type(found).__name__}, expected a mapping of fields")
+        raise InvalidInput(f"{name}: found {type(found).__name__}, expected a mapping of fields")
     return ModelLineage.parse(found)
 
 
@@ -434,18 +442,14 @@ def _say(data: Any, as_json: bool, text: str) -> None:
 
 
 def _say_moved(transition: Transition, as_json: bool) -> None:
-    from compose.versions import transition_data
-
     line = f"{transition.name}/{transition.version}: {transition.before} -> {transition.after}"
-    _say(transition_data(transition), as_json, f"{line} (epoch {transition.epoch})")
+    _say(transition.as_data(), as_json, f"{line} (epoch {transition.epoch})")
 
 
 def _say_rolled_out(done: Rollout, as_json: bool) -> None:
-    from compose.versions import transition_data
-
     transition = done.transition
     data = {
-        **transition_data(transition),
+        **transition.as_data(),
         "prepared": done.prepared,
         "late": done.late,
         "flipped_at": done.flipped_at,

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from registry.broker.base import Broker
+from registry.broker.base import Broker, FleetEnd
 from registry.package import ModelSpec
 from registry.signature import TensorSpec
 
@@ -70,7 +70,7 @@ def status(broker: Broker) -> dict[str, Any]:
     }
 
 
-def workers(broker: Broker) -> list[dict[str, Any]]:
+def workers(broker: FleetEnd) -> list[dict[str, Any]]:
     """What the living workers say of themselves. Raises BrokerUnavailable."""
     return [json.loads(report) for report in broker.workers()]
 

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
-from registry.broker.base import Broker
+from registry.broker.base import FleetEnd
 from registry.errors import ModelNotReady
 
 __all__ = ["ABSENT", "Replica", "Tell", "Watch", "replicas"]
 
 ABSENT: Final = "absent"
 """The state of a version that a worker has not met."""
-_POLL_S: Final = 0.05
 _REPORTS_LATE_S: Final = 3.0
 """A worker reports once a second."""
 Tell = Callable[[str], None]
@@ -35,7 +34,7 @@ class Replica(NamedTuple):
     """Why it is not to be had; empty while nothing is wrong."""
 
 
-def replicas(broker: Broker, model: str, label: str) -> list[Replica]:
+def replicas(broker: FleetEnd, model: str, label: str) -> list[Replica]:
     """One for each live worker that serves the model. Raises BrokerUnavailable."""
     found = []
     for report in map(json.loads, broker.workers()):
@@ -57,16 +56,25 @@ def replicas(broker: Broker, model: str, label: str) -> list[Replica]:
 class Watch:
     """Looks at one version from before it was asked for until the workers have followed.
 
-    sweep_s: how long workers may take to hear of it. only: the one worker that matters. Workers that come in between
-    count, too, and those that leave do not.
+    sweep_s: how long workers may take to hear of it. only: the one worker that matters. poll_s: between two looks.
+    Workers that come in between count, too, and those that leave do not.
     """
 
     def __init__(
-        self, broker: Broker, model: str, label: str, *, sweep_s: float, tell: Tell, only: str | None = None
+        self,
+        broker: FleetEnd,
+        model: str,
+        label: str,
+        *,
+        sweep_s: float,
+        tell: Tell,
+        only: str | None = None,
+        poll_s: float = 0.05,
     ) -> None:
         self._broker = broker
         self._model, self._label = model, label
         self._only = only
+        self._poll_s = poll_s
         self._tell = tell
         self._begun = time.monotonic()
         self._heard_s = sweep_s + _REPORTS_LATE_S
@@ -110,7 +118,7 @@ class Watch:
         """Returns the workers that do not answer with the version when all do, or when the time is over."""
         deadline = time.monotonic() + timeout_s
         while (late := [each.worker for each in self.look() if not each.is_active]) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         return late
 
     def _await(self, is_done: Callable[[Replica], bool], timeout_s: float, wanted: str) -> list[str]:
@@ -126,7 +134,7 @@ class Watch:
                 raise ModelNotReady(
                     f"{self._model}/{self._label} was not {wanted} everywhere within {timeout_s:g} s: {states}"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
 
     def _is_news(self, replica: Replica) -> bool:
         """Whether a problem is one of this time: an earlier one stands in the reports until the worker tries again."""

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from compose.deploy import deployed
 from compose.overview import kinds, workers
-from registry.broker.base import Broker
+from registry.broker.base import FleetEnd
 from registry.errors import Corrupt
 from registry.package import ModelSpec
 from registry.tables import RegisteredVersion, Transition
@@ -27,13 +27,12 @@ __all__ = [
     "draw_version",
     "draw_versions",
     "listing",
-    "transition_data",
 ]
 
 _SHORT_HASH = 12
 
 
-def listing(registered: Iterable[RegisteredVersion], broker: Broker | None) -> list[dict[str, Any]]:
+def listing(registered: Iterable[RegisteredVersion], broker: FleetEnd | None) -> list[dict[str, Any]]:
     """Every version that is registered, or that a worker serves without: where it stands, and who has it.
 
     `is_active`: whether it answers jobs that name no version; `workers`: those that have it in memory. A registered
@@ -63,7 +62,7 @@ def _row(version: RegisteredVersion) -> dict[str, Any]:
 
 
 def _add_unregistered(
-    rows: dict[tuple[str, str], dict[str, Any]], broker: Broker, name: str, reports: Sequence[Mapping[str, Any]]
+    rows: dict[tuple[str, str], dict[str, Any]], broker: FleetEnd, name: str, reports: Sequence[Mapping[str, Any]]
 ) -> None:
     """What is known of the model's spec, and the versions in workers, where the registry has none of them."""
     labels = {label for report in reports for label in report.get("versions", {}).get(name, {})}
@@ -76,7 +75,7 @@ def _add_unregistered(
 
 
 def _add_live(
-    rows: dict[tuple[str, str], dict[str, Any]], broker: Broker, name: str, reports: Sequence[Mapping[str, Any]]
+    rows: dict[tuple[str, str], dict[str, Any]], broker: FleetEnd, name: str, reports: Sequence[Mapping[str, Any]]
 ) -> None:
     active = _active_labels(broker, name, reports)
     for (model, label), row in rows.items():
@@ -90,7 +89,7 @@ def _add_live(
                 row["content_hash"] = row["content_hash"] or said["content_hash"]
 
 
-def _active_labels(broker: Broker, name: str, reports: Iterable[Mapping[str, Any]]) -> set[str]:
+def _active_labels(broker: FleetEnd, name: str, reports: Iterable[Mapping[str, Any]]) -> set[str]:
     """What was promoted; before the first promotion, what the workers chose themselves."""
     try:
         decision = deployed(broker, name)
@@ -105,16 +104,6 @@ def _active_labels(broker: Broker, name: str, reports: Iterable[Mapping[str, Any
 def as_data(version: RegisteredVersion) -> dict[str, Any]:
     """A version with all that the registry knows of it, ready for JSON."""
     return {**asdict(version), "stage": str(version.stage), "lineage": version.lineage.model_dump()}
-
-
-def transition_data(transition: Transition) -> dict[str, Any]:
-    """A change of a model, ready for JSON."""
-    return {
-        **asdict(transition),
-        "action": str(transition.action),
-        "before": transition.before and str(transition.before),
-        "after": str(transition.after),
-    }
 
 
 def draw_versions(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -151,9 +140,9 @@ def draw_version(version: RegisteredVersion) -> RenderableType:
 
 
 def draw_history(history: Sequence[Transition]) -> RenderableType:
-    """A line per change, the newest first."""
+    """A line per change, in the order given."""
     table = _table("epoch", "when", "what", "version", "content", "from", "to", "replaced", "by", "reason")
-    for change in reversed(history):
+    for change in history:
         table.add_row(
             str(change.epoch),
             change.at[:19],

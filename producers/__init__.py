@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from producers.async_client import AsyncClient, AsyncJobHandle
     from producers.client import Client, JobHandle
-    from producers.replies import JobEvent
+    from producers.replies import JobEvent, JobInfo
     from registry.envelope import Retry
 
-__all__ = ["AsyncClient", "AsyncJobHandle", "Client", "JobEvent", "JobHandle", "Retry"]
+__all__ = ["AsyncClient", "AsyncJobHandle", "Client", "JobEvent", "JobHandle", "JobInfo", "Retry"]
 
 _HOMES = {
     "AsyncClient": "producers.async_client",
     "AsyncJobHandle": "producers.async_client",
     "Client": "producers.client",
     "JobEvent": "producers.replies",
+    "JobInfo": "producers.replies",
     "JobHandle": "producers.client",
     "Retry": "registry.envelope",
 }

@@ -25,7 +25,7 @@ from producers.connection import (
     client_settings,
 )
 from producers.publish import accepted, cancellation, parcels
-from producers.replies import SILENCE_S, EventMerger, JobEvent, Outcome, missing, open_outcome
+from producers.replies import SILENCE_S, EventMerger, JobEvent, JobInfo, Outcome, missing, open_outcome
 from producers.rows import RowShape, Tracker
 from registry import local_stack
 from registry.admission import Press, SpecCache, limits_of
@@ -304,20 +304,11 @@ class AsyncJobHandle:
 
     async def result(self, timeout: float | None = None) -> dict[str, Array]:
         """See JobHandle.result."""
-        if self._standing is None:
-            until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
-            try:
-                if self.is_ours:
-                    await self._client._inbox.reply_to(self, until)
-                if self._standing is None:
-                    async with asyncio.timeout_at(None if until == inf else until):
-                        await self._follow()
-            except TimeoutError:
-                # Time is up; the record has the last word.
-                await self._ask()
-                if self._standing is None:
-                    raise ResultTimeout(f"No result within {timeout:g} s; the job goes on") from None
-        return self._opened().outputs()
+        return (await self._ended(timeout)).outputs()
+
+    async def info(self, timeout: float | None = None) -> JobInfo:
+        """See JobHandle.info."""
+        return (await self._ended(timeout)).info()
 
     async def stream(self, after: int = 0) -> AsyncIterator[JobEvent]:
         """See JobHandle.stream."""
@@ -375,6 +366,22 @@ class AsyncJobHandle:
 
     def _missing(self) -> Exception:
         return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
+
+    async def _ended(self, timeout: float | None) -> Outcome:
+        if self._standing is None:
+            until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
+            try:
+                if self.is_ours:
+                    await self._client._inbox.reply_to(self, until)
+                if self._standing is None:
+                    async with asyncio.timeout_at(None if until == inf else until):
+                        await self._follow()
+            except TimeoutError:
+                # Time is up; the record has the last word.
+                await self._ask()
+                if self._standing is None:
+                    raise ResultTimeout(f"No result within {timeout:g} s; the job goes on") from None
+        return self._opened()
 
     def _opened(self) -> Outcome:
         if self._outcome is None:

@@ -29,6 +29,7 @@ from producers.replies import (
     EventMerger,
     Inbox,
     JobEvent,
+    JobInfo,
     Outcome,
     is_end,
     missing,
@@ -318,12 +319,14 @@ class JobHandle:
         timeout: seconds; None waits until the job has ended. Raises the JobFailed that the job ended with,
         ResultTimeout, ResultGone, UnknownJob, or BrokerUnavailable.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._is_ours and self._standing is None:
-            self._ask()
-        if self._standing is None:
-            self._await_end(deadline, timeout)
-        return self._opened().outputs()
+        return self._ended(timeout).outputs()
+
+    def info(self, timeout: float | None = None) -> JobInfo:
+        """Which version answered, on which worker, in which batch and how fast, once the job has ended, however.
+
+        timeout: as for `result`. Raises ResultTimeout, ResultGone, UnknownJob, or BrokerUnavailable.
+        """
+        return self._ended(timeout).info()
 
     def stream(self, after: int = 0) -> Iterator[JobEvent]:
         """The job's events after sequence number `after`, as they happen; ends after the terminal one.
@@ -404,6 +407,14 @@ class JobHandle:
 
     def _missing(self) -> Exception:
         return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
+
+    def _ended(self, timeout: float | None) -> Outcome:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._is_ours and self._standing is None:
+            self._ask()
+        if self._standing is None:
+            self._await_end(deadline, timeout)
+        return self._opened()
 
     def _opened_or_asked(self) -> Outcome:
         if self._standing is None:

@@ -31,6 +31,7 @@ __all__ = [
     "EventMerger",
     "Inbox",
     "JobEvent",
+    "JobInfo",
     "Outcome",
     "Postbox",
     "is_end",
@@ -78,6 +79,26 @@ class JobEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class JobInfo:
+    """How a job ended, without its outputs; `version` and what follows are empty for a job that no model saw.
+
+    version, content_hash: what answered, by its label and by the SHA-256 of its content. attempt: the how-many-eth
+    delivery that was. batch_size: rows of its micro-batch. queue_ms: accepted until claimed; batch_ms: until its
+    forward began; compute_ms: the forward.
+    """
+
+    status: str
+    version: str
+    content_hash: str
+    worker: str
+    attempt: int
+    batch_size: int
+    queue_ms: float
+    batch_ms: float
+    compute_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """A finished job, opened and verified."""
 
@@ -90,6 +111,21 @@ class Outcome:
         if self.header.error is not None:
             raise job_failure(self.header.error.code, self.header.error.message)
         return decode(self.header.content, self.body)
+
+    def info(self) -> JobInfo:
+        """How it ended and who answered."""
+        header, timings = self.header, self.header.timings
+        return JobInfo(
+            status=self.state.name.lower(),
+            version=header.version,
+            content_hash=header.content_hash,
+            worker=header.worker,
+            attempt=header.attempt,
+            batch_size=header.batch_size,
+            queue_ms=timings.queue_ms,
+            batch_ms=timings.batch_ms,
+            compute_ms=timings.compute_ms,
+        )
 
     @property
     def has_run(self) -> bool:

@@ -23,11 +23,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from sqlalchemy import Connection, delete, func, insert, select, text, update
-
-from registry.database import Database
 from registry.errors import (
     ConfigurationError,
     ContentChanged,
@@ -37,23 +34,15 @@ from registry.errors import (
     UnknownModel,
     described,
 )
+from registry.ledger import Ledger, Page, Pages, SqlLedger, check_files
 from registry.lineage import ModelLineage
 from registry.manifest import Manifest
-from registry.package import Package, load_package
+from registry.package import ModelSpec, load_package
 from registry.queues import parse_name
 from registry.registered import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
 from registry.signed import Signer, Verifier
 from registry.stages import Action, ModelStage, check_step, parse_stage
-from registry.tables import (
-    RegisteredVersion,
-    Transition,
-    models,
-    open_transition,
-    open_version,
-    seal_row,
-    transitions,
-    versions,
-)
+from registry.tables import RegisteredVersion, Transition, open_transition, open_version, seal_row
 
 __all__ = [
     "Change",
@@ -62,6 +51,7 @@ __all__ = [
     "ModelLineage",
     "ModelRegistryClient",
     "ModelStage",
+    "Registrable",
     "RegisteredVersion",
     "Transition",
     "Veto",
@@ -77,6 +67,21 @@ _MAX_TEXT: Final = 500
 _log: Final = logging.getLogger("registry")
 
 
+class Registrable(Protocol):
+    """A package that was read and checked; registry/package.py's, or one on another machine."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What it is."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+
+    def manifest(self) -> Manifest:
+        """Its files. Raises ConfigurationError."""
+
+
 def _manifest_at(folder: str) -> Manifest:
     return load_package(Path(folder)).manifest()
 
@@ -88,15 +93,15 @@ def _now() -> datetime:
 class ModelRegistryClient:
     """The registry in one database; the same from any number of processes.
 
-    sign, verify: the operator's key and the public keys that are believed (safety/keys.py). approve: asked before
-    every change of a stage. gate: asked before a promotion to production. audit: gets every change before its commit;
-    what it raises undoes the change. rehash: source -> the manifest of what lies there now. actor: who changes, for
-    the history.
+    ledger: the database's URL, or another place where the rows lie. sign, verify: the operator's key and the public
+    keys that are believed (safety/keys.py). approve: asked before every change of a stage. gate: asked before a
+    promotion to production. audit: gets every change before its commit; what it raises undoes the change. rehash:
+    source -> the manifest of what lies there now. actor: who changes, for the history.
     """
 
     def __init__(
         self,
-        url: str,
+        ledger: str | Ledger,
         *,
         sign: Signer | None = None,
         verify: Verifier | None = None,
@@ -107,7 +112,7 @@ class ModelRegistryClient:
         clock: Callable[[], datetime] = _now,
         actor: str = "",
     ) -> None:
-        self._database = Database(url)
+        self._ledger: Ledger = SqlLedger(ledger) if isinstance(ledger, str) else ledger
         self._sign, self._verify = sign, verify
         self._approve, self._gate, self._audit = approve, gate, audit
         self._rehash, self._clock = rehash, clock
@@ -120,14 +125,12 @@ class ModelRegistryClient:
 
     def models(self) -> tuple[str, ...]:
         """The names of all models, sorted."""
-        with self._database.reading() as connection:
-            return _names(connection)
+        return self._ledger.names()
 
     def versions(self, name: str | None = None) -> tuple[RegisteredVersion, ...]:
         """All versions of a model, or of every model, the oldest first. Raises UnknownModel."""
-        with self._database.reading() as connection:
-            names = _names(connection) if name is None else (name,)
-            return tuple(each for one in names for each in self._read(connection, one).versions.values())
+        found = self._ledger.read(None if name is None else (parse_name("model", name),), self._newest)
+        return tuple(each for one, pages in found.items() for each in self._open(one, pages).versions.values())
 
     def find(self, name: str, version: str = LATEST) -> RegisteredVersion:
         """The version with this label or hash prefix (6 digits or more); `latest` is the one in production.
@@ -142,9 +145,9 @@ class ModelRegistryClient:
 
     def history(self, name: str) -> tuple[Transition, ...]:
         """What was changed, the oldest first, back to the HISTORY-th last production. Raises UnknownModel."""
-        with self._database.reading() as connection:
-            self._read(connection, name)
-            return self._history(connection, name)
+        pages = self._ledger.read((parse_name("model", name),))[name]
+        self._open(name, pages)
+        return self._history(pages)
 
     def verify(self, name: str, version: str = LATEST) -> RegisteredVersion:
         """Hashes the files again, where they were registered. Raises ContentChanged, and as `find` does."""
@@ -153,19 +156,28 @@ class ModelRegistryClient:
         return found
 
     def register(
-        self, package: Package, lineage: ModelLineage | None = None, *, source: str | None = None, reason: str = ""
+        self,
+        package: Registrable,
+        lineage: ModelLineage | None = None,
+        *,
+        source: str | None = None,
+        reason: str = "",
+        after_epoch: int = 0,
     ) -> RegisteredVersion:
         """Makes a package a DRAFT; one that is registered already is returned as it stands.
 
-        source: where `rehash` finds the files again; None: the package's folder.
+        source: where `rehash` finds the files again; None: the package's folder. after_epoch: where the epochs of a
+        model that is new here begin: after those of another registry, whose decisions workers follow.
         Raises InvalidInput when its label has another content, its content another label, or it another lineage.
         """
         reason = _parse_text("reason", reason)
         source = _parse_text("source", str(package.folder) if source is None else source, 4096)
         manifest = package.manifest()
-        with self._changing(package.spec.name, is_new=True) as (connection, model):
+        with self._changing(package.spec.name, is_new=True) as (page, model):
             if known := _known(model, package, manifest, lineage):
                 return known
+            if not model.versions:
+                model = replace(model, epoch=after_epoch)
             draft = RegisteredVersion(
                 name=model.name,
                 version=package.spec.version,
@@ -179,23 +191,44 @@ class ModelRegistryClient:
                 lineage=lineage or ModelLineage(),
                 registered_at=self._time(),
             )
-            connection.execute(insert(versions).values(seal_row(draft, self._sign)))
+            page.put_version(seal_row(draft, self._sign))
             change = Change(Action.REGISTER, draft, ModelStage.DRAFT, reason=reason)
-            self._record(connection, model, change, None, manifest)
+            self._record(page, model, change, None, manifest)
         return draft
 
     def describe(self, name: str, version: str, lineage: ModelLineage, *, reason: str = "") -> Transition:
         """Replaces the lineage of a version that was never in production. Raises TransitionRefused for any other."""
         reason = _parse_text("reason", reason)
-        with self._changing(name) as (connection, model):
+        with self._changing(name) as (page, model):
             found = model.select(version)
             if found.released_at is not None:
                 raise TransitionRefused(
                     f"{found.reference} has been in production, which froze its lineage. Expected another version"
                 )
-            self._write(connection, replace(found, epoch=model.epoch + 1, lineage=lineage))
+            self._write(page, replace(found, epoch=model.epoch + 1, lineage=lineage))
             change = Change(Action.DESCRIBE, found, found.stage, reason=reason)
-            return self._record(connection, model, change, found.stage, None)
+            return self._record(page, model, change, found.stage, None)
+
+    def renew(self, name: str, *, reason: str = "", after_epoch: int = 0) -> Transition:
+        """Signs all records of a model anew, after a change of the operator's key, while the old one is still believed.
+
+        Nothing else changes; but the decision about what is in production gets an epoch of its own, so that it can be
+        told to workers under the new signature. after_epoch: what that has to be later than, in an older copy of the
+        registry. Raises UnknownModel, and InvalidInput for a client that does not sign.
+        """
+        reason = _parse_text("reason", reason)
+        if self._sign is None:
+            raise InvalidInput("A client that does not sign cannot renew signatures. Expected an operator's key")
+        with self._ledger.changing(parse_name("model", name)) as page:
+            model = self._open(name, page.pages)
+            model = replace(model, epoch=max(model.epoch, after_epoch))
+            newest = model.production or model.select(self._history(page.pages)[-1].version)
+            for version in model.versions.values():
+                self._write(page, replace(version, epoch=model.epoch + 1) if version is newest else version)
+            for transition in self._history(page.pages):
+                page.put_transition(seal_row(transition, self._sign))
+            change = Change(Action.SIGN, newest, newest.stage, reason=reason)
+            return self._record(page, model, change, newest.stage, None)
 
     def promote(self, name: str, version: str, to: ModelStage | str, *, reason: str = "") -> Transition:
         """Takes a version to STAGING or PRODUCTION; the one in production so far is archived in the same step.
@@ -229,10 +262,10 @@ class ModelRegistryClient:
         change = Change(action, version, after, replaces, _parse_text("reason", reason))
         manifest = None if action is Action.DEMOTE else self._hash_again(version)
         self._ask(change)
-        with self._changing(seen.name) as (connection, model):
+        with self._changing(seen.name) as (page, model):
             model.check_unchanged(change)
-            self._apply(connection, change, model.epoch + 1)
-            transition = self._record(connection, model, change, version.stage, manifest)
+            self._apply(page, change, model.epoch + 1)
+            transition = self._record(page, model, change, version.stage, manifest)
         if transition.enters_production:
             self._tell(version, replaces)
         return transition
@@ -256,18 +289,18 @@ class ModelRegistryClient:
                     f"{change.version.reference} stays in {change.version.stage}, refused by the {who}: {veto}"
                 )
 
-    def _apply(self, connection: Connection, change: Change, epoch: int) -> None:
+    def _apply(self, page: Page, change: Change, epoch: int) -> None:
         # The old one first: the index never sees two in production.
         if change.replaces is not None:
-            self._write(connection, replace(change.replaces, stage=ModelStage.ARCHIVED, epoch=epoch))
+            self._write(page, replace(change.replaces, stage=ModelStage.ARCHIVED, epoch=epoch))
         moved = replace(change.version, stage=change.after, epoch=epoch)
         if change.after is ModelStage.PRODUCTION and moved.released_at is None:
             moved = replace(moved, released_at=self._time())
-        self._write(connection, moved)
+        self._write(page, moved)
 
     def _record(
         self,
-        connection: Connection,
+        page: Page,
         model: RegisteredModel,
         change: Change,
         before: ModelStage | None,
@@ -287,10 +320,9 @@ class ModelRegistryClient:
             reason=change.reason,
             at=self._time(),
         )
-        connection.execute(insert(transitions).values(seal_row(transition, self._sign)))
-        _forget(connection, model.name)
+        page.put_transition(seal_row(transition, self._sign))
         if manifest is not None:
-            _check_files(manifest)
+            check_files(manifest)
         if self._audit is not None:
             self._audit(transition)
         return transition
@@ -304,73 +336,43 @@ class ModelRegistryClient:
                 _log.exception("a listener for changes of versions failed", extra={"model": version.name})
 
     @contextmanager
-    def _changing(self, name: str, *, is_new: bool = False) -> Iterator[tuple[Connection, RegisteredModel]]:
-        """A transaction, and the model, which nobody else changes before its end."""
+    def _changing(self, name: str, *, is_new: bool = False) -> Iterator[tuple[Page, RegisteredModel]]:
+        """One change, and the model, which nobody else changes before its end."""
         parse_name("model", name)
-        with self._database.writing() as connection:
-            if is_new:
-                connection.execute(
-                    text(f"INSERT INTO {models.name} (name) VALUES (:name) ON CONFLICT DO NOTHING"),  # noqa: S608 - a constant
-                    {"name": name},
-                )
-            connection.execute(select(models).where(models.c.name == name).with_for_update())
-            yield connection, self._read(connection, name, is_new=is_new)
+        with self._ledger.changing(name, is_new=is_new, newest=self._newest) as page:
+            yield page, self._open(name, page.pages, is_new=is_new)
 
     def _look(self, name: str) -> RegisteredModel:
-        with self._database.reading() as connection:
-            return self._read(connection, name)
+        return self._open(name, self._ledger.read((parse_name("model", name),), self._newest)[name])
 
-    def _read(self, connection: Connection, name: str, *, is_new: bool = False) -> RegisteredModel:
-        parse_name("model", name)
-        rows = connection.execute(
-            select(versions).where(versions.c.name == name).order_by(versions.c.registered_at, versions.c.version)
-        )
-        found = [open_version(dict(row), self._verify) for row in rows.mappings()]
+    @property
+    def _newest(self) -> int | None:
+        """What is signed is checked as a whole; else the newest transition has all that is needed."""
+        return None if self._verify else 1
+
+    def _open(self, name: str, pages: Pages, *, is_new: bool = False) -> RegisteredModel:
+        found = [open_version(row, self._verify) for row in pages.versions]
         if not found and not is_new:
-            raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(_names(connection))}")
-        # What is signed is checked as a whole; else the newest record has all that is needed.
-        history = self._history(connection, name, limit=None if self._verify else 1)
+            raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(self._ledger.names())}")
+        history = self._history(pages)
         epoch, productions = (history[-1].epoch, history[-1].productions) if history else (0, ())
         model = RegisteredModel(name, {each.version: each for each in found}, epoch, productions)
         if self._verify is not None:
             check_whole(model, history)
         return model
 
-    def _history(self, connection: Connection, name: str, limit: int | None = None) -> tuple[Transition, ...]:
-        newest = select(transitions).where(transitions.c.name == name).order_by(transitions.c.epoch.desc()).limit(limit)
-        rows = connection.execute(newest).mappings().all()
-        return tuple(open_transition(dict(row), self._verify) for row in reversed(rows))
+    def _history(self, pages: Pages) -> tuple[Transition, ...]:
+        return tuple(open_transition(row, self._verify) for row in pages.transitions)
 
-    def _write(self, connection: Connection, version: RegisteredVersion) -> None:
-        connection.execute(
-            update(versions)
-            .where(versions.c.name == version.name, versions.c.version == version.version)
-            .values(seal_row(version, self._sign))
-        )
+    def _write(self, page: Page, version: RegisteredVersion) -> None:
+        page.put_version(seal_row(version, self._sign))
 
     def _time(self) -> str:
         return self._clock().astimezone(UTC).isoformat(timespec="microseconds")
 
 
-def _names(connection: Connection) -> tuple[str, ...]:
-    return tuple(connection.execute(select(models.c.name).order_by(models.c.name)).scalars())
-
-
-def _forget(connection: Connection, name: str) -> None:
-    """Drops what lies before the HISTORY-th last production."""
-    entered = (
-        transitions.c.name == name,
-        transitions.c.before != transitions.c.after,
-        transitions.c.after == "production",
-    )
-    kept = select(transitions.c.epoch).where(*entered).order_by(transitions.c.epoch.desc()).limit(HISTORY).subquery()
-    count, oldest = connection.execute(select(func.count(), func.min(kept.c.epoch))).one()
-    if count == HISTORY:
-        connection.execute(delete(transitions).where(transitions.c.name == name, transitions.c.epoch < oldest))
-
-
 def _known(
-    model: RegisteredModel, package: Package, manifest: Manifest, lineage: ModelLineage | None
+    model: RegisteredModel, package: Registrable, manifest: Manifest, lineage: ModelLineage | None
 ) -> RegisteredVersion | None:
     """The version that the package is already, if it is one. Raises InvalidInput for one that it contradicts."""
     label = package.spec.version
@@ -398,13 +400,6 @@ def _difference(version: RegisteredVersion, manifest: Manifest) -> str:
     changed = sorted(path for path in then.keys() | now.keys() if then.get(path) != now.get(path))
     what = f"file {changed[0]}" if changed else "its content"
     return f"{version.reference}: {what} is not as it was registered (content {version.content_hash[:12]})"
-
-
-def _check_files(manifest: Manifest) -> None:
-    try:
-        manifest.check_unchanged()
-    except ConfigurationError as problem:
-        raise ContentChanged(str(problem)) from None
 
 
 def _parse_text(field: str, value: str, longest: int = _MAX_TEXT) -> str:

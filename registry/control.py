@@ -2,7 +2,7 @@
 
     operator -- Command.seal --> broadcast `penstock_models` --> Obedience.open --> a worker acts and answers
 
-A command that changes anything must be signed: without the operators' public keys a worker takes none.
+A command names the workers that it is for, and must be signed: without the operators' public keys a worker takes none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Literal
 
 import msgspec
@@ -27,27 +27,28 @@ _GOOD_FOR_S: Final = 300.0
 """Clocks of operators and workers may differ by so much."""
 _NONCES: Final = 10_000
 
-Action = Literal["load", "unload", "reconcile", "compile", "optimise", "measure", "trace"]
+Action = Literal["load", "unload", "reconcile", "compile", "optimise", "measure", "trace", "errand"]
+"""`errand`: something of registry/errands.py, on the operator's behalf; the others are about this worker's models."""
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One order. `at`: unix seconds; `nonce`: makes two equal orders two."""
+    """One order. `at`: unix seconds; `nonce`: makes two equal orders two; `workers`: whom it was given to."""
 
     action: Action
-    at: float
-    nonce: str
     model: str = ""
     version: str = ""
     content_hash: str = ""
+    errand: str = ""
+    """What makes an errand that is asked for again the same one."""
+    body: bytes = b""
+    """The errand, encoded."""
+    workers: tuple[str, ...] = ()
+    at: float = 0.0
+    nonce: str = ""
 
-    @classmethod
-    def new(cls, action: Action, model: str = "", version: str = "", content_hash: str = "") -> Command:
-        """An order given now."""
-        return cls(action, time.time(), secrets.token_hex(8), model, version, content_hash)
-
-    def again(self) -> Command:
-        """The same order, given another time."""
-        return Command.new(self.action, self.model, self.version, self.content_hash)
+    def given(self, workers: Iterable[str]) -> Command:
+        """This order, given now and to these workers. Each time it is another one."""
+        return msgspec.structs.replace(self, workers=tuple(workers), at=time.time(), nonce=secrets.token_hex(8))
 
     def seal(self, sign: Signer) -> str:
         """The signed order as text, which JSON carries."""
@@ -55,10 +56,11 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Obedience:
-    """Opens orders: each once, and only those of operators whose key is known."""
+    """Opens the orders given to one worker: each once, and only those of operators whose key is known."""
 
-    def __init__(self, verify: Verifier | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, verify: Verifier | None, worker: str, clock: Callable[[], float] = time.time) -> None:
         self._verify = verify
+        self._worker = worker
         self._clock = clock
         self._known: OrderedDict[str, None] = OrderedDict()
 
@@ -73,6 +75,8 @@ class Obedience:
             command = _decode(payload)
         except msgspec.MsgspecError as error:
             raise UndecodableEnvelope(f"a control command: {error!s:.200}") from None
+        if self._worker not in command.workers:
+            raise BadSignature("the control command was given to other workers")
         if abs(self._clock() - command.at) > _GOOD_FOR_S:
             raise BadSignature(f"the control command is older, or newer, than {_GOOD_FOR_S:g} s")
         if command.nonce in self._known:

@@ -9,6 +9,7 @@ has a connection of its own: they are rare, and nothing is left over after a for
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -41,6 +42,18 @@ _DRIVERS: Final = {
     "postgresql": "postgresql+psycopg",
     "postgresql+psycopg": "postgresql+psycopg",
 }
+_STATES: Final = {
+    "55P03": f"somebody else holds its lock, for {_LOCK_WAIT_S} s now",
+    "57P01": "the server closed the connection",
+    "57P03": "the server is starting or stopping",
+    "53300": "the server has too many connections",
+    "42501": "its user may not do that",
+}
+_SAID: Final = re.compile(
+    r"Connection refused|No such file or directory|(database|role) \"[\w-]{1,64}\" does not exist|"
+    r"password authentication failed|Name or service not known|timeout expired",
+)
+"""What libpq says of connections that fail, which have no SQLSTATE."""
 
 
 class Database:
@@ -212,7 +225,12 @@ def _translated() -> Iterator[None]:
 
 
 def _cause(error: DBAPIError) -> str:
-    """What the driver said, without addresses, users and statements."""
+    """What went wrong in the driver's or our own words, without addresses, users and statements."""
     if isinstance(error.orig, sqlite3.Error):
         return str(error.orig)
-    return getattr(error.orig, "sqlstate", None) or "no connection"
+    state: str | None = getattr(error.orig, "sqlstate", None)
+    if state:
+        return _STATES.get(state, state)
+    said = _SAID.search(str(error.orig))
+    # Which one is in the URL, and that is not shown.
+    return re.sub(' "[^"]*"', "", said.group()) if said else "no connection"

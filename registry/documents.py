@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-__all__ = ["MAX_DOCUMENT_BYTES", "BadDocument", "read_yaml"]
+from registry.errors import shown
+
+__all__ = ["MAX_DOCUMENT_BYTES", "BadDocument", "read_document", "read_yaml"]
 
 MAX_DOCUMENT_BYTES: Final = 64 * 1024
 _MAX_DEPTH: Final = 32
@@ -17,6 +22,16 @@ _MAX_DIGITS: Final = 1_000
 
 class BadDocument(ValueError):
     """The text cannot be read; says where and why, as the end of a line that begins with the file."""
+
+
+def read_document(file: Path) -> bytes:
+    """A file's bytes, of which there are no more than a document may have, but for one. Raises OSError, BadDocument."""
+    # A FIFO must not block the open.
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise BadDocument(": found no regular file, expected one")
+        # With one byte too many the reader says so.
+        return opened.read(MAX_DOCUMENT_BYTES + 1)
 
 
 def read_yaml(text: bytes) -> Any:
@@ -77,6 +92,8 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
             raise _Unbounded("found an alias inside of what it names", node.start_mark)
         return found
     known[id(node)] = None
+    if isinstance(node, yaml.MappingNode):
+        _check_distinct(node)
     values, depth = 1, 1
     for child in _children(node):
         more, below = _measure(child, known)
@@ -85,6 +102,16 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
             raise _Unbounded(f"more than {_MAX_VALUES} values or {_MAX_DEPTH} levels with aliases", node.start_mark)
     known[id(node)] = values, depth
     return values, depth
+
+
+def _check_distinct(mapping: yaml.MappingNode) -> None:
+    # The parser would take the last one without a word.
+    seen = set()
+    for key, _ in mapping.value:
+        if isinstance(key, yaml.ScalarNode):
+            if (key.tag, key.value) in seen:
+                raise _Unbounded(f"found {shown(key.value)} twice, expected distinct names", key.start_mark)
+            seen.add((key.tag, key.value))
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

@@ -66,6 +66,7 @@ __all__ = [
     "UnknownJob",
     "UnknownModel",
     "described",
+    "error_named",
     "job_failure",
     "shown",
 ]
@@ -251,3 +252,16 @@ def job_failure(code: str, message: str) -> JobFailed:
     """
     error = _FAILURES.get(code)
     return error(message) if error else JobFailed(f"{code}: {message}")
+
+
+def error_named(code: str, message: str) -> PenstockError:
+    """The exception of another process that travelled as plain data: `code` is the class name.
+
+    An unknown code (a newer version's) becomes a plain PenstockError that keeps the code in its text.
+    """
+    kinds: list[type[PenstockError]] = [PenstockError]
+    for kind in kinds:
+        if kind.__name__ == code:
+            return kind(message)
+        kinds += kind.__subclasses__()
+    return PenstockError(f"{code}: {message}")

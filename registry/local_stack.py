@@ -112,7 +112,13 @@ def write_private(path: Path, text: str) -> None:
 @contextmanager
 def hold(home: Path) -> Iterator[None]:
     """Be the one stack of `home`, which must exist. Raises ConfigurationError that names the one that has it."""
-    with open(home / _LOCK, "a+b") as lock:
+    try:
+        lock = open(home / _LOCK, "a+b")  # noqa: SIM115 - closed by the block below
+    except OSError as error:
+        raise ConfigurationError(
+            f"PENSTOCK_HOME cannot be written to ({error.strerror}). Expected a folder that can"
+        ) from None
+    with lock:
         deadline = time.monotonic() + _HOLD_TIMEOUT_S
         while not _try_lock(lock.fileno(), fcntl.LOCK_EX):
             if time.monotonic() > deadline:

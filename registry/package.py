@@ -13,10 +13,10 @@ import difflib
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
-import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from registry.documents import MAX_DOCUMENT_BYTES, BadDocument, read_yaml
+from registry.documents import BadDocument, read_document, read_yaml
 from registry.errors import ConfigurationError, InvalidInput, UnknownModel, shown
 from registry.hub_cache import HubSnapshot, find_snapshot
 from registry.inspection import (
@@ -37,9 +37,20 @@ from registry.inspection import (
 )
 from registry.manifest import FileTree, Manifest, hash_files
 from registry.queues import parse_name
-from registry.sections import Batching, Codecs, Device, InsidePath, Knobs, Policy, Precision, Section, Source
-from registry.signature import BATCH, Signature, TensorSpec
-from registry.tensors import STRING
+from registry.sections import (
+    MAX_CONCURRENCY,
+    Batching,
+    Codecs,
+    Device,
+    InsidePath,
+    Knobs,
+    Policy,
+    Precision,
+    Section,
+    Source,
+)
+from registry.signature import BATCH, Signature, TensorSpec, shape_text
+from registry.tensors import DTYPES, MAX_BYTES, MAX_RESULT_BYTES, MAX_TENSORS, STRING
 
 __all__ = [
     "FORMATS",
@@ -56,6 +67,10 @@ __all__ = [
 SPEC_FILE: Final = "model.yaml"
 _ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 _TASK: Final = re.compile(r"[a-z][a-z0-9-]{0,63}\Z")
+_MAX_MEMORY_MB: Final = 1 << 24
+_MAX_TIMEOUT_S: Final = 86_400
+_STRING_BYTES: Final = 4
+"""Of an empty one in a body."""
 _SHA256: Final = re.compile(r"[0-9a-f]{64}\Z")
 
 Format = Literal["torchscript", "python", "pytorch", "transformers", "onnx"]
@@ -104,9 +119,9 @@ class ModelSpec(Section):
     """The pipeline of `transformers`, such as text-classification; null: sentence embeddings."""
     files: dict[InsidePath, Annotated[str, AfterValidator(_checksum)]] | None = None
     """SHA-256 of every file of the package but model.yaml; null: any files."""
-    inputs: Annotated[tuple[TensorSpec, ...], Field(strict=False, min_length=1)]
+    inputs: Annotated[tuple[TensorSpec, ...], Field(strict=False, min_length=1, max_length=MAX_TENSORS)]
     """What a job must and may bring."""
-    outputs: Annotated[tuple[TensorSpec, ...], Field(strict=False)]
+    outputs: Annotated[tuple[TensorSpec, ...], Field(strict=False, max_length=MAX_TENSORS)]
     """What the model answers."""
     batching: Batching = Batching()
     """How jobs share a forward."""
@@ -120,20 +135,28 @@ class ModelSpec(Section):
     """auto: the worker's."""
     max_level: Annotated[int | None, Field(ge=0, le=4)] = None
     """Enhancement level that the model may rise to; null: the setting's."""
-    memory_mb: Annotated[int | None, Field(ge=1)] = None
+    memory_mb: Annotated[int | None, Field(ge=1, le=_MAX_MEMORY_MB)] = None
     """Memory that the loaded model takes, where the runtime cannot count it."""
-    concurrency: Annotated[int, Field(ge=1)] = 1
+    concurrency: Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)] = 1
     """Forwards of this model that may run at the same time in one worker."""
     streams: bool = False
     """Whether the entry point yields chunks; such jobs run one by one."""
     deterministic: bool = True
     """Whether equal jobs may share one forward."""
-    timeout_s: Annotated[float | None, Field(gt=0)] = None
+    timeout_s: Annotated[float | None, Field(gt=0, le=_MAX_TIMEOUT_S)] = None
     """The limit of one forward; None: the worker's setting."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ModelSpec:
-        for check in (_check_names, _check_format, _check_weights, _check_batch_dimension, _check_length):
+        for check in (
+            _check_names,
+            _check_format,
+            _check_weights,
+            _check_outputs,
+            _check_batch_dimension,
+            _check_sizes,
+            _check_length,
+        ):
             check(self)
         return self
 
@@ -320,6 +343,8 @@ def load_package(path: Path, trusted_roots: Sequence[Path] | None = None) -> Pac
     Raises ConfigurationError.
     """
     folder = path.absolute()
+    if ".." in folder.parts:
+        folder = folder.resolve()
     label = _label(folder)
     spec, digest = _read(folder / SPEC_FILE, label)
     for field, found, expected in (
@@ -343,14 +368,11 @@ def read_spec(file: Path, label: str) -> ModelSpec:
 def _read(file: Path, label: str) -> tuple[ModelSpec, str]:
     """(spec, SHA-256 of the file). Raises ConfigurationError."""
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ConfigurationError(f"{label}: found no regular file, expected one")
-        with file.open("rb") as opened:
-            # One byte more than a document may have, and the reader says so.
-            text = opened.read(MAX_DOCUMENT_BYTES + 1)
+        text = read_document(file)
         document: Any = read_yaml(text)
     except OSError as error:
-        raise ConfigurationError(f"{label}: cannot be read ({error.strerror})") from None
+        expected = ", expected it in <models root>/<name>/<version>" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigurationError(f"{label}: cannot be read ({error.strerror}){expected}") from None
     except BadDocument as problem:
         raise ConfigurationError(f"{label}{problem}") from None
     if not isinstance(document, dict):
@@ -390,7 +412,11 @@ def _inside(folder: Path, path: str, is_there: Callable[[Path], bool], label: st
 
 
 def _installed_folder(package_folder: Path, module: str) -> Path:
-    found = importlib.util.find_spec(module)
+    try:
+        found = importlib.util.find_spec(module)
+    except ValueError:
+        # A module that was not imported from anywhere, such as __main__.
+        found = None
     locations = (found.submodule_search_locations if found else None) or []
     if not locations:
         raise ConfigurationError(
@@ -400,9 +426,9 @@ def _installed_folder(package_folder: Path, module: str) -> Path:
 
 
 def _check_names(spec: ModelSpec) -> None:
-    for field, name in (("name", spec.name), ("version", spec.version)):
+    for field, kind, name in (("name", "model", spec.name), ("version", "version", spec.version)):
         try:
-            parse_name(field, name)
+            parse_name(kind, name)
         except InvalidInput as error:
             raise ValueError(f"{field}: {error}") from None
     for field, tensors in (("inputs", spec.inputs), ("outputs", spec.outputs)):
@@ -431,10 +457,8 @@ def _check_files(package: Package, manifest: Manifest) -> None:
 
 def _check_format(spec: ModelSpec) -> None:
     is_code = spec.format in ("pytorch", "python")
-    if is_code and (spec.entrypoint is None or not _ENTRYPOINT.match(spec.entrypoint) or spec.source is not None):
-        raise ValueError(
-            f"entrypoint: found {spec.entrypoint!r:.80}, expected module:build and no source for format {spec.format}"
-        )
+    if is_code and (spec.entrypoint is None or not _ENTRYPOINT.match(spec.entrypoint)):
+        raise ValueError(f"entrypoint: found {spec.entrypoint!r:.80}, expected module:build for format {spec.format}")
     if spec.format == "transformers":
         _check_transformers(spec)
     else:
@@ -453,8 +477,13 @@ def _check_transformers(spec: ModelSpec) -> None:
     if spec.task is not None:
         if not _TASK.match(spec.task):
             raise ValueError(f"task: found {spec.task!r:.80}, expected a pipeline's name such as text-classification")
-    elif [(one.dtype, len(one.shape)) for one in spec.outputs] != [("float32", 2)]:
-        raise ValueError(f"outputs: expected one float32 output of shape ({BATCH}, width) for format transformers")
+    elif [(one.dtype, len(one.shape)) for one in spec.outputs] != [("float32", 2)] or isinstance(
+        spec.outputs[0].shape[1], str
+    ):
+        raise ValueError(
+            f"outputs: expected one float32 output of shape ({BATCH}, width) with a number as width, for format "
+            "transformers"
+        )
 
 
 def _check_weights(spec: ModelSpec) -> None:
@@ -473,6 +502,29 @@ def _check_weights(spec: ModelSpec) -> None:
             f"weights: found {spec.weights!r:.80}, expected a file {' or '.join(endings)} for format "
             f"{spec.format}{reason}"
         )
+
+
+def _check_outputs(spec: ModelSpec) -> None:
+    """Refuses what only inputs can have: it would have no effect."""
+    for output in spec.outputs:
+        for field in ("optional", "min", "max"):
+            if getattr(output, field) not in (None, False):
+                raise ValueError(f"outputs: {output.name}: {field}: found one, expected it for inputs only")
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    """Refuses a signature that no job could meet: one row would not fit into a message."""
+    for field, tensors, most in (("inputs", spec.inputs, MAX_BYTES), ("outputs", spec.outputs, MAX_RESULT_BYTES)):
+        needed = 0
+        for tensor in tensors:
+            if not tensor.optional:
+                width = _STRING_BYTES if tensor.dtype == STRING else DTYPES[tensor.dtype].itemsize
+                needed += width * math.prod(extent for extent in tensor.shape if isinstance(extent, int))
+            if needed > most:
+                raise ValueError(
+                    f"{field}: {tensor.name}: found shape {shape_text(tensor.shape)}, expected one row of all {field} "
+                    f"within {most} bytes"
+                )
 
 
 def _check_batch_dimension(spec: ModelSpec) -> None:
@@ -505,6 +557,11 @@ def _check_length(spec: ModelSpec) -> None:
         raise ValueError(
             f"batching.buckets: found {batching.buckets[-1]}, expected at most max_length {batching.max_length}"
         )
+    if batching.buckets and (spec.format != "transformers" or spec.task is not None):
+        raise ValueError(
+            f"batching.buckets: found {', '.join(map(str, batching.buckets))}, expected them for an encoder of "
+            "transformers only: other models would take padding for input"
+        )
 
 
 def _version_order(version: str) -> tuple[list[tuple[int, int, str]], bool, list[tuple[int, int, str]]]:
@@ -523,7 +580,9 @@ def _label(folder: Path) -> str:
 def _first_problem(error: ValidationError) -> str:
     """One line for the first problem: field, found, expected."""
     problem = error.errors(include_url=False)[0]
-    field = shown("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip("."))
+    # The last part for a key of a mapping, that of the mapping's own name, says nothing.
+    path = [part for part in problem["loc"] if part != "[key]"]
+    field = shown("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix("."))
     kind, found = problem["type"], problem["input"]
     if kind == "value_error":
         return (f"{field}: " if field else "") + str(problem["ctx"]["error"])
@@ -531,11 +590,30 @@ def _first_problem(error: ValidationError) -> str:
         return f"{field}: missing, expected a value"
     if kind == "extra_forbidden":
         return f"{field}: unknown field, expected {_nearest(problem['loc'])}"
-    return f"{field}: found {json.dumps(found, default=str)[:80]}, expected {_expectation(problem['msg'])}"
+    if kind == "invalid_key":
+        return f"{field}: found a field that is called {json.dumps(found, default=str)[:80]}, expected names of text"
+    expected = _expectation(kind, found, problem.get("ctx", {})) or problem["msg"].removeprefix("Input should be ")
+    return f"{field}: found {json.dumps(found, default=str)[:80]}, expected {expected}"
 
 
-def _expectation(message: str) -> str:
-    return message.removeprefix("Input should be ").removeprefix("Input should ")
+def _expectation(kind: str, found: object, limits: Mapping[str, Any]) -> str | None:
+    """In the words of YAML where the validator has Python's; None: its own will do."""
+    if kind == "float_type" and isinstance(found, str):
+        # YAML 1.1 reads 1e-3 as text.
+        return "a number, without quotes; with an exponent as in 1.0e-3"
+    if kind == "int_type" and isinstance(found, str):
+        return "a whole number, without quotes"
+    return {
+        "bool_type": "true or false",
+        "dict_type": "a mapping of fields",
+        "float_type": "a number",
+        "int_type": "a whole number",
+        "model_type": "a mapping of fields",
+        "string_type": "text, in quotes where it looks like something else",
+        "too_long": f"at most {limits.get('max_length')} entries",
+        "too_short": f"at least {limits.get('min_length')} entry",
+        "tuple_type": "a list",
+    }.get(kind)
 
 
 def _nearest(location: Sequence[int | str]) -> str:

@@ -35,7 +35,7 @@ logger = logging.getLogger("server")
 
 
 class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
-    """That a version of a model be loaded by the workers of that model, or be let go."""
+    """That a version of a model be loaded by the workers of that model, or be left to the jobs that name it."""
 
     model: str
     version: str
@@ -122,8 +122,8 @@ class Host(Protocol):
     def want(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Load a version and keep it."""
 
-    def let_go_of(self, name: str, label: str) -> None:
-        """Unload a version once it is idle, unless it answers."""
+    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+        """Unload a version once it is idle, unless it answers; jobs that name it may have this content loaded."""
 
     def versions(self) -> Mapping[str, object]:
         """What is loaded here, as plain data."""
@@ -186,7 +186,7 @@ class Reconciler:
         if wish.is_wanted:
             self._host.want(wish.model, wish.version, content_hash=wish.content_hash)
         else:
-            self._host.let_go_of(wish.model, wish.version)
+            self._host.let_go_of(wish.model, wish.version, content_hash=wish.content_hash)
 
     def _run(self) -> None:
         while not self._is_stopping:

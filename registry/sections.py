@@ -17,12 +17,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from registry.errors import InvalidInput
 from registry.hub_cache import check_hub, check_revision
 from registry.queues import parse_name
+from registry.tensors import MAX_BYTES
 
 __all__ = [
     "Batching",
     "Codecs",
     "Device",
     "InsidePath",
+    "MAX_CONCURRENCY",
     "Knobs",
     "Policy",
     "Precision",
@@ -37,6 +39,7 @@ _REFUSED: Final = {
     "trust_remote_code": "expected none: code that comes with weights is never run",
     "auto_shard_model": "expected none: a model is served by one device and is not sharded",
     "sharding": "expected none: a model is served by one device and is not sharded",
+    "sharding_axis_dims": "expected none: a model is served by one device and is not sharded",
 }
 """Fields that other servers have and that are refused with the reason."""
 
@@ -49,13 +52,23 @@ def _inside(path: str) -> str:
     return path
 
 
+_MAX_ROWS: Final = 65_536
+_MAX_LENGTH: Final = MAX_BYTES
+"""No text or axis of a job is longer than the job."""
+MAX_CONCURRENCY: Final = 64
+"""Each forward at the same time is a thread."""
+_MAX_WAIT_MS: Final = 3_600_000
+_MAX_SORT_WINDOW: Final = 1_024
+
 InsidePath = Annotated[str, AfterValidator(_inside)]
 
 
 class Section(BaseModel):
     """A part of model.yaml: immutable, exact types, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -102,26 +115,29 @@ def _ascending(edges: tuple[int, ...]) -> tuple[int, ...]:
 class Batching(Section):
     """How jobs of this model share a forward. 0 and null mean: use the setting, or no bound."""
 
-    max_batch_size: Annotated[int, Field(ge=0)] = 0
+    max_batch_size: Annotated[int, Field(ge=0, le=_MAX_ROWS)] = 0
     """Rows; 0: the worker's setting."""
-    max_wait_ms: Annotated[float | None, Field(ge=0)] = None
+    max_wait_ms: Annotated[float | None, Field(ge=0, le=_MAX_WAIT_MS)] = None
     """How long a job may wait for company."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Rows times the longest length in the batch."""
     max_bytes: Annotated[int | None, Field(ge=1)] = None
     """Bytes of the inputs of one batch."""
-    sort_window: Annotated[int, Field(ge=1)] = 1
+    sort_window: Annotated[int, Field(ge=1, le=_MAX_SORT_WINDOW)] = 1
     """How many batches of waiting jobs are sorted by length before one is cut."""
     length_input: str | None = None
     """The input whose length decides: characters of text, or the extent of a tensor's first symbolic axis."""
-    max_length: Annotated[int | None, Field(ge=1)] = None
+    max_length: Annotated[int | None, Field(ge=1, le=_MAX_LENGTH)] = None
     """The longest `length_input`; for `transformers` in tokens, otherwise as `length_input` is measured."""
     truncate: bool = False
     """Whether longer text is cut instead of refused; only `transformers` can."""
     buckets: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False, max_length=32), AfterValidator(_ascending)
+        tuple[Annotated[int, Field(ge=1, le=_MAX_LENGTH)], ...],
+        Field(strict=False, max_length=32),
+        AfterValidator(_ascending),
     ] = ()
-    """Lengths that batches are padded to, ascending, so that a compiled model sees few shapes; empty: no padding."""
+    """Numbers of tokens that an encoder's rows are padded to, ascending, so that it is run in few shapes; rows longer
+    than the last one are padded to the longest that the model reads. Empty: to the longest row beside them."""
 
 
 class Codecs(Section):
@@ -134,11 +150,11 @@ class Codecs(Section):
 class Knobs(Section):
     """What may differ by endpoint. null: as the policy's default says, then the model, then the setting."""
 
-    window_ms: Annotated[float | None, Field(ge=0)] = None
+    window_ms: Annotated[float | None, Field(ge=0, le=_MAX_WAIT_MS)] = None
     """How long a job may wait for company."""
     precision: Precision | None = None
     """The number format of a forward."""
-    concurrency: Annotated[int | None, Field(ge=1)] = None
+    concurrency: Annotated[int | None, Field(ge=1, le=MAX_CONCURRENCY)] = None
     """Forwards of the endpoint that may run at the same time in one worker."""
     cache_ttl_s: Annotated[float | None, Field(ge=0)] = None
     """Lifetime of a cached answer; 0: none is kept."""
@@ -158,7 +174,7 @@ class Policy(Section):
     default: Knobs = Knobs()
     """For every endpoint."""
     endpoints: dict[str, Knobs] = {}
-    """By the endpoint's name."""
+    """By the endpoint's name. Jobs ask for `infer`; the knobs of other endpoints have no effect."""
 
     @model_validator(mode="after")
     def _names_are_valid(self) -> Policy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -50,6 +51,16 @@ def _dimension(value: object) -> object:
     return value
 
 
+def _bound(value: object) -> object:
+    if value is None:
+        return value
+    # An integer beyond every float is none that an input could be compared with.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"found {value!r:.80}, expected a finite number")
+    return value
+
+
+Bound: TypeAlias = Annotated[int | float | None, BeforeValidator(_bound)]
 Dimension: TypeAlias = Annotated[int | str, BeforeValidator(_dimension)]
 
 
@@ -68,9 +79,9 @@ class TensorSpec(BaseModel):
     """Whether a job may leave it out."""
     allow_nan: bool = False
     """Whether NaN and infinity may be sent; floats only."""
-    min: int | float | None = None
+    min: Bound = None
     """The least value; numbers only."""
-    max: int | float | None = None
+    max: Bound = None
     """The greatest value; numbers only."""
 
     @model_validator(mode="after")
@@ -81,7 +92,20 @@ class TensorSpec(BaseModel):
             raise ValueError(f"min, max: found a range for dtype {self.dtype}, expected it for numbers only")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min, max: found {self.min} > {self.max}, expected min <= max")
+        self._check_bounds()
+        if self.allow_nan and DTYPES[self.dtype].kind != "f":
+            raise ValueError(f"allow_nan: found true for dtype {self.dtype}, expected it for floats only")
         return self
+
+    def _check_bounds(self) -> None:
+        dtype = DTYPES[self.dtype]
+        for name, bound in (("min", self.min), ("max", self.max)):
+            if bound is None:
+                continue
+            limits: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+            is_whole = dtype.kind == "f" or isinstance(bound, int) or bound.is_integer()
+            if not is_whole or not int(limits.min) <= bound <= int(limits.max):
+                raise ValueError(f"{name}: found {bound!r:.80}, expected a value that {self.dtype} can hold")
 
     @property
     def is_batched(self) -> bool:

@@ -30,13 +30,14 @@ class ModelStage(StrEnum):
 
 
 class Action(StrEnum):
-    """What an operator did. REGISTER and DESCRIBE leave the stage as it is."""
+    """What an operator did. REGISTER, DESCRIBE and SIGN leave the stage as it is."""
 
     REGISTER = "register"
     DESCRIBE = "describe"
     PROMOTE = "promote"
     DEMOTE = "demote"
     ROLLBACK = "rollback"
+    SIGN = "sign"
 
 
 _STEPS: Final[dict[ModelStage, dict[ModelStage, tuple[Action, ...]]]] = {
@@ -56,6 +57,8 @@ def check_step(reference: str, action: Action, before: ModelStage, after: ModelS
     allowed = _STEPS[before]
     if action in allowed.get(after, ()):
         return
+    if before is after:
+        raise TransitionRefused(f"{reference} is in {before} already")
     if before is ModelStage.PRODUCTION:
         expected = "another version to be promoted, or a rollback: a model keeps a production version"
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from sqlalchemy import CheckConstraint, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text, text
@@ -138,6 +138,15 @@ class Transition:
     def enters_production(self) -> bool:
         """Whether another version answers from here on."""
         return self.after is ModelStage.PRODUCTION and self.before is not self.after
+
+    def as_data(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            **asdict(self),
+            "action": str(self.action),
+            "before": self.before and str(self.before),
+            "after": str(self.after),
+        }
 
 
 def seal_row(record: RegisteredVersion | Transition, sign: Signer | None) -> dict[str, object]:

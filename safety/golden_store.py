@@ -2,9 +2,10 @@
 
     every job that was answered -> wants(job id)? -> offer(inputs, outputs) -> goldens()
 
-Which jobs are kept depends on their ids alone: of all ids seen those with the lowest hashes, so that the sample is
-even over time, the same wherever the same jobs ran, and nobody draws lots on the job path. Held in memory only, and
-never more than a fixed number of jobs and bytes.
+Which jobs are kept depends on their ids and a seed alone: of all ids seen those with the lowest hashes, so that the
+sample is even over time, and nobody draws lots on the job path. Whoever submits jobs chooses their ids, and must not
+choose by that what candidates are judged on: hence the seed. Held in memory only, and never more than a fixed number of
+jobs and bytes.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ class Golden:
 
 
 class GoldenStore:
-    """A bounded sample of served jobs. One thread offers, any thread reads."""
+    """A bounded sample of served jobs. One thread offers, any thread reads.
 
-    def __init__(self, max_jobs: int = 64, max_bytes: int = 8 << 20) -> None:
+    seed: 32 bits that those who submit jobs do not know; stores of one seed keep the same of the same jobs.
+    """
+
+    def __init__(self, max_jobs: int = 64, max_bytes: int = 8 << 20, seed: int = 0) -> None:
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
+        self._seed = seed
         self._lock = threading.Lock()
         self._kept: list[tuple[int, str, Golden]] = []
         """By ascending hash."""
@@ -70,14 +75,14 @@ class GoldenStore:
 
     def wants(self, job_id: str) -> bool:
         """Whether the job belongs to the sample, as far as its id goes. Costs a fraction of a microsecond."""
-        return _hash_of(job_id) < self._below
+        return self._rank(job_id) < self._below
 
     def offer(self, job_id: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> bool:
         """Keeps copies of a wanted job; False if it is too large or was seen before. May push others out."""
         nbytes = sum(map(_size, (*inputs.values(), *outputs.values())))
         if nbytes * _LARGEST_SHARE > self._max_bytes:
             return False
-        rank = _hash_of(job_id)
+        rank = self._rank(job_id)
         with self._lock:
             if rank >= self._below or any(known == job_id for _, known, _ in self._kept):
                 return False
@@ -100,6 +105,9 @@ class GoldenStore:
             self._nbytes = self._rows = 0
             self._below = _ALL
 
+    def _rank(self, job_id: str) -> int:
+        return zlib.crc32(job_id.encode(), self._seed)
+
     def _push_out(self) -> None:
         while len(self._kept) > self._max_jobs or self._nbytes > self._max_bytes:
             rank, _, golden = self._kept.pop()
@@ -109,10 +117,6 @@ class GoldenStore:
             self._below = rank
         if len(self._kept) == self._max_jobs:
             self._below = min(self._below, self._kept[-1][0])
-
-
-def _hash_of(job_id: str) -> int:
-    return zlib.crc32(job_id.encode())
 
 
 def _size(values: Array) -> int:

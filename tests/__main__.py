@@ -1,7 +1,7 @@
-"""All tests, in two processes side by side: `python -m tests [PYTEST OPTION]...`.
+"""All tests, in three processes side by side: `python -m tests [PYTEST OPTION]...`.
 
-Those that measure time, or wait for it, are one process; all others run beside it, and their output follows at its
-end. More processes than that, and on two cores the first would measure the second.
+Those that measure time, or wait for it, are the first; those that start stacks and programs of their own the second;
+those that mostly compute the third, and what it takes the others spend waiting. Their output follows at their ends.
 """
 
 from __future__ import annotations
@@ -9,35 +9,49 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 __all__ = ["main"]
 
 _HERE: Final = Path(__file__).parent
-_WATCHES_THE_CLOCK: Final = frozenset({"faults", "flow", "workers"})
-_TIMELESS: Final = frozenset({"frameworks", "runtime"})
-"""Folders of tests/workers that only compute."""
+_START_PROGRAMS: Final = frozenset({"benchmarks", "compose", "rows", "threats"})
+_COMPUTE: Final = frozenset({"conformance", "registry", "workers"})
 _NOTHING_COLLECTED: Final = 5
 
 
 def main(options: list[str]) -> int:
-    """Runs both; returns the first exit status that is not a success."""
-    found = _tests_in(_HERE)
-    watching = [path for path in found if path.name in _WATCHES_THE_CLOCK - {"workers"}]
-    others = [path for path in found if path.name not in _WATCHES_THE_CLOCK]
-    for path in _tests_in(_HERE / "workers"):
-        (others if path.name in _TIMELESS else watching).append(path)
-    with tempfile.TemporaryFile() as output:
-        beside = subprocess.Popen(_pytest(others, options), stdout=output, stderr=subprocess.STDOUT)
-        try:
-            statuses = [subprocess.run(_pytest(watching, options), check=False).returncode, beside.wait()]
-        finally:
-            beside.kill()
-            beside.wait()
-        output.seek(0)
-        sys.stdout.write(output.read().decode(errors="replace"))
+    """Runs them all; returns the first exit status that is not a success."""
+    groups: list[list[Path]] = [[], [], []]
+    for path in _tests_in(_HERE):
+        groups[1 if path.name in _START_PROGRAMS else 2 if path.name in _COMPUTE else 0].append(path)
+    with ExitStack() as exits:
+        beside = [_Beside(exits, _pytest(group, options)) for group in groups[1:]]
+        statuses = [subprocess.run(_pytest(groups[0], options), check=False).returncode]
+        statuses += [each.finish() for each in beside]
     return next((status for status in statuses if status not in (0, _NOTHING_COLLECTED)), 0)
+
+
+class _Beside:
+    """A process whose output is printed when it has ended; it ends with `exits`."""
+
+    def __init__(self, exits: ExitStack, command: list[str]) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `exits`
+        exits.enter_context(self._output)
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        exits.callback(self._end)
+
+    def finish(self) -> int:
+        status = self._process.wait()
+        self._output.seek(0)
+        sys.stdout.write(self._output.read().decode(errors="replace"))
+        sys.stdout.flush()
+        return status
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def _tests_in(folder: Path) -> list[Path]:

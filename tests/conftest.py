@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, redis_binaries, require
+from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, nursery, redis_binaries, require
 
 
 def _first_binary() -> Path:
@@ -25,6 +25,12 @@ def _first_binary() -> Path:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nursery() -> Iterator[None]:
+    with nursery():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -23,15 +23,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, LiteralString, TypeVar
+from typing import Any, LiteralString, Protocol, TypeVar
 
 import pytest
 import redis
+
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
 
 T = TypeVar("T")
+_open: list[Nursery] = []
+
+
+@contextmanager
+def nursery(*further: str) -> Iterator[Nursery]:
+    """Inside the block workers, and what else says `_run`, are forks; see tests/nursery.py, also for `further`."""
+    _open.append(Nursery(*further))
+    try:
+        yield _open[-1]
+    finally:
+        _open.pop().close()
 
 
 def require(found: T | None, what: str) -> T:
@@ -77,13 +90,46 @@ def redis_binaries() -> dict[str, Path]:
     return {name: binary for name, binary in binaries.items() if binary.exists()}
 
 
+class Child(Protocol):
+    """What subprocess.Popen and the offspring of a nursery have in common."""
+
+    args: Any
+
+    @property
+    def pid(self) -> int:
+        """The process id, also after its end."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status that was seen last."""
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, when it has ended. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send a signal; a process that has ended takes none."""
+
+
 class Process:
     """A child that can be killed, frozen and thawed; `folder` is its own and keeps its output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = folder / "output"
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
+
+    def _run(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """`python -m module arguments`; from the nursery, where one is open."""
+        if _open:
+            # There from the start, as with `_spawn`.
+            self.output.touch()
+            folder, output = self.folder, self.output
+            self._child = _open[-1].run(module, arguments, environment=environment, folder=folder, output=output)
+        else:
+            self._spawn([sys.executable, "-m", module, *arguments], environment)
 
     def _spawn(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
         with self.output.open("ab") as output:
@@ -92,7 +138,7 @@ class Process:
             )
 
     @property
-    def child(self) -> subprocess.Popen[bytes]:
+    def child(self) -> Child:
         """The process itself; fails the test before the start."""
         return require(self._child, "a process that was started")
 
@@ -316,8 +362,8 @@ class WorkerProcess(Process):
 
     def launch(self) -> None:
         """Start it without waiting, for a worker that is expected to refuse."""
-        celery = [sys.executable, "-m", "celery", "-A", "workers.app", "worker"]
-        self._spawn([*celery, "-P", "solo", "-c", "1", "-n", self.name], self._environment)
+        arguments = ["-A", "workers.app", "worker", "-P", "solo", "-c", "1", "-n", self.name]
+        self._run("celery", arguments, self._environment)
 
     def is_ready(self) -> bool:
         """Whether its report says so; fails the test when the process has ended."""

@@ -38,6 +38,7 @@ from safety.keys import PublicKeys
 from workers import heartbeat
 from workers.boot import refuse
 from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, obey, show_drain, withdraw_commands
+from workers.clerk import Clerk
 from workers.compilation import TorchCompiler
 from workers.device import Pin, granted_threads, pin
 from workers.drain import Drain
@@ -191,7 +192,8 @@ class WorkerParts:
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         lane_task.door = _lane_door(settings, self._broker)
         show_drain(self._drain, self._watcher, hostname, settings=settings.inference.as_shown())
-        obey(Obedience(_verifier(settings)), self._act)
+        self._clerk = Clerk(settings, self._broker, _verifier(settings))
+        obey(Obedience(_verifier(settings), hostname), self._act)
         if not celery.remote_control:
             withdraw_commands()
 
@@ -258,6 +260,8 @@ class WorkerParts:
 
     def _act(self, command: Command) -> str:
         """Obeys an operator, on Celery's thread. Raises Rejected for what this worker cannot do."""
+        if command.action == "errand":
+            return self._clerk.attend(command)
         if command.action == "reconcile":
             if self._reconciler is None:
                 raise Forbidden("This worker keeps a state of its own. Expected load or unload")
@@ -269,7 +273,7 @@ class WorkerParts:
             self._drain.want(command.model, command.version, content_hash=command.content_hash)
             return f"loading {command.model}/{command.version}"
         if command.action == "unload":
-            self._drain.let_go_of(command.model, command.version)
+            self._drain.let_go_of(command.model, command.version, content_hash=command.content_hash)
             return f"letting go of {command.model}/{command.version}"
         if self._optimizer is None:
             raise Forbidden("Models answer here as their authors built them. Expected inference.enabled on the worker")

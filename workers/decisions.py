@@ -10,6 +10,7 @@ grown too large is put aside, in place of the one that was put aside before.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from registry.queues import parse_name
+from workers.device import granted_threads
 from workers.progression import THRESHOLDS, Decision, Standing, replay
 from workers.runtime.cpu import cpu_label
 
@@ -64,18 +66,38 @@ class DecisionLog:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = self._file(subject.model)
         if file.exists() and file.stat().st_size > _LARGEST_FILE:
-            file.replace(file.with_suffix(".jsonl.old"))
-        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            file.replace(_put_aside(file))
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.write(descriptor, json.dumps(record, allow_nan=False).encode() + b"\n")
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # Whoever died in the middle of a line must not take this one along.
+                line = b"\n" + line
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
         return record
 
     def earlier(self, subject: Subject) -> dict[str, Decision]:
-        """The last decision on each step about this content in this environment, whichever process made it."""
+        """The last decision on each step about this content in this environment, whichever process made it.
+
+        A single refusal of what was enabled before is passed over: a machine that is busy with others while a worker
+        starts finds nothing to be faster, and must not keep a form away for good.
+        """
         about = {"content_hash": subject.content_hash, "environment": subject.environment}
-        return {decision.step: decision for decision in self._decisions(subject.model, about)}
+        earlier: dict[str, Decision] = {}
+        doubted: set[str] = set()
+        for decision in self._decisions(subject.model, about):
+            step, known = decision.step, earlier.get(decision.step)
+            is_first_doubt = known is not None and (known.action, decision.action) == ("enabled", "refused")
+            if is_first_doubt and step not in doubted:
+                doubted.add(step)
+                continue
+            doubted.discard(step)
+            earlier[step] = decision
+        return earlier
 
     def replayed(self, subject: Subject, run: str) -> Standing:
         """Where the process that is marked `run` stood with the subject after its last decision."""
@@ -89,15 +111,12 @@ class DecisionLog:
                     yield decision
 
     def _records(self, model: str) -> Iterator[dict[str, Any]]:
-        try:
-            lines = self._file(model).read_bytes().splitlines()
-        except OSError:
-            return
-        for line in lines:
+        file = self._file(model)
+        for line in [line for part in (_put_aside(file), file) for line in _lines(part)]:
             try:
                 record = json.loads(line)
-            except ValueError:
-                continue  # the last line of a process that died
+            except (ValueError, RecursionError):
+                continue  # the last line of a process that died, or what nobody here wrote
             if isinstance(record, dict):
                 yield record
 
@@ -105,17 +124,32 @@ class DecisionLog:
         return self._folder / f"{parse_name('model', model)}.jsonl"
 
 
+def _put_aside(file: Path) -> Path:
+    """Where a file that has grown too large goes."""
+    return file.with_suffix(".jsonl.old")
+
+
+def _lines(file: Path) -> list[bytes]:
+    try:
+        return [line for line in file.read_bytes().splitlines() if line]
+    except OSError:
+        return []
+
+
 @cache
-def environment(device: str) -> str:
-    """The frameworks and the hardware under which a measurement holds."""
-    return "; ".join([*(f"{name} {_version(name)}" for name in _FRAMEWORKS), _hardware(device)])
+def environment(device: str, compilation: str) -> str:
+    """The frameworks, the hardware and the settings under which a measurement holds.
+
+    compilation: what of its settings decides how a form is made and judged.
+    """
+    return "; ".join([*(f"{name} {_version(name)}" for name in _FRAMEWORKS), _hardware(device), compilation])
 
 
 def _hardware(device: str) -> str:
     torch = sys.modules.get("torch")
     if device.startswith("cuda") and torch is not None:
         return str(torch.cuda.get_device_name(device))
-    return cpu_label()
+    return f"{cpu_label()}, {granted_threads(device, os.environ)} threads"
 
 
 def _version(distribution: str) -> str:
@@ -130,9 +164,11 @@ def _decision_of(record: Mapping[str, Any]) -> Decision | None:
     step: Any = record.get("step")
     action: Any = record.get("action")
     gain, evidence = record.get("gain"), record.get("evidence")
-    if step not in THRESHOLDS or action not in _ACTIONS or not isinstance(evidence, dict):
+    if not isinstance(step, str) or step not in THRESHOLDS or action not in _ACTIONS or not isinstance(evidence, dict):
         return None
     if gain is not None and not isinstance(gain, int | float):
         return None
     figures = {str(name): float(value) for name, value in evidence.items() if isinstance(value, int | float)}
-    return Decision(step, action, str(record.get("criterion", "")), str(record.get("reason", "")), gain, figures)
+    made = record.get("made")
+    facts = made if isinstance(made, dict) else {}
+    return Decision(step, action, str(record.get("criterion", "")), str(record.get("reason", "")), gain, figures, facts)

@@ -46,7 +46,7 @@ def largest_example(runtime: Runtime, rows: int) -> dict[str, Array]:
     are as in the warm-up, and longer ones are what the splitting of batches is for."""
     spec = runtime.spec
     batching = spec.batching
-    longest = batching.max_length or max(batching.buckets, default=0)
+    longest = batching.max_length or 0
     if not longest and spec.format == "transformers" and spec.task is None:
         longest = runtime.length({tensor.name: np.array(["a" * 100_000], object) for tensor in spec.inputs})
     example = spec.signature.example(rows, longest) if longest else spec.signature.example(rows)

@@ -2,7 +2,9 @@
 
     broker -- claim --> open, verify --> batcher --> executor (model threads) --> results --> commit --> broker
                            |  equal jobs follow one                                              ^
-                           '---- expired, revoked, cancelled, invalid ---------------------------'
+                           |---- expired, revoked, cancelled, invalid ---------------------------|
+                           '---- name a version that is not here: nobody has it -----------------'
+                                    `-- another worker has it --> given back, for those that do
 
 One I/O thread does everything but the loads, the forwards and the leases. It gives an idle model thread its next
 batch before anything else, then commits what is done and claims what there is room for in one round trip; when the
@@ -43,7 +45,8 @@ from registry.queues import Priority
 from registry.settings import Settings
 from registry.signed import Verifier
 from workers.account import Account
-from workers.executor import Executor, Work
+from workers.deployments import DeploymentFiles, Forgotten, Remembered
+from workers.executor import Executor, Work, seats_for
 from workers.intake import Intake
 from workers.job import ClaimedJob
 from workers.journal import Journal, Unwritten
@@ -52,6 +55,7 @@ from workers.library import Library, Nothing
 from workers.loader import Loader
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Failed, Watcher
+from workers.peers import Peers
 from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
 from workers.served import ServedModel, ServedVersion, VersionState
 from workers.shelf import Shelf
@@ -90,6 +94,7 @@ class Drain:
     library: where other versions of the models are found, None for nowhere. verify: the operators' signatures on
     records, None where none are asked for. on_version_change: called with a model and the content hashes that
     answered it until now, empty for none, and from now on, once per change. tuner: makes loaded versions faster.
+    remembered: the decisions that this machine has obeyed; None: where signatures are asked for, those under the home.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class Drain:
         verify: Verifier | None = None,
         on_version_change: Callable[[str, str, str], None] = lambda _model, _old, _new: None,
         tuner: Tuner | None = None,
+        remembered: Remembered | None = None,
     ) -> None:
         if not packages:
             raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
@@ -158,7 +164,9 @@ class Drain:
             on_version_change=on_version_change,
             ring=self._ring,
             takes_any=not settings.worker.models,
+            remembered=remembered or _remembered(settings, verify),
         )
+        self._peers = Peers(broker, name, clock)
         self._served = self._shelf.models
         self._turns = self._shelf.turns
         self._reports = 0
@@ -180,6 +188,11 @@ class Drain:
         self._concluded: list[Conclusion] = []
         self._uncommitted: list[tuple[Conclusion, Commit]] = []
         self._to_release: list[ClaimedJob] = []
+        self._unplaced: list[ClaimedJob] = []
+        """Jobs that name a version which is not to be had here, or for which no more may wait."""
+        self._placeless: list[ClaimedJob] = []
+        """Those of them whose version nobody is known to have; see _place."""
+        self._look_for_places_at = 0.0
         self._resting: list[tuple[float, int, ClaimedJob]] = []
         """Jobs whose forward failed and that wait for the next, by when that is due; no batch has room for them."""
         self._rested = 0
@@ -195,7 +208,7 @@ class Drain:
         # Not before the last model thread, hung ones included, has let go of the drain: it may still ring.
         weakref.finalize(self, os.close, self._wake).atexit = False
         model_threads = max(version.concurrency for version in self._turns)
-        self._journal = journal(self.consumer, model_threads + 1)
+        self._journal = journal(self.consumer, seats_for(model_threads))
         self.executor: Final = Executor(model_threads, self._ring, self._too_late, checkpoint, clock, self._journal)
         self.leases: Final = LeaseKeeper(
             broker,
@@ -203,6 +216,7 @@ class Drain:
             self._shelf.claimable,
             self._holdings,
             lease_s=queue.lease_s,
+            offered=self._offered,
             room=self._room_to_take_over,
             news=self._hear,
             report=self._report,
@@ -224,6 +238,9 @@ class Drain:
     def load(self) -> None:
         """See Shelf.open. Raises ConfigurationError, BrokerUnavailable."""
         self._shelf.open()
+        for version in self._turns:
+            if version.is_ready:
+                self.executor.grow(version.concurrency)
 
     def start(self) -> None:
         """Begins to claim."""
@@ -290,7 +307,8 @@ class Drain:
         """The jobs in memory that wait for their forward."""
         formed = [item for work in self.executor.waiting() for item in work.batch.items]
         pending = [item for version in tuple(self._turns) for item in version.batcher.pending()]
-        return [item.job.header for item in (*formed, *pending)] + [job.header for job in tuple(self._suspects)]
+        others = (*tuple(self._suspects), *tuple(self._unplaced), *tuple(self._placeless))
+        return [item.job.header for item in (*formed, *pending)] + [job.header for job in others]
 
     # The loop
 
@@ -336,6 +354,8 @@ class Drain:
             self._leave_paused()
         self._dispatch()
         self._exchange(self._wishes())
+        if self._unplaced or self._placeless:
+            self._place()
         self._dispatch()
         self._arm()
         self._account.tell()
@@ -489,6 +509,8 @@ class Drain:
             version = job.version
             if failure is not None:
                 self._concluded.append(Conclusion(job, failure))
+            elif version is None and job.header.version:
+                self._unplaced.append(job)
             elif version is None:
                 # The version that answers is not to be had here: others may have it.
                 self._to_release.append(job)
@@ -502,26 +524,27 @@ class Drain:
 
     def _add(self, version: ServedVersion, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher of a version, which is loaded if it is not."""
+        self._shelf.load(version)
         if version.state is VersionState.FAILED:
             self._part_with(version, jobs)
-            return
-        self._shelf.load(version)
-        version.add(jobs)
+        else:
+            version.add(jobs)
 
     def _add_suspect(self, version: ServedVersion, job: ClaimedJob) -> None:
+        self._shelf.load(version)
         if version.state is VersionState.FAILED:
             self._part_with(version, [job])
             return
-        self._shelf.load(version)
         version.hold(job)
         self._suspects.append(job)
 
     def _part_with(self, version: ServedVersion, jobs: Iterable[ClaimedJob]) -> None:
-        """The version cannot be loaded: jobs that name it fail, the others are for a worker that has it."""
+        """The version cannot be loaded here: its jobs are for a worker that has it."""
         for job in [each for leader in jobs for each in (leader, *self._end_flight(leader))]:
-            if named := job.header.version:
-                failure = Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
-                self._concluded.append(Conclusion(job, failure))
+            if job.header.version:
+                version.make_room(job)
+                job.version = None
+                self._unplaced.append(job)
             else:
                 self._to_release.append(job)
 
@@ -531,16 +554,19 @@ class Drain:
             return EXPIRED
         if self._watcher.is_revoked(job.header.id):
             return REVOKED
-        version, named = model.active, job.header.version
-        if named:
-            version = model.named(named) or self._shelf.meet(model, named)
-            if version is None:
-                served = model.label or "none"
-                return Failure("ModelError", f"Version {named:.80} is not served here. Served is {served}")
-            if version.state is VersionState.FAILED:
-                return Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
-        if version is None or not self._may_take(version, is_named=bool(named)):
-            return None
+        if named := job.header.version:
+            version = self._version_named(model, named)
+            is_here = version is not None and version.room > 0 and self._shelf.is_offered(version)
+        else:
+            version = model.active
+            is_here = version is not None and self._may_wait(version)
+        return self._fit(job, version) if version is not None and is_here else None
+
+    def _version_named(self, model: ServedModel, named: str) -> ServedVersion | None:
+        return model.named(named) or self._shelf.meet(model, named)
+
+    def _fit(self, job: ClaimedJob, version: ServedVersion) -> Failure | None:
+        """Why the version cannot answer the job; otherwise it does."""
         try:
             version.fit(job)
         except InvalidInput as error:
@@ -549,18 +575,82 @@ class Drain:
         job.version = version
         return None
 
-    def _may_take(self, version: ServedVersion, *, is_named: bool) -> bool:
-        """Whether a job may wait here for its version: otherwise it goes back to the queue, for whoever has that.
+    def _may_wait(self, version: ServedVersion) -> bool:
+        """Whether jobs may wait here for the version that answers: otherwise they go back, for whoever has it.
 
-        A version that answers and must be loaded first has its jobs wait in the queue, unless loads are left to the
-        first job. One that jobs name is loaded for them, and no more of them wait here than it could run.
+        While it is loaded its jobs wait in the queue, unless loads are left to the first job.
         """
         if version.is_ready:
             return True
-        if not is_named and self._preloads:
+        if self._preloads:
             self._shelf.load(version)
             return False
-        return version.in_memory < version.capacity
+        return version.room > 0
+
+    def _place(self) -> None:
+        """Gives jobs that name a version to the workers that have it; they fail where no live worker does.
+
+        While nobody is known to have it they wait here, for as long as a worker may need to be heard of again. Raises
+        BrokerUnavailable, and then keeps what has no place yet.
+        """
+        self._peers.look()
+        jobs, self._unplaced = self._unplaced, []
+        now, broker_now = self._clock(), self._broker.now_ms()
+        if now >= self._look_for_places_at:
+            jobs += self._placeless
+            self._placeless = []
+            self._look_for_places_at = now + _TICK_S
+        going: defaultdict[tuple[str, str], list[ClaimedJob]] = defaultdict(list)
+        for job in jobs:
+            if job.is_lost or job.is_cancelled or broker_now > job.expires_ms:
+                self._concluded.append(Conclusion(job, EXPIRED if broker_now > job.expires_ms else CANCELLED))
+            elif label := self._label_for_others(job):
+                going[job.header.model, label].append(job)
+        # What the broker does not hear of now is looked at again.
+        self._unplaced[:0] = [job for leaving in going.values() for job in leaving]
+        for (model, label), leaving in going.items():
+            self._broker.release(self.consumer, [job.held for job in leaving], version=label)
+            self._unplaced = self._unplaced[len(leaving) :]
+            logger.info("jobs handed over", extra={"model": model, "version": label, "jobs": len(leaving)})
+            for job in leaving:
+                job.is_lost = True
+            self._let_go(leaving)
+
+    def _label_for_others(self, job: ClaimedJob) -> str:
+        """Under which label others may have the job; empty where it stays here, ended or not."""
+        model, named = self._served[job.header.model], job.header.version or ""
+        version = self._version_named(model, named)
+        is_offered = version is not None and self._shelf.is_offered(version)
+        if version is not None and is_offered and version.room > 0:
+            self._take(job, version)
+        elif version is not None and is_offered:
+            return version.label
+        elif label := self._peers.label_of(model.name, named):
+            return label
+        elif version is not None and version.state is VersionState.COLD and self._shelf.may_be_loaded(version):
+            # Only memory speaks against it, and whatever was not used for longest can make room.
+            self._take(job, version)
+        elif self._peers.is_nowhere(model.name, named) or len(self._placeless) > self._max_in_memory // 4:
+            self._concluded.append(Conclusion(job, self._not_served(model, named, version)))
+        else:
+            self._placeless.append(job)
+        return ""
+
+    def _take(self, job: ClaimedJob, version: ServedVersion) -> None:
+        if (failure := self._fit(job, version)) is not None:
+            self._concluded.append(Conclusion(job, failure))
+        elif job.is_suspect:
+            self._add_suspect(version, job)
+        elif not self._joins_another(job, version):
+            self._add(version, [job])
+
+    def _not_served(self, model: ServedModel, named: str, version: ServedVersion | None) -> Failure:
+        if version is not None and version.state is VersionState.FAILED:
+            return Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
+        why = ", and no operator has registered, promoted or asked for this content" if version is not None else ""
+        served = ", ".join(sorted({*self._shelf.offered(model.name), *self._peers.labels(model.name)}))
+        message = f"Version {named:.80} is not served by any live worker{why}. Expected one of: {served or 'none'}"
+        return Failure("ModelError", message)
 
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
@@ -580,9 +670,9 @@ class Drain:
         """See Shelf.want. For any thread."""
         self._shelf.want(name, label, content_hash=content_hash)
 
-    def let_go_of(self, name: str, label: str) -> None:
+    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
         """See Shelf.let_go_of. For any thread."""
-        self._shelf.let_go_of(name, label)
+        self._shelf.let_go_of(name, label, content_hash=content_hash)
 
     def may_serve(self, name: str) -> bool:
         """See Shelf.may_serve. For any thread."""
@@ -594,8 +684,13 @@ class Drain:
 
     def _take_in_loaded(self) -> None:
         """Versions have been loaded, or cannot be: the jobs that waited for these end, or go elsewhere."""
+        broker_now = self._broker.now_ms()
+        for version in [each for each in self._turns if each.state is VersionState.LOADING]:
+            self._drop_expired(version, broker_now)
         for version, problem, _, _ in self._shelf.take_in_loaded():
-            if problem:
+            if not problem:
+                self.executor.grow(version.concurrency)
+            else:
                 waiting = [item.job for item in version.batcher.discard(lambda _: True)]
                 waiting += [job for job in self._suspects if job.version is version]
                 self._suspects = deque(job for job in self._suspects if job.version is not version)
@@ -639,13 +734,11 @@ class Drain:
             version = job.version
             if self._broker.now_ms() > job.expires_ms:
                 self._concluded.append(Conclusion(job, EXPIRED))
-            elif version is None or not version.is_ready:
-                self._suspects.append(job)
-                if version is not None:
-                    self._shelf.load(version)
-            else:
+            elif version is not None and version.is_ready:
                 version.in_flight += 1
-                return version.work(version.alone(job), self._open_stream)
+                return version.work(version.alone(job), self._open_stream, is_as_built=True)
+            elif version is not None:
+                self._add_suspect(version, job)
         return None
 
     def _next_work(self, *, is_idle: bool) -> Work | None:
@@ -875,6 +968,8 @@ class Drain:
         for version in self._turns:
             for item in version.batcher.discard(lambda item: is_unwanted(item.job)):
                 self._concluded.append(Conclusion(item.job, CANCELLED))
+        for job in (*self._unplaced, *self._placeless):
+            is_unwanted(job)
         self._concluded += [Conclusion(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
         self._suspects = deque(job for job in self._suspects if not (job.is_lost or job.is_cancelled))
         if self._resting:
@@ -883,7 +978,7 @@ class Drain:
 
     def _report(self) -> None:
         """Once a second, on the lease thread: pauses, the versions that answer, queue metrics, this worker's entry for
-        `penstock status`."""
+        `penstock status`, decisions to remember."""
         names = list(self._served)
         for name, active in self._broker.actives(names).items():
             if active != self._served[name].record:
@@ -915,6 +1010,10 @@ class Drain:
             "levels": self._tuner.report(),
         }
         self._broker.report(self.name, json.dumps(report).encode(), _REPORT_TTL_MS)
+        self._shelf.remember()
+
+    def _offered(self) -> dict[str, dict[str, int]]:
+        return {name: self._shelf.offered(name) for name in tuple(self._served)}
 
     def _withdraw_report(self) -> None:
         """After the last one: the lease thread reports until it ends. Without a broker the report expires."""
@@ -951,6 +1050,9 @@ class Drain:
             self._to_release += [item.job for item in version.batcher.discard(lambda _: True)]
         self._to_release += [job for job in self._suspects if job.delivery.slot in self._paused]
         self._suspects = deque(job for job in self._suspects if job.delivery.slot not in self._paused)
+        for jobs in (self._unplaced, self._placeless):
+            self._to_release += [job for job in jobs if job.delivery.slot in self._paused]
+            jobs[:] = [job for job in jobs if job.delivery.slot not in self._paused]
         self._release()
 
     def _give_back_unbegun(self) -> None:
@@ -970,8 +1072,9 @@ class Drain:
             self._to_release += [item.job for item in version.batcher.discard(lambda _: True)]
         while self._resting:
             self._to_release.append(self._rouse())
-        self._to_release += self._suspects
-        self._suspects.clear()
+        for jobs in (self._suspects, self._unplaced, self._placeless):
+            self._to_release += jobs
+            jobs.clear()
         self._release()
 
     def _release(self) -> None:
@@ -987,6 +1090,10 @@ class Drain:
         self._broker.release(self.consumer, [job.held for job in jobs])
         self._to_release = []
         self._let_go(jobs)
+
+
+def _remembered(settings: Settings, verify: Verifier | None) -> Remembered:
+    return DeploymentFiles(settings.home / "deployments", verify) if verify is not None else Forgotten()
 
 
 def _version_of(work: Work) -> ServedVersion:

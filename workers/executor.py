@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,12 +32,16 @@ from workers.batching.batcher import Batch
 from workers.job import ClaimedJob
 from workers.journal import Journal, Unwritten
 from workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
+from workers.runtime.forms import Tunable
 
-__all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "Work"]
+__all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "Work", "seats_for"]
 
 logger = logging.getLogger("runtime")
 
 Outputs: TypeAlias = dict[str, Array]
+_MOST_THREADS: Final = 16
+"""As many as `grow` makes: each model thread has a seat in the journal, whose file does not grow."""
+_PREPARE_SEAT: Final = 0
 _LONGEST_MESSAGE = 500
 _size = attrgetter("size")
 _STOPPED = Failure("Cancelled", "The job was cancelled while it ran")
@@ -77,6 +81,8 @@ class Work:
     """For how long it may show no progress."""
     content_hash: str = ""
     """Of the version that answers."""
+    is_as_built: bool = False
+    """Whether no other form of the model may run it: for what was on the model when a process died, see `forward`."""
     clock: Callable[[], float] = time.monotonic
     journal: Journal = field(default_factory=Unwritten)
     """Both are its executor's."""
@@ -103,6 +109,12 @@ class Work:
         self.alive_at = self.clock()
         self.journal.touch(self.seat, self.alive_at)
 
+    def forward(self, prepared: Prepared) -> Outputs:
+        """See Runtime.run. A form may end or hang its process for a job that the model as it was built would answer."""
+        if self.is_as_built and isinstance(self.runtime, Tunable):
+            return self.runtime.forms.reference(prepared)
+        return self.runtime.run(prepared)
+
     @property
     def held(self) -> list[Held]:
         """Its jobs as the broker knows them."""
@@ -126,12 +138,18 @@ class Work:
         return min(halvable, key=_size, default=None)
 
 
+def seats_for(threads: int) -> int:
+    """Seats in the journal of an executor that begins with so many model threads: theirs, those of threads that may
+    come, and the prepare thread's."""
+    return max(threads, _MOST_THREADS) + 1
+
+
 class Executor:
     """Runs work on `threads` model threads, in the order of submission.
 
     Both are called on a model thread: `on_done` when work has ended, `too_late` with the jobs of work that is about
-    to begin; those for whose id() it names a failure do not run. clock: monotonic seconds. journal: has a seat for
-    each model thread and one for the prepare thread.
+    to begin; those for whose id() it names a failure do not run. clock: monotonic seconds. journal: with the seats that
+    `seats_for` says.
     """
 
     def __init__(
@@ -144,6 +162,7 @@ class Executor:
         journal: Journal | None = None,
     ) -> None:
         self.threads = threads
+        self._most = seats_for(threads) - 1
         self._on_done = on_done
         self._too_late = too_late
         self._checkpoint = checkpoint
@@ -162,12 +181,24 @@ class Executor:
         """By seat: the model thread, or whatever steps in its place."""
         self._model_threads: set[threading.Thread] = set()
         self._preparer = threading.Thread(target=self._prepare_ahead, name="prepare", daemon=True)
+        self._is_started = False
 
     def start(self) -> None:
         """Begins."""
+        self._is_started = True
         self._preparer.start()
         for _ in range(self.threads):
             self._add_thread()
+
+    def grow(self, threads: int) -> None:
+        """From now on there are at least so many model threads, or as many as the journal has seats for."""
+        wanted = min(threads, self._most)
+        if wanted < threads:
+            logger.warning("a restart would give a version more model threads", extra={"asked": threads, "has": wanted})
+        for _ in range(self.threads, wanted):
+            self.threads += 1
+            if self._is_started:
+                self._add_thread()
 
     def stop(self) -> None:
         """Ends the threads as they become idle."""
@@ -227,7 +258,7 @@ class Executor:
                 return None
             work = self._ready.popleft()
             work.started = work.alive_at = self._clock()
-            work.seat = self._seats.setdefault(seat, len(self._seats))
+            work.seat = self._seats.setdefault(seat, len(self._seats) + 1)
             self._running[seat] = work
         self._journal.begin(work.seat, work.held, work.limit_s, work.started)
         return work
@@ -266,12 +297,12 @@ class Executor:
 
     def _prepare_ahead(self) -> None:
         while (work := self._unprepared.get()) is not None:
-            self._journal.begin(self.threads, work.held, inf, self._clock())
+            self._journal.begin(_PREPARE_SEAT, work.held, inf, self._clock())
             try:
                 work.prepared = work.runtime.prepare([item.job.inputs for item in work.batch.items])
             except (Exception, SystemExit):  # the model thread meets it again, job by job
                 logger.debug("preparing failed", exc_info=True)
-            self._journal.end(self.threads)
+            self._journal.end(_PREPARE_SEAT)
             if work.is_prepared is not None:
                 work.is_prepared.set()
 
@@ -308,7 +339,7 @@ def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[
             prepared = work.runtime.prepare([job.inputs for job in jobs])
         if prepared.rows > work.max_rows:
             return [_run_in_slices(work, job, work.max_rows) for job in jobs]
-        outputs = work.runtime.run(prepared)
+        outputs = work.forward(prepared)
         work.tokens += prepared.tokens
         work.padded_tokens += prepared.padded_tokens
         work.did_fit(prepared)
@@ -350,7 +381,7 @@ def _run_in_slices(work: Work, job: ClaimedJob, max_rows: int) -> Outputs | Fail
             inputs = {name: values[start:stop] for name, values in job.inputs.items()}
             prepared = work.runtime.prepare([inputs])
             try:
-                parts.append(work.runtime.run(prepared))
+                parts.append(work.forward(prepared))
                 work.did_fit(prepared)
                 start = stop
             except MemoryError:

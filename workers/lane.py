@@ -237,7 +237,8 @@ class LaneReplies:
 
 
 def _result(model: str, header: ResultHeader, outputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {"job_id": header.id, "model": model, "version": header.version, "outputs": outputs}
+    answered = {"version": header.version, "content_hash": header.content_hash}
+    return {"job_id": header.id, "model": model, **answered, "outputs": outputs}
 
 
 def _entries(slot: str, answer: Sequence[tuple[bytes | None, Mapping[bytes, bytes] | None]]) -> Iterator[_Entry]:

@@ -1,7 +1,7 @@
 """What a worker holds and how it keeps it: the share of lower priorities, and the leases.
 
     drain (I/O thread) -- takes, drops --> Holdings <-- renews -- LeaseKeeper (a thread of its own)
-                       <-- lost, cancelled, taken over -----------'
+                       <-- lost, cancelled, taken over, handed over --'
 
 Leases are renewed for the ids in memory only: a job that was claimed but never arrived here lapses and comes back.
 After a gap in its view of the broker a worker waits one lease before it takes over anything: the living ones, who
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from registry.broker.base import Delivery, Held, Renewal, WorkerEnd
@@ -91,10 +91,12 @@ class LeaseNews(NamedTuple):
 
 
 class LeaseKeeper:
-    """Renews leases, takes over lapsed ones, and calls `report` once a second: a thread of its own over `tick`.
+    """Renews leases, takes over lapsed ones and jobs that others hand over, and calls `report` once a second: a thread
+    of its own over `tick`.
 
-    slots: the models to take over jobs of. news: called with what was found, on this thread. room: how many jobs may
-    be taken over now. clock: monotonic seconds.
+    slots: the models to take over jobs of. offered: by model, the versions whose jobs others may hand over, and how
+    many of each. news: called with what was found, on this thread. room: how many jobs may be taken over now. clock:
+    monotonic seconds.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class LeaseKeeper:
         holdings: Holdings,
         *,
         lease_s: float,
+        offered: Callable[[], Mapping[str, Mapping[str, int]]],
         room: Callable[[], int],
         news: Callable[[LeaseNews], None],
         report: Callable[[], None],
@@ -115,6 +118,7 @@ class LeaseKeeper:
         self._slots = slots
         self._holdings = holdings
         self._lease_s = lease_s
+        self._offered = offered
         self._room = room
         self._news = news
         self._report = report
@@ -153,6 +157,7 @@ class LeaseKeeper:
                 self._renew_at = now + renew_every
             if now >= self._look_at:
                 self._take_over()
+                self._adopt()
                 self._look_at = now + look_every
             if now >= self._report_at:
                 self._report()
@@ -200,6 +205,15 @@ class LeaseKeeper:
             if found:
                 logger.info("jobs taken over", extra={"model": slot, "jobs": len(found)})
                 self._news(LeaseNews(_NOTHING, found))
+
+    def _adopt(self) -> None:
+        """Also while nothing is claimed, because what answers is being loaded: this keeps in touch with the broker."""
+        for slot, offered in self._offered().items():
+            if (room := min(self._room(), sum(offered.values()))) > 0:
+                found = self._broker.adopt(self._consumer, slot, list(offered), room)
+                self._note_contact()
+                if found:
+                    self._news(LeaseNews(_NOTHING, found))
 
 
 _NOTHING: Final = Renewal(frozenset(), frozenset())

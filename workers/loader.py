@@ -27,6 +27,8 @@ logger = logging.getLogger("server")
 _MIB: Final = 1024 * 1024
 _AT_A_TIME: Final = 2
 """Loads beside each other: each takes a core and the memory of its version."""
+_LOOK_S: Final = 0.1
+"""How often whoever waits for a load looks whether its limit is over."""
 
 
 class Loaded(NamedTuple):
@@ -75,6 +77,8 @@ class Loader:
         self._abandoned: dict[int, ServedVersion] = {}
         """Loads that took too long and go on all the same, by the id of their runtime."""
         self._ended: deque[tuple[Runtime, str, int]] = deque()
+        self._has_ended = threading.Event()
+        """For whoever waits for a load; see load_now."""
 
     @property
     def is_busy(self) -> bool:
@@ -108,19 +112,18 @@ class Loader:
     def end(self, runtime: Runtime, problem: str, rows: int) -> None:
         """A load has ended; for any thread. rows: see Loaded."""
         self._ended.append((runtime, problem, rows))
+        self._has_ended.set()
         self._ring()
 
     def load_now(self, version: ServedVersion) -> None:
-        """Loads a version and returns when it is ready, however long that takes. Raises ConfigurationError."""
-        begun, problem, rows = self._clock(), "", 0
-        try:
-            version.runtime.load(self._device, self._threads)
-            rows = self._calibrated_rows(version, version.runtime)
-        except (Exception, SystemExit) as error:  # a package's own code may raise anything
-            problem = _problem_of(version.runtime, error)
-        self._settle(Loaded(version, problem, self._clock() - begun, rows))
-        if problem:
-            raise ConfigurationError(problem)
+        """Loads a version and returns when it is ready. Raises ConfigurationError, also when the limit is over."""
+        self._has_ended.clear()
+        self.load(version)
+        while version.state is VersionState.LOADING:
+            self._has_ended.wait(_LOOK_S)
+            self.take_done()
+        if version.state is VersionState.FAILED:
+            raise ConfigurationError(version.problem)
 
     def take_done(self) -> list[Loaded]:
         """The loads that have ended since the last call, those among them that took too long."""

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,8 +51,8 @@ from workers.progression import (
     is_form,
     readiness,
 )
-from workers.runtime.base import Prepared, Runtime
-from workers.runtime.forms import EAGER, Forward, Tunable
+from workers.runtime.base import Counted, Prepared, Runtime
+from workers.runtime.forms import Forward, Recorded, Tunable, twin_of
 from workers.runtime.tokeniser import TokenCache, Tokenising
 
 __all__ = ["Action", "Audit", "Optimizer"]
@@ -78,16 +80,25 @@ _SAME_PRECISION: Final = frozenset({COMPILED, "onnx"})
 
 
 class _Trial(NamedTuple):
-    """How a step did; `reason` is empty when it passed. forward: what a form that passed does."""
+    """How a step did; `reason`: why not. forward: what a form that passed does; made: how it was made."""
 
     reason: str = ""
     gain: float | None = None
     evidence: Mapping[str, float] = {}
     forward: Forward | None = None
+    made: Mapping[str, object] = {}
 
     def decision(self, step: str, criterion: str) -> Decision:
         """What follows from it."""
-        return Decision(step, "refused" if self.reason else "enabled", criterion, self.reason, self.gain, self.evidence)
+        return Decision(
+            step,
+            "refused" if self.reason else "enabled",
+            criterion,
+            self.reason,
+            self.gain,
+            self.evidence,
+            self.made,
+        )
 
 
 class _Request(NamedTuple):
@@ -119,6 +130,11 @@ class _Attached:
     """What came of the last of these."""
     is_detached: bool = False
 
+    @property
+    def steps_by_level(self) -> list[str]:
+        """Those that this model has, as they are shown."""
+        return sorted(self.steps, key=lambda step: THRESHOLDS[step].level)
+
     def evidence(self, step: str) -> Evidence:
         profile, goldens = self.profiler.profile, self.profiler.goldens
         earlier = self.earlier.get(step)
@@ -132,6 +148,8 @@ class _Attached:
             long_builds=self.long_builds,
             is_asked_for=step in self.asked,
             was_accepted=earlier is not None and earlier.action == "enabled",
+            form=self.standing.form,
+            form_gain=self.standing.form_gain,
         )
 
     def may_try(self, step: str) -> bool:
@@ -142,13 +160,7 @@ class _Attached:
             return True
         earlier = self.earlier.get(step)
         was_measured = earlier is not None and earlier.action == "refused" and bool(earlier.evidence)
-        is_below = is_form(step) and THRESHOLDS[step].level < self._form_level
-        return step not in self.standing.settled and not was_measured and not is_below
-
-    @property
-    def _form_level(self) -> int:
-        form = self.standing.form
-        return 0 if form == EAGER else THRESHOLDS[form].level
+        return step not in self.standing.settled and not was_measured
 
 
 class Optimizer:
@@ -194,10 +206,11 @@ class Optimizer:
         """Decides nothing more. A build that is under way ends with the process at the latest."""
         with self._wake:
             self._is_stopping = True
+            requests = list(self._requests)
             self._wake.notify()
         if self._compiler is not None:
             self._compiler.stop()
-        for request in self._requests:
+        for request in requests:
             request.answer.cancel()
 
     def attach(self, key: Hashable, runtime: Runtime, content_hash: str, max_rows: int) -> Profiler:
@@ -206,10 +219,12 @@ class Optimizer:
         The profiler's `observe` is for the drain, once for each batch that has ended.
         """
         spec = runtime.spec
-        subject = Subject(spec.name, spec.version, content_hash, environment(self._device))
+        compilation = self._config.compilation
+        judged = f"compiled by {compilation.backend} within {compilation.tolerance:g}"
+        subject = Subject(spec.name, spec.version, content_hash, environment(self._device, judged))
         keeps_inputs = "hashes_only" not in (self._config.privacy.mode, self._config.cache.privacy_mode)
         has_goldens = keeps_inputs and spec.deterministic and not spec.streams
-        profiler = Profiler(runtime, GoldenStore() if has_goldens else None)
+        profiler = Profiler(runtime, GoldenStore(seed=secrets.randbits(32)) if has_goldens else None)
         attached = _Attached(
             subject,
             runtime,
@@ -263,7 +278,13 @@ class Optimizer:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            if not self.tick():
+            try:
+                has_more = self.tick()
+            except Exception:
+                # What went wrong concerns one step of one model; the others still need this thread.
+                logger.exception("a step could not be decided on")
+                has_more = False
+            if not has_more:
                 with self._wake:
                     if not (self._is_stopping or self._requests):
                         self._wake.wait(_LOOK_S)
@@ -284,7 +305,8 @@ class Optimizer:
         if max_rows > 1:
             steps.append(BATCHING)
         if isinstance(runtime, Tunable):
-            steps += sorted(runtime.candidates(self._compiler), key=lambda name: THRESHOLDS[name].level)
+            # What is quickly built first: beside it the others may not be worth their time.
+            steps += sorted(runtime.candidates(self._compiler), key=lambda name: THRESHOLDS[name].min_forward_s)
         return tuple(steps)
 
     def _advance(self, attached: _Attached) -> bool:
@@ -311,9 +333,15 @@ class Optimizer:
         return decision
 
     def _try(self, attached: _Attached, step: str) -> _Trial:
-        if is_form(step):
-            return self._try_form(attached, step)
-        return self._try_pool(attached) if step == TOKENIZER_POOL else _Trial()
+        try:
+            if is_form(step):
+                return self._try_form(attached, step)
+            return self._try_pool(attached) if step == TOKENIZER_POOL else _Trial()
+        except (CompilationRefused, ConfigurationError) as refusal:
+            return _Trial(str(refusal))
+        except Exception as error:  # what is being built may raise anything, and harms nobody by it
+            logger.warning("a step could not be tried", extra={"step": step}, exc_info=True)
+            return _Trial(f"{type(error).__name__}: {error!s:.200}")
 
     def _decide(self, attached: _Attached, decision: Decision) -> bool:
         """Records a decision; False when it cannot be recorded: nothing is turned on that nobody can trace."""
@@ -326,6 +354,9 @@ class Optimizer:
             is_recorded = False
             if decision.action == "enabled":
                 decision = replace(decision, action="refused", reason="it could not be recorded")
+                # One record may have been written, and the other not.
+                with suppress(OSError):
+                    self.log.append(subject, decision)
         attached.standing = attached.standing.apply(decision)
         logger.info(
             "decided",
@@ -357,18 +388,14 @@ class Optimizer:
         """Builds a form, and compares and times it on golden jobs. Changes nothing that serves."""
         runtime = attached.runtime
         attached.long_builds += step not in _QUICK_BUILD
-        try:
-            if not isinstance(runtime, Tunable):
-                raise ConfigurationError(f"{attached.subject.model} has no other forms")
-            batches, served = self._golden_batches(attached)
-            reference = [runtime.forms.reference(batch) for batch in batches]
-            forward = runtime.candidates(self._compiler)[step]()
-            return self._judge(attached, step, forward, batches, reference, served)
-        except (CompilationRefused, ConfigurationError) as refusal:
-            return _Trial(str(refusal))
-        except Exception as error:  # a form that is being built may raise anything, and harms nobody by it
-            logger.warning("a form could not be tried", extra={"form": step}, exc_info=True)
-            return _Trial(f"{type(error).__name__}: {error!s:.200}")
+        if not isinstance(runtime, Tunable):
+            raise ConfigurationError(f"{attached.subject.model} has no other forms")
+        batches, served = self._golden_batches(attached)
+        as_built = twin_of(runtime.forms.reference)
+        reference = [as_built(batch) for batch in batches]
+        forward = runtime.candidates(self._compiler)[step]()
+        trial = self._judge(attached, step, forward, batches, reference, served)
+        return trial._replace(made=forward.made) if isinstance(forward, Recorded) else trial
 
     def _judge(
         self,
@@ -401,7 +428,7 @@ class Optimizer:
     ) -> _Trial:
         """Whether the form is faster than the one in use: both run every batch, in turns."""
         runtime = attached.runtime
-        in_use = runtime.forms.forward if isinstance(runtime, Tunable) else forward
+        in_use = twin_of(runtime.forms.forward) if isinstance(runtime, Tunable) else forward
         ours: list[float] = []
         theirs: list[float] = []
         begun = self._clock()
@@ -463,7 +490,11 @@ class Optimizer:
         lines: list[str] = []
         for each in attached:
             prefix = f"{each.subject.model}/{each.subject.version}"
-            done = self._carry_out(each, request.action)
+            try:
+                done = self._carry_out(each, request.action)
+            except Exception as error:
+                logger.exception("an operator's wish could not be fulfilled")
+                done = [f"it failed: {type(error).__name__}"]
             each.answer, each.answers = "; ".join(done)[:_LONGEST_ANSWER], each.answers + 1
             lines += [f"{prefix}: {line}" for line in done]
         request.answer.set_result("\n".join(lines))
@@ -471,7 +502,9 @@ class Optimizer:
     def _carry_out(self, attached: _Attached, action: Action) -> list[str]:
         if action == "trace":
             return [self._trace(attached)]
-        forms = [step for step in attached.steps if is_form(step) and (action != "compile" or step == COMPILED)]
+        forms = [
+            step for step in attached.steps_by_level if is_form(step) and (action != "compile" or step == COMPILED)
+        ]
         return [self._measure(attached, s) if action == "measure" else self._insist(attached, s) for s in forms] or [
             "it has no such form"
         ]
@@ -490,7 +523,7 @@ class Optimizer:
         """Tries a form of whatever level, and uses it in no case."""
         if step in attached.standing.enabled:
             return f"{step} is enabled already"
-        decision = self._try_form(attached, step).decision(step, "measured")
+        decision = self._try(attached, step).decision(step, "measured")
         attached.measured[step] = decision
         return _told(decision).replace("enabled", "would be enabled")
 
@@ -498,7 +531,8 @@ class Optimizer:
         runtime = attached.runtime
         try:
             batches, _ = self._golden_batches(attached)
-            return trace(runtime.run, batches[:2], is_cuda=self._device.startswith("cuda"), clock=self._clock)
+            run = twin_of(runtime.forms.forward) if isinstance(runtime, Tunable) else runtime.run
+            return trace(run, batches[:2], is_cuda=self._device.startswith("cuda"), clock=self._clock)
         except ConfigurationError as refusal:
             return f"it cannot be traced: {refusal}"
         except Exception as error:
@@ -528,12 +562,13 @@ def _entry(attached: _Attached) -> dict[str, object]:
         "goldens": {"jobs": len(goldens), "bytes": goldens.nbytes} if goldens else None,
         "answers": attached.answers,
         "answer": attached.answer,
-        "steps": [_step_entry(attached, step) for step in attached.steps],
+        "counts": dict(attached.runtime.counts()) if isinstance(attached.runtime, Counted) else {},
+        "steps": [_step_entry(attached, step) for step in attached.steps_by_level],
     }
 
 
 def _step_entry(attached: _Attached, step: str) -> dict[str, object]:
-    """`state`: on, disabled, refused, waiting, or not allowed by max_level; `gain` None: not measured."""
+    """`state`: on, disabled, refused, waiting, not tried, or not allowed by max_level; `gain` None: not measured."""
     standing = attached.standing
     # What an earlier process measured counts until this one has.
     decision = standing.settled.get(step) or attached.measured.get(step) or attached.earlier.get(step)
@@ -545,7 +580,7 @@ def _step_entry(attached: _Attached, step: str) -> dict[str, object]:
     elif decision is not None and decision.action != "enabled" and not attached.may_try(step):
         state = decision.action
     else:
-        state = "waiting"
+        state = "not tried" if found.is_in_vain else "waiting"
     return {
         "step": step,
         "level": THRESHOLDS[step].level,
@@ -554,6 +589,7 @@ def _step_entry(attached: _Attached, step: str) -> dict[str, object]:
         "reason": decision.reason if decision else "",
         "gain": decision.gain if decision else None,
         "evidence": dict(decision.evidence) if decision else {},
+        "made": dict(decision.made) if decision else {},
     }
 
 

@@ -5,14 +5,16 @@
     level 2   batching (2a), compiled (2b)        the same numbers, within the tolerance
     level 3   onnx, bf16, fp16, compiled-bf16, int8    other arithmetic, through the validator of its precision
 
-A step is tried when its criterion holds, and taken when its trial passed. Every decision is an event, and the state
-is nothing but the events applied in order: replaying the log gives the state that was.
+A step is tried when its criterion holds, and taken when its trial passed. A form that takes long to build is not tried
+at all while the one in use is faster than it was ever found to be. Every decision is an event, and the state is nothing
+but the events applied in order: replaying the log gives the state that was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Final, Literal
 
 from workers.runtime.forms import EAGER
@@ -53,11 +55,19 @@ _QUICK_BUILD_S: Final = 2.0
 """A cast of the weights takes less than a second of a core."""
 _LONG_BUILD_S: Final = 60.0
 """Compiling and exporting take some 20 s of a core: worth it for a model that has run three times as long."""
+_MOST_ONNX_GAIN: Final = 2.0
+_MOST_INT8_GAIN: Final = 4.0
+"""Of models whose time goes into arithmetic, on one CPU thread: MiniLM gained 1.8 by ONNX and 3.5 by int8. A small MLP,
+whose time goes into the framework, gained 2.8 and 7.9 by them, and nothing by a form that they are held against."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """What must have been seen before a step is tried. `min_forward_s`: seconds of forwards, for each long build."""
+    """What must have been seen before a step is tried. `min_forward_s`: seconds of forwards, for each long build.
+
+    most_gain: how many times faster than the model as built the form was found to be at the most, of models that gain
+    by others as well.
+    """
 
     level: int
     min_forwards: int = 0
@@ -65,6 +75,7 @@ class Threshold:
     min_golden_rows: int = 0
     min_forward_s: float = 0.0
     min_warmed_rows: int = 0
+    most_gain: float = inf
 
 
 _QUICK: Final = Threshold(3, _SOME_FORWARDS, 0, _SOME_GOLDEN_ROWS, _QUICK_BUILD_S)
@@ -78,8 +89,8 @@ THRESHOLDS: Final[Mapping[str, Threshold]] = {
     "bf16": _QUICK,
     "fp16": _QUICK,
     "compiled-bf16": _LONG,
-    "onnx": _LONG,
-    "int8": _LONG,
+    "onnx": replace(_LONG, most_gain=_MOST_ONNX_GAIN),
+    "int8": replace(_LONG, most_gain=_MOST_INT8_GAIN),
 }
 """Every step, by its name."""
 
@@ -103,14 +114,19 @@ class Evidence:
     """An operator wants it now."""
     was_accepted: bool = False
     """An earlier process found the same content to gain by it, on the same kind of machine."""
+    form: str = EAGER
+    """The form in use."""
+    form_gain: float = 1.0
+    """How many times faster than the model as built that is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """`criterion`: by what the step is ready, or what it still waits for."""
+    """`criterion`: by what the step is ready, or what it still waits for; is_in_vain: or why it is not tried."""
 
     is_ready: bool
     criterion: str
+    is_in_vain: bool = False
 
 
 def readiness(step: str, evidence: Evidence, max_level: int) -> Readiness:
@@ -118,6 +134,8 @@ def readiness(step: str, evidence: Evidence, max_level: int) -> Readiness:
     threshold = THRESHOLDS[step]
     if threshold.level > max_level:
         return Readiness(False, f"max_level {max_level} < {threshold.level}")
+    if reason := _why_in_vain(step, evidence):
+        return Readiness(False, reason, is_in_vain=True)
     waives = evidence.is_asked_for or evidence.was_accepted
     worth_s = 0.0 if waives else threshold.min_forward_s
     if worth_s >= _LONG_BUILD_S:
@@ -137,6 +155,21 @@ def readiness(step: str, evidence: Evidence, max_level: int) -> Readiness:
     return Readiness(True, ", ".join(asked + met))
 
 
+def _why_in_vain(step: str, evidence: Evidence) -> str:
+    """Why a form is not worth a trial beside the one in use; empty: it is."""
+    threshold, form, gain = THRESHOLDS[step], evidence.form, evidence.form_gain
+    if evidence.is_asked_for or not is_form(step) or form in (EAGER, step):
+        return ""
+    if threshold.level < THRESHOLDS[form].level:
+        return f"{form} is in use, of a higher level"
+    if gain * MIN_GAIN <= threshold.most_gain or evidence.was_accepted:
+        return ""
+    return (
+        f"{form} is {gain:.1f} times as fast as the model as built; {step} was at most {threshold.most_gain:g} times, "
+        "wherever it was measured beside such a gain"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One step was enabled, disabled or refused, by which criterion, on which evidence, and why."""
@@ -149,6 +182,8 @@ class Decision:
     gain: float | None = None
     """How many times faster it was than the form in use; None where nothing was measured."""
     evidence: Mapping[str, float] = field(default_factory=dict)
+    made: Mapping[str, object] = field(default_factory=dict)
+    """How a compiled form was made, as plain data: see CompilationReport."""
 
     @property
     def level(self) -> int:
@@ -162,6 +197,8 @@ class Standing:
 
     enabled: frozenset[str] = frozenset()
     form: str = EAGER
+    form_gain: float = 1.0
+    """How many times faster than the model as built that is."""
     settled: Mapping[str, Decision] = field(default_factory=dict)
     """The last decision on each step that was decided on: it is not tried again."""
 
@@ -174,11 +211,13 @@ class Standing:
         """The standing after a decision. A form that is enabled replaces the one in use."""
         step, settled = decision.step, {**self.settled, decision.step: decision}
         if decision.action == "enabled":
-            replaced = {self.form} if is_form(step) else set()
-            form = step if is_form(step) else self.form
-            return Standing(self.enabled - replaced | {step}, form, settled)
-        form = EAGER if self.form == step else self.form
-        return Standing(self.enabled - {step}, form, settled)
+            if not is_form(step):
+                return replace(self, enabled=self.enabled | {step}, settled=settled)
+            # Found in comparison with the form that it replaces.
+            gain = self.form_gain * (decision.gain or 1.0)
+            return Standing(self.enabled - {self.form} | {step}, step, gain, settled)
+        form, gain = (EAGER, 1.0) if self.form == step else (self.form, self.form_gain)
+        return Standing(self.enabled - {step}, form, gain, settled)
 
 
 def replay(decisions: Iterable[Decision]) -> Standing:

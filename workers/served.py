@@ -29,7 +29,7 @@ from workers.job import ClaimedJob
 from workers.runtime.base import Runtime
 from workers.runtime.open import open_runtime
 
-__all__ = ["ENDPOINT", "Observer", "ServedModel", "ServedVersion", "VersionState", "batch_limits"]
+__all__ = ["ENDPOINT", "Observer", "ServedModel", "ServedVersion", "VersionState", "batch_limits", "is_name_of"]
 
 logger = logging.getLogger("server")
 
@@ -47,6 +47,7 @@ _LONGEST_ROW: Final = 8192
 """A cap of tokens beyond full batches of such rows limits nothing."""
 _BATCHES_HELD: Final = 2
 """One running, one ready; a model that sorts by length holds its window as well."""
+_NO_END: Final = 1 << 20
 _BATCHING_LEVEL: Final = 2
 _SHORTEST_PREFIX: Final = 6
 """Hex digits of a content hash that may stand for a version."""
@@ -68,6 +69,11 @@ def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
         ageing_s=config.queue.ageing_s,
         overhead_tokens=_SLICED_OVERHEAD if spec.format == "transformers" else _CPU_OVERHEAD,
     )
+
+
+def is_name_of(name: str, label: str, content_hash: str) -> bool:
+    """Whether a job that names this version means the one of that label and content."""
+    return name == label or (len(name) >= _SHORTEST_PREFIX and content_hash.startswith(name))
 
 
 class Observer(Protocol):
@@ -198,9 +204,19 @@ class ServedVersion:
         """Whether preparing a batch is worth doing beside another forward."""
         return self.spec.format == "transformers"
 
+    @property
+    def is_vouched_for(self) -> bool:
+        """Whether operators have promoted it, or asked for it to be loaded: this content of it, where they said."""
+        return bool(self.promised_hash) or self.is_wanted
+
+    @property
+    def room(self) -> int:
+        """How many more jobs may wait for it, as far as it goes: while it is not loaded, no more than it could run."""
+        return _NO_END if self.is_ready else max(0, self.capacity - self.in_memory)
+
     def is_named(self, name: str) -> bool:
         """Whether `name` is its label or, once it is loaded, the beginning of its content hash."""
-        return name == self.label or (len(name) >= _SHORTEST_PREFIX and self.content_hash.startswith(name))
+        return is_name_of(name, self.label, self.content_hash)
 
     def _renew(self) -> None:
         """Forgets the runtime that was closed, or whose load was given up: the next load begins afresh."""
@@ -293,13 +309,17 @@ class ServedVersion:
         return found
 
     def observe(self, work: Work, now: float) -> None:
-        """A batch was committed at `now`: what it took steers the next ones."""
+        """A batch was committed at `now`: what it took steers the next ones.
+
+        The observer does not hear of those that ran as built: it would time the form in use by them, and try others on
+        what may have ended a process.
+        """
         if self._controller is not None:
             jobs = [item.job for item in work.batch.items]
             totals_s = [job.queue_ms / 1000 + now - job.claimed for job in jobs]
             self._controller.observe(work.batch, work.ended - work.started, totals_s, len(self.batcher), now)
             self.batcher.steer(self._controller.rows, self._controller.wait_s)
-        if self.observer is not None:
+        if self.observer is not None and not work.is_as_built:
             self.observer.observe(work)
 
     def hold(self, job: ClaimedJob) -> None:
@@ -338,12 +358,22 @@ class ServedVersion:
         )
 
     def work(
-        self, batch: Batch[ClaimedJob], open_stream: Callable[[ClaimedJob, Callable[[], None]], JobStream]
+        self,
+        batch: Batch[ClaimedJob],
+        open_stream: Callable[[ClaimedJob, Callable[[], None]], JobStream],
+        *,
+        is_as_built: bool = False,
     ) -> Work:
-        """A batch ready for the model threads."""
-        context = open_stream if self.spec.streams else None
+        """A batch ready for the model threads; is_as_built: see Work."""
         return Work(
-            batch, self.runtime, self._cap.rows, self.finite_outputs, context, self.timeout_s, self.content_hash
+            batch,
+            self.runtime,
+            self._cap.rows,
+            self.finite_outputs,
+            open_stream if self.spec.streams else None,
+            self.timeout_s,
+            self.content_hash,
+            is_as_built,
         )
 
 
@@ -363,7 +393,9 @@ class ServedModel:
         self.record = b""
         """The record of the active version as the last delivery brought it along."""
         self.deployment: Deployment | None = None
-        """What that says; None before the first promotion: then the highest version on disk answers."""
+        """What that says; None before the first promotion: then the highest version on disk that loads answers."""
+        self.decided = b""
+        """The record that says so, as it was believed."""
         self.is_drained = False
         """Whether the last claim found fewer jobs than it asked for."""
 

@@ -1,11 +1,12 @@
 """Which versions of which models a worker has, which of them answers, and what is loaded.
 
     claims bring a record -- follow --> the version that answers      operators -- want, let_go_of --> loads, unloads
-    jobs that name a version -- meet --> found under the models root, loaded at its first job
+    jobs that name a version -- meet, is_offered --> found under the models root, loaded at its first job
 
-The I/O thread owns the shelf; `want`, `let_go_of` and `described` are for any thread. The version that answers is
-never unloaded for an operator, and where it is not to be had nothing of its model is claimed: no other version
-answers in its place.
+The I/O thread owns the shelf; `want`, `let_go_of`, `described` and `offered` are for any thread. The version that
+answers is never unloaded for an operator, and where it is not to be had nothing of its model is claimed: no other
+version answers in its place. Where operators sign and have promoted a version of a model, jobs have no other content
+of it loaded than what these have promoted, asked for or registered: before, what lies under the models root decides.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, Inva
 from registry.package import Package
 from registry.settings import LATEST, InferenceConfig
 from registry.signed import Verifier
+from workers.deployments import Remembered, epoch_of
 from workers.library import Library
 from workers.loader import Loaded, Loader, excess_bytes, to_unload
 from workers.observe.metrics import InferenceMetrics
@@ -32,8 +34,15 @@ __all__ = ["Shelf"]
 
 logger = logging.getLogger("server")
 
-_NOT_HERE: Final = {"state": "failed", "content_hash": "", "is_active": False, "memory_bytes": 0}
+_NOT_HERE: Final = {
+    "state": "failed",
+    "content_hash": "",
+    "is_active": False,
+    "is_offered": False,
+    "memory_bytes": 0,
+}
 _UNLOADED: Final = (VersionState.COLD, VersionState.FAILED)
+_IN_MEMORY: Final = (VersionState.READY, VersionState.LOADING)
 
 
 class Shelf:
@@ -41,7 +50,8 @@ class Shelf:
 
     verify: the operators' signatures on records; None: none are asked for. on_version_change: called with a model and
     the content hashes that answered it until now, empty for none, and from now on. ring: wakes the I/O thread.
-    takes_any: whether operators may bring models that the worker was not started with.
+    takes_any: whether operators may bring models that the worker was not started with. remembered: what this machine
+    has obeyed before.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class Shelf:
         on_version_change: Callable[[str, str, str], None],
         ring: Callable[[], None],
         takes_any: bool,
+        remembered: Remembered,
     ) -> None:
         self.models: Final[dict[str, ServedModel]] = {}
         self.turns: Final[deque[ServedVersion]] = deque()
@@ -72,6 +83,9 @@ class Shelf:
         self._on_version_change = on_version_change
         self._ring = ring
         self._takes_any = takes_any
+        self._remembered = remembered
+        self._kept: dict[str, bytes] = {}
+        """By model, the decision that is remembered; empty for one that could not be written."""
         self._is_pinned = config.model_version != LATEST
         """Whether one version answers whatever is promoted."""
         self._orders: deque[Callable[[], None]] = deque()
@@ -82,6 +96,8 @@ class Shelf:
         """Whether what is loaded may be too much: looked into at the next turn."""
         self._wished: dict[tuple[str, str], str] = {}
         """By model and label, the content that operators asked for."""
+        self._registered: dict[tuple[str, str], str] = {}
+        """By model and label, the content that jobs may have loaded, on the disk or still to come."""
         self._unwanted: set[ServedVersion] = set()
         """To be unloaded once they are idle."""
         for package in packages:
@@ -93,9 +109,10 @@ class Shelf:
         """Load a version and keep it loaded; `described` tells how it went. content_hash: what it must hash to."""
         self.order(partial(self._want, name, label, content_hash))
 
-    def let_go_of(self, name: str, label: str) -> None:
-        """Unload a version once it is idle, unless it is the one that answers."""
-        self.order(partial(self._let_go_of, name, label))
+    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+        """Unload a version once it is idle, unless it is the one that answers. content_hash: what jobs that name it may
+        have loaded all the same, where operators sign."""
+        self.order(partial(self._let_go_of, name, label, content_hash))
 
     def order(self, order: Callable[[], None]) -> None:
         """Have something done on the I/O thread."""
@@ -110,12 +127,58 @@ class Shelf:
         """The models whose answering version is to be had here."""
         return [name for name, model in tuple(self.models.items()) if model.is_claimable]
 
+    def offered(self, name: str) -> dict[str, int]:
+        """The versions of a model that jobs which name them may wait for here, by label, and how many more may."""
+        return {
+            label: version.room
+            for label, version in tuple(self.models[name].versions.items())
+            if version.room and self.is_offered(version)
+        }
+
+    def is_offered(self, version: ServedVersion) -> bool:
+        """Whether jobs that name it are answered here: it is in memory or on its way, or may be loaded for them."""
+        if version.state in _IN_MEMORY:
+            return True
+        return version.state is VersionState.COLD and self.may_be_loaded(version) and self._fits(version)
+
+    def may_be_loaded(self, version: ServedVersion) -> bool:
+        """Whether a job may have it loaded; see above for what operators sign."""
+        model = self.models[version.name]
+        is_decided = bool(model.record or model.decided) and not self._is_pinned
+        return self._verify is None or not is_decided or version is model.active or version.is_vouched_for
+
+    def _fits(self, version: ServedVersion) -> bool:
+        """Whether there is memory for it beside what answers or is wanted; the rest would go."""
+        limit = self._config.model_memory_mb << 20
+        active = [model.active for model in tuple(self.models.values())]
+        staying = [each for each in tuple(self.turns) if each.is_ready and (each.is_wanted or each in active)]
+        taken = sum(each.runtime.memory_bytes for each in staying)
+        return not limit or taken + ((version.spec.memory_mb or 0) << 20) <= limit
+
+    def remember(self) -> None:
+        """Keeps what was decided for this machine's next start. For the thread that reports: it may have to wait."""
+        for name, model in tuple(self.models.items()):
+            decided, kept = model.decided, self._kept.get(name)
+            if not decided or decided == kept:
+                continue
+            try:
+                self._remembered.keep(name, decided)
+            except BlockingIOError:
+                # Another worker of this machine is at it.
+                continue
+            except OSError as error:
+                if kept != b"":
+                    logger.warning("a decision will be forgotten at the next start: %s", error, extra={"model": name})
+                self._kept[name] = b""
+            else:
+                self._kept[name] = decided
+
     def described(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Model -> version label -> state, content hash, memory, problem, as plain data.
 
         A version that is wanted and is not under the models root is one that has failed.
         """
-        described = {name: _described(model) for name, model in tuple(self.models.items())}
+        described = {name: self._describe(model) for name, model in tuple(self.models.items())}
         for (name, label), problem in tuple(self._missing.items()):
             described.setdefault(name, {}).setdefault(label, {**_NOT_HERE, "problem": problem})
         for (name, label), content_hash in tuple(self._wished.items()):
@@ -124,19 +187,33 @@ class Shelf:
                 entry["problem"] = "it was loaded with other content than was asked for"
         return described
 
+    def _describe(self, model: ServedModel) -> dict[str, dict[str, Any]]:
+        return {
+            label: {
+                "state": version.state.value,
+                "content_hash": version.content_hash,
+                "is_active": version is model.active,
+                "is_offered": model.is_claimable and self.is_offered(version),
+                "memory_bytes": version.runtime.memory_bytes,
+                "problem": version.problem,
+            }
+            for label, version in tuple(model.versions.items())
+        }
+
     # Life
 
     def open(self) -> None:
         """Loads the version of every model that answers, unless that is left to the first job, and announces specs.
 
-        Raises ConfigurationError, BrokerUnavailable.
+        A model of which nothing can be loaded is tried again later, while the others are served. Raises
+        ConfigurationError when the settings name the version that cannot be loaded, or when no model can be served;
+        BrokerUnavailable.
         """
         for name, active in self._broker.actives(list(self.models)).items():
             self._follow_at_start(self.models[name], active)
-        answering = [model.active for model in self.models.values() if model.active is not None]
-        for version in answering if self._config.preload else ():
-            self._load_at_start(version)
-        for version in answering:
+        if self._config.preload:
+            self._load_at_start()
+        for version in self._answering():
             self._announce(version)
         self._broker.prepare(list(self.models))
 
@@ -164,8 +241,10 @@ class Shelf:
                 self._unload(version)
 
     def _may_go(self, version: ServedVersion) -> bool:
-        """Whether nothing needs it: one that is asked to go while it answers goes when another does."""
-        return version.is_idle and self.models[version.name].active is not version
+        """Whether nothing needs it: one that is asked to go while it answers goes when another does, and one whose load
+        is under way goes when that has ended."""
+        is_loading = version.state is VersionState.LOADING
+        return version.is_idle and not is_loading and self.models[version.name].active is not version
 
     def take_in_loaded(self) -> list[Loaded]:
         """The loads that have ended: what is ready may run from now on, and what is too much goes."""
@@ -197,7 +276,7 @@ class Shelf:
             logger.warning("an older decision came back", extra={"model": model.name, "epoch": deployment.epoch})
             return
         before = model.content_hash
-        model.deployment = deployment
+        model.deployment, model.decided = deployment, active
         model.active = self._copy_of(model, deployment.version, deployment.content_hash)
         logger.info(
             "version changed",
@@ -207,7 +286,18 @@ class Shelf:
             self._on_version_change(model.name, before, deployment.content_hash)
 
     def _follow_at_start(self, model: ServedModel, active: bytes) -> None:
+        """What the broker has, unless this machine has obeyed a later decision."""
+        last = self._remembered.last(model.name)
+        if last != active:
+            self.follow(model, last)
         self.follow(model, active)
+        if last and model.decided == last != active:
+            logger.error(
+                "the broker has an older decision than this machine has obeyed, or none: the later one goes on. "
+                "Expected a new decision, or `penstock models sync`; to begin anew, another operator's key, or no such "
+                "file in deployments/ under PENSTOCK_HOME",
+                extra={"model": model.name, "epoch": epoch_of(last)},
+            )
         if active and model.deployment is None and not self._is_pinned:
             # Something was promoted, and nobody here knows what: the highest version on disk may be a draft.
             model.active = None
@@ -226,6 +316,8 @@ class Shelf:
         for model in [model for model in self.models.values() if not model.is_claimable]:
             if (deployment := model.deployment) is not None:
                 model.active = self._copy_of(model, deployment.version, deployment.content_hash)
+            elif (found := self._reread(model, former := model.active)) is not None and found is not former:
+                self._announce(found)
             if (version := model.active) is not None and version.state in _UNLOADED:
                 self.loader.load(version)
 
@@ -241,6 +333,8 @@ class Shelf:
             # To measure again would take the memory that the serving version works in.
             version.calibrated_rows = rows
             version.resize(rows)
+        if content_hash := self._registered.get((model.name, label)):
+            version.promise(content_hash)
         model.versions[label] = version
         self.turns.append(version)
         return version
@@ -248,7 +342,10 @@ class Shelf:
     def _copy_of(self, model: ServedModel, label: str, content_hash: str) -> ServedVersion | None:
         """The version, with this content and no other; None while it is not to be had here."""
         version = self._reread(model, self.meet(model, label))
-        if version is None or not content_hash or version.content_hash == content_hash:
+        if version is None or not content_hash:
+            return version
+        if version.content_hash == content_hash:
+            version.promise(content_hash)
             return version
         if version.is_ready:
             # The files may have been made right since it was loaded.
@@ -267,8 +364,7 @@ class Shelf:
     def _give_memory_back(self) -> None:
         """Unloads what is too much, now or once it is idle."""
         if excess := excess_bytes(self.turns, self._config.model_memory_mb):
-            answering = [model.active for model in self.models.values() if model.active is not None]
-            for version in to_unload(self.turns, excess, answering):
+            for version in to_unload(self.turns, excess, self._answering()):
                 self._unload(version)
         self._is_over_memory = bool(excess_bytes(self.turns, self._config.model_memory_mb))
 
@@ -286,6 +382,14 @@ class Shelf:
             # Jobs may name any version, so this is for those who look closely.
             logger.debug("version not found: %s", error, extra={"model": name, "version": label[:80]})
             return None
+
+    def _why_missing(self, name: str, label: str) -> str:
+        """What is wrong with a version that an operator asks for and that is not to be had here, in one line."""
+        try:
+            self._library.package(name, label)
+        except (ConfigurationError, InvalidInput, UnknownModel) as error:
+            return str(error)
+        return f"{name}/{label} is not under this worker's models root with the content that was asked for"
 
     def _reread(self, model: ServedModel, version: ServedVersion | None) -> ServedVersion | None:
         """The version as its package says now, where nothing of it is in memory yet."""
@@ -311,8 +415,8 @@ class Shelf:
         # Not before: a copy with other content has just been unloaded.
         self._wished[name, label] = content_hash
         if version is None:
-            self._missing[name, label] = f"{name}/{label} is not under this worker's models root, or is not valid"
-            logger.error("version not found", extra={"model": name[:80], "version": label[:80]})
+            problem = self._missing[name, label] = self._why_missing(name, label)
+            logger.error("version not found: %s", problem, extra={"model": name[:80], "version": label[:80]})
             return
         self._missing.pop((name, label), None)
         version.is_wanted = True
@@ -335,28 +439,61 @@ class Shelf:
             self._announce(model.active)
         return model
 
-    def _let_go_of(self, name: str, label: str) -> None:
+    def _let_go_of(self, name: str, label: str, content_hash: str) -> None:
         self._missing.pop((name, label), None)
         self._wished.pop((name, label), None)
+        is_registered = bool(content_hash) and self._verify is not None
+        if is_registered:
+            self._registered[name, label] = content_hash
         model = self.models.get(name)
         version = model.versions.get(label) if model is not None else None
         if model is None or version is None:
             return
         version.is_wanted = False
-        if version.state is VersionState.FAILED and version is not model.active:
-            # Whoever names it next may have what is there then.
-            version.promise("")
+        if version is not model.active and (is_registered or version.state is VersionState.FAILED):
+            # Whoever names it next may have what was registered, or else what is there then.
+            version.promise(content_hash if is_registered else "")
         self._unwanted.add(version)
 
-    def _load_at_start(self, version: ServedVersion) -> None:
-        try:
-            self.loader.load_now(version)
-        except ConfigurationError:
-            # A promoted version that has gone bad here may come right; the other models are served meanwhile.
-            if self.models[version.name].deployment is None:
-                raise
-            return
-        self._has_loaded(version)
+    def _load_at_start(self) -> None:
+        problems = []
+        for model in [model for model in self.models.values() if model.active is not None]:
+            # A promoted version that has gone bad here may come right, and no other answers in its place.
+            if (problem := self._load_first_of(model)) and model.deployment is None:
+                problems.append(problem)
+        if problems and (self._is_pinned or not any(version.is_ready for version in self._answering())):
+            raise ConfigurationError(problems[0])
+
+    def _load_first_of(self, model: ServedModel) -> str:
+        """Loads the version that answers, or why that failed; where only the disk says which, the next lower that loads
+        answers in its place."""
+        highest, problem = model.active, ""
+        candidates = [highest.label, *self._lower_labels(model)] if highest is not None else []
+        for label in candidates:
+            version = self.meet(model, label)
+            if version is None:
+                continue
+            try:
+                self.loader.load_now(version)
+            except ConfigurationError as error:
+                problem = problem or str(error)
+                continue
+            if version is not highest:
+                logger.error("version passed over: %s", problem, extra={"model": model.name, "answers": label})
+            model.active = version
+            self._has_loaded(version)
+            return ""
+        return problem
+
+    def _lower_labels(self, model: ServedModel) -> list[str]:
+        """The versions to try in the place of the one that answers, the highest first; none if somebody decided."""
+        if self._is_pinned or model.deployment is not None:
+            return []
+        labels = self._library.labels(model.name)
+        return labels[: labels.index(model.label)][::-1] if model.label in labels else []
+
+    def _answering(self) -> list[ServedVersion]:
+        return [model.active for model in self.models.values() if model.active is not None]
 
     def _has_loaded(self, version: ServedVersion) -> None:
         self._metrics.loaded(version.name, version.label, True)
@@ -367,6 +504,9 @@ class Shelf:
         """Lets go of an idle version's memory; the next job for it loads it again."""
         self._tuner.detach(version)
         version.unload()
+        if content_hash := self._registered.get((version.name, version.label)):
+            # Also where it was registered while it answered: jobs may name it later.
+            version.promise(content_hash)
         self._metrics.loaded(version.name, version.label, False)
         logger.info("model unloaded", extra={"model": version.name, "version": version.label})
 
@@ -377,16 +517,3 @@ class Shelf:
         for label in self._library.labels(version.name):
             if (other := self.meet(model, label)) is not None:
                 self._broker.put_spec(other.name, other.spec.to_json(), label)
-
-
-def _described(model: ServedModel) -> dict[str, dict[str, Any]]:
-    return {
-        label: {
-            "state": version.state.value,
-            "content_hash": version.content_hash,
-            "is_active": version is model.active,
-            "memory_bytes": version.runtime.memory_bytes,
-            "problem": version.problem,
-        }
-        for label, version in tuple(model.versions.items())
-    }

@@ -39,6 +39,7 @@ __all__ = [
     "Delivery",
     "Depth",
     "Event",
+    "FleetEnd",
     "Held",
     "Limits",
     "Publication",
@@ -332,8 +333,15 @@ class WorkerEnd(Protocol):
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """Claim jobs whose lease has lapsed or that were released; none of a paused slot."""
 
-    def release(self, consumer: str, held: Sequence[Held]) -> None:
-        """Give held jobs back at once; the next `take_over` of anyone finds them. Not an attempt that failed."""
+    def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
+        """Give held jobs back at once; the next `take_over` of anyone finds them. Not an attempt that failed.
+
+        version: hand them over to the workers that have this version of their model. `adopt` finds them at once, and
+        they are leased to nobody but these: when they have waited for a lease, `take_over` of anyone finds them.
+        """
+
+    def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
+        """Claim jobs that were handed over to the workers that have one of these versions; none of a paused slot."""
 
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """Add one crash to jobs that were running when a process died, whoever holds them now.
@@ -374,20 +382,23 @@ class WorkerEnd(Protocol):
         """The broker's clock."""
 
 
-class Broker(ProducerEnd, WorkerEnd, Protocol):
-    """Both ends, and what operators look at."""
+class FleetEnd(Protocol):
+    """What those need who choose which version of a model answers."""
 
     def models(self) -> list[str]:
         """Names of the models that have a spec."""
 
-    def depths(self, slot: str) -> list[Depth]:
-        """The four queues of a slot, most urgent first."""
-
-    def drained(self, slot: str) -> int:
-        """How many jobs of the slot workers have answered, ever: the difference of two looks is the throughput."""
-
     def workers(self) -> list[bytes]:
         """The reports of live workers."""
+
+    def spec(self, slot: str, version: str = "") -> bytes | None:
+        """See ProducerEnd.spec."""
+
+    def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
+        """See WorkerEnd.put_spec."""
+
+    def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See WorkerEnd.actives."""
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
         """Make a version the one that answers from the next claim on, with its spec, in one step.
@@ -395,6 +406,16 @@ class Broker(ProducerEnd, WorkerEnd, Protocol):
         Every delivery carries `<epoch> <record>` from then on. Returns False, and nothing happens, when a record of
         this epoch or a later one stands there; repeating a call confirms it.
         """
+
+
+class Broker(ProducerEnd, WorkerEnd, FleetEnd, Protocol):
+    """All ends, and what operators look at."""
+
+    def depths(self, slot: str) -> list[Depth]:
+        """The four queues of a slot, most urgent first."""
+
+    def drained(self, slot: str) -> int:
+        """How many jobs of the slot workers have answered, ever: the difference of two looks is the throughput."""
 
     def pause(self, slot: str) -> None:
         """Hand out no job of the slot until `resume`, also after a restart; jobs are accepted, running ones go on.

@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -264,36 +264,25 @@ class MemoryBroker:
 
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """See WorkerEnd.take_over."""
-        found: list[Delivery] = []
         with self._changed:
-            now_ms = self._state.now_ms()
-            for priority in Priority if slot not in self._state.paused else ():
-                queue = self._state.queue(slot, priority)
-                for entry_id in queue.lapsed(now_ms - lease_ms)[: count - len(found)]:
-                    lease = queue.leases[entry_id]
-                    lease.owner, lease.since_ms = consumer, now_ms
-                    lease.deliveries += 1
-                    found.append(
-                        Delivery(
-                            slot,
-                            priority,
-                            entry_id,
-                            lease.sealed,
-                            lease.deliveries,
-                            len(self._state.crashes.get(crashes_key(slot, priority, entry_id)) or ()),
-                            queue.accepted_first_ms.get(entry_id, 0),
-                            self._state.active(slot),
-                        )
-                    )
-        return found
+            before_ms = self._state.now_ms() - lease_ms
+            return self._state.pass_on(consumer, slot, lambda queue: queue.lapsed(before_ms), count)
 
-    def release(self, consumer: str, held: Sequence[Held]) -> None:
+    def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
+        """See WorkerEnd.adopt."""
+        receivers = {_receiver(version) for version in versions}
+        with self._changed:
+            return self._state.pass_on(consumer, slot, lambda queue: queue.leased_to(receivers), count)
+
+    def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
         """See WorkerEnd.release."""
         with self._changed:
             for job in held:
                 lease = self._state.lease_of(consumer, job.slot, job.priority, job.entry_id)
                 if lease is not None:
                     lease.owner, lease.since_ms = _NOBODY, -math.inf
+                    if version:
+                        lease.owner, lease.since_ms = _receiver(version), self._state.now_ms()
                     lease.deliveries -= 1
 
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
@@ -542,10 +531,15 @@ class _Queue:
 
     def lapsed(self, before_ms: float) -> list[bytes]:
         """Ids of jobs whose lease began at or before `before_ms`, oldest job first."""
-        return sorted(
-            (entry_id for entry_id, lease in self.leases.items() if lease.since_ms <= before_ms),
-            key=lambda entry_id: _parse_entry_id(entry_id.decode()),
-        )
+        return self._leased(lambda lease: lease.since_ms <= before_ms)
+
+    def leased_to(self, owners: Collection[str]) -> list[bytes]:
+        """Ids of jobs that belong to one of these, oldest job first."""
+        return self._leased(lambda lease: lease.owner in owners)
+
+    def _leased(self, is_meant: Callable[[_Lease], bool]) -> list[bytes]:
+        found = (entry_id for entry_id, lease in self.leases.items() if is_meant(lease))
+        return sorted(found, key=lambda entry_id: _parse_entry_id(entry_id.decode()))
 
     def remove(self, entry_id: bytes) -> None:
         """Forget the entry, wherever it is."""
@@ -774,6 +768,31 @@ class _State:
             for entry_id, sealed in queue.take(consumer, count, self.now_ms())
         ]
 
+    def pass_on(
+        self, consumer: str, slot: str, choose: Callable[[_Queue], Sequence[bytes]], count: int
+    ) -> list[Delivery]:
+        """Up to `count` leased jobs of a slot, those that are chosen, go to another consumer."""
+        found: list[Delivery] = []
+        for priority in Priority if slot not in self.paused else ():
+            queue = self.queue(slot, priority)
+            for entry_id in choose(queue)[: count - len(found)]:
+                lease = queue.leases[entry_id]
+                lease.owner, lease.since_ms = consumer, self.now_ms()
+                lease.deliveries += 1
+                found.append(
+                    Delivery(
+                        slot,
+                        priority,
+                        entry_id,
+                        lease.sealed,
+                        lease.deliveries,
+                        len(self.crashes.get(crashes_key(slot, priority, entry_id)) or ()),
+                        queue.accepted_first_ms.get(entry_id, 0),
+                        self.active(slot),
+                    )
+                )
+        return found
+
     def serve_armed(self, slot: str) -> None:
         """Hand waiting jobs to the workers that asked, in the order in which they did."""
         if not self.armed or slot in self.paused:
@@ -932,6 +951,10 @@ class _State:
                 for (milliseconds, number), fields in stream.entries[first : first + count]:
                     found.append(StreamEntry(key, f"{milliseconds}-{number}", fields))
         return found
+
+
+def _receiver(version: str) -> str:
+    return f"version {version}"
 
 
 def _parse_entry_id(entry_id: str) -> EntryId:

@@ -313,12 +313,23 @@ def renewed(held: Sequence[Held], answer: bytes) -> Renewal:
     )
 
 
-def release(consumer: str, slot: str, held: Sequence[Held]) -> Call:
-    """One call that gives jobs of one slot back."""
-    args: list[Any] = [GROUP, consumer, len(held)]
+def release(consumer: str, slot: str, held: Sequence[Held], version: str = "") -> Call:
+    """One call that gives jobs of one slot back, to anybody or to those that have a version."""
+    args: list[Any] = [GROUP, consumer, len(held), _receiver(version) if version else ""]
     for job in held:
         args += (int(job.priority), job.entry_id)
     return _call("release", stream_keys(slot), args)
+
+
+def _receiver(version: str) -> str:
+    # No worker is called so: their names end in the id of their boot.
+    return f"version {version}"
+
+
+def adopt(consumer: str, slot: str, versions: Sequence[str], count: int) -> Call:
+    """One call that claims what was handed over to those that have a version; its answer is that of `take_over`."""
+    keys = [*stream_keys(slot), paused_key(slot), active_key(slot)]
+    return _call("adopt", keys, [GROUP, consumer, count, *map(_receiver, versions)])
 
 
 def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
@@ -338,7 +349,7 @@ def activate(slot: str, epoch: int, record: bytes, version: str, spec: bytes) ->
 
 
 def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
-    """The answer of `take_over`."""
+    """The answer of `take_over` and of `adopt`."""
     deliveries: list[Delivery] = []
     active = (answer[0] if answer else None) or b""
     for index in range(1, len(answer), 4):

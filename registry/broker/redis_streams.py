@@ -204,6 +204,7 @@ class RedisStreams:
             for slot, indices in chunks
         ]
         calls += [scripts.claim(consumer, wish) for wish in claims]
+        begun = time.monotonic()
         answers = self._run_all(calls)
         if refused := [index for index, answer in enumerate(answers) if isinstance(answer, ResponseError)]:
             # Somebody emptied the broker: what was to be committed is no longer ours.
@@ -219,7 +220,7 @@ class RedisStreams:
             now_ms, is_paused, found = scripts.claimed(wish.slot, answer)
             if is_paused != (wish.slot in self._paused):
                 self._paused ^= {wish.slot}
-            self.clock_offset_ms = now_ms - time.monotonic() * 1000
+            self._note_clock(now_ms, begun)
             deliveries += found
         return verdicts, deliveries
 
@@ -277,9 +278,12 @@ class RedisStreams:
 
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """See WorkerEnd.take_over."""
+        return self._taken_over(slot, lambda: self._stamped_take_over(consumer, slot, lease_ms, count))
+
+    def _taken_over(self, slot: str, call: Callable[[], scripts.Call]) -> list[Delivery]:
         with _translated():
             # No repeat: a call that was held up must not be taken for a fresh one.
-            answer = _tolerating_no_group(lambda: self._once(self._stamped_take_over(consumer, slot, lease_ms, count)))
+            answer = _tolerating_no_group(lambda: self._once(call()))
         if isinstance(answer, ResponseError):
             self.prepare([slot])
             return []
@@ -288,10 +292,14 @@ class RedisStreams:
     def _stamped_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> scripts.Call:
         return scripts.take_over(consumer, slot, lease_ms, count, self.now_ms())
 
-    def release(self, consumer: str, held: Sequence[Held]) -> None:
+    def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
         """See WorkerEnd.release."""
         for slot, jobs in _by_slot(held):
-            self._run(scripts.release(consumer, slot, jobs))
+            self._run(scripts.release(consumer, slot, jobs, version))
+
+    def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
+        """See WorkerEnd.adopt."""
+        return self._taken_over(slot, lambda: scripts.adopt(consumer, slot, versions, count))
 
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """See WorkerEnd.suspect."""
@@ -330,6 +338,14 @@ class RedisStreams:
         """See WorkerEnd.now_ms; without asking."""
         return time.monotonic() * 1000 + self.clock_offset_ms
 
+    def _note_clock(self, broker_ms: float, begun: float) -> None:
+        """Takes in what the broker's clock said at some moment between `begun` and now, and not more than that.
+
+        A process that was stopped before it read the answer would take the broker for behind by as long.
+        """
+        earliest, latest = broker_ms - time.monotonic() * 1000, broker_ms - begun * 1000
+        self.clock_offset_ms = min(max(self.clock_offset_ms, earliest), latest)
+
     # Operators
 
     def models(self) -> list[str]:
@@ -338,8 +354,9 @@ class RedisStreams:
 
     def depths(self, slot: str) -> list[Depth]:
         """See Broker.depths."""
+        begun = time.monotonic()
         answer = self._run(scripts.depths(slot))
-        self.clock_offset_ms = answer[0] - time.monotonic() * 1000
+        self._note_clock(answer[0], begun)
         return scripts.measured(slot, answer)
 
     def drained(self, slot: str) -> int:

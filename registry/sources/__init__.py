@@ -1,6 +1,7 @@
 """Where model files come from: a folder, the local cache of the Hugging Face hub, an MLflow server.
 
     reference -> fetch -> Fetched (folder on this machine + manifest)
+    what an operator names -> package_folder -> fetched from wherever that is
 
 Files are found, hashed and inspected here; nothing is loaded and nothing in them is executed.
 """
@@ -8,8 +9,24 @@ Files are found, hashed and inspected here; nothing is loaded and nothing in the
 from __future__ import annotations
 
 from registry.sources.base import Fetched, Source
-from registry.sources.huggingface import HubSource
+from registry.sources.huggingface import HubPackages, HubSource
 from registry.sources.local import LocalSource
 from registry.sources.mlflow import MlflowSource
+from registry.sources.reference import is_elsewhere, package_folder
 
-__all__ = ["Fetched", "HubSource", "LocalSource", "MlflowSource", "Source", "base", "huggingface", "local", "mlflow"]
+__all__ = [
+    "Fetched",
+    "HubPackages",
+    "HubSource",
+    "LocalSource",
+    "MlflowSource",
+    "Source",
+    "base",
+    "huggingface",
+    "is_elsewhere",
+    "local",
+    "mlflow",
+    "package_folder",
+    "placing",
+    "reference",
+]

@@ -10,15 +10,12 @@ TorchScript or ONNX, kept as artefacts of a run.
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from registry.errors import ConfigurationError, shown
-from registry.inspection import PICKLES
-from registry.manifest import FileTree
-from registry.package import SPEC_FILE, load_package, read_spec
 from registry.sources.base import Fetched
+from registry.sources.placing import arriving, place
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -40,11 +37,9 @@ class MlflowSource:
 
         A package that is already there is left as it is; one with other content is refused.
         """
-        self._models_root.mkdir(parents=True, exist_ok=True)
-        # Deeper than the models root is searched, and on its file system, so that a rename moves it.
-        with tempfile.TemporaryDirectory(prefix=".fetched-", dir=self._models_root) as temporary:
-            downloaded = self._download(reference, Path(temporary) / "download")
-            return self._place(downloaded, Path(temporary) / "packages", shown(reference))
+        with arriving(self._models_root) as temporary:
+            downloaded = self._download(reference, temporary / "download")
+            return place(downloaded, self._models_root, temporary, shown(reference))
 
     def _download(self, reference: str, into: Path) -> Path:
         # Nobody is told that this machine fetches models.
@@ -64,28 +59,6 @@ class MlflowSource:
         except OSError as error:
             raise ConfigurationError(f"{shown(reference)}: cannot be fetched ({type(error).__name__})") from None
 
-    def _place(self, downloaded: Path, temporary: Path, label: str) -> Fetched:
-        _refuse_pickles(downloaded, label)
-        if not (downloaded / SPEC_FILE).is_file():
-            raise ConfigurationError(f"{label}: found no {SPEC_FILE}, expected the folder of a model package")
-        spec = read_spec(downloaded / SPEC_FILE, f"{label}: {SPEC_FILE}")
-        folder = temporary / spec.name / spec.version
-        folder.parent.mkdir(parents=True)
-        downloaded.rename(folder)
-        fetched = load_package(folder).manifest()
-        target = self._models_root / spec.name / spec.version
-        target.parent.mkdir(exist_ok=True)
-        try:
-            folder.rename(target)
-        except OSError:
-            # A folder with files in it is never replaced.
-            if not target.is_dir():
-                raise
-        placed = load_package(target).manifest()
-        if placed.content_hash != fetched.content_hash:
-            raise ConfigurationError(f"{label}: {spec.reference} is there with other content, expected another version")
-        return Fetched(target, placed)
-
 
 def _artifact(client: MlflowClient, reference: str) -> tuple[str, str]:
     """(run, path of the artefact) of a reference."""
@@ -96,13 +69,3 @@ def _artifact(client: MlflowClient, reference: str) -> tuple[str, str]:
     if scheme == "runs" and first and second:
         return first, second
     raise ConfigurationError(f"{shown(reference)}: expected runs:/<run>/<path> or models:/<name>/<version> of a run")
-
-
-def _refuse_pickles(folder: Path, label: str) -> None:
-    for path in FileTree(folder, label, links_within=folder).files():
-        # TorchScript files are also called .pt; their inspection tells them from checkpoints.
-        if path.endswith(PICKLES) and not path.endswith(".pt"):
-            raise ConfigurationError(
-                f"{label}: file {shown(path)}: found a pickle, which can run code, expected a model package with "
-                "safetensors, TorchScript or ONNX"
-            )

@@ -20,11 +20,11 @@ __all__ = ["measure"]
 _CLIENTS: Final = 64
 _START_TIMEOUT_S: Final = 60.0
 _SERVERS: Final = {
-    "litserve": ("LitServe", "/predict", ("-m", "tests.benchmarks.litserve_mlp", "{port}")),
+    "litserve": ("LitServe", "/predict", ("tests.benchmarks.litserve_mlp", "{port}")),
     "mosec": (
         "mosec",
         "/inference",
-        ("-m", "tests.benchmarks.mosec_mlp", "--address", "127.0.0.1", "--port", "{port}"),
+        ("tests.benchmarks.mosec_mlp", "--address", "127.0.0.1", "--port", "{port}"),
     ),
 }
 """Distribution: its name, the path of its predictions, its command."""
@@ -51,10 +51,10 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 
 
 def _client(stand: Stand, name: str) -> Client:
-    _, path, command = _SERVERS[name]
+    _, path, (module, *arguments) = _SERVERS[name]
     port = free_port()
     body = json.dumps({"x": mlp.inputs(1, seed=0)[0].tolist()})
-    program = stand.program([part.format(port=port) for part in command])
+    program = stand.program(module, [part.format(port=port) for part in arguments])
 
     def answers() -> bool:
         if not program.is_running:

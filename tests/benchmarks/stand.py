@@ -133,9 +133,9 @@ _seeds = count(1)
 class Program(Process):
     """A Python module in a process of its own."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         super().__init__(folder)
-        self._spawn([sys.executable, *arguments], environment)
+        self._run(module, arguments, environment)
 
     def wait_for(self, text: str) -> Program:
         """Return once its output holds `text`."""
@@ -232,18 +232,18 @@ class Stand:
 
     def celery_worker(self, server: RedisServer) -> Program:
         """A prefork worker with one process for the plain task."""
-        celery = ["-m", "celery", "-A", "tests.benchmarks.celery_mlp", "worker", "-P", "prefork", "-c", "1"]
+        worker = ["-A", "tests.benchmarks.celery_mlp", "worker", "-P", "prefork", "-c", "1"]
         return self.program(
-            [*celery, "-n", "plain@bench", "-l", "INFO"], {"BENCH_CELERY_URL": server.celery_url}
+            "celery", [*worker, "-n", "plain@bench", "-l", "INFO"], {"BENCH_CELERY_URL": server.celery_url}
         ).wait_for(" ready.")
 
     def raw_worker(self, server: RedisServer) -> Program:
         """The worker without features."""
-        return self.program(["-m", "tests.benchmarks.raw_worker", server.url]).wait_for("ready")
+        return self.program("tests.benchmarks.raw_worker", [server.url]).wait_for("ready")
 
-    def program(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Program:
+    def program(self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Program:
         """A Python module in a process of its own, stopped with the stand."""
-        program = Program(self.folder(), arguments, {**self._environment, **(environment or {})})
+        program = Program(self.folder(), module, arguments, {**self._environment, **(environment or {})})
         self._ends.callback(program.stop)
         return program
 

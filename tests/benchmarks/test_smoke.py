@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,14 +17,24 @@ from tests.benchmarks.__main__ import SECTIONS, measure
 from tests.benchmarks.gpu import Check
 from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, markdown, verdict
 from tests.benchmarks.scale import SMOKE
-from tests.servers import ROOT, wait_until
+from tests.nursery import Nursery
+from tests.servers import ROOT, nursery, wait_until
 
 TOO_LONG = {"compilation", "levels", "swap"}
 """Sections that compile, export and compare MiniLM, for a minute however small the scale, and one that starts three
 workers; tests of the compiler, the optimizer and of the flow do the same with less."""
 
 
+@pytest.fixture(scope="module")
+def with_torch() -> Iterator[Nursery]:
+    """Nearly every worker of a section needs it, and how long that takes is not what is tested."""
+    with nursery("torch") as started:
+        started.start()
+        yield started
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("with_torch")
 @pytest.mark.parametrize("section", [section for section in SECTIONS if section not in TOO_LONG])
 def test_a_section_gets_its_figures_and_leaves_no_process(section):
     """Each section runs real servers, workers and clients, finds every answer right, and ends what it started."""

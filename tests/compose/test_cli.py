@@ -55,6 +55,7 @@ def test_submit_and_wait(home):
     assert shown.exit_code == 0
     answer = json.loads(shown.output)
     assert answer["job_id"].startswith("double.")
+    assert (answer["version"], len(answer["content_hash"])) == ("1", 64)
     assert answer["outputs"] == {"y": [[2, 4, 6, 8]]}
 
 

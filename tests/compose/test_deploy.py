@@ -5,6 +5,7 @@ CX-003, CX-014, IN-001, IN-065.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +35,7 @@ from registry.signed import Signer
 from registry.stages import ModelStage
 from safety.keys import OperatorKey, PublicKeys
 from tests.packages import write_package
+from tests.registry.catalogs import new_key
 from tests.servers import RedisServer, wait_until
 from tests.workers.test_versions import Stage, write_scale
 from workers.drain import Drain
@@ -277,7 +279,7 @@ def test_changed_files_are_not_even_loaded(town: Town):
         module.write("# changed\n")
     with pytest.raises(ContentChanged, match=r"model\.py is not as it was registered"):
         town.deployer.promote(town.model, "1")
-    assert town.is_wanted("1") is None
+    assert not town.is_wanted("1")
     assert town.stage.loads() == ["2"]
 
 
@@ -355,7 +357,7 @@ def test_who_comes_second_leaves_the_wish_of_the_first(town: Town, is_flipped: b
     town.register("1")
     first = town.deployer if is_flipped else town.registry
     second = town.operator(once_ready(lambda: first.promote(town.model, "1", ModelStage.PRODUCTION)))
-    with pytest.raises(TransitionRefused, match="in production, no promote leads"):
+    with pytest.raises(TransitionRefused, match="in production already"):
         second.promote(town.model, "1")
     assert (town.active(), town.is_wanted("1")) == ("1" if is_flipped else "", True)
 
@@ -417,23 +419,48 @@ def test_a_crash_before_the_flip_is_made_up_for(town: Town):
     assert [town.deployer.sync(town.model).version for _ in range(2)] == ["1", "1"]
     assert town.active() == "1"
     town.registry.promote(town.model, "2", ModelStage.PRODUCTION)
-    with pytest.raises(TransitionRefused, match="in production, no promote leads"):
+    with pytest.raises(TransitionRefused, match="in production already"):
         town.deployer.promote(town.model, "2")
     assert town.active() == "2"
 
 
-def test_a_later_decision_of_another_registry_stands(town: Town, tmp_path: Path):
-    """An emptied registry counts from one again: it cannot overrule what workers follow, and says so."""
+def test_an_older_copy_of_the_registry_decides_nothing(town: Town, tmp_path: Path):
+    """Its decisions would not be followed: it is told so before anything is written, and `sign` takes it up again."""
+    town.register("1", "2")
+    town.deployer.promote(town.model, "1")
+    shutil.copy(tmp_path / "registry.db", tmp_path / "copy.db")
+    town.deployer.promote(town.model, "2")
+    registry = ModelRegistryClient(f"sqlite:///{tmp_path}/copy.db", sign=new_key().sign)
+    copy = Deployer(registry, town.stage.broker, states=town.store)
+    before = registry.history(town.model)
+    for decide in (lambda: copy.promote(town.model, "2"), lambda: copy.rollback(town.model)):
+        with pytest.raises((TransitionConflict, TransitionRefused), match=r"older copy\. Nothing was|no earlier"):
+            decide()
+    assert (town.active(), registry.history(town.model)) == ("2", before)
+    assert copy.sign(town.model).epoch == before[-1].epoch + 2
+    assert town.active() == "1"
+    copy.promote(town.model, "2")
+    assert town.active() == "2"
+
+
+def test_a_new_registry_begins_after_what_workers_follow(town: Town, tmp_path: Path):
+    """Where the old one is lost, registering again is enough: the epochs of a model never go back."""
     town.register("1", "2")
     town.deployer.promote(town.model, "1")
     town.deployer.promote(town.model, "2")
-    registry = ModelRegistryClient(f"sqlite:///{tmp_path}/other.db")
+    operator = new_key()
+    registry = ModelRegistryClient(
+        f"sqlite:///{tmp_path}/other.db", sign=operator.sign, verify=PublicKeys.parse(operator.public_text).verify
+    )
     other = Deployer(registry, town.stage.broker, states=town.store)
     other.register(town.stage.root / town.model / "1")
+    assert registry.find(town.model, "1").epoch == town.registry.history(town.model)[-1].epoch + 1
     other.promote(town.model, "1", "staging")
-    with pytest.raises(TransitionConflict, match="another decision"):
-        other.promote(town.model, "1")
-    assert town.active() == "2"
+    other.promote(town.model, "1")
+    assert town.active() == "1"
+    with pytest.raises(TransitionConflict, match="older copy"):
+        town.deployer.rollback(town.model)
+    assert town.registry.find(town.model).version == "2"
 
 
 def test_load_and_unload_answer_when_workers_have_followed(town: Town):

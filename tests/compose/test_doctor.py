@@ -14,6 +14,7 @@ from click.testing import Result
 
 from compose.doctor import Finding, examine, is_within
 from registry.queues import dead_key
+from safety.keys import OperatorKey
 from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package
 from tests.servers import RedisServer
@@ -344,3 +345,11 @@ def test_every_requirement_is_checked(environ: dict[str, str]):
 def _thawed(server: RedisServer) -> Iterator[None]:
     yield
     server.thaw()
+
+
+def test_a_key_that_no_worker_believes_is_found(home: Path, tmp_path: Path):
+    """The running stack's workers believe another operator: every decision of this one would be refused."""
+    OperatorKey.generate(tmp_path / "other.pem")
+    shown = penstock(home, "doctor", "--json", PENSTOCK_OPERATOR_KEY_FILE=str(tmp_path / "other.pem"))
+    (finding,) = [each for each in json.loads(shown.stdout)["findings"] if "other.pem" in each["what"]]
+    assert (finding["status"], "none of the operators' keys" in finding["what"]) == ("broken", True)

@@ -17,13 +17,15 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import redis
 import yaml
 
-from compose.deploy import open_registry
+from compose.deploy import Deployer, open_registry
 from compose.fleet import Device
 from compose.keys import operator_keys
 from compose.local import LocalStack
-from registry.errors import ConfigurationError
+from registry.catalog import Change
+from registry.errors import ConfigurationError, TransitionRefused
 from registry.package import load_package
 from registry.settings import Settings
 from safety.keys import OperatorKey
@@ -103,9 +105,13 @@ def test_versions_are_promoted_and_rolled_back(stack: Stack):
     assert (len(back["prepared"]), back["late"]) == (1, [])
     assert _answer(stack) == 1.0
     history = _json(stack, "history", MODEL)
-    decided = [(each["version"], each["reason"]) for each in history[-3:]]
-    assert decided == [("1", ""), ("2", "new"), ("1", "wrong")]
+    decided = [(each["version"], each["reason"]) for each in history[:3]]
+    assert decided == [("1", "wrong"), ("2", "new"), ("1", "")]
     assert len({each["epoch"] for each in history}) == len(history)
+    recorded = [json.loads(line) for line in (stack.home / "audit" / "models.jsonl").read_text().splitlines()]
+    assert [(each["epoch"], each["action"], each["reason"]) for each in recorded[-2:]] == [
+        (each["epoch"], each["action"], each["reason"]) for each in history[1::-1]
+    ]
     row = _row(stack, "1")
     assert (row["stage"], row["is_active"], len(row["workers"])) == ("production", True, 1)
     assert (_row(stack, "9")["stage"], _row(stack, "9")["is_active"]) == (None, False)
@@ -138,8 +144,10 @@ def test_lineage_is_kept(stack: Stack, tmp_path: Path):
         file.write_text(text)
         shown = penstock(stack.home, "models", "register", str(package), "--lineage", str(file))
         assert (shown.exit_code, shown.stderr.startswith(f"Error: {line}")) == (1, True), shown.stderr
-    absent = penstock(stack.home, "models", "register", str(package), "--lineage", str(tmp_path / "absent"))
-    assert "absent: cannot be read" in absent.stderr
+    os.mkfifo(tmp_path / "pipe")
+    for other, what in (("absent", "cannot be read"), ("", "cannot be read"), ("pipe", "no regular file")):
+        shown = penstock(stack.home, "models", "register", str(package), "--lineage", str(tmp_path / other))
+        assert (shown.exit_code, what in shown.stderr) == (1, True), shown.stderr
     file.write_text(json.dumps(trained))
     _json(stack, "register", str(package), "--lineage", str(file))
     found = _json(stack, "lineage", MODEL, "3")
@@ -178,8 +186,13 @@ def test_verify_sees_a_changed_file(stack: Stack):
         ),
         (["unload", MODEL, "latest"], "times/1 answers jobs. Expected another version to be promoted first"),
         (["register", "/nonexistent/model/1"], "model/1/model.yaml: cannot be read"),
+        (["register", "runs:/a/b"], "MLFLOW_TRACKING_URI: missing, expected the address"),
+        (["register", "org/tiny@main"], "org/tiny@main: revision: found 'main', expected a commit of 40 hex digits"),
+        (["--via", "any", "register", "runs:/a/b"], "runs:/a/b is fetched to this machine. Expected no --via"),
         (["export-onnx", MODEL, "1", "out.onnx"], "times/1 is of format python. Expected pytorch, or an encoder"),
-        (["compile", "nonesuch"], "No worker has it loaded"),
+        (["compile", "nonesuch"], "No worker has 'nonesuch' loaded"),
+        (["levels", "nonesuch"], "No worker reports a level of 'nonesuch'"),
+        (["list", "nonesuch"], "Unknown model 'nonesuch'. Expected one that is registered or served"),
     ],
 )
 def test_a_refusal_is_one_line_and_status_1(stack: Stack, arguments: list[str], line: str):
@@ -201,6 +214,10 @@ def test_levels_are_the_workers_reports(stack: Stack):
     assert "cpu0@" in shown.stdout
 
 
+def _row_epoch(stack: Stack) -> int:
+    return int(_json(stack, "show", MODEL)["epoch"])
+
+
 def test_doctor_finds_a_decision_that_has_not_arrived(stack: Stack):
     """The registry has a version in production that does not answer: broken, with the line that mends it."""
     settings = Settings.load(environ={"PENSTOCK_HOME": str(stack.home)})
@@ -215,6 +232,15 @@ def test_doctor_finds_a_decision_that_has_not_arrived(stack: Stack):
     assert (finding["status"], finding["mend"]) == ("broken", f"penstock models sync {MODEL}")
     _json(stack, "sync", MODEL)
     assert _answer(stack) == 5.0
+    slot = f"{{{MODEL}}}:active"
+    obeyed = stack.home / "deployments" / f"{MODEL}.active"
+    wait_until(lambda: obeyed.read_bytes().startswith(b"%d " % _row_epoch(stack)), 5, "the decision is kept")
+    with redis.Redis.from_url(json.loads((stack.home / "stack.json").read_bytes())["redis_url"]) as client:
+        client.delete(slot)
+    found = json.loads(penstock(stack.home, "doctor", "--json").stdout)["findings"]
+    (finding,) = [each for each in found if "go on with it" in each["what"]]
+    assert finding["mend"].startswith(f"penstock models sync {MODEL}")
+    _json(stack, "sync", MODEL)
     _json(stack, "rollback", MODEL)
 
 
@@ -276,6 +302,32 @@ def test_registering_needs_no_running_stack_to_be_seen(shared_redis: RedisServer
     assert penstock(home, "models", "register", str(package), **there).exit_code == 0
 
 
+def test_approvers_and_gates_are_asked(shared_redis: RedisServer, tmp_path: Path, slot: str):
+    """A program that decides brings its own; their words are in the refusal, and in no record (AR-020)."""
+    package = write_package(tmp_path / "models", slot, "def build(): ...")
+    settings = Settings.load(environ={"PENSTOCK_HOME": str(tmp_path / "home"), "PENSTOCK_REDIS_URL": shared_redis.url})
+
+    def approve(change: Change) -> str | None:
+        return "ask Ann" if change.after == "archived" else None
+
+    with Deployer.connect(settings, approve=approve, gate=lambda change: "drift") as deployer:
+        deployer.register(package)
+        with pytest.raises(TransitionRefused, match="refused by the approver: ask Ann"):
+            deployer.registry.demote(slot, "1", "archived")
+        deployer.promote(slot, "1", "staging")
+        with pytest.raises(TransitionRefused, match="refused by the gate: drift"):
+            deployer.promote(slot, "1")
+        assert deployer.registry.find(slot, "1").stage == "staging"
+    log = tmp_path / "home" / "audit" / "models.jsonl"
+    assert [json.loads(line)["action"] for line in log.read_text().splitlines()] == ["register", "promote"]
+    log.unlink()
+    log.mkdir()
+    with Deployer.connect(settings) as deployer:
+        with pytest.raises(ConfigurationError, match="audit log"):
+            deployer.promote(slot, "1")
+        assert deployer.registry.find(slot, "1").stage == "staging"
+
+
 def test_keys_that_nobody_would_believe_change_nothing(tmp_path: Path):
     """With public keys in the settings the private one has to be there, and to be one of them; reading needs none."""
     mine = OperatorKey.generate(tmp_path / "mine.pem")
@@ -319,3 +371,54 @@ def test_a_version_is_exported(stack: Stack, tmp_path: Path):
     (logits,) = session.run(None, {"x": np.zeros((3, 384), np.float32)})
     assert logits.shape[0] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["mlp.onnx"]
+
+
+def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: Path):
+    """Through a worker, with nothing but the address of Celery's broker, the keys and a home elsewhere (IN-064).
+
+    Looking, deciding and exporting alike; what was done is what everybody else sees.
+    """
+    running = json.loads((stack.home / "stack.json").read_bytes())
+    keys = Path(running["keys_file"]).read_text("ascii").strip()
+    there = {
+        "PENSTOCK_CELERY_URL": running["redis_url"],
+        "PENSTOCK_SIGNING_KEYS": keys,
+        "PENSTOCK_OPERATOR_KEY_FILE": str(stack.home / "operator.pem"),
+        "PENSTOCK_OPERATOR_PUBLIC_KEYS": running["operator_public_keys"],
+    }
+    far = tmp_path / "far"
+
+    def run(*arguments: str) -> Any:
+        return penstock(far, "models", "--via", "any", *arguments, **there)
+
+    def data(*arguments: str) -> Any:
+        shown = run(*arguments, "--json")
+        assert shown.exit_code == 0, shown.output
+        return json.loads(shown.stdout)
+
+    write_multiplier(stack.root, MODEL, 7, forward_s=0.0)
+    assert data("register", f"{MODEL}/7")["stage"] == "draft"
+    assert data("promote", MODEL, "7", "--to", "staging")["after"] == "staging"
+    assert data("demote", MODEL, "7")["after"] == "draft"
+    assert data("verify", MODEL, "7")["files"] == 2
+    (worker,) = data("load", MODEL, "7")["workers"]
+    assert data("unload", MODEL, "7")["workers"] == [worker]
+    data("promote", MODEL, "7", "--to", "staging")
+    done = data("promote", MODEL, "7", "--to", "production", "--reason", "from afar")
+    assert (done["prepared"], done["late"], _answer(stack)) == ([worker], [], 7.0)
+    assert data("sync", MODEL)["epoch"] == done["epoch"]
+    assert data("rollback", MODEL)["version"] == "1"
+    assert (data("sign", MODEL)["action"], _answer(stack)) == ("sign", 1.0)
+    assert data("history", MODEL) == _json(stack, "history", MODEL)
+    assert data("list") == _json(stack, "list")
+    assert data("show", MODEL, "7") == _json(stack, "show", MODEL, "7")
+    assert data("lineage", MODEL, "7") == _json(stack, "lineage", MODEL, "7")
+    assert {entry["worker"] for entry in data("levels", MODEL)} == {worker}
+    assert run("compile", MODEL).exit_code == 1
+    refused = run("export-onnx", MODEL, "1", str(tmp_path / "x.onnx"))
+    assert (refused.exit_code, "is no plain name" in refused.stderr) == (1, True)
+    assert not (far / "registry.db").exists()
+    there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
+    assert "signed with a key that is not known here" in run("list").stderr
+    nobody = penstock(far, "models", "--via", "nobody", "list", **there)
+    assert nobody.stderr == f"Error: No worker 'nobody' listens on Celery's broker. Expected one of: {worker}\n"

@@ -23,6 +23,10 @@ def _orders(celery_url: str, key: OperatorKey) -> Orders:
     return Orders(Settings.load(environ={"PENSTOCK_CELERY_URL": celery_url}), key.sign)
 
 
+def _obedience(key: OperatorKey, name: str) -> Obedience:
+    return Obedience(PublicKeys.parse(key.public_text).verify, name)
+
+
 @contextmanager
 def _listening(server: RedisServer, name: str, obedience: Obedience) -> Iterator[list[Command]]:
     """A node that obeys; refuses to unload, and is slow to answer its first order to compile."""
@@ -63,10 +67,10 @@ def _listening(server: RedisServer, name: str, obedience: Obedience) -> Iterator
 def test_a_worker_that_listens_late_is_asked_again(redis_server: RedisServer, tmp_path: Path):
     """Its drain is ready before Celery listens in it: an order that nobody heard is given once more."""
     key = OperatorKey.generate(tmp_path / "operator.pem")
-    obedience = Obedience(PublicKeys.parse(key.public_text).verify)
     orders, name = _orders(redis_server.celery_url, key), f"{uuid4().hex}@test"
+    obedience = _obedience(key, name)
     refusals: list[dict[str, str]] = []
-    asking = threading.Thread(target=lambda: refusals.append(orders.give(Command.new("load", "m", "1"), [name], 20)))
+    asking = threading.Thread(target=lambda: refusals.append(orders.give(Command("load", "m", "1"), [name], 20)))
     with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as heard:
         heard.psubscribe("*celery.pidbox*")
         heard.get_message(timeout=5)
@@ -82,11 +86,10 @@ def test_a_worker_that_listens_late_is_asked_again(redis_server: RedisServer, tm
 def test_a_worker_that_answers_late_is_asked_again(redis_server: RedisServer, tmp_path: Path):
     """With a fresh order: the same one twice would be taken for a copy, and refused."""
     key = OperatorKey.generate(tmp_path / "operator.pem")
-    obedience = Obedience(PublicKeys.parse(key.public_text).verify)
     name = f"{uuid4().hex}@test"
-    with _listening(redis_server, name, obedience) as obeyed:
+    with _listening(redis_server, name, _obedience(key, name)) as obeyed:
         orders = _orders(redis_server.celery_url, key)
-        assert orders.give(Command.new("compile", "m"), [name], 10) == {}
+        assert orders.give(Command("compile", "m"), [name], 10) == {}
         assert len({command.nonce for command in obeyed}) == len(obeyed) >= 2
         orders.close()
 
@@ -95,16 +98,15 @@ def test_refusals_and_silence_are_told_by_worker(redis_server: RedisServer, tmp_
     """A worker's own words, and the name of one that says nothing."""
     key = OperatorKey.generate(tmp_path / "operator.pem")
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
-    obedience = Obedience(PublicKeys.parse(key.public_text).verify)
     name = f"{uuid4().hex}@test"
-    with _listening(redis_server, name, obedience):
+    with _listening(redis_server, name, _obedience(key, name)):
         orders = _orders(redis_server.celery_url, key)
-        assert orders.give(Command.new("load", "m", "1"), [name], 10) == {}
-        told = orders.give(Command.new("unload", "m", "1"), [name, "nobody@test"], 1.5)
+        assert orders.give(Command("load", "m", "1"), [name], 10) == {}
+        told = orders.give(Command("unload", "m", "1"), [name, "nobody@test"], 1.5)
         assert told == {name: "it answers jobs", "nobody@test": "gave no answer within 1.5 s"}
         orders.close()
         foreign = _orders(redis_server.celery_url, stranger)
-        (refusal,) = foreign.give(Command.new("load", "m", "1"), [name], 10).values()
+        (refusal,) = foreign.give(Command("load", "m", "1"), [name], 10).values()
         assert "its key is not known here" in refusal
         foreign.close()
 
@@ -113,5 +115,5 @@ def test_a_broker_that_is_away_is_named(tmp_path: Path):
     """Within the time-out, without its address."""
     orders = _orders(f"redis+socket://{tmp_path}/absent.sock", OperatorKey.generate(tmp_path / "operator.pem"))
     with pytest.raises(BrokerUnavailable, match=r"Celery's broker does not answer \(\w+\)\Z"):
-        orders.give(Command.new("reconcile"), ["nobody@test"], 1)
+        orders.give(Command("reconcile"), ["nobody@test"], 1)
     orders.close()

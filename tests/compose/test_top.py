@@ -215,7 +215,7 @@ def _on_terminal(environ: dict[str, str], interval: str = "0.2") -> Iterator[_Te
 def test_screen_ends_cleanly(environ: dict[str, str], slot: str, end: bytes | signal.Signals):
     """It draws on a screen of its own, and whatever ends it, the terminal is as it was before."""
     with _on_terminal(environ) as terminal:
-        wait_until(lambda: terminal.shows(slot.encode()), 10, "the model is on the screen")
+        wait_until(lambda: terminal.shows(slot.encode()), 30, "the model is on the screen")
         assert terminal.output.startswith(_ENTER)
         if isinstance(end, bytes):
             terminal.press(end)
@@ -231,7 +231,7 @@ def test_screen_ends_cleanly(environ: dict[str, str], slot: str, end: bytes | si
 def test_screen_follows_the_terminals_size(environ: dict[str, str], slot: str):
     """A narrower terminal is drawn anew at once, not at the next look, and no line is longer than it."""
     with _on_terminal(environ, interval="60") as terminal:
-        wait_until(lambda: terminal.shows(slot.encode()), 10, "the model is on the screen")
+        wait_until(lambda: terminal.shows(slot.encode()), 30, "the model is on the screen")
         terminal.resize(12, 40)
         terminal.process.send_signal(signal.SIGWINCH)
         drawn = len(terminal.output)

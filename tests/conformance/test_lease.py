@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from registry.broker.base import Broker, Delivery, Limits, Renewal, Standing, State, Verdict
+from registry.broker.base import Broker, CancelOutcome, Delivery, Limits, Renewal, Standing, State, Verdict
 from registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
     LEASE_MS,
     ROOMY,
+    TTL_MS,
     claim,
     commit_of,
     held,
@@ -136,6 +137,46 @@ def test_released_job_is_taken_over_at_once(broker: Broker, slot: str):
     assert settle(broker, "w1", commit_of(delivery)) == [Verdict.FENCED]
     assert broker.take_over("w2", slot, 60_000, 8) == [delivery]
     assert settle(broker, "w2", commit_of(delivery)) == [Verdict.COMMITTED]
+
+
+def test_job_that_is_handed_over_goes_to_those_who_have_its_version(brokerage: Brokerage, broker: Broker, slot: str):
+    """At once, as no failed attempt, most urgent first; others find it when it has waited for a lease."""
+    publish(broker, slot, 2, Priority.LOW)
+    publish(broker, slot)
+    deliveries = normal, low, late = claim(broker, "w1", slot)
+    broker.release("w1", [held(delivery) for delivery in deliveries], version="2")
+    assert settle(broker, "w1", commit_of(normal)) == [Verdict.FENCED]
+    assert broker.take_over("w2", slot, 60_000, 8) == []
+    assert broker.adopt("w2", slot, ["1", "3"], 8) == []
+    assert broker.adopt("w2", slot, ["1", "2"], 2) == [normal, low]
+    assert settle(broker, "w2", commit_of(normal)) == [Verdict.COMMITTED]
+    brokerage.elapse(LEASE_MS + 10)
+    assert broker.renew("w2", [held(low)]) == NOTHING
+    assert broker.take_over("w3", slot, LEASE_MS, 8) == [late]
+    assert broker.adopt("w2", slot, ["2"], 8) == []
+
+
+def test_nothing_is_handed_over_by_whoever_does_not_hold_it(broker: Broker, slot: str):
+    """Nor is anything adopted of a model that nobody ever claimed from, or whose jobs are gone."""
+    assert broker.adopt("w", slot, ["1"], 8) == []
+    publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    broker.release("w2", [held(delivery)], version="1")
+    assert broker.adopt("w2", slot, ["1"], 8) == []
+    assert settle(broker, "w1", commit_of(delivery)) == [Verdict.COMMITTED]
+    broker.release("w1", [held(delivery)], version="1")
+    assert broker.adopt("w2", slot, ["1"], 8) == []
+
+
+def test_a_job_that_is_handed_over_keeps_its_crashes_and_its_cancellation(broker: Broker, slot: str):
+    """A suspect stays one, and whoever adopts a job hears that it is not wanted any more."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w1", slot)
+    broker.suspect(slot, [held(delivery)], "incident", TTL_MS)
+    broker.release("w1", [held(delivery)], version="1")
+    assert broker.cancel(job_id, "acme", b"") is CancelOutcome.REQUESTED
+    assert broker.adopt("w2", slot, ["1"], 8) == [structs.replace(delivery, crashes=1)]
+    assert broker.renew("w2", [held(delivery)]).cancelled == {job_id}
 
 
 def test_only_the_holder_can_release(brokerage: Brokerage, broker: Broker, slot: str):

@@ -35,13 +35,16 @@ def test_running_jobs_go_on(brokerage: Brokerage, broker: Broker, slot: str):
 
 def test_lapsed_and_released_jobs_wait_for_the_end_of_the_pause(brokerage: Brokerage, broker: Broker, slot: str):
     """What a dead worker left, or a living one gave back, is not started either."""
-    publish(broker, slot, 2)
-    lapsed, released = claim(broker, "w1", slot)
+    publish(broker, slot, 3)
+    lapsed, released, handed_over = claim(broker, "w1", slot)
     broker.release("w1", [held(released)])
     broker.pause(slot)
     brokerage.elapse(LEASE_MS + 10)
+    broker.release("w1", [held(handed_over)], version="1")
     assert broker.take_over("w2", slot, LEASE_MS, 8) == []
+    assert broker.adopt("w2", slot, ["1"], 8) == []
     broker.resume(slot)
+    assert ids(broker.adopt("w2", slot, ["1"], 8)) == ids([handed_over])
     assert ids(broker.take_over("w2", slot, LEASE_MS, 8)) == ids([lapsed, released])
 
 

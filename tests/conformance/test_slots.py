@@ -45,6 +45,8 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.renew("w", [held(first), held(second)])
         broker.release("w", [held(second)])
         assert ids(broker.take_over("w2", model, 1000, 8)) == [jobs[2].job_id]
+        broker.release("w2", [held(second)], version="1")
+        assert ids(broker.adopt("w2", model, ["1"], 8)) == [jobs[2].job_id]
         broker.suspect(model, [held(first)], "incident", TTL_MS)
         broker.bury("w", third, "reason")
         (letter,) = broker.dead_letters(model)

@@ -189,8 +189,7 @@ class FailingWorker(WorkerProcess):
 
     def launch(self) -> None:
         """Start it without waiting."""
-        program = [sys.executable, "-m", "tests.faults.failing_worker"]
-        self._spawn([*program, *self._fail_point, self.name], self._environment)
+        self._run("tests.faults.failing_worker", [*self._fail_point, self.name], self._environment)
 
 
 StartFailing = Callable[..., FailingWorker]

@@ -24,7 +24,7 @@ from tests.faults.rounds import seeds
 from tests.servers import wait_until
 
 GOOD_JOB_S = 0.1
-TRIES = 3
+TRIES = 20
 _KEYS = "live:" + base64.b64encode(b"k" * 32).decode()
 _OTHER_KEYS = "other:" + base64.b64encode(b"o" * 32).decode()
 _FIXED = 8

@@ -25,6 +25,7 @@ from celery.result import AsyncResult
 from producers import Client
 from registry.envelope import Keyring
 from registry.errors import Cancelled, ModelError
+from registry.package import load_package
 from registry.queues import lane_key
 from tests.conftest import StartWorker
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
@@ -79,7 +80,7 @@ def consumes(app: Celery, worker: WorkerProcess) -> None:
 def test_any_celery_program_sends_a_task_and_gets_the_outputs(
     shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """send_task and get: JSON with the job's id, model, version and outputs; the same for failures and bad input."""
+    """send_task and get: JSON with id, model, version, hash and outputs; the same for failures and bad input."""
     write_double(models_root, "lane-double")
     write_raiser(models_root, "lane-raiser")
     app = celery_of(shared_redis)
@@ -90,6 +91,7 @@ def test_any_celery_program_sends_a_task_and_gets_the_outputs(
         "job_id": f"lane-double.{done}",
         "model": "lane-double",
         "version": "1",
+        "content_hash": load_package(models_root / "lane-double" / "1").manifest().content_hash,
         "outputs": {"y": TWICE},
     }
     with Client(shared_redis.url, tenant="acme") as client:
@@ -172,16 +174,15 @@ class FlowerProcess(Process):
 
     def start(self) -> FlowerProcess:
         """Start it and wait until it answers."""
-        command = [sys.executable, "-m", "celery", "-A", "workers.app", "flower", "--address=127.0.0.1"]
-        command += [f"--port={self._port}", f"--basic-auth={self._access}", "--inspect_timeout=2000"]
-
+        arguments = ["-A", "workers.app", "flower", "--address=127.0.0.1", f"--port={self._port}"]
+        arguments += [f"--basic-auth={self._access}", "--inspect_timeout=2000"]
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PENSTOCK_HOME": str(self.folder / "home"),
             "PENSTOCK_REDIS_URL": self._server.url,
         }
-        self._spawn(command, environment)
+        self._run("celery", arguments, environment)
         wait_until(lambda: self.get("/api/workers") is not None, 30, "Flower answers")
         return self
 

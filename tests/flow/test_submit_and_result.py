@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client
+from producers import AsyncClient, Client, JobInfo
 from registry.envelope import Keyring, open_result
-from registry.errors import Expired, IdempotencyConflict, ModelError
+from registry.errors import Expired, IdempotencyConflict, ModelError, ResultTimeout
 from registry.queues import job_time_ms, record_key
 from tests.flow.conftest import Fleet
 from tests.packages import recorded_forwards
@@ -77,6 +77,26 @@ def test_context_flows_from_header_to_result(client: Client, fleet: Fleet):
     assert (header.context.tenant, header.context.traceparent) == ("acme", TRACE)
     assert (header.id, header.worker, header.version, header.attempt) == (job.id, "fleet@test", "1", 1)
     assert header.timings.compute_ms > 0
+
+
+def test_clients_are_told_who_answered(client: Client, fleet: Fleet):
+    """Version, content, worker, batch and timings, of an answer and of a failure; the asyncio client says the same."""
+
+    async def ask(job_id: str) -> JobInfo:
+        async with AsyncClient(fleet.server.url) as other:
+            return await other.job(job_id).info(10)
+
+    answered, failed = client.submit("double", _row(1)), client.submit("raiser", _row(-1))
+    for job, status in ((answered, "completed"), (failed, "failed")):
+        info = job.info(10)
+        assert (info.status, info.version, info.worker, info.attempt) == (status, "1", "fleet@test", 1)
+        assert len(info.content_hash) == 64
+        assert info.batch_size >= 1
+        assert asyncio.run(ask(job.id)) == info
+    assert answered.info().content_hash != failed.info().content_hash
+    assert answered.info().compute_ms > 0
+    with pytest.raises(ResultTimeout):
+        client.submit("double", {"x": np.zeros((2000, 4), np.float32)}).info(0)
 
 
 def test_result_is_read_in_another_process(client: Client, fleet: Fleet):

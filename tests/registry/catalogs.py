@@ -48,7 +48,7 @@ class Shelf:
 
     def reopened(self, **options: Any) -> ModelRegistryClient:
         """A client as another process would make it."""
-        return ModelRegistryClient(self.url, **{"clock": ticks(), **self.options, **options})
+        return ModelRegistryClient(**{"ledger": self.url, "clock": ticks(), **self.options, **options})
 
     def package(self, version: str) -> Package:
         """The package of a version, made when it is first asked for."""

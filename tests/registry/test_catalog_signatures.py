@@ -51,7 +51,7 @@ def test_signed_records_are_believed(shelf: Shelf):
 
 def test_signatures_hold_beyond_the_end_of_the_history(shelf: Shelf, monkeypatch: pytest.MonkeyPatch):
     """A version whose last change is forgotten by now is still the one that was signed."""
-    monkeypatch.setattr("registry.catalog.HISTORY", 2)
+    monkeypatch.setattr("registry.ledger.HISTORY", 2)
     for version in ("4", "5"):
         shelf.put(version, PRODUCTION)
     history = shelf.client.history(shelf.name)

@@ -13,6 +13,9 @@ from registry.errors import BadSignature, Corrupt, Forbidden, UndecodableEnvelop
 from registry.signed import Verifier
 from safety.keys import OperatorKey, PublicKeys
 
+WORKER = "gpu0@host"
+LOAD = Command("load", "minilm", "2")
+
 
 @pytest.fixture
 def operator(tmp_path: Path) -> OperatorKey:
@@ -28,29 +31,38 @@ def verify(operator: OperatorKey) -> Verifier:
 
 def test_a_signed_command_is_good_once(operator: OperatorKey, verify: Verifier):
     """It arrives as it was given; its repetition is refused."""
-    command = Command.new("load", "minilm", "2")
-    obedience = Obedience(verify)
+    command = LOAD.given([WORKER])
+    obedience = Obedience(verify, WORKER)
     sealed = command.seal(operator.sign)
     assert obedience.open(sealed) == command
     with pytest.raises(BadSignature, match="given before"):
         obedience.open(sealed)
 
 
+def test_a_command_is_for_those_whom_it_names(operator: OperatorKey, verify: Verifier):
+    """One that was overheard does nothing at another worker, however fresh it is (S0.3)."""
+    sealed = LOAD.given([WORKER, "gpu1@host"]).seal(operator.sign)
+    assert Obedience(verify, "gpu1@host").open(sealed).model == "minilm"
+    for sent in (sealed, LOAD.given([]).seal(operator.sign)):
+        with pytest.raises(BadSignature, match="given to other workers"):
+            Obedience(verify, "gpu2@host").open(sent)
+
+
 @pytest.mark.parametrize("lag_s", [-301, 301])
 def test_a_command_is_good_for_five_minutes(operator: OperatorKey, verify: Verifier, lag_s: float):
     """Recorded and played back later, or dated ahead, it is refused."""
-    sealed = Command.new("unload", "minilm", "2").seal(operator.sign)
+    sealed = LOAD.given([WORKER]).seal(operator.sign)
     with pytest.raises(BadSignature, match="300 s"):
-        Obedience(verify, clock=lambda: time.time() + lag_s).open(sealed)
+        Obedience(verify, WORKER, clock=lambda: time.time() + lag_s).open(sealed)
 
 
 def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, verify: Verifier, tmp_path: Path):
     """Foreign keys, flipped bytes, other kinds of record, unsigned ones: none is opened (S0.1, S0.3)."""
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
-    sealed = Command.new("load", "minilm", "2").seal(operator.sign)
+    sealed = LOAD.given([WORKER]).seal(operator.sign)
     flipped = [sealed[:at] + chr(ord(sealed[at]) ^ 1) + sealed[at + 1 :] for at in range(len(sealed))]
     others = [
-        Command.new("load", "minilm", "2").seal(stranger.sign),
+        LOAD.given([WORKER]).seal(stranger.sign),
         Deployment(1, "minilm", "2", "0" * 64).seal(operator.sign).decode(),
         sealed.partition("\n")[2],
         "\n" + sealed.partition("\n")[2],
@@ -59,7 +71,7 @@ def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, 
         None,
         "\ud800",
     ]
-    obedience = Obedience(verify)
+    obedience = Obedience(verify, WORKER)
     for forged in (*flipped, *others):
         with pytest.raises(Corrupt):
             obedience.open(forged)
@@ -69,14 +81,14 @@ def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, 
 def test_a_worker_without_keys_takes_no_commands(operator: OperatorKey):
     """It says which setting is missing."""
     with pytest.raises(Forbidden, match="PENSTOCK_OPERATOR_PUBLIC_KEYS"):
-        Obedience(None).open(Command.new("load", "minilm", "2").seal(operator.sign))
+        Obedience(None, WORKER).open(LOAD.given([WORKER]).seal(operator.sign))
 
 
 def test_an_unknown_action_is_no_command(operator: OperatorKey, verify: Verifier):
     """Signed or not: a worker knows its own kinds only."""
-    sealed = Command("erase", time.time(), "nonce").seal(operator.sign)  # type: ignore[arg-type]
+    sealed = Command("erase").given([WORKER]).seal(operator.sign)  # type: ignore[arg-type]
     with pytest.raises(UndecodableEnvelope, match="erase"):
-        Obedience(verify).open(sealed)
+        Obedience(verify, WORKER).open(sealed)
 
 
 def test_a_deployment_belongs_to_its_model_and_epoch(operator: OperatorKey, verify: Verifier):

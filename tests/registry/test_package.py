@@ -103,17 +103,17 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "string for a number",
         changed(PLAIN, concurrency="2"),
-        'concurrency: found "2", expected a valid integer',
+        'concurrency: found "2", expected a whole number, without quotes',
     ),
     (
         "python without entry point",
         changed(PLAIN, entrypoint=None),
-        "entrypoint: found None, expected module:build and no source for format python",
+        "entrypoint: found None, expected module:build for format python",
     ),
     (
         "entry point that climbs",
         changed(PLAIN, entrypoint="../evil:build"),
-        "entrypoint: found '../evil:build', expected module:build and no source for format python",
+        "entrypoint: found '../evil:build', expected module:build for format python",
     ),
     (
         "entry point that is not there",
@@ -122,7 +122,11 @@ REFUSED: list[tuple[str, object, str]] = [
     ),
     ("other name", changed(PLAIN, name="other"), "name: found 'other', expected 'plain' as the folder says"),
     ("other version", changed(PLAIN, version=2), "version: found '2', expected '1' as the folder says"),
-    ("number that lost digits", changed(PLAIN, version=1.1), "version: found 1.1, expected a valid string"),
+    (
+        "number that lost digits",
+        changed(PLAIN, version=1.1),
+        "version: found 1.1, expected text, in quotes where it looks like something else",
+    ),
     (
         "dtype",
         changed(PLAIN, inputs=[TENSOR | {"dtype": "float"}]),
@@ -154,6 +158,84 @@ REFUSED: list[tuple[str, object, str]] = [
         "range",
         changed(PLAIN, inputs=[TENSOR | {"min": 2, "max": 1}]),
         "inputs[0]: min, max: found 2 > 1, expected min <= max",
+    ),
+    (
+        "range beyond the type",
+        changed(PLAIN, inputs=[TENSOR | {"dtype": "int8", "max": 1000}]),
+        "inputs[0]: max: found 1000, expected a value that int8 can hold",
+    ),
+    (
+        "range between the numbers of its type",
+        changed(PLAIN, inputs=[TENSOR | {"dtype": "int8", "min": 0.5}]),
+        "inputs[0]: min: found 0.5, expected a value that int8 can hold",
+    ),
+    (
+        "range that is none",
+        changed(PLAIN, inputs=[TENSOR | {"min": float("nan")}]),
+        "inputs[0].min: found nan, expected a finite number",
+    ),
+    (
+        "number beyond every float",
+        changed(PLAIN, inputs=[TENSOR | {"max": 10**400}]),
+        f"inputs[0].max: found 1{'0' * 79}, expected a finite number",
+    ),
+    (
+        "NaN of integers",
+        changed(PLAIN, inputs=[TENSOR | {"dtype": "int8", "allow_nan": True}]),
+        "inputs[0]: allow_nan: found true for dtype int8, expected it for floats only",
+    ),
+    (
+        "range of an output",
+        changed(PLAIN, outputs=[TENSOR | {"max": 1}]),
+        "outputs: x: max: found one, expected it for inputs only",
+    ),
+    (
+        "output that may be missing",
+        changed(PLAIN, outputs=[TENSOR | {"optional": True}]),
+        "outputs: x: optional: found one, expected it for inputs only",
+    ),
+    (
+        "row that fits into no message",
+        changed(PLAIN, inputs=[TENSOR | {"shape": ["batch", 10**6, 10**6]}]),
+        "inputs: x: found shape (batch, 1000000, 1000000), expected one row of all inputs within 10485760 bytes",
+    ),
+    (
+        "more inputs than a message holds",
+        changed(PLAIN, inputs=[TENSOR | {"name": f"x{number}"} for number in range(65)]),
+        'inputs: found [{"dtype": "float32", "name": "x0", "shape": ["batch", 4]}, {"dtype": "float32",, expected at '
+        "most 64 entries",
+    ),
+    (
+        "threads without end",
+        changed(PLAIN, concurrency=10**9),
+        "concurrency: found 1000000000, expected less than or equal to 64",
+    ),
+    (
+        "wait without end",
+        changed(PLAIN, batching={"max_wait_ms": float("inf")}),
+        "batching.max_wait_ms: found Infinity, expected a finite number",
+    ),
+    (
+        "exponent that YAML reads as text",
+        changed(PLAIN, timeout_s="1e2"),
+        'timeout_s: found "1e2", expected a number, without quotes; with an exponent as in 1.0e-3',
+    ),
+    (
+        "section without fields",
+        changed(PLAIN) | {"batching": None},
+        "batching: found null, expected a mapping of fields",
+    ),
+    ("mapping for a list", changed(PLAIN, inputs={"x": 1}), 'inputs: found {"x": 1}, expected a list'),
+    ("number for a name", changed(PLAIN) | {3: 1}, "[3]: found a field that is called 3, expected names of text"),
+    (
+        "source of code",
+        changed(PLAIN, source={"path": "."}),
+        "source: found one, expected none for format python",
+    ),
+    (
+        "embeddings of any width",
+        changed(ENCODER, outputs=[{"name": "e", "dtype": "float32", "shape": ["batch", "width"]}]),
+        "outputs: expected one float32 output of shape (batch, width) with a number as width, for format transformers",
     ),
     (
         "length of nothing",
@@ -189,6 +271,18 @@ REFUSED: list[tuple[str, object, str]] = [
         "buckets without a length",
         changed(PLAIN, batching={"buckets": [8]}),
         "batching.length_input: missing, expected with max_length, max_tokens and buckets",
+    ),
+    (
+        "buckets of tensors",
+        changed(SEQUENCES, batching={"length_input": "x", "buckets": [8, 32]}),
+        "batching.buckets: found 8, 32, expected them for an encoder of transformers only: other models would take "
+        "padding for input",
+    ),
+    (
+        "buckets of a pipeline",
+        changed(ENCODER, task="fill-mask", batching={"length_input": "text", "buckets": [8]}),
+        "batching.buckets: found 8, expected them for an encoder of transformers only: other models would take "
+        "padding for input",
     ),
     (
         "source outside",
@@ -361,10 +455,41 @@ def test_broken_yaml_names_the_line(models_root: Path):
         load_package(write(models_root, "name: !!python/object/apply:os.getcwd []\n"))
 
 
+def test_field_that_is_there_twice_is_refused(models_root: Path):
+    """YAML's parser would take the last one without a word (IN-024); what a merge key brings may be said again."""
+    text = "\n".join(f"{field}: {json.dumps(value)}" for field, value in PLAIN.items())
+    for more, problem in (
+        ("concurrency: 2\nconcurrency: 3\n", "line 8: found concurrency twice, expected distinct names"),
+        ("batching: {max_bytes: 1, max_bytes: 2}\n", "line 7: found max_bytes twice, expected distinct names"),
+    ):
+        with pytest.raises(ConfigurationError) as refused:
+            load_package(write(models_root, f"{text}\n{more}"))
+        assert str(refused.value) == f"plain/1/model.yaml, {problem}"
+    merged = f"{text}\npolicy: {{default: &d {{window_ms: 1}}, endpoints: {{e: {{<<: *d, window_ms: 2}}}}}}\n"
+    assert load_package(write(models_root, merged)).spec.policy_for("e").window_ms == 2
+
+
 def test_folder_without_a_spec_is_refused(models_root: Path):
-    """A worker that is pointed at nothing says which file it misses."""
-    with pytest.raises(ConfigurationError, match=r"^absent/1/model.yaml: cannot be read"):
+    """A worker that is pointed at nothing says which file it misses, and where it belongs."""
+    with pytest.raises(ConfigurationError) as refused:
         load_package(models_root / "absent" / "1")
+    assert str(refused.value) == (
+        "absent/1/model.yaml: cannot be read (No such file or directory), expected it in <models root>/<name>/<version>"
+    )
+
+
+def test_folder_may_be_named_by_a_detour(models_root: Path):
+    """Name and version are those of the folder that a path with `..` in it leads to."""
+    folder = write(models_root, PLAIN)
+    assert load_package(folder / ".." / "1").spec.reference == "plain/1"
+
+
+def test_source_in_a_module_that_was_not_imported_is_refused(models_root: Path):
+    """`__main__` is no installed package, and neither is a single file: one line, no traceback."""
+    for module in ("__main__", "json_without_a_folder", "this"):
+        package = load_package(write(models_root, changed(ENCODER, source={"package": module})))
+        with pytest.raises(ConfigurationError, match=rf"source\.package: {module} is not installed, expected an inst"):
+            package.manifest()
 
 
 def test_code_outside_the_trusted_roots_is_refused(models_root: Path, tmp_path: Path):
@@ -493,11 +618,13 @@ def test_each_format_names_its_weights(fields: dict[str, Any], models_root: Path
     assert package.weights_file() == ((folder / name).resolve() if name else None)
 
 
-@pytest.mark.parametrize("base", [PLAIN, ENCODER | {"task": "text-classification"}], ids=["plain", "pipeline"])
+@pytest.mark.parametrize(
+    "base", [PLAIN, ENCODER, ENCODER | {"task": "text-classification"}], ids=["plain", "encoder", "pipeline"]
+)
 def test_every_optional_field_survives_the_broker(base: dict[str, Any], models_root: Path):
     """A client knows what the worker knows, but for the checksums (IN-026, IN-027, AR-023)."""
     document = base | {
-        "batching": {"length_input": base["inputs"][0]["name"], "max_length": 64, "buckets": [16, 32, 64]},
+        "batching": {"length_input": base["inputs"][0]["name"], "max_length": 64},
         "codecs": {"default": "base64"},
         "concurrency": 3,
         "precision": "bf16",
@@ -509,10 +636,13 @@ def test_every_optional_field_survives_the_broker(base: dict[str, Any], models_r
     }
     if base is PLAIN:
         document["inputs"] = SEQUENCES["inputs"]
+    if base is ENCODER:
+        document["batching"]["buckets"] = [16, 32, 64]
     spec = load_package(write(models_root, document)).spec
     read = ModelSpec.from_json(spec.to_json())
     assert read == spec.model_copy(update={"files": None})
-    assert (read.batching.buckets, read.codecs.default, read.precision) == ((16, 32, 64), "base64", "bf16")
+    buckets = (16, 32, 64) if base is ENCODER else ()
+    assert (read.batching.buckets, read.codecs.default, read.precision) == (buckets, "base64", "bf16")
 
 
 def test_policy_of_an_endpoint_falls_back_knob_by_knob():
@@ -553,7 +683,7 @@ def test_lowering_a_limit_never_raises_it():
     short = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "max_length": 16}})
     assert short.limited_to(512) == short
     assert ModelSpec.model_validate(PLAIN).limited_to(512).batching.max_length is None
-    bucketed = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "buckets": [8, 32]}})
+    bucketed = ModelSpec.model_validate(ENCODER | {"batching": {"length_input": "text", "buckets": [8, 32]}})
     assert bucketed.limited_to(16).batching.buckets == (8,)
     encoder = ModelSpec.model_validate(ENCODER).limited_to(512)
     assert (encoder.batching.max_length, encoder.batching.length_input) == (512, "text")
@@ -612,3 +742,12 @@ def test_a_pipe_or_a_flood_in_the_place_of_a_model_yaml_is_refused(tmp_path: Pat
         file.truncate(1 << 40)
     with pytest.raises(ConfigurationError, match="flood/1"):
         load_package(flood)
+
+
+@pytest.mark.parametrize("field", ["auto_shard_model", "sharding", "sharding_axis_dims"])
+def test_models_are_not_sharded_and_the_refusal_says_so(models_root: Path, field: str):
+    """Fields by which other servers spread a model over devices have the reason in place of a guess (ES-018)."""
+    with pytest.raises(ConfigurationError) as refused:
+        load_package(write(models_root, changed(PLAIN, **{field: [1, 1, 1, -1, 1]})))
+    reason = "expected none: a model is served by one device and is not sharded"
+    assert str(refused.value) == f"plain/1/model.yaml: {field}: found [1, 1, 1, -1, 1], {reason}"

@@ -31,8 +31,8 @@ class Worker:
     def want(self, name: str, label: str, *, content_hash: str = "") -> None:
         self.told.append(("want", f"{name}/{label}", content_hash))
 
-    def let_go_of(self, name: str, label: str) -> None:
-        self.told.append(("let go", f"{name}/{label}", ""))
+    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+        self.told.append(("let go", f"{name}/{label}", content_hash))
 
     def versions(self) -> Mapping[str, object]:
         return {name: {"1": {"state": "ready"}} for name in self.models}
@@ -63,9 +63,9 @@ def test_a_wish_is_followed_once_until_it_is_made_again(store: StateStore):
     assert worker.told == [("want", "minilm/2", "ab")]
     store.put(Wish("minilm", "2", content_hash="ab", at=2))
     reconciler.sweep()
-    store.put(Wish("minilm", "2", is_wanted=False, at=3))
+    store.put(Wish("minilm", "2", is_wanted=False, content_hash="ab", at=3))
     reconciler.sweep()
-    assert worker.told[1:] == [("want", "minilm/2", "ab"), ("let go", "minilm/2", "")]
+    assert worker.told[1:] == [("want", "minilm/2", "ab"), ("let go", "minilm/2", "ab")]
 
 
 def test_keys_carry_the_prefix_and_tell_what_is_loaded(store: StateStore, shared_redis: RedisServer, prefix: str):

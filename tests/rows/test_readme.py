@@ -66,7 +66,7 @@ def test_snippet_for_python_runs(stack: WorkerProcess, capsys: pytest.CaptureFix
 
 
 def test_snippet_for_celery_runs(stack: WorkerProcess):
-    """send_task from a program that knows nothing of Penstock; the answer has the four keys that are shown."""
+    """send_task from a program that knows nothing of Penstock; the answer has the five keys that are shown."""
     rows = np.ones((1, 384), np.float32)
     url = stack.server.celery_url
     with Celery("anybody", broker=url, backend=url, set_as_current=False) as app:
@@ -76,7 +76,7 @@ def test_snippet_for_celery_runs(stack: WorkerProcess):
         names = _run(SNIPPETS[1], app=app, rows=rows)
         answer = names["result"].get(timeout=10)
         names["result"].backend.remove_pending_result(names["result"])
-    assert answer.keys() == {"job_id", "model", "version", "outputs"}
+    assert answer.keys() == {"job_id", "model", "version", "content_hash", "outputs"}
     assert (answer["model"], answer["version"], np.shape(answer["outputs"]["logits"])) == ("mlp", "1", (1, 10))
 
 

@@ -1,4 +1,4 @@
-"""A sample of what was served: bounded, even, the same wherever the same jobs ran (AR-061)."""
+"""A sample of what was served: bounded, even, and nobody's to choose who does not know its seed (AR-061)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,23 @@ IDS = st.lists(st.uuids().map(lambda number: f"minilm.{number}"), unique=True, m
 
 @given(IDS, st.integers(1, 16), st.randoms(use_true_random=False))
 def test_same_jobs_give_the_same_sample_in_whatever_order(job_ids: list[str], size: int, shuffle):
-    """The ids alone decide, so two workers and two runs keep the same jobs."""
+    """The ids and the seed alone decide, not the order in which jobs came."""
     one, other = GoldenStore(max_jobs=size), GoldenStore(max_jobs=size)
     offered(one, job_ids)
     shuffle.shuffle(job_ids)
     offered(other, job_ids)
     assert [golden.job_id for golden in one.goldens()] == [golden.job_id for golden in other.goldens()]
     assert len(one) == min(size, len(job_ids))
+
+
+def test_who_chooses_ids_does_not_choose_the_sample():
+    """Of ids that were picked to be kept by one seed, another keeps no more than of any others."""
+    picked = GoldenStore(max_jobs=64)
+    offered(picked, [f"minilm.{number:032x}" for number in range(6400)])
+    store = GoldenStore(max_jobs=64, seed=0x5EED_5EED)
+    offered(store, [golden.job_id for golden in picked.goldens()])
+    offered(store, [f"minilm.{number:032x}" for number in range(6400, 12_800)])
+    assert sum(int(golden.job_id.partition(".")[2], 16) < 6400 for golden in store.goldens()) < 16
 
 
 @given(IDS, st.integers(40, 2000))

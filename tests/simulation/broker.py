@@ -105,6 +105,8 @@ class Truth:
     """By job id: how often an operator put its dead letter back."""
     when_buried: Callable[[str, str], None] = lambda _slot, _job_id: None
     """Called with slot and job id of every new dead letter."""
+    when_handed_over: Callable[[list[Entry], str], None] = lambda _entries, _version: None
+    """Called with what was given back for those that have a version."""
     callers: dict[str, Caller] = field(default_factory=dict)
     """Workers by consumer."""
     answering: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
@@ -327,15 +329,52 @@ class UnreliableEnd(MemoryBroker):
         if self.world.disturbed_at < since and owner.disturbed_at < since:
             self.world.violate(f"taken from the living: {owner.label} by {self._caller.label} {_shown([delivery])}")
 
-    def release(self, consumer: str, held: Sequence[Held]) -> None:
+    def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
         """See WorkerEnd.release."""
         if held:
-            self._call("release", lambda: self.serve_release(consumer, held))
+            self._call("release", lambda: self._released(consumer, held, version))
+
+    def _released(self, consumer: str, held: Sequence[Held], version: str) -> None:
+        """Whatever is given back, and to whom, that it was handed out is not counted."""
+        mine = [
+            (job, lease, lease.deliveries)
+            for job in held
+            if (lease := self._state.lease_of(consumer, job.slot, job.priority, job.entry_id)) is not None
+        ]
+        if version:
+            self.serve_hand_over(consumer, held, version)
+            if mine:
+                self.truth.when_handed_over([_entry_of(job) for job, _, _ in mine], version)
+        else:
+            self.serve_release(consumer, held)
+        for job, lease, deliveries in mine:
+            if lease.deliveries >= deliveries and lease.owner != consumer:
+                self.world.violate(f"counted as an attempt: {job.job_id[-4:]}")
 
     def serve_release(self, consumer: str, held: Sequence[Held]) -> None:
-        """The broker's side of `release`."""
+        """The broker's side of `release` to anybody."""
         super().release(consumer, held)
         self.world.note(f"release {self._caller.label} {[job.job_id[-4:] for job in held]}")
+
+    def serve_hand_over(self, consumer: str, held: Sequence[Held], version: str) -> None:
+        """The broker's side of `release` to those that have a version."""
+        super().release(consumer, held, version=version)
+        self.world.inject("hand over", f"{self._caller.label} {version} {[job.job_id[-4:] for job in held]}")
+
+    def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
+        """See WorkerEnd.adopt."""
+        return self._call("adopt", lambda: self.serve_adopt(consumer, slot, versions, count))
+
+    def serve_adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
+        """The broker's side of `adopt`."""
+        deliveries = self.hand_over(super().adopt(consumer, slot, versions, count))
+        if deliveries:
+            self.world.note(f"adopt {self._caller.label} {_shown(deliveries)}")
+        return deliveries
+
+    def workers(self) -> list[bytes]:
+        """See Broker.workers."""
+        return self._call("workers", lambda: super(UnreliableEnd, self).workers(), may_recur=False)
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
         """See WorkerEnd.report."""
@@ -396,9 +435,17 @@ class UnreliableEnd(MemoryBroker):
             if lease.owner == consumer
         ]
 
+    def put_back(self, slot: str, epoch: int, record: bytes) -> None:
+        """What whoever may write to the broker can do: any record in the place of the one that is there."""
+        self._state.activated[slot] = (epoch, record)
+
     def unfinished(self) -> int:
         """Entries that are still in a queue."""
         return sum(len(queue) for place in self._state.slots.values() for queue in place.queues)
+
+
+def _entry_of(job: Held) -> Entry:
+    return job.slot, job.priority, job.entry_id
 
 
 def _served(_: object) -> None:

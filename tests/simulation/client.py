@@ -143,9 +143,10 @@ class Client(Bystander):
         self, order: Order, spec: ModelSpec, number: int, question: float, *, key: int | None = None
     ) -> Publication:
         return self._press.publication(
-            spec,
+            spec.model_copy(update={"version": order.version}) if order.version else spec,
             {"x": [[question, 0, 0, 0]] * order.rows},
             priority=order.priority,
+            version=order.version,
             deadline_s=order.deadline_s,
             retry=Retry(attempts=2, backoff_s=0.1, longest_s=0.1) if order.making == "flaky" else None,
             idempotency_key=f"key-{key or number}" if order.has_key else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
@@ -27,9 +28,20 @@ from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
 from tests.simulation.client import Client, Job
 from tests.simulation.operators import Operator
-from tests.simulation.plan import LEASE_S, Fault, Making, Plan, Promotion, draw, draw_promotions
-from tests.simulation.worker import Seat, SteppedDrain, Supervisor, Worker, content_hash_of
+from tests.simulation.plan import (
+    LEASE_S,
+    Fault,
+    Making,
+    Plan,
+    Promotion,
+    draw,
+    draw_promotions,
+    draw_replay,
+    draw_versions,
+)
+from tests.simulation.worker import Machine, Seat, SteppedDrain, Supervisor, Worker, content_hash_of
 from tests.simulation.world import World
+from workers.deployments import Remembered, epoch_of
 
 __all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
 
@@ -46,6 +58,10 @@ _FORWARD_LIMIT_S: Final = 3.0
 _PAUSE_S: Final = 1.5
 """A worker learns once a second that a model is paused."""
 _REDELIVERY_S: Final = LEASE_S + 1.0
+_ADOPTION_S: Final = 0.8
+"""A worker looks four times in a lease for what was handed over."""
+_HEARD_OF_S: Final = 2.6
+"""A worker reports once a second, and another reads that within a second and a quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,7 @@ class Mutation:
     name: str
     end: type[UnreliableEnd] = UnreliableEnd
     drain: type[SteppedDrain] = SteppedDrain
+    remembered: Callable[[Remembered], Remembered] = lambda machine: machine
 
 
 SOUND: Final = Mutation("sound")
@@ -81,15 +98,18 @@ class Simulation:
     def __init__(self, seed: int, mutation: Mutation) -> None:
         rng = Random(seed)
         self.seed = seed
-        self.plan = draw(rng)
+        # Numbers of their own, here and below: the schedules of before they were drawn stay as they are.
+        self.plan = draw_versions(Random(f"versions of {seed}"), draw(rng))
         self.world = World(rng)
         self.mutation = mutation
         self.truth = Truth()
         self.packages = _packages(self.plan.models, self.plan.max_rows, self.plan.concurrency)
         self.history = History()
-        # Numbers of their own: the schedules of before they were drawn stay as they are.
+        self.machine = Machine()
         self._promotions = draw_promotions(Random(f"promotions of {seed}"), self.plan)
         self.truth.answering = {package.spec.name: [(-1.0, 0, "1")] for package in self.packages}
+        self._replay_at = draw_replay(Random(f"replay of {seed}"), self.plan) if self._promotions else None
+        self.truth.when_handed_over = self._expect_adoption
         self._settings = _settings(self.plan.single_flight)
         self._max_crashes = self._settings.inference.queue.max_crashes
         self._ends: list[UnreliableEnd] = []
@@ -117,6 +137,8 @@ class Simulation:
             self.world.after(fault.at, partial(self._strike, fault))
         for promotion in self._promotions:
             self.world.after(promotion.at, partial(self._promote, promotion))
+        if self._replay_at is not None:
+            self.world.after(self._replay_at, self._put_back)
         for _ in range(self.plan.workers):
             self.boot()
         is_quiet = self.world.run(self._is_quiet, self.plan.until + _PATIENCE_S)
@@ -213,6 +235,52 @@ class Simulation:
 
         self.world.after(_REDELIVERY_S, check_in_time)
 
+    def labels_of(self, worker: str) -> list[str]:
+        """The versions that lie on a worker's disk."""
+        has_third = Random(f"disk of {worker} in {self.seed}").random() < 0.5
+        return ["1", "2", "3"] if has_third else ["1", "2"]
+
+    def is_nowhere(self, worker: Worker, slot: str, label: str) -> None:
+        """A worker fails a job as nobody has the version: nobody may have had it for long enough to be heard of."""
+        since = self.world.now - _HEARD_OF_S
+        if self._is_lossy or self._is_troubled(since) or worker.disturbed_at >= since:
+            return
+        having = [each.label for each in self.workers if each.has_had(slot, label, since)]
+        if having:
+            self.world.violate(f"failed, and a worker had it: {slot}/{label}, {having} and not {worker.label}")
+
+    def _expect_adoption(self, entries: list[Entry], version: str) -> None:
+        """Whoever has the version, in peace all that time, must take what was handed over for it."""
+        since, (slot, _, _) = self.world.now, entries[0]
+        if self._is_lossy or self._is_troubled(since):
+            return
+
+        def check_in_time() -> None:
+            if self._is_troubled(since) or slot in self._paused_since:
+                return
+            having = [each.label for each in self.workers if each.has_had(slot, version, since)]
+            waiting = set(entries) & set(self._ends[0].leased_to(f"version {version}"))
+            if having and waiting:
+                self.world.violate(f"not adopted within {_ADOPTION_S:g} s: {len(waiting)} by {having}")
+
+        self.world.after(_ADOPTION_S, check_in_time)
+
+    @property
+    def _is_lossy(self) -> bool:
+        """Whether reports may come late at any time."""
+        return bool(self.plan.loss or self.plan.delay)
+
+    def _put_back(self) -> None:
+        """Somebody puts the first record of a model back, once the later one is known everywhere on this machine."""
+        for slot, history in self.truth.answering.items():
+            _, newest, _ = history[-1]
+            living = [worker for worker in self.workers if not worker.is_gone]
+            known = [epoch_of(self.machine.last(slot)), *(worker.drain.epoch_of(slot) for worker in living)]
+            if len(history) > 2 and set(known) == {newest}:
+                _, epoch, version = history[1]
+                self.world.inject("replay", f"{slot} epoch {epoch}")
+                self._ends[0].put_back(slot, epoch, _record(epoch, slot, version))
+
     def _is_troubled(self, since: float) -> bool:
         return self.world.down_until >= since or self.world.disturbed_at >= since
 
@@ -257,7 +325,7 @@ class Simulation:
     def _promote(self, promotion: Promotion) -> None:
         name, version = self.packages[promotion.model].spec.name, promotion.version
         self.world.inject("promotion", f"{name}/{version}")
-        record = Deployment(promotion.epoch, name, version, content_hash_of(version)).seal()
+        record = _record(promotion.epoch, name, version)
         self._ends[0].activate(name, promotion.epoch, record, version, b"{}")
         self._promotions_left -= 1
 
@@ -399,7 +467,12 @@ class Simulation:
                 self.world.violate(f"the answer of another version: {job.number}")
 
     def _check_version(self, job: Job, header: ResultHeader) -> None:
-        """A version may answer that did so at some moment between the job's acceptance and its end."""
+        """A version may answer that did so at some moment between the job's acceptance and its end; or the one that the
+        job named."""
+        if job.order.version:
+            if header.version != job.order.version:
+                self.world.violate(f"answered by another version than it named: {job.number}")
+            return
         history = self.truth.answering[job.publication.job_id.rpartition(".")[0]]
         ends = [since for since, _, _ in history[1:]] + [inf]
         accepted = min(self.truth.accepted_at[job_id] for job_id in job.job_ids if job_id in self.truth.accepted_at)
@@ -423,10 +496,17 @@ class Simulation:
         if job.order.making == "flaky" and (job.cancel_asked or job.order.deadline_s is not None):
             # No retry is begun that could not end well.
             allowed.add(State.FAILED)
+        if job.order.version:
+            # What it named may be nowhere, or fail to load.
+            allowed.add(State.FAILED)
         if job_id in self.truth.withdrawn:
             allowed = {State.CANCELLED}
         if state not in allowed:
             self.world.violate(f"ended {state.name.lower()}: {job.number}")
+
+
+def _record(epoch: int, name: str, version: str) -> bytes:
+    return Deployment(epoch, name, version, content_hash_of(version)).seal()
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 from msgspec import structs
@@ -32,10 +33,12 @@ from tests.simulation.broker import Entry, UnreliableEnd
 from tests.simulation.judge import Mutation
 from tests.simulation.worker import SteppedDrain
 from workers.batching.batcher import Batcher, Pending, _Lane
+from workers.deployments import Remembered
 from workers.executor import Work
 from workers.job import ClaimedJob
 from workers.leases import LeaseKeeper
-from workers.served import ServedVersion
+from workers.results import Conclusion
+from workers.served import ServedModel, ServedVersion
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -477,6 +480,83 @@ class OtherContentServes(SteppedDrain):
             version.content_hash = "0" * 64
 
 
+class FailsAtTheFirst(SteppedDrain):
+    """A worker that has not got the version which a job names does not ask whether another has."""
+
+    def _label_for_others(self, job: ClaimedJob) -> str:
+        model, named = self._served[job.header.model], job.header.version or ""
+        version = self._version_named(model, named)
+        if version is not None and self._shelf.is_offered(version):
+            return super()._label_for_others(job)
+        self._concluded.append(Conclusion(job, self._not_served(model, named, version)))
+        return ""
+
+
+class AdoptForgotten(UnreliableEnd):
+    """Nobody looks for what was handed over, until its lease has lapsed."""
+
+    def serve_adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
+        return []
+
+
+class HandedToNobody(UnreliableEnd):
+    """What is handed over belongs to somebody who does not exist, for ever."""
+
+    def serve_hand_over(self, consumer: str, held: Sequence[Held], version: str) -> None:
+        super().serve_hand_over(consumer, held, version)
+        for job in held:
+            lease = self._state.lease_of(f"version {version}", job.slot, job.priority, job.entry_id)
+            if lease is not None:
+                lease.owner, lease.since_ms = "a ghost", inf
+
+
+class HandOverIsAnAttempt(UnreliableEnd):
+    """That a worker had the job which has not got its version counts."""
+
+    def serve_hand_over(self, consumer: str, held: Sequence[Held], version: str) -> None:
+        super().serve_hand_over(consumer, held, version)
+        for job in held:
+            lease = self._state.lease_of(f"version {version}", job.slot, job.priority, job.entry_id)
+            if lease is not None:
+                lease.deliveries += 1
+
+
+class AnotherVersionAnswers(SteppedDrain):
+    """Where the version that a job names is not to be had, the one that answers others does."""
+
+    def _version_named(self, model: ServedModel, named: str) -> ServedVersion | None:
+        return super()._version_named(model, named) or model.active
+
+
+class _ForgetfulMachine:
+    """Decisions are written down, and no start reads them."""
+
+    def __init__(self, machine: Remembered) -> None:
+        self._machine = machine
+
+    def last(self, model: str) -> bytes:
+        return b""
+
+    def keep(self, model: str, active: bytes) -> None:
+        self._machine.keep(model, active)
+
+
+class PlacelessForgotten(SteppedDrain):
+    """What waits to hear of a worker that has its version is not given back at a stop."""
+
+    def _give_back_waiting(self) -> None:
+        self._placeless.clear()
+        super()._give_back_waiting()
+
+
+class TooFewThreads(SteppedDrain):
+    """Model threads are as many as the first version needs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.executor.grow = lambda threads: None  # type: ignore[method-assign]
+
+
 class ReplayLost(UnreliableEnd):
     """A dead letter is said to be back in the queue, and is nowhere."""
 
@@ -541,4 +621,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(VersionsShareAFlight, "the answer of another version"),
     _broken(OlderDecisionStands, "answered by a version of before"),
     _misled(OtherContentServes, "content of another version"),
+    _misled(FailsAtTheFirst, "failed, and a worker had it"),
+    _broken(AdoptForgotten, "not adopted"),
+    _broken(HandedToNobody, "no end"),
+    _broken(HandOverIsAnAttempt, "counted as an attempt"),
+    _misled(AnotherVersionAnswers, "answered by another version than it named"),
+    _misled(PlacelessForgotten, "left with"),
+    _misled(TooFewThreads, "fewer model threads"),
+    Mutant(Mutation("DecisionsForgotten", remembered=_ForgetfulMachine), "answered by a version of before"),
 )

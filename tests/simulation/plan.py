@@ -6,7 +6,20 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, Literal
 
-__all__ = ["LEASE_S", "POINTS", "Fault", "Kind", "Making", "Order", "Plan", "Promotion", "draw", "draw_promotions"]
+__all__ = [
+    "LEASE_S",
+    "POINTS",
+    "Fault",
+    "Kind",
+    "Making",
+    "Order",
+    "Plan",
+    "Promotion",
+    "draw",
+    "draw_promotions",
+    "draw_replay",
+    "draw_versions",
+]
 
 LEASE_S: Final = 1.0
 POINTS: Final = (
@@ -41,6 +54,8 @@ class Order:
     is_twin: bool = False
     """All jobs of the order ask the same question."""
     cancel_after: float | None = None
+    version: str = ""
+    """The one that its jobs name: 1 and 2 lie on every worker's disk, 3 on some, 4 on none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +108,8 @@ class Plan:
     max_depth: int
     orders: tuple[Order, ...]
     faults: tuple[Fault, ...] = field(default=())
+    further_threads: int = 0
+    """How many more forwards at a time version 2 may run than version 1."""
 
     @property
     def is_calm(self) -> bool:
@@ -141,6 +158,25 @@ def draw_promotions(rng: Random, plan: Plan) -> tuple[Promotion, ...]:
         )
         for epoch, at in enumerate(decided, 1)
     )
+
+
+def draw_versions(rng: Random, plan: Plan) -> Plan:
+    """The same, but that in half of all schedules some jobs name their version, and version 2 may run more forwards."""
+    if rng.random() < 0.5:
+        return plan
+    orders = tuple(_naming(rng, order) if rng.random() < 0.4 else order for order in plan.orders)
+    return replace(plan, orders=orders, further_threads=rng.choice((0, 1, 2)))
+
+
+def _naming(rng: Random, order: Order) -> Order:
+    """The same, for a version that not every worker has; some come late, when workers have heard of each other."""
+    version = rng.choice(("1", "2", "3", "3", "3", "4"))
+    return replace(order, version=version, at=order.at + rng.choice((0.0, rng.uniform(0.0, 4.0))))
+
+
+def draw_replay(rng: Random, plan: Plan) -> float | None:
+    """When somebody puts a model's older record back into the broker, if ever."""
+    return rng.uniform(plan.until * 0.3, plan.until + 2.0) if rng.random() < 0.8 else None
 
 
 def _pause(rng: Random, plan: Plan) -> Plan:

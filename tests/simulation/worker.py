@@ -19,26 +19,29 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from registry.broker.base import Held
-from registry.errors import BrokerUnavailable, OutOfMemory
+from registry.envelope import Failure
+from registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
 from registry.package import Package
 from registry.settings import Settings
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.plan import LEASE_S, Fault
 from tests.simulation.world import World
+from workers.deployments import epoch_of
 from workers.drain import Drain
 from workers.executor import Work
+from workers.frameworks.inference_proxy import InferenceProxy
 from workers.job import ClaimedJob
 from workers.loader import Loader
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Unwatched
 from workers.runtime.base import Runtime
 from workers.runtime.python_entrypoint import PythonRuntime
-from workers.served import ServedVersion
+from workers.served import ServedModel, ServedVersion
 
 if TYPE_CHECKING:
     from tests.simulation.judge import Simulation
 
-__all__ = ["Crash", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
+__all__ = ["Crash", "Machine", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
 
 _METRICS: Final = InferenceMetrics((0.1, 1.0))
 """Of all workers together: nobody looks at them, but they are reported to."""
@@ -70,17 +73,58 @@ class SteppedDrain(Drain):
         self._double = double
         self._hear_bell = hear_bell
         self._violate = violate
+        self._offered_since: dict[ServedVersion, float] = {}
+        """Versions that jobs which name them may wait for here, and since when, in the world's time."""
+        self.unable_at = -inf
+        """When it last had something to load before it could serve all."""
+        self.when_nowhere: Callable[[str, str], None] = lambda _slot, _label: None
+        """Called with a version that nobody is said to have."""
         super().__init__(*args, **kwargs)
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
         self._loader = self._shelf.loader = _SteppedLoader(self._world, self._double, self._ring)
         for name, active in self._broker.actives(list(self._served)).items():
-            self._shelf.follow(self._served[name], active)
+            self._shelf._follow_at_start(self._served[name], active)
         for model in self._served.values():
             assert model.active is not None
             _put_in_place(model.active, self._double)
             model.active.has_loaded()
+            self.executor.grow(model.active.concurrency)
+            for label in self._shelf._library.labels(model.name):
+                self._shelf.meet(model, label)
+        self._note_offered()
+
+    def step(self, longest_wait_s: float = 0.0) -> float | None:
+        """As ever."""
+        pause_s = super().step(longest_wait_s)
+        self._note_offered()
+        if not self.serves_all:
+            self.unable_at = self._world.now
+        return pause_s
+
+    def _note_offered(self) -> None:
+        offered = [version for version in self._turns if version.room and self._shelf.is_offered(version)]
+        self._offered_since = {version: self._offered_since.get(version, self._world.now) for version in offered}
+
+    def epoch_of(self, slot: str) -> int:
+        """Of the decision that it obeys."""
+        return epoch_of(self._served[slot].decided)
+
+    def has_had(self, slot: str, label: str, since: float) -> bool:
+        """Whether jobs that name the version could wait for it here from `since` on."""
+        version = self._served[slot].versions.get(label)
+        return version is not None and self._offered_since.get(version, inf) <= since and self.readiness[0]
+
+    def _not_served(self, model: ServedModel, named: str, version: ServedVersion | None) -> Failure:
+        self.when_nowhere(model.name, named)
+        return super()._not_served(model, named, version)
+
+    @property
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """As ever, of a worker whose threads are the scheduler's."""
+        is_ready = not (self._is_stopping or self.ails) and self.leases.is_in_touch and bool(self._shelf.claimable())
+        return is_ready, {}
 
     @property
     def ails(self) -> bool:
@@ -113,9 +157,11 @@ class SteppedDrain(Drain):
         """As ever, and checks that no more urgent job of the lane stays behind; ageing is off in simulations."""
         work = super()._next_work(is_idle=is_idle)
         if work is not None:
-            least = max(item.priority for item in work.batch.items)
             served = work.batch.items[0].job.version
             assert served is not None
+            if served.concurrency > self.executor.threads:
+                self._violate(f"fewer model threads than a version may use: {self.name}")
+            least = max(item.priority for item in work.batch.items)
             pending = served.batcher.pending()
             if any(item.priority < least and item.key == work.batch.key for item in pending):
                 self._violate(f"batched a less urgent job first: {self.name}")
@@ -146,6 +192,7 @@ def _put_in_place(version: ServedVersion, double: Double) -> None:
     """The double in the place of what the package would build, with the hash that promotions name."""
     assert isinstance(version.runtime, PythonRuntime)
     version.runtime.model = partial(double, version.label)
+    version.runtime._adapter = InferenceProxy(version.runtime.model)
     version.runtime._content_hash = content_hash_of(version.label)
 
 
@@ -155,19 +202,39 @@ def content_hash_of(version: str) -> str:
 
 
 class Shelf:
-    """The other versions of the models."""
+    """The other versions of the models; `labels` are those of all of them."""
 
-    def __init__(self, packages: Sequence[Package]) -> None:
+    def __init__(self, packages: Sequence[Package], labels: Sequence[str], further_threads: int) -> None:
         self._packages = {package.spec.name: package for package in packages}
+        self._labels = labels
+        self._further_threads = further_threads
 
     def package(self, name: str, label: str) -> Package:
         """See Library.package."""
+        if label not in self._labels:
+            raise UnknownModel(f"{name}/{label}")
         package = self._packages[name]
-        return replace(package, spec=package.spec.model_copy(update={"version": label}))
+        concurrency = package.spec.concurrency + (self._further_threads if label == "2" else 0)
+        return replace(package, spec=package.spec.model_copy(update={"version": label, "concurrency": concurrency}))
 
     def labels(self, name: str) -> list[str]:
         """See Library.labels."""
-        return ["1", "2"]
+        return list(self._labels)
+
+
+class Machine:
+    """What outlives the workers of the one machine that they all are on: the decisions that were obeyed."""
+
+    def __init__(self) -> None:
+        self._decisions: dict[str, bytes] = {}
+
+    def last(self, model: str) -> bytes:
+        """See Remembered.last."""
+        return self._decisions.get(model, b"")
+
+    def keep(self, model: str, active: bytes) -> None:
+        """See Remembered.keep."""
+        self._decisions[model] = max(active, self.last(model), key=epoch_of)
 
 
 class Strand:
@@ -367,8 +434,10 @@ class Worker:
             hear_bell=lambda: self._io.rouse(),
             violate=world.violate,
             world=world,
-            library=Shelf(simulation.packages),
+            library=Shelf(simulation.packages, simulation.labels_of(label), simulation.plan.further_threads),
+            remembered=simulation.mutation.remembered(simulation.machine),
         )
+        self.drain.when_nowhere = partial(simulation.is_nowhere, self)
         self.drain.load()
         simulation.truth.callers[self.drain.consumer] = self
         self._io = Strand(self, self._turn_io)
@@ -467,6 +536,8 @@ class Worker:
             # Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
             self._is_given_up = True
             self.world.after(self.world.rng.uniform(0.3, 1.5), self.die)
+        for number in range(len(self._seats), self.drain.executor.threads):
+            self._seats.append(Seat(self, self._simulation, number))
         for seat, _ in zip((each for each in self._seats if each.is_free), self.drain.executor.waiting(), strict=False):
             seat.strand.due(self.world.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.patience_s())
@@ -501,13 +572,18 @@ class Worker:
         """Whether it has jobs in memory, or may turn out to have had some once it thaws."""
         return not self.is_gone and (self.frozen_until > self.world.now or self.drain.has_jobs())
 
+    def has_had(self, slot: str, label: str, since: float) -> bool:
+        """Whether it has had a version since then, in peace, and could have said so."""
+        lives = not self.is_gone and self.stopped_at is None and not self.drain.ails
+        return lives and self.disturbed_at < since and self.drain.has_had(slot, label, since)
+
     def may_take_over(self, since: float) -> bool:
         """Whether it has lived and been in touch for long enough, at `since`, to take over from others."""
         return (
             not self.is_gone
             and self.stopped_at is None
             and not self.drain.ails
-            and self.drain.serves_all
+            and self.drain.unable_at < since
             and self.born < since - LEASE_S - 0.2
             and self.disturbed_at < since - LEASE_S
         )

@@ -216,6 +216,29 @@ def test_operator_does_all_of_its_work_on_versions(stack: Stack):
         assert client.submit("double", ROW, version="1").result(10)["y"].tolist() == TWICE
 
 
+def test_operator_without_the_broker_does_all_of_its_work_on_versions(stack: Stack, tmp_path: Path):
+    """With the password of Celery's role alone: register, promote and roll back through the worker, as its role may."""
+    worker = stack.worker
+    environ = {
+        "PENSTOCK_CELERY_URL": stack.server.url_of("celery"),
+        "PENSTOCK_HOME": str(tmp_path),
+        "PENSTOCK_OPERATOR_KEY_FILE": str(stack.server.folder / "operator.pem"),
+    }
+    write_package(stack.models_root, "raiser", THRICE, version="2")
+    for command in (
+        ("register", "raiser/1"),
+        ("register", "raiser/2"),
+        *(("promote", "raiser", version, "--to", to) for version in "12" for to in ("staging", "production")),
+        ("rollback", "raiser"),
+        ("list",),
+    ):
+        done = CliRunner().invoke(main, ("models", "--via", worker.name, *command, "--json"), env=environ)
+        assert done.exit_code == 0, done.output
+    rows = {(row["name"], row["version"]): row for row in json.loads(done.stdout)}
+    assert rows["raiser", "1"]["is_active"]
+    assert rows["raiser", "2"]["stage"] == "archived"
+
+
 def _models(stack: Stack) -> str:
     return _penstock(stack, "models", "list", "--json")
 
@@ -414,6 +437,7 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
 OF_PRODUCERS = {"cancel", "publish", "standing"}
 OF_WORKERS = {
     *("announce", "bury", "claim", "commit", "emit", "publish", "release", "renew", "standing", "suspect"),
+    "adopt",
     "take_over",
 }
 OF_OPERATORS = {

@@ -17,7 +17,7 @@ from workers.compilation import TorchCompiler
 from workers.executor import Executor, Work
 from workers.job import ClaimedJob
 from workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
-from workers.runtime.forms import Forms, Forward, finite_outputs
+from workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
 
@@ -42,6 +42,8 @@ class Form:
     cost_s: float = 0.5
     fails: Exception | None = None
     """Raised when it is built."""
+    made: Mapping[str, object] | None = None
+    """What its builder tells of it."""
 
 
 class Rotation:
@@ -108,7 +110,11 @@ class Rotation:
         self.while_building()
         if form.fails is not None:
             raise form.fails
-        return lambda prepared: self._answered(prepared, form.change, form.cost_s)
+
+        def forward(prepared: Prepared) -> dict[str, Array]:
+            return self._answered(prepared, form.change, form.cost_s)
+
+        return forward if form.made is None else Recorded(forward, form.made, dict)
 
     def _answered(self, prepared: Prepared, change: Callable[[Array], Array], cost_s: float) -> dict[str, Array]:
         self.calls += 1

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from registry.errors import InvalidInput
-from workers.batching.buckets import LengthBuckets, Load, Room, most_efficient_run, padded_tokens, padding_ratio
+from workers.batching.buckets import (
+    LengthBuckets,
+    Load,
+    Room,
+    most_efficient_run,
+    padded_tokens,
+    padding_ratio,
+    row_bucket,
+)
 
 UNLIMITED = 10**9
 
@@ -37,6 +45,23 @@ def test_edges_double_with_one_step_between_and_end_at_the_maximum():
     assert LengthBuckets(256).edges == (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert LengthBuckets(100).edges == (8, 16, 24, 32, 48, 64, 96, 100)
     assert LengthBuckets(5).edges == (5,)
+
+
+def test_declared_edges_take_the_place_of_ours_and_end_at_the_maximum():
+    """What a package declares is kept; rows that are longer have a bucket all the same."""
+    assert LengthBuckets(256, (10, 20)).edges == (10, 20, 256)
+    assert LengthBuckets(20, (10, 20, 40)).edges == (10, 20)
+
+
+@given(rows=st.integers(1, 300), most=st.integers(1, 200))
+def test_rows_are_padded_to_few_numbers_and_less_than_doubled(rows: int, most: int):
+    """Up to `most` rows, as many numbers of rows as it has binary digits are met; beyond it none is changed."""
+    bucket = row_bucket(rows, most)
+    if rows > most:
+        assert bucket == rows
+    else:
+        assert rows <= bucket < 2 * rows or bucket == rows == 1
+        assert bucket in {most, *(1 << power for power in range(most.bit_length()))}
 
 
 @given(longest=st.integers(1, 5000), data=st.data())

@@ -39,12 +39,6 @@ def test_free_dimensions_are_as_long_as_the_package_allows(models_root: Path):
     assert largest_example(runtime, 3)["x"].shape == (3, 77)
 
 
-def test_the_longest_bucket_counts_where_no_length_is_said(models_root: Path):
-    """Buckets say how long inputs get."""
-    runtime = free_extent(models_root, length_input="x", buckets=[16, 48])
-    assert largest_example(runtime, 3)["x"].shape == (3, 48)
-
-
 def test_without_any_limit_the_example_is_the_warm_ups(models_root: Path):
     """What nobody limits cannot be filled."""
     runtime = free_extent(models_root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 
@@ -18,7 +19,7 @@ from registry.tensors import Array
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
 from workers.batching.batcher import Batch, BatchKey, Pending
-from workers.executor import Executor, TooLarge, Work
+from workers.executor import Executor, TooLarge, Work, seats_for
 from workers.job import ClaimedJob
 from workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
 from workers.served import ServedVersion
@@ -218,10 +219,10 @@ def test_work_is_in_the_journal_while_it_runs_and_touched_at_every_part():
     journal = Pages()
     run(work_of(Device(fits(1)), [[1], [2]]), executor_of(journal, lambda: float(next(now))))
     assert journal.told == [
-        ("begin", 0, ["double.0", "double.1"]),
-        ("touch", 0, 1.0),
-        ("touch", 0, 2.0),
-        ("end", 0, None),
+        ("begin", 1, ["double.0", "double.1"]),
+        ("touch", 1, 1.0),
+        ("touch", 1, 2.0),
+        ("end", 1, None),
     ]
 
 
@@ -305,3 +306,33 @@ def batch_rows(served: ServedVersion, length: int) -> int:
     served.batcher.discard(lambda _: True)
     assert batch is not None
     return batch.rows
+
+
+def test_model_threads_are_added_while_it_runs():
+    """For a version that may run more forwards at a time than those before it; never fewer, nor beyond the seats."""
+    meeting = threading.Barrier(3)
+
+    def meet(rows: Array) -> Array:
+        meeting.wait(5.0)
+        return rows
+
+    ended = threading.Semaphore(0)
+    executor = Executor(1, ended.release, lambda _: {}, lambda _: None)
+    executor.grow(2)
+    executor.start()
+    try:
+        executor.grow(3)
+        executor.grow(1)
+        assert (executor.threads, executor.idle) == (3, 3)
+        works = [work_of(Device(meet), [[float(number)]]) for number in range(3)]
+        for work in works:
+            executor.submit(work, prepare_apart=False)
+        for _ in works:
+            assert ended.acquire(timeout=5.0)
+        assert executor.is_alive()
+        assert {work.seat for work in works} == {1, 2, 3}
+        assert not [work for work in works if isinstance(work.answers[0], Failure)]
+        executor.grow(1000)
+        assert executor.threads == seats_for(1) - 1
+    finally:
+        executor.stop()

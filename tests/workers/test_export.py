@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from registry.errors import ConfigurationError
 from registry.package import load_package
+from registry.settings import InferenceConfig
 from tests.packages import write_package
-from tests.servers import ROOT
+from tests.servers import ROOT, wait_until
+from tests.workers.leveled import Clock, served
+from workers.observe.metrics import InferenceMetrics
+from workers.optimizer import Optimizer
 from workers.runtime import open_runtime
-from workers.runtime.export import export_onnx, open_exported
+from workers.runtime.export import Graph, export_onnx, open_exported
+from workers.runtime.forms import Forward
+from workers.runtime.pytorch import PyTorchRuntime
 
 pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -44,11 +50,32 @@ def mlp() -> Iterator[Any]:
     runtime.close()
 
 
-def test_graph_answers_as_the_model_for_every_batch(mlp: Any, tmp_path: Path):
+class Exported(NamedTuple):
+    """A graph of the sample, and how far its logits are off."""
+
+    file: Path
+    difference: float
+
+    def session(self) -> Any:
+        return onnxruntime.InferenceSession(str(self.file), providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="module")
+def plain(mlp: Any, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    file = tmp_path_factory.mktemp("graph") / "mlp.onnx"
+    return Exported(file, export_onnx(mlp, file)["logits"])
+
+
+@pytest.fixture(scope="module")
+def int8(mlp: Any, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    file = tmp_path_factory.mktemp("graph") / "mlp8.onnx"
+    return Exported(file, export_onnx(mlp, file, is_int8=True)["logits"])
+
+
+def test_graph_answers_as_the_model_for_every_batch(mlp: Any, plain: Exported):
     """Traced with two rows, it serves one and a hundred; its output has a name that clashes with nothing."""
-    file = tmp_path / "mlp.onnx"
-    assert export_onnx(mlp, file)["logits"] < 1e-5
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    assert plain.difference < 1e-5
+    session = plain.session()
     assert [one.name for one in session.get_outputs()] == ["logits_out"]
     for rows in (1, 100):
         x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
@@ -56,13 +83,81 @@ def test_graph_answers_as_the_model_for_every_batch(mlp: Any, tmp_path: Path):
         np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_int8_graph_is_smaller_and_says_how_far_it_is_off(mlp: Any, tmp_path: Path):
+def test_int8_graph_is_smaller_and_says_how_far_it_is_off(plain: Exported, int8: Exported):
     """Dynamic quantisation takes a quarter of the bytes; what it costs in precision is returned."""
-    plain, int8 = tmp_path / "mlp.onnx", tmp_path / "mlp8.onnx"
-    exact = export_onnx(mlp, plain)["logits"]
-    rough = export_onnx(mlp, int8, is_int8=True)["logits"]
-    assert int8.stat().st_size < 0.4 * plain.stat().st_size
-    assert exact < rough < 0.1
+    assert int8.file.stat().st_size < 0.4 * plain.file.stat().st_size
+    assert plain.difference < int8.difference < 0.1
+
+
+@pytest.mark.parametrize(
+    ("form", "int8_delta", "state"), [("onnx", 0.1, "on"), ("int8", 0.1, "on"), ("int8", 1e-3, "refused")]
+)
+def test_torch_model_is_answered_by_a_graph_within_the_tolerance_only(
+    form: str,
+    int8_delta: float,
+    state: str,
+    plain: Exported,
+    int8: Exported,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A classifier of format pytorch is offered as a graph: fp32 at the setting's tolerance, int8 at that of int8, as
+    its logits move by a hundredth; where less is allowed the model goes on as it is (AR-056)."""
+    monkeypatch.setattr("safety.validators._INT8_DELTA", int8_delta)
+    monkeypatch.setattr(
+        "workers.runtime.pytorch.open_exported",
+        lambda _runtime, _threads, *, is_int8: graph_of((int8 if is_int8 else plain).session()),
+    )
+    runtime, clock = opened(ROOT / "models" / "mlp" / "1"), Clock()
+    assert isinstance(runtime, PyTorchRuntime)
+    monkeypatch.setattr(runtime, "_forward", slow(runtime._forward, clock))
+    monkeypatch.setattr(runtime, "candidates", only(runtime, form))
+    config = InferenceConfig(max_level=3)
+    metrics = InferenceMetrics((1.0,))
+    optimizer = Optimizer(
+        config, home=tmp_path, device="cpu", audit=lambda _: None, metrics=metrics, compiler=None, clock=clock
+    )
+    profiler = optimizer.attach("mlp", runtime, runtime.content_hash, 4)
+    numbers = np.random.default_rng(7).standard_normal((80, 1, 384)).astype(np.float32)
+    for first in range(0, 80, 4):
+        served(runtime, clock, [{"x": rows} for rows in numbers[first : first + 4]], profiler.observe, first)
+    while optimizer.tick():
+        pass
+    (entry,) = optimizer.report()["mlp"]
+    line = next(line for line in entry["steps"] if line["step"] == form)  # type: ignore[attr-defined]
+    assert (line["state"], runtime.forms.name) == (state, form if state == "on" else "eager"), line["reason"]
+    if form == "int8":
+        assert 1e-3 < line["evidence"]["logits.max_delta"] <= 0.1
+    if state == "refused":
+        assert line["reason"].startswith("logits: max_delta 0.0")
+        return
+    called = runtime.call_count
+    prepared = runtime.prepare([{"x": numbers[0]}])
+    answer, eager = runtime.run(prepared)["logits"], runtime.forms.reference(prepared)["logits"]
+    assert runtime.call_count == called + 1
+    assert np.abs(answer - eager).max() <= (1e-5 if form == "onnx" else 0.1) * np.abs(eager).max()
+    runtime.close()
+
+
+def graph_of(session: Any) -> Graph:
+    """As `open_exported` gives it."""
+    return lambda inputs: session.run(None, dict(inputs))
+
+
+def slow(forward: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
+    """The same, ten seconds later."""
+
+    def later(*arguments: Any) -> Any:
+        clock.now += 10.0
+        return forward(*arguments)
+
+    return later
+
+
+def only(runtime: PyTorchRuntime, form: str) -> Callable[[object], Mapping[str, Callable[[], Forward]]]:
+    """The runtime's candidates, but for all others."""
+    builder = runtime.candidates(None)[form]
+    return lambda _: {form: builder}
 
 
 def test_child_process_exports_what_its_hash_names(mlp: Any):
@@ -84,6 +179,18 @@ def test_child_refuses_files_that_changed(models_root: Path):
         open_exported(runtime, 1, is_int8=False)
 
 
+def test_model_of_other_paths_for_other_shapes_is_refused(models_root: Path, tmp_path: Path):
+    """A graph has no guards: what it would answer wrongly for some numbers of rows is not exported."""
+    body = """
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x if x.shape[0] % 4 == 3 else x * 2
+    """
+    runtime = opened(write_module(models_root, "fourth", body))
+    with pytest.raises(ConfigurationError, match=r"^fourth/1: cannot be exported to ONNX .* need a graph of their own"):
+        export_onnx(runtime, tmp_path / "model.onnx")
+
+
 def test_model_without_a_graph_is_refused_in_one_line(models_root: Path, tmp_path: Path):
     """Control flow that depends on values has no graph; the reason is one line."""
     body = """
@@ -95,3 +202,21 @@ def test_model_without_a_graph_is_refused_in_one_line(models_root: Path, tmp_pat
     with pytest.raises(ConfigurationError, match=r"^branching/1: cannot be exported to ONNX \(\w+: ") as refused:
         export_onnx(runtime, tmp_path / "model.onnx")
     assert "\n" not in str(refused.value)
+
+
+def test_exporter_that_hangs_is_ended_with_what_it_started(mlp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It has a time limit, knows no secrets of the worker, and leaves no process behind."""
+    program, seen = tmp_path / "python", tmp_path / "seen"
+    program.write_text(
+        f"#!/bin/sh\nenv > {seen}.part\nsleep 600 &\necho $! >> {seen}.part\nmv {seen}.part {seen}\nwait\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr("workers.runtime.export._TIMEOUT_S", 1.0)
+    monkeypatch.setenv("PENSTOCK_SIGNING_KEYS", "main:c2VjcmV0")
+    with pytest.raises(ConfigurationError, match=r"^mlp/1: the exporter's process took too long$"):
+        open_exported(mlp, 1, is_int8=False)
+    *environment, pid = seen.read_text().split("\n")[:-1]
+    assert [line for line in environment if line.startswith("PENSTOCK_")] == []
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", 5, "its end")

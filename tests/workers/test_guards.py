@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +21,17 @@ from registry.broker.memory import MemoryBroker
 from registry.envelope import Keyring, Retry, open_result
 from registry.package import Package, load_package
 from registry.settings import Settings
-from registry.tensors import decode
+from registry.tensors import Array, decode
 from tests.flow.conftest import amend
-from tests.packages import write_package, write_recorder
+from tests.packages import write_double, write_package, write_recorder
 from tests.servers import wait_until
 from workers.drain import Drain
 from workers.executor import Work
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Ended, Failed, Unwatched
+from workers.runtime.base import Prepared, Runtime
+from workers.runtime.forms import Forms, Forward
+from workers.served import VersionState
 
 UNSIGNED = Keyring.parse(None)
 LEASE_S = 5.0
@@ -267,6 +271,27 @@ def write_narrow(root: Path, room: Path, name: str = "narrow") -> Path:
     )
 
 
+def test_a_worker_that_loads_what_answers_stays_in_touch(models_root: Path):
+    """With a lease of a second: it takes over from the dead as soon as it can serve, not a lease after that."""
+    write_double(models_root)
+    for bench in open_bench(models_root, queue={"lease_s": 1.0}):
+        bench.employ()
+        bench.pass_time(2.0)
+        (job,) = bench.publish("double", 3)
+        bench.workers[0].turn(2)
+        dead = bench.workers[0]
+        worker = bench.employ()
+        bench.crash(dead)
+        version = worker.drain._served["double"].active
+        assert version is not None
+        version.state = VersionState.LOADING
+        bench.pass_time(3.0)
+        assert bench.state(job) is State.QUEUED
+        version.state = VersionState.READY
+        bench.pass_time(0.5)
+        assert worker.forward() == [job]
+
+
 # Suspects
 
 
@@ -340,6 +365,61 @@ def test_a_suspect_that_has_not_begun_yet_has_the_device_already(bench: Bench, m
     worker.turn(5)
     waiting = worker.drain.executor.waiting()
     assert [[item.job.header.id for item in work.batch.items] for work in waiting] == [[suspect]]
+
+
+class Formed:
+    """A runtime that has another form, which ends the process for whatever it is given."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.forms = Forms(runtime.run)
+        self.forms.use("compiled", self._end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def candidates(self, compiler: object) -> dict[str, Callable[[], Forward]]:
+        return {}
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        return self.forms.run(prepared)
+
+    @staticmethod
+    def _end(prepared: Prepared) -> dict[str, Array]:
+        raise ProcessEnds
+
+
+class ProcessEnds(BaseException):
+    """No code of ours survives it."""
+
+
+@pytest.mark.parametrize("max_rows", [16, 2], ids=["at once", "in slices"])
+def test_a_suspect_runs_in_the_form_that_its_author_built(bench: Bench, models_root: Path, max_rows: int):
+    """A form that kills its process costs no job: the second forward is the model's own, and no observer hears of it.
+    Others go on in the form in use."""
+    amend(write_double(models_root), batching={"max_batch_size": max_rows})
+    spec = load_package(models_root / "double" / "1").spec
+    job = bench._press.publication(spec, {"x": [[float(row), 0, 0, 0] for row in range(1, 5)]})
+    bench.broker.publish("double", [job], LIMITS)
+    first = bench.employ()
+    first.turn(2)
+    assert first.begin() is not None
+    bench.crash(first)
+    worker = bench.employ()
+    heard: list[Work] = []
+    version = worker.drain._served["double"].active
+    assert version is not None
+    version.runtime = formed = Formed(version.runtime)
+    version.observer = SimpleNamespace(observe=heard.append)
+    worker.drain.leases.tick()
+    bench.pass_time(LEASE_S + 1)
+    assert worker.forward() == [job.job_id]
+    assert bench.answer(job.job_id) == 2.0
+    assert heard == []
+    assert formed.forms.name == "compiled"
+    bench.publish("double", 1)
+    with pytest.raises(ProcessEnds):
+        worker.forward()
 
 
 def test_suspects_and_others_take_turns(bench: Bench, models_root: Path, ledger: Path):

@@ -220,6 +220,7 @@ def test_every_end_of_a_job_reaches_celerys_backend(shared_redis: RedisServer, b
             "job_id": f"{slot}.done",
             "model": slot,
             "version": "1",
+            "content_hash": "",
             "outputs": {"y": [[2.0, 4.0, 6.0, 8.0]]},
         }
         failure = ledger.of("failed")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 
 from registry.errors import ConfigurationError, InvalidInput, UnknownModel
 from registry.package import Package
@@ -239,3 +242,31 @@ def test_without_a_models_root_there_is_nothing():
     assert Nothing().labels("one") == []
     with pytest.raises(UnknownModel, match=r"^Unknown model 'one/1'"):
         Nothing().package("one", "1")
+
+
+def test_no_input_is_longer_than_the_setting_allows(models_root: Path):
+    """`safeguards.input_validation.max_sequence_length` is what a worker's packages are limited to, however long theirs
+    may be: at 512, 513 are refused; at 0, and with the check off, a package's own limit holds (CX-022)."""
+    for name, length in (("open", {}), ("long", {"max_length": 2048}), ("short", {"max_length": 16})):
+        file = write_package(models_root, name, SOURCE) / "model.yaml"
+        spec = yaml.safe_load(file.read_text())
+        spec["inputs"][0]["shape"] = ["batch", "length"]
+        spec["outputs"][0]["shape"] = ["batch", "length"]
+        file.write_text(yaml.safe_dump(spec | {"batching": {"length_input": "x", **length}}))
+
+    def longest(name: str, **validation: object) -> int:
+        """The longest input that is accepted."""
+        overrides = {"repo_root": str(models_root), "safeguards": {"input_validation": validation}}
+        settings = Settings.load(overrides=overrides, environ={}, cwd=models_root)
+        signature = ModelsRoot.of(settings).package(name, "1").spec.signature
+        for length in (4096, 2048, 513, 512, 128, 16):
+            with suppress(InvalidInput):
+                signature.check({"x": np.zeros((1, length), np.float32)})
+                return length
+        return 0
+
+    names = ("open", "long", "short")
+    assert [longest(name, max_sequence_length=512) for name in names] == [512, 512, 16]
+    assert [longest(name, max_sequence_length=128) for name in names] == [128, 128, 16]
+    for without in ({}, {"enabled": False, "max_sequence_length": 512}):
+        assert [longest(name, **without) for name in names] == [4096, 2048, 16]

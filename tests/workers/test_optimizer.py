@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from registry.tensors import Array
 from tests.servers import wait_until
 from tests.workers.leveled import WIDTH, Clock, Form, Rotation, served
 from workers.compilation import CompilationRefused
+from workers.decisions import Subject
 from workers.observe.metrics import InferenceMetrics
 from workers.optimizer import Optimizer
 from workers.profiler import Profiler
-from workers.progression import Standing
+from workers.progression import Decision, Readiness, Standing
 
 TOLERANCE = 1e-5
 ROWS = 32
@@ -219,6 +220,27 @@ def test_lower_form_is_not_built_when_a_higher_one_serves(make_bench: MakeBench)
     assert [step for step, _ in bench.decided()] == ["batching", "bf16"]
 
 
+def test_slow_builds_are_left_out_where_they_cannot_win(make_bench: MakeBench):
+    """Where bf16 has won by far, nothing is exported, `levels` says why, and a measurement has them all the same."""
+    forms = {"compiled": GOOD, "bf16": REDUCED, "onnx": Form(off_by(0), 0.9), "int8": Form(turned, 0.1)}
+    bench = make_bench(forms, max_level=3)
+    bench.serve(1000)
+    bench.settle()
+    assert [step for step, _ in bench.decided()] == ["batching", "bf16"]
+    assert {name: bench.step(name)["state"] for name in forms} == {
+        "compiled": "not tried",
+        "bf16": "on",
+        "onnx": "not tried",
+        "int8": "not tried",
+    }
+    assert bench.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the model as built; onnx was at")
+    answer = bench.optimizer.ask("rotation", "measure")
+    bench.settle()
+    assert "onnx refused, 0.28 times as fast as the form in use" in answer.result(0)
+    assert bench.step("onnx")["gain"] == pytest.approx(0.278, abs=1e-3)
+    assert "min_cosine" in bench.step("int8")["reason"]
+
+
 @pytest.mark.parametrize(("own", "setting", "level"), [(None, 4, 3), (None, 2, 2), (1, 4, 1), (3, 2, 2), (0, 4, 0)])
 def test_level_4_reads_as_3_and_the_package_may_ask_for_less(
     make_bench: MakeBench, own: int | None, setting: int, level: int
@@ -309,9 +331,27 @@ def test_form_that_fails_at_serving_is_disabled_once_and_for_all(make_bench: Mak
     assert (bench.entry["form"], bench.entry["level"], bench.step("compiled")["state"]) == ("eager", 2, "disabled")
 
 
+def test_how_a_form_was_compiled_goes_with_its_decision(make_bench: MakeBench):
+    """Backend and figures of the compiler are in the audit's record and the levels, also after a restart (CF-013)."""
+    made = {"backend": "inductor", "graph_breaks": 0, "graphs": 1, "compile_s": 12.5, "was_warm": False}
+    forms = {"compiled": replace(GOOD, made=made)}
+    bench = make_bench(forms)
+    bench.serve(61)
+    bench.settle()
+    assert bench.records[-1]["made"] == made
+    assert bench.step("compiled")["made"] == made
+    assert bench.step("batching")["made"] == {}
+    assert make_bench(forms).step("compiled")["made"] == made
+
+
 def standing_of(bench: Bench) -> Standing:
     (attached,) = bench.optimizer._attached.values()
     return attached.standing
+
+
+def standing_subject(bench: Bench) -> Subject:
+    (attached,) = bench.optimizer._attached.values()
+    return attached.subject
 
 
 def test_log_replays_to_the_same_state(make_bench: MakeBench):
@@ -321,7 +361,7 @@ def test_log_replays_to_the_same_state(make_bench: MakeBench):
     def change(rows: Array) -> Array:
         return rows * np.nan if fails else rows
 
-    forms = {"compiled": GOOD, "bf16": Form(change, 0.25), "onnx": Form(off_by(0), 0.2), "int8": Form(turned, 0.1)}
+    forms = {"compiled": GOOD, "bf16": Form(change, 0.6), "onnx": Form(off_by(0), 0.45), "int8": Form(turned, 0.1)}
     bench = make_bench(forms, max_level=3)
     bench.serve(400)
     bench.settle()
@@ -410,6 +450,96 @@ def test_nothing_is_turned_on_that_cannot_be_recorded(make_bench: MakeBench):
     assert bench.step("compiled")["reason"] == "it could not be recorded"
 
 
+def test_log_tells_what_the_audit_did_not_take(make_bench: MakeBench):
+    """A step that was written to one of the two records only is off, and the log replays to that (AR-029)."""
+    bench = make_bench({"compiled": GOOD})
+
+    def is_full(_: Mapping[str, object]) -> None:
+        raise OSError("no space left on device")
+
+    bench.optimizer._audit = is_full
+    bench.serve(61)
+    bench.settle()
+    live = standing_of(bench)
+    (attached,) = bench.optimizer._attached.values()
+    assert bench.optimizer.log.replayed(attached.subject, bench.optimizer.log.run) == live
+    assert (live.level, bench.runtime.forms.name) == (0, "eager")
+
+
+def test_line_that_was_cut_short_costs_no_other(make_bench: MakeBench):
+    """What a process that died left half-written is followed by a line of its own."""
+    bench = make_bench({"compiled": GOOD})
+    folder = bench.home / "decisions"
+    folder.mkdir()
+    (folder / "rotation.jsonl").write_bytes(b'{"step": ["compiled"]}\n' + b"[" * 100_000 + b'\n{"time": 1.0, "ru')
+    bench.serve(61)
+    bench.settle()
+    again = make_bench({"compiled": GOOD})
+    again.serve(1)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+def test_log_that_was_put_aside_is_still_read(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
+    """A file that grew too large makes nobody forget what was accepted."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    monkeypatch.setattr("workers.decisions._LARGEST_FILE", 0)
+    again = make_bench({"compiled": GOOD}, max_level=1)
+    again.optimizer.log.append(standing_subject(again), Decision("tokenizer-cache", "enabled"))
+    assert (bench.home / "decisions" / "rotation.jsonl.old").exists()
+    later = make_bench({"compiled": GOOD})
+    later.serve(1)
+    later.settle()
+    assert later.runtime.forms.name == "compiled"
+
+
+def test_one_slow_start_does_not_keep_a_form_away(make_bench: MakeBench):
+    """A machine that was busy while a worker began found nothing to be faster; two such starts are believed."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    for starts_before in range(2):
+        busy = make_bench({"compiled": Form(GOOD.change, cost_s=1.0)})
+        busy.serve(1)
+        busy.settle()
+        assert busy.decided("refused") == [("compiled", "refused")]
+        again = make_bench({"compiled": GOOD}, max_level=1)
+        (attached,) = again.optimizer._attached.values()
+        assert attached.earlier["compiled"].action == ("refused" if starts_before else "enabled")
+
+
+def test_other_tolerance_asks_for_another_verdict(make_bench: MakeBench):
+    """What was refused by a limit is tried anew when the operator has changed the limit."""
+    forms = {"compiled": Form(off_by(2 * TOLERANCE))}
+    bench = make_bench(forms)
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided("refused") == [("compiled", "refused")]
+    again = make_bench(forms, config={"compilation": {"tolerance": 1e-4}})
+    again.serve(61)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+def test_step_that_raises_ends_neither_the_thread_nor_an_answer(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
+    """Whatever goes wrong with one model, operators are answered and other steps are taken."""
+    bench = make_bench({"bf16": REDUCED}, max_level=3)
+
+    def broken(_step: str, _evidence: object, _max_level: int) -> Readiness:
+        raise MemoryError
+
+    bench.serve(20)
+    monkeypatch.setattr("workers.optimizer.readiness", broken)
+    bench.optimizer.start()
+    answer = bench.optimizer.ask("rotation", "optimise")
+    assert answer.result(10) == "rotation/1: it failed: MemoryError"
+    monkeypatch.undo()
+    wait_until(lambda: bench.runtime.forms.name == "bf16", 10, "the form to be used")
+    bench.optimizer.stop()
+
+
 def test_operator_has_a_form_compiled_now(make_bench: MakeBench):
     """Asked for, a minute of forwards is not waited for; the answer says what came of it."""
     bench = make_bench({"compiled": GOOD})
@@ -447,7 +577,7 @@ def test_higher_levels_can_be_measured_without_being_used(make_bench: MakeBench)
 
 def test_metrics_tell_level_and_verdicts(make_bench: MakeBench):
     """The gauge follows the level, the counter has each verdict of the gate."""
-    bench = make_bench({"bf16": REDUCED, "int8": Form(turned, 0.1)}, max_level=3)
+    bench = make_bench({"bf16": Form(REDUCED.change, 0.5), "int8": Form(turned, 0.1)}, max_level=3)
     bench.serve(200)
     bench.settle()
     found = {family.name: family.samples for family in bench.metrics.collect()}

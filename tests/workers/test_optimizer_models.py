@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from registry.package import load_package
 from registry.settings import InferenceConfig
@@ -131,32 +129,6 @@ def test_level_1_tokenises_repeats_once(minilm: EncoderRuntime, tmp_path: Path):
     assert tokeniser.tokenised - called <= len(sentences)
 
 
-def test_level_1_pool_is_used_where_it_was_measured_to_win(tmp_path: Path):
-    """With two threads granted a pool is tried on golden texts; its gain decides, and is on record (AR-053)."""
-    runtime = open_runtime(load_package(ROOT / "models" / "minilm" / "1"))
-    assert isinstance(runtime, EncoderRuntime)
-    runtime.load("cpu", 2)
-    # The tokenizer's threads are what matters here.
-    torch.set_num_threads(1)
-    assert runtime.tokeniser is not None
-    optimizer = optimizer_of(tmp_path, max_level=1)
-    profiler = optimizer.attach("minilm", runtime, runtime.content_hash, BATCH)
-    jobs = [{"text": np.array([f"pump {number}"], object)} for number in range(256)]
-    for first in range(0, 256, 64):
-        served(runtime, hurried, jobs[first : first + 64], profiler.observe, first)
-    settle(optimizer)
-    line = line_of(optimizer, "minilm", "tokenizer-pool")
-    gain = line["gain"]
-    assert isinstance(gain, float)
-    assert line["state"] == ("on" if gain >= 1.2 else "refused")
-    assert figures_of(line) == {"threads": 2.0}
-    runtime.tokeniser.cache = None
-    runtime.tokeniser.encode(texts(128))
-    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("tokenise")]
-    assert bool(helpers) is (line["state"] == "on")
-    runtime.close()
-
-
 @pytest.mark.skipif(not has_fast_bf16(), reason="this CPU has no units for bf16")
 def test_level_3_serves_bf16_once_its_vectors_matched(
     minilm: EncoderRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,9 +163,24 @@ def test_int8_of_minilm_is_refused(minilm: EncoderRuntime, tmp_path: Path, monke
     assert str(line["reason"]).startswith("embedding: min_cosine 0.")
 
 
+def test_goldens_cost_no_call_of_the_model(mlp: PyTorchRuntime, tmp_path: Path):
+    """The model is called once for each batch that is served, and the goldens are there (AR-061); `levels` says so."""
+    optimizer = optimizer_of(tmp_path, max_level=0)
+    profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
+    before = mlp.call_count
+    serve(mlp, profiler, number_jobs(JOBS))
+    settle(optimizer)
+    assert mlp.call_count == before + JOBS // BATCH
+    assert profiler.goldens is not None
+    assert len(profiler.goldens) > 0
+    (entry,) = optimizer.report()["mlp"]
+    assert entry["counts"] == {"model_calls": mlp.call_count}
+
+
 @pytest.mark.skipif(not has_fast_bf16(), reason="this CPU has no units for bf16")
-def test_logits_in_bf16_keep_their_winners(mlp: PyTorchRuntime, tmp_path: Path):
+def test_logits_in_bf16_keep_their_winners(mlp: PyTorchRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A classifier's form is judged by agreement and by how far a logit moved."""
+    monkeypatch.setattr(mlp, "candidates", only(mlp, "bf16"))
     optimizer = optimizer_of(tmp_path, max_level=3)
     profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
     serve(mlp, profiler, number_jobs(JOBS))
@@ -228,10 +215,16 @@ def test_compiled_form_is_built_beside_the_traffic_and_judged(mlp: PyTorchRuntim
     line = line_of(optimizer, "mlp", "compiled")
     assert figures_of(line)["logits.max_error_ratio"] <= 1
     assert mlp.forms.name == ("compiled" if line["state"] == "on" else "eager")
+    made = line["made"]
+    assert isinstance(made, dict)
+    assert (made["backend"], made["graphs"], made["was_warm"]) == ("inductor", 1, False)
+    assert ("uncovered_calls" in mlp.counts()) == (line["state"] == "on")
     compiler.stop()
 
 
-def only(runtime: EncoderRuntime, name: str) -> Callable[[TorchCompiler | None], dict[str, Callable[[], Forward]]]:
+def only(
+    runtime: EncoderRuntime | PyTorchRuntime, name: str
+) -> Callable[[TorchCompiler | None], dict[str, Callable[[], Forward]]]:
     """The runtime's candidates, but for all others: each takes its time to build."""
     builder = runtime.candidates(None)[name]
     return lambda _: {name: builder}

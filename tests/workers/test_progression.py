@@ -92,6 +92,40 @@ def test_each_long_build_asks_for_another_minute():
     assert readiness("bf16", replace(evidence, forward_s=2.0), 3).is_ready
 
 
+IN_VAIN = [
+    # the step, the form in use and what it gains over the model as built, and why a trial would be in vain
+    ("compiled", "bf16", 1.2, "bf16 is in use, of a higher level"),
+    ("onnx", "bf16", 3.3, "bf16 is 3.3 times as fast as the model as built; onnx was at most 2 times"),
+    ("int8", "bf16", 4.0, "bf16 is 4.0 times as fast as the model as built; int8 was at most 4 times"),
+    ("int8", "bf16", 3.3, ""),
+    ("onnx", "compiled", 1.5, ""),
+    ("compiled-bf16", "bf16", 30.0, ""),
+    ("onnx", "eager", 1.0, ""),
+    ("onnx", "onnx", 30.0, ""),
+    ("batching", "bf16", 30.0, ""),
+]
+
+
+@pytest.mark.parametrize(("step", "form", "gain", "reason"), IN_VAIN)
+def test_form_that_cannot_win_is_not_tried(step: str, form: str, gain: float, reason: str):
+    """A form is not built for half a minute that never was as fast as the one in use, unless somebody asks for it."""
+    evidence = replace(PLENTY, form=form, form_gain=gain)
+    found = readiness(step, evidence, 3)
+    assert (found.is_ready, found.is_in_vain) == (not reason, bool(reason))
+    assert not reason or found.criterion.startswith(reason)
+    assert readiness(step, replace(evidence, is_asked_for=True), 3).is_ready
+    assert readiness(step, replace(evidence, was_accepted=True), 3).is_ready is (step != "compiled")
+
+
+def test_gains_of_forms_that_replace_each_other_multiply():
+    """Each was measured against the one in use; what falls back to the model as built has gained nothing."""
+    faster = replay([Decision("bf16", "enabled", gain=3.0), Decision("compiled-bf16", "enabled", gain=1.5)])
+    assert faster.form_gain == 4.5
+    assert faster.apply(Decision("batching", "enabled")).form_gain == 4.5
+    assert faster.apply(Decision("onnx", "refused", gain=0.5)).form_gain == 4.5
+    assert faster.apply(Decision("compiled-bf16", "disabled")).form_gain == 1.0
+
+
 def test_enabled_form_replaces_the_one_in_use():
     """One form answers at a time; other steps stay as they are."""
     standing = replay([Decision(step, "enabled") for step in ("batching", "compiled", "bf16")])

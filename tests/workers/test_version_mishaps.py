@@ -6,18 +6,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from registry.broker.memory import MemoryBroker
 from registry.envelope import Failure
-from registry.errors import BrokerUnavailable
+from registry.errors import BrokerUnavailable, ConfigurationError
 from registry.package import ModelSpec, find, load_package
 from registry.settings import Settings
 from safety.keys import OperatorKey, PublicKeys
 from tests.packages import write_package
 from tests.servers import wait_until
-from tests.workers.test_versions import Stage, write_scale
+from tests.workers.test_versions import Stage, two_versions, write_scale
 from workers.library import ModelsRoot
 from workers.runtime.loading import PackageRuntime
 
@@ -25,15 +26,8 @@ from workers.runtime.loading import PackageRuntime
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """Versions 1 (x) and 2 (10 x) of a model."""
-    root = tmp_path / "models"
-    root.mkdir()
-    connect = MemoryBroker().connect
-    stage = Stage(root, connect(), connect)
-    write_scale(root, stage.model, "1", 1)
-    write_scale(root, stage.model, "2", 10)
-    yield stage
-    for drain in stage.drains:
-        drain.stop(1.0)
+    with two_versions(tmp_path, MemoryBroker().connect) as stage:
+        yield stage
 
 
 def test_a_wish_for_other_content_leaves_the_version_that_answers_alone(stage: Stage):
@@ -89,7 +83,7 @@ def test_what_ends_loading_too_late_is_closed(stage: Stage, monkeypatch: pytest.
         close(self)
 
     monkeypatch.setattr(PackageRuntime, "close", noted)
-    write_scale(stage.root, stage.model, "0.1", 5, load_s=1.0)
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
     stage.start(load_timeout_s=0.3)
     stage.result(stage.submit(1.0, "0.1"))
     wait_until(lambda: not _loading_threads(stage), 5, "the abandoned load ends")
@@ -266,6 +260,45 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
     except BaseException as error:
         pytest.fail(f"the worker does not start: {error!r}")
     assert drain.versions()[stage.model]["3"]["state"] == "failed"
+
+
+def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage, caplog: pytest.LogCaptureFixture):
+    """One raises, one answers in another shape, one hangs: the highest that loads answers, as before the restart."""
+    write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="3")
+    write_package(stage.root, stage.model, "def build():\n    return lambda x: {'y': x['x'][:, :2]}\n", version="4")
+    write_scale(stage.root, stage.model, "5", 100, load_s=0.6)
+    stage.start(load_timeout_s=0.3)
+    assert stage.answer() == ("2", 10.0)
+    assert [stage.state(label) for label in "12345"] == ["cold", "ready", "failed", "failed", "failed"]
+    assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "2"
+    (line,) = [each.getMessage() for each in caplog.records if "passed over" in each.getMessage()]
+    assert line == f"version passed over: {stage.model}/5: loading took longer than 0.3 s"
+    (stage.root / stage.model / "3" / "model.py").write_text("def build():\n    return lambda x: {'y': x['x'] * 3}\n")
+    stage.promote("3", epoch=1)
+    assert stage.answer() == ("3", 3.0)
+
+
+def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage):
+    """Nothing of it is claimed, the other models are served, and once it is mended it is."""
+    broken = write_package(stage.root, "another", "def build():\n    return lambda inputs: {'z': inputs['x']}\n")
+    drain = stage.start(load_package(broken))
+    assert stage.answer() == ("2", 10.0)
+    assert drain.versions()["another"]["1"]["state"] == "failed"
+    assert "z" in drain.versions()["another"]["1"]["problem"]
+    assert drain._shelf.claimable() == [stage.model]
+    (broken / "model.yaml").write_text((broken / "model.yaml").read_text().replace("name: y", "name: z"))
+    drain._shelf.order(drain._shelf.try_again)
+    wait_until(lambda: drain._shelf.claimable() == [stage.model, "another"], 5, "it is loaded")
+
+
+@pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["nothing else", "the settings name it"])
+def test_a_worker_without_what_it_was_asked_for_does_not_start(stage: Stage, settings: dict[str, Any]):
+    """No model at all can be loaded, or the settings name the version that cannot: a configuration to mend."""
+    write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="3")
+    for label in () if settings else ("1", "2"):
+        (stage.root / stage.model / label / "model.py").write_text("def build():\n    raise ValueError('none')\n")
+    with pytest.raises(ConfigurationError, match=r"/3: .*no weights"):
+        stage.start(**settings)
 
 
 def test_memory_is_given_back_once_versions_are_idle(stage: Stage):

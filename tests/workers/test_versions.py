@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,25 @@ class Stage:
         self.drains: list[Drain] = []
         self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
 
-    def start(self, *others: Package, verify: Verifier | None = None, **settings: Any) -> Drain:
-        """A drain that serves the highest version on disk, and other models."""
+    def start(
+        self, *others: Package, verify: Verifier | None = None, root: Path | None = None, **settings: Any
+    ) -> Drain:
+        """A drain that serves the highest version on disk, and other models; under a home of its own, if none is set.
+
+        root: its models root, where that is another.
+        """
+        name, root = f"stage-{next(self._names)}", root or self.root
+        overrides = {"queue": {"lease_s": 1.0}, "home": str(self.root.parent / name), **settings}
         drain = Drain(
-            Settings.load(overrides={"queue": {"lease_s": 1.0}, **settings}, environ={}, cwd=self.root),
+            Settings.load(overrides=overrides, environ={}, cwd=self.root),
             self._make_broker(),
-            [load_package(find(self.root, self.model).path), *others],
-            name=f"stage-{next(self._names)}",
+            [load_package(find(root, self.model).path), *others],
+            name=name,
             device="cpu",
             threads=1,
             watcher=Unwatched(),
             metrics=InferenceMetrics((0.1, 1.0)),
-            library=ModelsRoot(self.root, [self.root]),
+            library=ModelsRoot(root, [root]),
             verify=verify,
             on_version_change=lambda *change: self.changes.append(change),
         )
@@ -134,10 +142,10 @@ class Stage:
         return str((drain or self.drains[-1]).versions()[self.model].get(version, {"state": ""})["state"])
 
 
-@pytest.fixture
-def stage(connect: Connect, tmp_path: Path) -> Iterator[Stage]:
-    """Versions 1 (x) and 2 (10 x) of a model."""
-    root = tmp_path / "models"
+@contextmanager
+def two_versions(folder: Path, connect: Connect) -> Iterator[Stage]:
+    """Versions 1 (x) and 2 (10 x) of a model below a folder; the drains that were started end with the block."""
+    root = folder / "models"
     root.mkdir()
     stage = Stage(root, connect(), connect)
     write_scale(root, stage.model, "1", 1)
@@ -145,6 +153,13 @@ def stage(connect: Connect, tmp_path: Path) -> Iterator[Stage]:
     yield stage
     for drain in stage.drains:
         drain.stop(1.0)
+
+
+@pytest.fixture
+def stage(connect: Connect, tmp_path: Path) -> Iterator[Stage]:
+    """See two_versions."""
+    with two_versions(tmp_path, connect) as stage:
+        yield stage
 
 
 def test_highest_version_answers_until_one_is_promoted(stage: Stage):
@@ -355,6 +370,17 @@ def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
     wait_until(lambda: stage.state("8") == "", 5, "nobody wants it any more")
 
 
+def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: Stage):
+    """The operator gave up waiting: the load ends, and its memory is given back."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=0.4)
+    drain = stage.start()
+    drain.want(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
+    drain.let_go_of(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1") != "loading", 5, "the load ends")
+    wait_until(lambda: stage.state("0.1") == "cold", 2, "it is unloaded")
+
+
 def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(stage: Stage):
     """The wish may come before the worker hears of the flip; every answer of its last batches says what it was."""
     drain = stage.start()
@@ -365,3 +391,19 @@ def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(sta
     headers = [stage.result(job_id)[0] for job_id in jobs]
     assert {(header.version, len(header.content_hash)) for header in headers} <= {("1", 64), ("2", 64)}
     wait_until(lambda: stage.state("2", drain) == "cold", 5, "it is unloaded")
+
+
+def test_a_later_version_may_run_more_forwards_at_a_time_than_the_first(stage: Stage):
+    """Its `concurrency` holds from its promotion on, and the older version keeps its own."""
+    write_scale(stage.root, stage.model, "1.5", 100, forward_s=0.4)
+    file = stage.root / stage.model / "1.5" / "model.yaml"
+    file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 1") + "concurrency: 3\n")
+    drain = stage.start()
+    assert stage.answer() == ("2", 10.0)
+    assert drain.executor.threads == 1
+    stage.promote("1.5", epoch=1)
+    job_ids = [stage.submit(float(number)) for number in range(6)]
+    wait_until(lambda: len(drain.active()) == 3, 5, "three forwards run")
+    assert [stage.result(job_id)[1] for job_id in job_ids] == [100.0 * number for number in range(6)]
+    stage.promote("2", epoch=2)
+    assert stage.answer() == ("2", 10.0)

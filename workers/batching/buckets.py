@@ -1,7 +1,7 @@
 """What padding costs, and which lengths belong together. Pure arithmetic under the micro-batcher and the metrics.
 
-A batch of `rows` sequences is padded to its longest one: it computes rows * longest tokens. A runtime with static
-shapes pads further, to the edge of a length bucket.
+A batch of `rows` sequences is padded to its longest one: it computes rows * longest tokens. Where every shape has its
+price, as with CUDA graphs, it is padded further: to the edge of a length bucket, and to a power of two of rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 
 from registry.errors import InvalidInput
 
-__all__ = ["LengthBuckets", "Load", "Measured", "Room", "most_efficient_run", "padded_tokens", "padding_ratio"]
+__all__ = [
+    "LengthBuckets",
+    "Load",
+    "Measured",
+    "Room",
+    "most_efficient_run",
+    "padded_tokens",
+    "padding_ratio",
+    "row_bucket",
+]
 
 _SMALLEST_EDGE = 8
 
@@ -60,15 +69,20 @@ def padding_ratio(padded: int, tokens: int) -> float:
     return 1.0 - tokens / padded if padded else 0.0
 
 
-class LengthBuckets:
-    """Edges 8, 16, 24, 32, 48, 64, 96, 128, ... up to `longest`, itself the last edge.
+def row_bucket(rows: int, most: int) -> int:
+    """The smallest power of two that holds `rows`, or `most` where that is less; more than `most` are kept."""
+    return max(rows, min(1 << (rows - 1).bit_length(), most))
 
-    From 8 tokens on, padding to an edge adds less than a sequence's own length, and from 16 on less than half of
-    it: a runtime compiles a dozen shapes instead of hundreds.
+
+class LengthBuckets:
+    """Edges 8, 16, 24, 32, 48, 64, 96, 128, ... or those that are declared, up to `longest`, itself the last edge.
+
+    From 8 tokens on, padding to an edge of ours adds less than a sequence's own length, and from 16 on less than half
+    of it: a runtime meets a dozen shapes instead of hundreds. declared: ascending; those beyond `longest` are left out.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.edges = _edges(longest)
+    def __init__(self, longest: int, declared: Sequence[int] = ()) -> None:
+        self.edges = (*(edge for edge in declared if edge < longest), longest) if declared else _edges(longest)
 
     def bucket(self, length: int) -> int:
         """The smallest edge that holds `length` tokens. Raises InvalidInput beyond the last one."""

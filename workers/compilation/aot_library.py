@@ -45,21 +45,32 @@ class AotLibrary:
     """A compiled module, bound to weights. May be called on several threads at once unless `is_single`."""
 
     def __init__(
-        self, package: bytes, weights: Mapping[str, torch.Tensor], device: torch.device, *, is_single: bool = False
+        self,
+        package: bytes,
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+        *,
+        instances: int = 1,
+        is_single: bool = False,
     ) -> None:
-        """Loads the code into this process. Raises CompilationRefused if it does not load or asks for other weights.
+        """Loads the code into this process. Raises CompilationRefused if it does not load or asks for other weights,
+        OSError if there is no room to unpack it.
 
-        is_single: calls come one at a time, as the capture of a CUDA graph needs them.
+        instances: calls that may run at the same time. is_single: they come one at a time, as the capture of a CUDA
+        graph needs them.
         """
         from torch.utils import _pytree
 
         self._unflatten = _pytree.tree_unflatten
         try:
-            self._library = load_library(package, device, is_single=is_single)
+            self._library = load_library(package, device, instances=instances, is_single=is_single)
             self._library.bind(weights)
         except KeyError as error:
             raise CompilationRefused(f"The library asks for {error!s:.80}. Expected weights of the model") from None
         except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                # No room for the file, say: the library is none the worse for it. What dlopen says has no number.
+                raise
             raise CompilationRefused(f"The library cannot be loaded ({error!s:.200})") from error
         # The library keeps addresses only, so the tensors must live as long as it does.
         self._weights = weights
@@ -70,23 +81,29 @@ class AotLibrary:
         return self._unflatten(self._library.run(tensors), self._out_spec)
 
 
-def load_library(package: bytes, device: torch.device, *, is_single: bool = False) -> _Library:
+def load_library(package: bytes, device: torch.device, *, instances: int = 1, is_single: bool = False) -> _Library:
     """The library of a package, without weights."""
-    return _CudaLibrary(package, device, is_single) if device.type == "cuda" else NativeLibrary(package)
+    if device.type == "cuda":
+        return _CudaLibrary(package, device, 1 if is_single else instances, is_single)
+    return NativeLibrary(package, instances)
 
 
 class _CudaLibrary:
     """A library on a GPU, by torch's loader: it holds the interpreter's lock no longer than it takes to launch."""
 
-    def __init__(self, package: bytes, device: torch.device, is_single: bool) -> None:
-        import torch
+    def __init__(self, package: bytes, device: torch.device, instances: int, is_single: bool) -> None:
+        # That of torch._inductor does not ask how many calls may run at the same time.
+        from torch._inductor.package.package import load_package
 
         # The loader has unpacked the file when it returns.
         with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
             path = Path(folder) / "model.pt2"
             path.write_bytes(package)
-            self._model = torch._inductor.aoti_load_package(
-                str(path), run_single_threaded=is_single, device_index=-1 if device.index is None else device.index
+            self._model = load_package(
+                str(path),
+                run_single_threaded=is_single,
+                num_runners=instances,
+                device_index=-1 if device.index is None else device.index,
             )
 
     @property

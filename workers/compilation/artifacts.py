@@ -1,6 +1,7 @@
 """What was compiled once, kept for the next start: files that are used only if this machine's key sealed them.
 
     store: parts -> seal -> one file, put in place at once        load: one file -> seal compared -> parts
+    alone: of the workers that need the same, one makes it and the others wait
 
 A compiled artefact is machine code that will run in the worker. So a file is read once, its seal (HMAC-SHA256 with a
 key that lies outside of the folder) is compared over every byte, and what was read is what is used: a file that was
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import hmac
 import json
@@ -19,7 +21,8 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +36,8 @@ _KEY_BYTES: Final = 32
 _SEAL_HEX: Final = 64
 _SUFFIX: Final = ".artifact"
 _REFUSED: Final = ".refused"
+_LOCK: Final = ".lock"
+_LOOK_AGAIN_S: Final = 0.2
 _MOST_BYTES: Final = 2 << 30
 """Above it the artefacts that were not used for longest are removed."""
 
@@ -51,6 +56,30 @@ class ArtifactStore:
         self._key = _private_key(key_file)
         self._most_bytes = most_bytes
 
+    @contextlib.contextmanager
+    def alone(self, name: str, gives_up: Callable[[], bool]) -> Iterator[None]:
+        """Runs its body as the only one of all processes that asked for this name: what one makes the others find.
+
+        gives_up: asked while another process has the turn; when it says so, the body runs without. So it does where
+        nothing can be locked.
+        """
+        path = self._folder / f"{name}{_LOCK}"
+        descriptor: int | None = None
+        try:
+            while descriptor is None and not gives_up():
+                descriptor = _locked(path)
+                if descriptor is None:
+                    time.sleep(_LOOK_AGAIN_S)
+        except OSError as error:
+            logger.warning("compilations take no turns", extra={"reason": error.strerror})
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                os.close(descriptor)
+
     def load(self, name: str) -> dict[str, bytes] | None:
         """The parts that were stored under this name; None when there are none that may be used."""
         path = self._path(name)
@@ -62,7 +91,9 @@ class ArtifactStore:
         if parts is None:
             self._move_aside(path)
             return None
-        os.utime(path)
+        with contextlib.suppress(OSError):
+            # A folder that is read-only here, or a file that another worker has just dropped.
+            os.utime(path)
         return parts
 
     def store(self, name: str, parts: Mapping[str, bytes]) -> None:
@@ -81,7 +112,8 @@ class ArtifactStore:
 
     def discard(self, name: str) -> None:
         """Removes what does not work here although nobody changed it."""
-        self._path(name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path(name).unlink()
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{_SUFFIX}"
@@ -126,6 +158,23 @@ class ArtifactStore:
                 break
             path.unlink(missing_ok=True)
             excess -= state.st_size
+
+
+def _locked(path: Path) -> int | None:
+    """The file, locked by this process; None while another one has it. Raises OSError where there can be none."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had it may have removed it between our open and our lock.
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def _private_folder(folder: Path) -> Path:

@@ -24,13 +24,14 @@ from registry.package import load_package
 from workers.compilation.aot_library import load_library, state_of
 from workers.compilation.build_process import FINDINGS, PART_SUFFIX
 from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused, Shapes
+from workers.compilation.target import CompilableRuntime, CompilationRefused, Shapes
+from workers.compilation.tracing import first_line, trace
 from workers.runtime.open import open_runtime
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["main", "trace"]
+__all__ = ["main"]
 
 _NICENESS: Final = 5
 """Forwards of the worker come first."""
@@ -58,7 +59,7 @@ def main() -> None:
         parts = _refusal(str(error))
     except Exception as error:
         # Nobody reads this process's stderr.
-        parts = _refusal(f"The compiler failed ({_first_line(error)})")
+        parts = _refusal(f"The compiler failed ({first_line(error)})")
     for name, data in parts.items():
         (folder / f"{name}{PART_SUFFIX}").write_bytes(data)
 
@@ -101,48 +102,13 @@ def _is_compilable(runtime: object) -> TypeGuard[CompilableRuntime]:
     return hasattr(runtime, "compilable")
 
 
-def trace(target: Compilable, shapes: Shapes) -> torch.export.ExportedProgram:
-    """One graph for all shapes. Raises CompilationRefused where there is none."""
-    import torch
-
-    dynamic = tuple(
-        {number: torch.export.Dim.DYNAMIC for number, span in enumerate(spans) if span.is_dynamic}
-        for spans in shapes.spans
-    )
-    try:
-        with torch.inference_mode():
-            program = torch.export.export(target.module, shapes.traced(target.examples), dynamic_shapes=dynamic)
-    except Exception as error:
-        # The tracer raises whatever the model does, and more.
-        raise CompilationRefused(f"The model cannot be traced as one graph ({_first_line(error)})") from error
-    _check_guards(program, shapes)
-    return program
-
-
-def _check_guards(program: torch.export.ExportedProgram, shapes: Shapes) -> None:
-    """The compiled code has no guards: what the traced ones would refuse, it would answer wrongly."""
-    import torch
-
-    guards = getattr(program.module(), "_guards_fn", None)
-    if guards is None:
-        return
-    for extents in shapes.sweep():
-        tensors = [
-            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(extents, shapes.dtypes, strict=True)
-        ]
-        try:
-            guards(*tensors)
-        except AssertionError as error:
-            raise CompilationRefused(f"Shapes {extents} need a graph of their own ({error!s:.120})") from None
-
-
 def _compile(program: torch.export.ExportedProgram, path: Path) -> bytes:
     import torch
 
     try:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_COMPILER_CONFIG)
     except Exception as error:
-        raise CompilationRefused(f"The model cannot be compiled ({_first_line(error)})") from error
+        raise CompilationRefused(f"The model cannot be compiled ({first_line(error)})") from error
     return path.read_bytes()
 
 
@@ -154,10 +120,6 @@ def _own_constants(
 
     own = set(load_library(library, device).constant_names()) - set(state_of(module))
     return save({name: program.constants[name].detach().cpu().contiguous() for name in own})
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ class BuildProcess:
             raise CompilationRefused(reason)
         return parts
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether every later build is refused."""
+        return self._is_stopped
+
     def stop(self) -> None:
         """Ends the build under way; it and every later one is refused."""
         with self._lock:

@@ -28,9 +28,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from registry.package import ModelSpec
 from registry.settings import CompilationConfig
 from workers.compilation.aot_library import AotLibrary, state_of
 from workers.compilation.artifacts import ArtifactStore
@@ -39,6 +41,7 @@ from workers.compilation.cuda_graphs import GraphReplays
 from workers.compilation.forward import Backend, CompilationReport, CompiledForward
 from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
 from workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused, Shapes
+from workers.runtime.torch_device import sharing_weights
 
 if TYPE_CHECKING:
     import torch
@@ -85,20 +88,28 @@ class TorchCompiler:
             raise CompilationRefused("compilation.enabled is false")
         with self._turn:
             job = _Job.of(self._config, runtime, form)
-            parts = self._store.load(job.name)
-            if parts is not None:
-                try:
-                    return self._checked(job, parts, was_warm=True)
-                except CompilationRefused as refusal:
-                    # Sealed by this machine and yet of no use, as after a change of drivers.
-                    logger.warning("a stored compiled model is dropped", extra={"reason": str(refusal)})
-                    self._store.discard(job.name)
-            parts = self._builds.run(
-                {**job.request, "max_graph_breaks": self._monitor.max_graph_breaks}, threads=job.threads
-            )
-            compiled = self._checked(job, parts, was_warm=False)
-            self._store.store(job.name, parts)
-            return compiled
+            with self._store.alone(job.name, lambda: self._builds.is_stopped):
+                return self._stored(self._store, job) or self._built(self._store, job)
+
+    def _stored(self, store: ArtifactStore, job: _Job) -> CompiledForward | None:
+        """From what was compiled before; None where that is of no use."""
+        parts = store.load(job.name)
+        if parts is None:
+            return None
+        try:
+            return self._checked(job, parts, was_warm=True)
+        except CompilationRefused as refusal:
+            # Sealed by this machine and yet of no use, as after a change of drivers.
+            logger.warning("a stored compiled model is dropped", extra={"reason": str(refusal)})
+            store.discard(job.name)
+            return None
+
+    def _built(self, store: ArtifactStore, job: _Job) -> CompiledForward:
+        request = {**job.request, "max_graph_breaks": self._monitor.max_graph_breaks}
+        parts = self._builds.run(request, threads=job.threads)
+        compiled = self._checked(job, parts, was_warm=False)
+        store.store(job.name, parts)
+        return compiled
 
     def stop(self) -> None:
         """Ends the compilation under way; it and every later one that is not stored is refused."""
@@ -107,9 +118,11 @@ class TorchCompiler:
     def _checked(self, job: _Job, parts: Mapping[str, bytes], *, was_warm: bool) -> CompiledForward:
         """The form after it answered as the module does."""
         findings = json.loads(parts[FINDINGS])
+        # Not before the child's minute, in which whatever else the worker loads makes it grow.
+        before_mb = _used_mb(job.shapes.device)
         library = job.library(parts)
         self._compare(job, library, was_warm=was_warm)
-        health = self._monitor.check_health(job.before_mb, _used_mb(job.shapes.device))
+        health = self._monitor.check_health(before_mb, _used_mb(job.shapes.device))
         if not health:
             raise CompilationRefused("; ".join(health.reasons))
         return CompiledForward(
@@ -131,9 +144,11 @@ class TorchCompiler:
         import torch
 
         tolerance = max(self._config.tolerance, _ROUNDING_ERRORS * _coarsest_unit(job.target.module))
+        # The module itself serves on another thread meanwhile.
+        module = sharing_weights(job.target.module)
         with torch.inference_mode():
             for example in job.smallest if was_warm else job.target.examples:
-                expected = job.target.module(*example)
+                expected = module(*example)
                 try:
                     found = library(*(tensor.contiguous() for tensor in example))
                 except RuntimeError as error:
@@ -158,7 +173,8 @@ class _Job:
     backend: Backend
     threads: int
     begun: float
-    before_mb: float
+    instances: int
+    """Calls that may run at the same time."""
 
     @classmethod
     def of(cls, config: CompilationConfig, runtime: CompilableRuntime, form: str) -> _Job:
@@ -186,7 +202,7 @@ class _Job:
             _backend(config, shapes.device),
             threads,
             begun,
-            _used_mb(shapes.device),
+            _calls_at_a_time(runtime.package.spec),
         )
 
     @property
@@ -201,8 +217,14 @@ class _Job:
         is_replayed = self.backend == "cudagraphs"
         constants = {name: tensor.to(self.shapes.device) for name, tensor in load(parts["constants"]).items()}
         weights = {**state_of(self.target.module), **constants}
-        library = AotLibrary(parts["library"], weights, self.shapes.device, is_single=is_replayed)
-        return GraphReplays(library, self.shapes.device) if is_replayed else library
+        device = self.shapes.device
+        library = AotLibrary(parts["library"], weights, device, instances=self.instances, is_single=is_replayed)
+        return GraphReplays(library, device) if is_replayed else library
+
+
+def _calls_at_a_time(spec: ModelSpec) -> int:
+    """As many as there are model threads for it, and one that times a form beside them."""
+    return 1 + max(spec.policy_for(endpoint).concurrency or 1 for endpoint in ("", *spec.policy.endpoints))
 
 
 def _backend(config: CompilationConfig, device: torch.device) -> Backend:
@@ -219,9 +241,18 @@ def _artifact_name(request: Mapping[str, object], shapes: Shapes) -> str:
         **{key: value for key, value in request.items() if key != "package"},
         "shapes": shapes.as_data(),
         "torch": torch.__version__,
+        "transformers": _transformers_version(),
         "machine": _machine(shapes.device),
     }
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+
+
+def _transformers_version() -> str:
+    """That of the library whose models are compiled: it has the code that the packages' files do not."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return ""
 
 
 def _machine(device: torch.device) -> list[str]:
@@ -244,7 +275,11 @@ def _used_mb(device: torch.device) -> float:
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    on_device = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    on_device = 0
+    if device.type == "cuda":
+        # What torch merely keeps for the next forward is nothing that anybody holds.
+        torch.cuda.empty_cache()
+        on_device = torch.cuda.memory_reserved(device)
     return (pages * _PAGE_BYTES + on_device) / _MB
 
 
@@ -266,6 +301,10 @@ def _is_close(found: object, expected: object, tolerance: float) -> bool:
     return spec == wanted_spec and all(
         one.shape == other.shape
         and one.dtype == other.dtype
-        and torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        and (
+            torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+            if one.is_floating_point()
+            else torch.equal(one, other)
+        )
         for one, other in zip(values, wanted, strict=True)
     )

@@ -18,6 +18,8 @@ __all__ = ["GraphReplays"]
 
 _MOST_GRAPHS: Final = 64
 _WARM_UP_CALLS: Final = 2
+_capturing: Final = threading.Lock()
+"""A capture begins by waiting for the device, which another one under way does not bear."""
 
 
 class GraphReplays:
@@ -30,8 +32,15 @@ class GraphReplays:
         self._device = device
         self._most_graphs = most_graphs
         self._captured: dict[tuple[torch.Size, ...], _Captured] = {}
+        self._pool: Any = None
+        """The memory that all graphs compute in: they are replayed one at a time, and their outputs copied out."""
         # A graph has one set of inputs and outputs.
         self._lock = threading.Lock()
+
+    @property
+    def graphs(self) -> int:
+        """How many combinations of shapes have a graph."""
+        return len(self._captured)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """What `forward` returns, in memory of its own."""
@@ -41,7 +50,8 @@ class GraphReplays:
             if captured is None:
                 if len(self._captured) >= self._most_graphs:
                     return self._forward(*tensors)
-                captured = self._captured[shapes] = _Captured(self._forward, tensors, self._device)
+                captured = _Captured(self._forward, tensors, self._device, self._pool)
+                self._captured[shapes], self._pool = captured, captured.pool
             self.replays += 1
             return captured.replay(tensors)
 
@@ -49,14 +59,17 @@ class GraphReplays:
 class _Captured:
     """The graph of one combination of shapes."""
 
-    def __init__(self, forward: Callable[..., Any], tensors: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], tensors: tuple[torch.Tensor, ...], device: torch.device, pool: Any
+    ) -> None:
         import torch
         from torch.utils import _pytree
 
         self._map = _pytree.tree_map
         self._inputs = [tensor.clone() for tensor in tensors]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device):
+        # A capture that fails leaves its stream as the current one, if nobody puts the other back.
+        with _capturing, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
             # Whatever a first call allocates or chooses must have happened before the capture.
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
@@ -65,8 +78,10 @@ class _Captured:
                     forward(*self._inputs)
             torch.cuda.current_stream().wait_stream(side)
             # Other threads go on using the device meanwhile.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self._outputs = forward(*self._inputs)
+        self.pool = self._graph.pool()
+        """Where it computes."""
 
     def replay(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The outputs for these inputs, copied out before the next replay overwrites them."""

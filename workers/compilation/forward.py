@@ -61,6 +61,13 @@ class CompiledForward:
         """Calls that a CUDA graph answered."""
         return self._library.replays if isinstance(self._library, GraphReplays) else 0
 
+    def counts(self) -> dict[str, int]:
+        """What it has met: calls of shapes that it does not serve, and the CUDA graphs of those that it does."""
+        counts = {"uncovered_calls": self._uncovered_calls}
+        if isinstance(self._library, GraphReplays):
+            counts |= {"cuda_graphs": self._library.graphs, "replays": self._library.replays}
+        return counts
+
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """What the module returns for these tensors. Raises what the device raises."""
         library = self._library

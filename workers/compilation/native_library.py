@@ -41,9 +41,13 @@ class _Weight(ctypes.Structure):
 
 
 class NativeLibrary:
-    """A library on the CPU and one instance of its model; calls of several threads take turns. It is bound once."""
+    """A library on the CPU and so many instances of its model, which share weights. It is bound once.
 
-    def __init__(self, package: bytes) -> None:
+    More calls at a time than there are instances take turns; and where one of them fails, torch 2.13 forgets to wake
+    those that wait.
+    """
+
+    def __init__(self, package: bytes, instances: int = 1) -> None:
         """Raises CompilationRefused for a package without code that runs alone, OSError if it cannot be loaded."""
         with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
             path = Path(folder) / "model.so"
@@ -55,7 +59,11 @@ class NativeLibrary:
         weakref.finalize(self, _release, self._library, self._container, self._weights).atexit = False
         try:
             self._do(
-                "CreateWithDevice", ctypes.byref(self._container), ctypes.c_size_t(1), b"cpu", ctypes.c_char_p(None)
+                "CreateWithDevice",
+                ctypes.byref(self._container),
+                ctypes.c_size_t(instances),
+                b"cpu",
+                ctypes.c_char_p(None),
             )
             self._outputs = self._size("GetNumOutputs")
             in_spec, out_spec = ctypes.c_char_p(), ctypes.c_char_p()

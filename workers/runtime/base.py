@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from registry.package import ModelSpec
 from registry.tensors import Array
 
-__all__ = ["DeviceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
+__all__ = ["Counted", "DeviceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
 
 
 class DeviceLost(Exception):
@@ -100,7 +100,7 @@ class Runtime(Protocol):
         """
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
-        """One forward; outputs on the host, rows in the order of the jobs.
+        """One forward; outputs on the host, rows in the order of the jobs, in memory that no later forward writes to.
 
         Raises OutOfMemory when the batch does not fit the device, DeviceLost when nothing will any more, and
         ModelError when the outputs are not those declared, as a missing row would give a job its neighbour's answer.
@@ -117,6 +117,14 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """Lets go of the model and its device memory; a load that is under way lets go of it when it ends."""
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """What counts what it does."""
+
+    def counts(self) -> Mapping[str, int]:
+        """The numbers since it was made or loaded, by name. For any thread."""
 
 
 def concatenate(jobs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:

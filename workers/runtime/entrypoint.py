@@ -54,7 +54,8 @@ class PackageModules:
     def forget(self) -> None:
         """Drops the modules; what they made goes on working, but for imports that it has yet to do."""
         _FINDER.forget(self._name)
-        for name in [name for name in sys.modules if name == self._name or name.startswith(f"{self._name}.")]:
+        # Copied in one go: another thread may be importing.
+        for name in [name for name in list(sys.modules) if name == self._name or name.startswith(f"{self._name}.")]:
             sys.modules.pop(name, None)
 
     def find(self, name: str) -> ModuleSpec | None:

@@ -2,6 +2,7 @@
 
     runtime.exportable() -> export_onnx -> graph, checked, its answers compared with the model's -> a file
     a worker             -> open_exported: the same in a child process -> a session of ONNX Runtime
+    an operator          -> exporter.py: the same -> a file to keep
 
 A child process, because torch.export replaces methods of torch.nn.Module for every thread while it traces: forwards
 that run meanwhile fail. The child loads the package anew, so what it exports is what its content hash names.
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,14 +28,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from registry.errors import ConfigurationError
-from registry.package import Package, load_package
+from registry.package import Package
 from registry.sections import Precision
 from registry.tensors import Array
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Exportable", "ExportableRuntime", "Graph", "export_onnx", "main", "open_exported"]
+    from workers.compilation import Compilable
+
+__all__ = ["Exportable", "ExportableRuntime", "Graph", "export_in_child", "export_onnx", "open_exported", "told_beside"]
 
 Graph: TypeAlias = Callable[[Mapping[str, Array]], list[Array]]
 """Inputs by name -> outputs in declared order."""
@@ -43,6 +46,7 @@ _OPSET: Final = 18
 _TIMEOUT_S: Final = 300.0
 _TOLERANCE: Final = 1e-3
 """An exported fp32 graph that differs by more computes something else; how little it must differ is the gate's."""
+_SECRETS: Final = "PENSTOCK_"
 _QUIET: Final = 3
 """Errors only, of ONNX Runtime's severities."""
 
@@ -81,6 +85,9 @@ class ExportableRuntime(Protocol):
     def exportable(self) -> Exportable:
         """What is exported. Raises ConfigurationError where the model has no graph of fixed inputs."""
 
+    def compilable(self, form: str) -> Compilable:
+        """Whose examples span the shapes that are served; see CompilableRuntime."""
+
 
 def export_onnx(runtime: ExportableRuntime, file: Path, *, is_int8: bool = False) -> dict[str, float]:
     """Writes the model as an ONNX graph with dynamic batch and sequence axes. Not for a process that serves.
@@ -96,8 +103,13 @@ def export_onnx(runtime: ExportableRuntime, file: Path, *, is_int8: bool = False
     try:
         import onnx
 
+        from workers.compilation.target import Shapes
+        from workers.compilation.tracing import trace
         from workers.runtime.declared import Declared
 
+        # A graph has no guards: a model that takes another path for some shapes would answer those wrongly.
+        served = runtime.compilable("compiled")
+        trace(served, Shapes.of(served.examples))
         module = Declared(exportable.module, exportable.outputs).eval()
         with torch.inference_mode():
             torch.onnx.export(
@@ -149,70 +161,60 @@ def open_exported(runtime: ExportableRuntime, threads: int, *, is_int8: bool) ->
             "file": str(file),
             "is_int8": is_int8,
         }
-        refusal = _run_child(request)
-        if refusal or not file.is_file():
-            raise ConfigurationError(refusal or f"{reference}: the exporter's process ended without a graph")
+        export_in_child(request, reference)
         return _open_graph(file, threads)
 
 
-def main() -> None:
-    """The child: reads a request from its first line of input, and writes why it was refused, if it was."""
-    request = json.loads(sys.stdin.readline())
-    # The pipe stays open for as long as anybody wants the answer.
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    from workers.runtime.open import open_runtime
-
-    try:
-        package = load_package(Path(request["package"]))
-        runtime: Any = open_runtime(package, request["content_hash"], precision=request["precision"])
-        runtime.load("cpu", 1)
-        export_onnx(runtime, Path(request["file"]), is_int8=request["is_int8"])
-    except ConfigurationError as error:
-        sys.stderr.write(f"\n{error}")
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+def export_in_child(request: Mapping[str, object], reference: str) -> dict[str, float]:
+    """By output, how far the graph is off. Raises ConfigurationError when there is no graph afterwards."""
+    status = _run_child(request)
+    told_file = told_beside(Path(str(request["file"])))
+    if status != 0 or not told_file.is_file():
+        ended = "took too long" if status is None else f"ended with status {status}"
+        raise ConfigurationError(f"{reference}: the exporter's process {ended}")
+    told = json.loads(told_file.read_bytes())
+    if "refused" in told:
+        raise ConfigurationError(told["refused"])
+    differences: dict[str, float] = told["differences"]
+    return differences
 
 
-def _run_child(request: Mapping[str, object]) -> str:
-    """Why there is no graph; empty when there is one."""
-    command = [sys.executable, "-m", "workers.runtime.export"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def told_beside(file: Path) -> Path:
+    """Where the child writes how it went."""
+    return file.with_suffix(".json")
+
+
+def _run_child(request: Mapping[str, object]) -> int | None:
+    """The child's exit status; None when the time was over. Nothing of it runs afterwards."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_SECRETS)}
     with subprocess.Popen(
-        command,
+        [sys.executable, "-m", "workers.runtime.exporter"],
         stdin=subprocess.PIPE,
+        # What a package's code prints has no end that anybody knows.
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment,
+        stderr=subprocess.DEVNULL,
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         start_new_session=True,
     ) as child:
-        timer = threading.Timer(_TIMEOUT_S, child.kill)
-        timer.start()
         try:
-            told = _tell_and_listen(child, json.dumps(request).encode() + b"\n")
+            _tell(child, json.dumps(request).encode() + b"\n")
+            return child.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
         finally:
-            timer.cancel()
-            child.kill()
-        status = child.wait()
-    lines = told.decode(errors="replace").strip().splitlines()
-    return "" if status == 0 else (lines[-1][:400] if lines and status == 1 else f"The exporter ended with {status}")
+            if child.returncode is None:
+                # A group of its own, so that whatever it started ends with it.
+                os.killpg(child.pid, signal.SIGKILL)
 
 
-def _tell_and_listen(child: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """What the child wrote to stderr until it ended; its input stays open so long."""
-    stdin, stderr = child.stdin, child.stderr
-    if stdin is None or stderr is None:
-        raise ValueError("the child has no pipes")
+def _tell(child: subprocess.Popen[bytes], request: bytes) -> None:
+    """Writes the request; the child's input stays open."""
+    if child.stdin is None:
+        raise ValueError("the child has no pipe")
     # It may have ended already; its status says how.
     with suppress(BrokenPipeError):
-        stdin.write(request)
-        stdin.flush()
-    return stderr.read()
-
-
-def _end_with_the_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
+        child.stdin.write(request)
+        child.stdin.flush()
 
 
 def _dynamic_shapes(exportable: Exportable) -> tuple[tuple[dict[int, Any], ...]]:
@@ -268,7 +270,3 @@ def _open_graph(file: Path, threads: int) -> Graph:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     return lambda inputs: session.run(None, dict(inputs))
-
-
-if __name__ == "__main__":
-    main()

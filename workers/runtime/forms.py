@@ -14,18 +14,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from registry.package import ModelSpec
 from registry.tensors import Array
-from workers.runtime.base import DeviceLost, Prepared
+from workers.runtime.base import Counted, DeviceLost, Prepared
 
 if TYPE_CHECKING:
     from workers.compilation import TorchCompiler
 
-__all__ = ["EAGER", "Forms", "Forward", "Tunable", "finite_outputs"]
+__all__ = ["EAGER", "Forms", "Forward", "Recorded", "Tunable", "Twinned", "finite_outputs", "twin_of"]
 
 logger = logging.getLogger("runtime")
 
@@ -34,6 +35,36 @@ Forward: TypeAlias = Callable[[Prepared], dict[str, Array]]
 
 EAGER: Final = "eager"
 """The name of the reference."""
+
+
+@runtime_checkable
+class Twinned(Protocol):
+    """A forward that runs an author's code, which need not bear a second call at the same time."""
+
+    def __call__(self, prepared: Prepared) -> dict[str, Array]:
+        """See Forward."""
+
+    def twin(self) -> Forward:
+        """The same for another thread: it answers alike and shares nothing that changes."""
+
+
+def twin_of(forward: Forward) -> Forward:
+    """What a thread that is none of the model's may call while the model serves."""
+    return forward.twin() if isinstance(forward, Twinned) else forward
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A forward of which is known how it was made, and what it has met since; see Counted."""
+
+    forward: Forward
+    made: Mapping[str, object]
+    """Plain data, for the record of the decision to use it."""
+    counts: Callable[[], Mapping[str, int]]
+
+    def __call__(self, prepared: Prepared) -> dict[str, Array]:
+        """See Forward."""
+        return self.forward(prepared)
 
 
 class _Form(NamedTuple):
@@ -84,6 +115,11 @@ class Forms:
     def forward(self) -> Forward:
         """What that form does; unlike `run` it has no reference to fall back to."""
         return self._current.forward
+
+    def counts(self) -> Mapping[str, int]:
+        """What the form in use has counted; see Counted."""
+        forward = self._current.forward
+        return forward.counts() if isinstance(forward, Counted) else {}
 
     def use(self, name: str, forward: Forward) -> None:
         """From the next batch on this form answers."""

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from registry.errors import ConfigurationError, ModelError, ModelNotReady
 from registry.manifest import Manifest
 from registry.package import ModelSpec, Package
 from registry.sections import Precision
 from registry.tensors import Array
+from workers.frameworks.adapters import Adapter
+from workers.frameworks.inference_proxy import InferenceProxy
 from workers.runtime.base import Prepared, StreamContext
 
 __all__ = ["Loading", "PackageRuntime"]
@@ -52,6 +54,8 @@ class PackageRuntime(ABC):
         self._loading = loading or Loading()
         self._content_hash = ""
         self._memory_bytes = 0
+        self._adapter: Adapter | InferenceProxy | None = None
+        """Through which the model that was built is called; None until then."""
         self._is_loading = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -80,6 +84,15 @@ class PackageRuntime(ABC):
     def memory_bytes(self) -> int:
         """Bytes of the weights and buffers, on the host or the device; 0 unless loaded."""
         return self._memory_bytes
+
+    @property
+    def call_count(self) -> int:
+        """How often the model as it was built has been called since, warm-up included; its other forms are not it."""
+        return 0 if self._adapter is None else self._adapter.call_count
+
+    def counts(self) -> dict[str, int]:
+        """See Counted."""
+        return {"model_calls": self.call_count}
 
     @property
     def precision(self) -> Precision:
@@ -142,6 +155,11 @@ class PackageRuntime(ABC):
     def _release(self) -> None:
         """Lets go of whatever was built; also of half of it, and more than once."""
 
+    @property
+    def _warm_up_lengths(self) -> Sequence[int]:
+        """The lengths to warm up with."""
+        return (_EXAMPLE_LENGTH,)
+
     def _example(self, rows: int, length: int) -> dict[str, Array]:
         """Valid inputs of `rows` rows whose free dimensions are `length` long."""
         return self.spec.signature.example(rows, length)
@@ -160,6 +178,13 @@ class PackageRuntime(ABC):
                 f"{self.spec.reference}: precision: found {self.spec.precision}, expected auto for format "
                 f"{self.spec.format}: {reason}"
             )
+
+    @property
+    def _called(self) -> Callable[..., Any]:
+        """The model as it is called at serving."""
+        if self._adapter is None:
+            raise self._not_loaded()
+        return self._adapter
 
     def _not_loaded(self) -> ModelNotReady:
         return ModelNotReady(f"Model not loaded: {self.spec.reference}")
@@ -197,7 +222,7 @@ class PackageRuntime(ABC):
 
         The first has two rows, as one row hides a model that gives one answer for all of them; a lone job's come next.
         """
-        lengths = self.spec.batching.buckets or (_EXAMPLE_LENGTH,)
+        lengths = self._warm_up_lengths
         for number in range(max(1, self._loading.warmup_requests, len(lengths))):
             self._try_forward(1 if number else 2, lengths[number % len(lengths)])
 

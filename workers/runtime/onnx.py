@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from registry.errors import ConfigurationError, OutOfMemory, shown
 from registry.manifest import Manifest
-from registry.package import Package
+from registry.package import SPEC_FILE, Package
 from registry.signature import TensorSpec
 from registry.tensors import Array
+from workers.frameworks.adapters import adapt
 from workers.runtime.base import DeviceLost, Prepared, concatenate
 from workers.runtime.loading import Loading, PackageRuntime
 
@@ -47,25 +51,24 @@ class OnnxRuntime(PackageRuntime):
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One run of the session."""
-        session = self.model
-        if session is None:
-            raise self._not_loaded()
+        session = self._called
         with _errors_told_apart():
-            arrays = dict(zip(self._outputs, session.run(self._outputs, prepared.payload), strict=True))
+            arrays = dict(zip(self._outputs, session(self._outputs, prepared.payload), strict=True))
         self.spec.signature.check_outputs(arrays, prepared.rows)
         return arrays
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
         self._refuse_precision("a graph has the precision that it was exported with")
-        self.model = self._session(device, threads)
+        self.model = self._session(manifest, device, threads)
         self._check_names("input", self.spec.inputs, self.model.get_inputs(), self.model.get_overridable_initializers())
         self._check_names("output", self.spec.outputs, self.model.get_outputs(), [])
+        self._adapter = adapt(self.model)
         return self._package_bytes(manifest)
 
     def _release(self) -> None:
-        self.model = None
+        self.model = self._adapter = None
 
-    def _session(self, device: str, threads: int) -> InferenceSession:
+    def _session(self, manifest: Manifest, device: str, threads: int) -> InferenceSession:
         try:
             import onnxruntime
         except ImportError:
@@ -79,7 +82,8 @@ class OnnxRuntime(PackageRuntime):
         file = self._weights_file()
         providers = self._providers(device, onnxruntime.get_available_providers())
         try:
-            session = onnxruntime.InferenceSession(file, options, providers=providers)
+            with self._out_of_reach(file, manifest) as graph:
+                session = onnxruntime.InferenceSession(graph, options, providers=providers)
         except Exception as error:  # its errors share no class but this one
             raise ConfigurationError(
                 f"{self.spec.reference}: weights: {file.name} cannot be loaded ({type(error).__name__})"
@@ -88,6 +92,25 @@ class OnnxRuntime(PackageRuntime):
             # It falls back without a word when the provider's libraries cannot be loaded.
             raise ConfigurationError(f"{self.spec.reference}: onnxruntime cannot use {device}, expected a CUDA setup")
         return session
+
+    @contextmanager
+    def _out_of_reach(self, file: Path, manifest: Manifest) -> Iterator[Path]:
+        """The graph, in a copy if weights lie beside it: ONNX Runtime maps them, and answers whatever is written there.
+
+        The copy is gone when the session is there, but for what that has mapped.
+        """
+        folder = self._package.folder
+        files = [path for name in manifest.files if (path := folder / name).is_relative_to(file.parent)]
+        beside = [path for path in files if path not in (file, folder / SPEC_FILE)]
+        if not beside:
+            yield file
+            return
+        with TemporaryDirectory(prefix="penstock-onnx-") as copies:
+            for path in (file, *beside):
+                copy = Path(copies) / path.relative_to(file.parent)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copyfile(path, copy)
+            yield Path(copies) / file.name
 
     def _providers(self, device: str, available: Sequence[str]) -> list[object]:
         if device == "cpu":

@@ -3,7 +3,9 @@
     texts -> prepare: as they are -> run: one call of the pipeline, one batch -> fields of each row's best answers
 
 An output bears the name of a field of the pipeline's answers: `label` and `score` of a text-classification, `token`,
-`token_str`, `sequence` and `score` of a fill-mask. Its shape is (batch,) for the best one, (batch, k) for the best k.
+`token_str`, `sequence` and `score` of a fill-mask, `entity_group`, `word`, `start`, `end` and `score` of a
+token-classification. Its shape is (batch,) for the best one, (batch, k) for the best k. Where a text has fewer entities
+than that, the rest are empty, with a score of 0.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from registry.errors import ConfigurationError, InvalidInput, ModelError
 from registry.manifest import Manifest
 from registry.package import Package
 from registry.tensors import DTYPES, Array
+from workers.frameworks.adapters import adapt
 from workers.runtime.base import Prepared
 from workers.runtime.loading import Loading, PackageRuntime
 from workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
@@ -35,16 +38,30 @@ class _Task(NamedTuple):
 
     model_class: str
     """The library's class that loads its models."""
+    best: Callable[[int], dict[str, object]]
+    """Tells a call how many answers a text gets, where it can be told."""
     cut: Callable[[int], dict[str, object]]
-    """Tells a call to cut texts at so many tokens."""
+    """Tells a call to cut texts at so many tokens, where it would not by itself."""
+    blank: Mapping[str, object] | None = None
+    """What stands for an answer that a text does not have; None: each text has as many as are asked for."""
 
 
 _TASKS: Final = {
     "fill-mask": _Task(
-        "AutoModelForMaskedLM", lambda length: {"tokenizer_kwargs": {"truncation": True, "max_length": length}}
+        "AutoModelForMaskedLM",
+        lambda best: {"top_k": best},
+        lambda length: {"tokenizer_kwargs": {"truncation": True, "max_length": length}},
     ),
     "text-classification": _Task(
-        "AutoModelForSequenceClassification", lambda length: {"truncation": True, "max_length": length}
+        "AutoModelForSequenceClassification",
+        lambda best: {"top_k": best},
+        lambda length: {"truncation": True, "max_length": length},
+    ),
+    "token-classification": _Task(
+        "AutoModelForTokenClassification",
+        lambda best: {"aggregation_strategy": "simple"},
+        lambda length: {},
+        {"entity_group": "", "word": "", "start": 0, "end": 0, "score": 0.0},
     ),
 }
 """The tasks that give every row the same fields."""
@@ -59,6 +76,7 @@ class PipelineRuntime(PackageRuntime):
         super().__init__(package, loading)
         self._input = package.spec.inputs[0].name
         self._best = 1
+        self._blank: Mapping[str, object] | None = None
         self._max_tokens = 0
         self._arguments: dict[str, object] = {}
         self._device: TorchDevice | None = None
@@ -102,13 +120,15 @@ class PipelineRuntime(PackageRuntime):
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One call of the pipeline."""
-        pipeline, device = self.pipeline, self._device
-        if pipeline is None or device is None:
+        pipeline, device = self._called, self._device
+        if device is None:
             raise self._not_loaded()
         with device.inference():
-            answers = pipeline(prepared.payload, batch_size=prepared.rows, top_k=self._best, **self._arguments)
+            answers = pipeline(prepared.payload, batch_size=prepared.rows, **self._arguments)
         # For the one text of a batch, some pipelines give its answers and not a list of them.
         rows = answers if isinstance(answers[0], list) else [answers]
+        if self._blank is not None:
+            rows = [_best_of(row, self._best, self._blank) for row in rows]
         arrays = {spec.name: self._field(rows, spec.name, spec.dtype, len(spec.shape)) for spec in self.spec.outputs}
         self.spec.signature.check_outputs(arrays, prepared.rows)
         return arrays
@@ -119,7 +139,7 @@ class PipelineRuntime(PackageRuntime):
             raise ConfigurationError(
                 f"{self.spec.reference}: task: found {self.spec.task}, expected one of: {', '.join(sorted(_TASKS))}"
             )
-        self._best = self._answers_per_row()
+        self._best, self._blank = self._answers_per_row(), task.blank
         self._device = TorchDevice(device, threads)
         try:
             pipeline = self._pipeline(task.model_class, self._package.source_folder(), self._device)
@@ -134,10 +154,11 @@ class PipelineRuntime(PackageRuntime):
         # A tokenizer of its own: `check` counts on another thread than the one that runs the pipeline.
         self._counter = copy.deepcopy(pipeline.tokenizer)
         self.pipeline = pipeline
+        self._adapter = adapt(pipeline)
         return module_bytes(pipeline.model)
 
     def _release(self) -> None:
-        self.pipeline = self._counter = None
+        self.pipeline = self._counter = self._adapter = None
         if self._device is not None:
             self._device.release_memory()
 
@@ -181,8 +202,9 @@ class PipelineRuntime(PackageRuntime):
                 f"{self.spec.reference}: batching.max_length: found {self._max_tokens}, expected at most {readable} "
                 "as the weights say"
             )
-        if self.spec.batching.truncate:
-            self._arguments = task.cut(self._max_tokens)
+        # Some pipelines cut there without being told to.
+        pipeline.tokenizer.model_max_length = self._max_tokens
+        self._arguments = task.best(self._best) | (task.cut(self._max_tokens) if self.spec.batching.truncate else {})
 
     def _field(self, rows: Sequence[Sequence[Mapping[str, Any]]], name: str, dtype: str, num_dims: int) -> Array:
         """(rows,) or (rows, k): a field of each row's answers. Raises ModelError when they have none of the name."""
@@ -190,3 +212,9 @@ class PipelineRuntime(PackageRuntime):
             raise ModelError(f"The pipeline's answers have no {name}. Its fields: {', '.join(sorted(rows[0][0]))}")
         values = [[answer[name] for answer in row] for row in rows]
         return np.array(values if num_dims == 2 else [row[0] for row in values], DTYPES[dtype])
+
+
+def _best_of(answers: Sequence[Mapping[str, Any]], count: int, blank: Mapping[str, object]) -> list[Mapping[str, Any]]:
+    """So many of a text's answers, best first; blank ones where it has fewer."""
+    best = sorted(answers, key=lambda answer: float(answer["score"]), reverse=True)[:count]
+    return [*best, *[blank] * (count - len(best))]

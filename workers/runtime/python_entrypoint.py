@@ -17,6 +17,7 @@ from registry.errors import ConfigurationError, ModelError
 from registry.manifest import Manifest
 from registry.package import Package
 from registry.tensors import Array
+from workers.frameworks.inference_proxy import InferenceProxy
 from workers.runtime.base import Prepared, StreamContext, concatenate
 from workers.runtime.entrypoint import PackageModules
 from workers.runtime.loading import Loading, PackageRuntime
@@ -42,7 +43,7 @@ class PythonRuntime(PackageRuntime):
         """One call of a batched entry point; of a streaming one, the result without its chunks."""
         if self.spec.streams:
             return _result_of(self.stream(prepared.payload, _Unheard()))
-        outputs = _arrays(self._loaded(prepared.payload))
+        outputs = _arrays(self._called(prepared.payload))
         self.spec.signature.check_outputs(outputs, prepared.rows)
         return outputs
 
@@ -52,7 +53,7 @@ class PythonRuntime(PackageRuntime):
         """The chunks that a streaming entry point yields, then the outputs that it returns."""
         if not self.spec.streams:
             return (yield from super().stream(inputs, context))
-        generator = self._loaded(concatenate([inputs]), context)
+        generator = self._called(concatenate([inputs]), context)
         try:
             while True:
                 try:
@@ -73,18 +74,13 @@ class PythonRuntime(PackageRuntime):
         if getattr(model, "training", False) and callable(getattr(model, "eval", None)):
             model.eval()
         self.model = model
+        self._adapter = InferenceProxy(model)
         return (self.spec.memory_mb or 0) << 20
 
     def _release(self) -> None:
-        self.model = None
+        self.model = self._adapter = None
         if self._modules is not None:
             self._modules.forget()
-
-    @property
-    def _loaded(self) -> Callable[..., Any]:
-        if self.model is None:
-            raise self._not_loaded()
-        return self.model
 
     def _check_kind(self, model: object) -> None:
         is_generator = inspect.isgeneratorfunction(model) or inspect.isgeneratorfunction(
@@ -126,5 +122,6 @@ def _arrays(values: object) -> dict[str, Array]:
 
 
 def _array(value: object) -> Array:
-    array = np.asarray(value)
+    # A copy, because an entry point may write its next answer into the same array while this one is being sent.
+    array = np.array(value)
     return array.astype(object) if array.dtype.kind in "UT" else array

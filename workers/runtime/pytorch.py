@@ -7,28 +7,31 @@ returns a tensor, a sequence of tensors in the order of the declared outputs, or
 of its own (fp32, bf16, fp16) a model computes in it: floats are cast on their way in and back to the declared dtype on
 their way out. Without one it is run as its author built it.
 
-Other forms of the module that a package builds: compiled, and in bf16 where the device is fast at it.
+Other forms of the module that a package builds: compiled, in bf16 where the device is fast at it, and on a CPU as an
+ONNX graph, also in int8.
 """
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from registry.errors import ConfigurationError, ModelError, shown
 from registry.manifest import Manifest
 from registry.package import Package
 from registry.sections import Precision
-from registry.tensors import STRING, Array
+from registry.tensors import DTYPES, STRING, Array
+from workers.batching.buckets import row_bucket
+from workers.frameworks.adapters import adapt
 from workers.runtime.base import Prepared, concatenate
 from workers.runtime.cpu import has_fast_bf16
 from workers.runtime.entrypoint import PackageModules
-from workers.runtime.export import Exportable
-from workers.runtime.forms import Forms, Forward, finite_outputs
+from workers.runtime.export import Exportable, open_exported
+from workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
 from workers.runtime.loading import Loading, PackageRuntime
-from workers.runtime.torch_device import TorchDevice, module_bytes
+from workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +56,7 @@ class ModuleRuntime(PackageRuntime):
         self._names = tuple(spec.name for spec in package.spec.inputs)
         self._outputs = {spec.name: spec.dtype for spec in package.spec.outputs}
         self._device: TorchDevice | None = None
+        self._threads = 1
         self._dtype: torch.dtype | None = None
         self.model: torch.nn.Module | None = None
         """The module; None until loaded."""
@@ -66,7 +70,7 @@ class ModuleRuntime(PackageRuntime):
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward of the module."""
-        return self._forward(prepared, self._loaded, self._dtype)
+        return self._forward(prepared, self._called, self._dtype)
 
     @abstractmethod
     def _module(self, manifest: Manifest, device: TorchDevice) -> object:
@@ -78,13 +82,15 @@ class ModuleRuntime(PackageRuntime):
                 f"{self.spec.reference}: found a string tensor, expected numbers for {self.spec.format}"
             )
         self._device = TorchDevice(device, threads)
+        self._threads = threads
         self._dtype = self._device.dtype(self.precision)
         module = self._module(manifest, self._device)
         self.model = self._device.place(module, self.spec.reference, self._dtype)
+        self._adapter = adapt(self.model)
         return module_bytes(self.model)
 
     def _release(self) -> None:
-        self.model = None
+        self.model = self._adapter = None
         if self._device is not None:
             self._device.release_memory()
 
@@ -134,12 +140,16 @@ class PyTorchRuntime(ModuleRuntime):
     def __init__(self, package: Package, loading: Loading | None = None) -> None:
         super().__init__(package, loading)
         self._modules: PackageModules | None = None
-        self.forms: Final = Forms(super().run, finite_outputs(package.spec))
+        self.forms: Final = Forms(_AsBuilt(self), finite_outputs(package.spec))
         """Through which every forward goes."""
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward, by the form in use."""
         return self.forms.run(prepared)
+
+    def counts(self) -> dict[str, int]:
+        """See Counted: calls of the model, and what the form in use has met."""
+        return {**super().counts(), **self.forms.counts()}
 
     def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
         """See Tunable. A precision that the package or the operator asked for is kept."""
@@ -147,12 +157,18 @@ class PyTorchRuntime(ModuleRuntime):
         found: dict[str, Callable[[], Forward]] = {}
         if compiler is not None and self._has_fixed_inputs:
             found["compiled"] = lambda: self._compiled(compiler, "compiled")
-        if self.precision != "auto" or not (device.is_cuda or has_fast_bf16()):
+        may_change = self.precision == "auto"
+        if may_change and (device.is_cuda or has_fast_bf16()):
+            reduced = device.reduced_precision
+            found[reduced] = lambda: self._reduced_forward(reduced)
+            if compiler is not None and self._has_fixed_inputs and device.is_cuda and reduced == "bf16":
+                found["compiled-bf16"] = lambda: self._compiled(compiler, "compiled-bf16")
+        if device.is_cuda or not self._has_fixed_inputs:
             return found
-        reduced = device.reduced_precision
-        found[reduced] = lambda: self._reduced_forward(reduced)
-        if compiler is not None and self._has_fixed_inputs and device.is_cuda and reduced == "bf16":
-            found["compiled-bf16"] = lambda: self._compiled(compiler, "compiled-bf16")
+        if self.precision in ("auto", "fp32"):
+            found["onnx"] = lambda: self._exported(is_int8=False)
+        if may_change:
+            found["int8"] = lambda: self._exported(is_int8=True)
         return found
 
     def compilable(self, form: str) -> Compilable:
@@ -160,10 +176,9 @@ class PyTorchRuntime(ModuleRuntime):
         from workers.compilation import Compilable
 
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
-        module = self._reduced(dtype) if form == "compiled-bf16" else self._loaded
+        module = self._reduced("bf16") if form == "compiled-bf16" else self._loaded
         longest = self.spec.batching.max_length or _COMPILED_LENGTH
-        rows = max(_COMPILED_ROWS, self.spec.batching.max_batch_size)
-        corners = ((2, 4), (1, 2), (rows, longest))
+        corners = ((2, 4), (1, 2), (self._compiled_rows, longest))
         return Compilable(module, tuple(self._example_tensors(*corner, dtype) for corner in corners))
 
     def exportable(self) -> Exportable:
@@ -176,6 +191,11 @@ class PyTorchRuntime(ModuleRuntime):
         return Exportable(self._loaded, examples, self._names, tuple(self._outputs))
 
     @property
+    def _compiled_rows(self) -> int:
+        """Rows of the largest batch that a compiled form covers."""
+        return max(_COMPILED_ROWS, self.spec.batching.max_batch_size)
+
+    @property
     def _has_fixed_inputs(self) -> bool:
         """Whether every call has the same tensors: a graph has no place for an absent one."""
         return not any(spec.optional for spec in self.spec.inputs)
@@ -185,19 +205,57 @@ class PyTorchRuntime(ModuleRuntime):
         device = self._loaded_device
         return tuple(device.upload(device.host_tensor(inputs[name]), dtype) for name in self._names)
 
-    def _reduced(self, dtype: torch.dtype | None) -> torch.nn.Module:
+    def _reduced(self, precision: Precision) -> torch.nn.Module:
         """A second copy of the model, in another precision."""
-        return copy.deepcopy(self._loaded).to(dtype)
+        return self._loaded_device.converted(self._loaded, precision)
 
     def _reduced_forward(self, precision: Precision) -> Forward:
-        dtype = self._loaded_device.dtype(precision)
-        module = self._reduced(dtype)
-        return lambda prepared: self._forward(prepared, module, dtype)
+        return _Instance(self, self._reduced(precision), self._loaded_device.dtype(precision))
 
     def _compiled(self, compiler: TorchCompiler, form: str) -> Forward:
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
         compiled = compiler.compile(self, form)
-        return lambda prepared: self._forward(prepared, compiled, dtype)
+        is_replayed = compiled.report.backend == "cudagraphs"
+        called = self._in_few_shapes(compiled) if is_replayed else compiled
+        return Recorded(
+            lambda prepared: self._forward(prepared, called, dtype), compiled.report.as_data(), compiled.counts
+        )
+
+    def _in_few_shapes(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for batches filled up to a bucket of rows: a CUDA graph is captured for each of those.
+
+        With the last row once more, as nobody knows what else the model can read.
+        """
+        import torch
+        from torch.utils import _pytree
+
+        most_rows = self._compiled_rows
+
+        def call(*tensors: torch.Tensor) -> Any:
+            rows = len(tensors[0])
+            more = row_bucket(rows, most_rows) - rows
+            if not more:
+                return compiled(*tensors)
+            whole = (torch.cat([one, one[-1:].expand(more, *one.shape[1:])]) for one in tensors)
+            return _pytree.tree_map(lambda output: output[:rows], compiled(*whole))
+
+        return call
+
+    def _exported(self, *, is_int8: bool) -> Forward:
+        session = open_exported(self, self._threads, is_int8=is_int8)
+
+        def forward(prepared: Prepared) -> dict[str, Array]:
+            device = self._loaded_device
+            tensors = (device.upload(one, self._dtype).numpy() for one in prepared.payload)
+            answers = session(dict(zip(self._names, tensors, strict=True)))
+            arrays = {
+                name: array if self._dtype is None else array.astype(DTYPES[self._outputs[name]], copy=False)
+                for name, array in zip(self._outputs, answers, strict=True)
+            }
+            self.spec.signature.check_outputs(arrays, prepared.rows)
+            return arrays
+
+        return forward
 
     def _module(self, manifest: Manifest, device: TorchDevice) -> object:
         self._modules = PackageModules(self._package, manifest)
@@ -235,6 +293,36 @@ class PyTorchRuntime(ModuleRuntime):
                 f"{reference}: lacks {_listed(missing)}; has beyond the module's {_listed(unexpected)}, "
                 "expected exactly the module's weights"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _AsBuilt:
+    """The forward of the module that was loaded; see Twinned."""
+
+    runtime: PyTorchRuntime
+
+    def __call__(self, prepared: Prepared) -> dict[str, Array]:
+        return ModuleRuntime.run(self.runtime, prepared)
+
+    def twin(self) -> Forward:
+        """The same by an instance of its own."""
+        return _Instance(self.runtime, sharing_weights(self.runtime._loaded), self.runtime._dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Instance:
+    """The forward of another instance of the module, with floats in `dtype` if there is one; see Twinned."""
+
+    runtime: PyTorchRuntime
+    module: torch.nn.Module
+    dtype: torch.dtype | None
+
+    def __call__(self, prepared: Prepared) -> dict[str, Array]:
+        return self.runtime._forward(prepared, self.module, self.dtype)
+
+    def twin(self) -> Forward:
+        """The same by an instance of its own."""
+        return _Instance(self.runtime, sharing_weights(self.module), self.dtype)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -5,9 +5,10 @@ Importing this module does not import torch; making a TorchDevice does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from registry.errors import ConfigurationError, OutOfMemory
 from registry.sections import Precision
@@ -17,7 +18,7 @@ from workers.runtime.base import DeviceLost
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TorchDevice", "module_bytes", "own_weights"]
+__all__ = ["TorchDevice", "module_bytes", "own_weights", "sharing_weights"]
 
 _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
@@ -66,6 +67,18 @@ class TorchDevice:
         dtype: torch.dtype | None = None if precision == "auto" else getattr(self._torch, _DTYPES[precision])
         return dtype
 
+    def converted(self, module: torch.nn.Module, precision: Precision) -> torch.nn.Module:
+        """A copy of the module in a precision; at no time is there a second copy in the module's own."""
+        dtype = self.dtype(precision)
+        floats: dict[int, Any] = {}
+        for one in _tensors(module):
+            if one.is_floating_point() and type(one) in (self._torch.Tensor, self._torch.nn.Parameter):
+                # By the identity of the original, so that tied weights stay tied.
+                cast = one.detach().to(dtype, copy=True)
+                is_weight = isinstance(one, self._torch.nn.Parameter)
+                floats[id(one)] = self._torch.nn.Parameter(cast, one.requires_grad) if is_weight else cast
+        return copy.deepcopy(module, floats).to(dtype)
+
     @property
     def reduced_precision(self) -> Precision:
         """The half-size number format of this device: bf16, which has the range of fp32, where it is fast."""
@@ -93,10 +106,15 @@ class TorchDevice:
         return placed.to(dtype) if dtype is not None and placed.is_floating_point() else placed
 
     def download(self, tensor: torch.Tensor) -> Array:
-        """The tensor's values on the host, waiting for the device; bfloat16, which NumPy has not, as float32."""
+        """The tensor's values on the host, waiting for the device; bfloat16, which NumPy has not, as float32.
+
+        In memory of their own: a module may write its next answer into the tensor while this one is being sent.
+        """
         held = tensor.detach()
         if held.dtype == self._torch.bfloat16:
             held = held.float()
+        elif held.device.type == "cpu":
+            held = held.clone()
         array: Array = held.cpu().numpy()
         return array
 
@@ -139,6 +157,11 @@ def own_weights(module: torch.nn.Module) -> None:
     """Copies the module's weights out of the file that they may be mapped from: who writes to it changes no answers."""
     for tensor in _tensors(module):
         tensor.data = tensor.data.clone()
+
+
+def sharing_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the module with the same parameters, and with buffers and whatever else it may write to of its own."""
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -19,9 +19,12 @@ LONG_FORWARD = """
 h = x.repeat(1, 64)
 for _ in range(30):
     h = torch.tanh(h @ h.T @ h / 1024)
+for _ in range(120):
+    h = h * 1.001 + 0.001
 return self.linear(x).relu() + h[:, :16] * 0
 """
-"""Long enough to see whether other threads run meanwhile; what takes the time adds nothing to the answer."""
+"""Long enough to see whether other threads run meanwhile; what takes the time adds nothing to the answer. The many
+small steps are one when it is compiled, which makes it faster on whatever machine."""
 
 
 @dataclass

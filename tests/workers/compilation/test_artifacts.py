@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -181,3 +182,56 @@ def test_discarded_artefact_is_gone(store: ArtifactStore):
     store.discard("one")
     assert store.load("one") is None
     assert store.refused == 0
+
+
+def test_folder_that_cannot_be_written_to_is_still_read(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch):
+    """AR-040: an image that brings the artefacts along, mounted read-only, has them used; the rest is let be."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    store.store("one", PARTS)
+    for name in ("utime", "unlink", "replace", "mkdir"):
+        monkeypatch.setattr(os, name, refuse)
+    assert store.load("one") == PARTS
+    store.discard("one")
+    store.store("two", PARTS)
+    assert store.load("one") == PARTS
+    assert store.load("two") is None
+
+
+def test_of_workers_that_need_the_same_one_makes_it(tmp_path: Path, store: ArtifactStore):
+    """AR-040: a second worker that starts meanwhile waits, and finds what the first one has made; no lock is left."""
+    other = ArtifactStore(tmp_path / "home" / "cache", tmp_path / "home" / "compilation.key")
+    waits, looks, found = threading.Event(), [], []
+
+    def waits_on() -> bool:
+        looks.append(1)
+        if len(looks) > 1:
+            # The first look comes before the first try.
+            waits.set()
+        return False
+
+    def look() -> None:
+        with other.alone("one", waits_on):
+            found.append(other.load("one"))
+        waits.set()
+
+    with store.alone("one", lambda: False):
+        thread = threading.Thread(target=look)
+        thread.start()
+        assert waits.wait(10)
+        store.store("one", PARTS)
+    thread.join(10)
+    assert found == [PARTS]
+    assert [path.name for path in (tmp_path / "home" / "cache").iterdir()] == ["one.artifact"]
+
+
+def test_waiting_for_another_worker_can_be_given_up(tmp_path: Path, store: ArtifactStore):
+    """A worker that stops waits for nobody, and where nothing can be locked nobody waits."""
+    other = ArtifactStore(tmp_path / "home" / "cache", tmp_path / "home" / "compilation.key")
+    with store.alone("one", lambda: False), other.alone("one", lambda: True), other.alone("two", lambda: False):
+        pass
+    (tmp_path / "home" / "cache" / "three.lock").symlink_to(tmp_path / "elsewhere")
+    with other.alone("three", lambda: False):
+        assert not (tmp_path / "elsewhere").exists()

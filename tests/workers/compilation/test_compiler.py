@@ -29,8 +29,9 @@ from workers.compilation import (
     TorchCompiler,
     TorchCompileSafetyMonitor,
 )
-from workers.compilation.build import trace
+from workers.compilation.compiler import _backend
 from workers.compilation.target import Shapes
+from workers.compilation.tracing import trace
 from workers.runtime.pytorch import PyTorchRuntime
 
 WAIT_S = 60.0
@@ -209,6 +210,35 @@ def test_several_threads_get_their_own_answers(compiled: Compiled):
 
 
 @pytest.mark.slow
+def test_short_call_does_not_wait_for_a_long_one(compiled: Compiled):
+    """A model of some concurrency, or one that is timed while it serves, runs its compiled forwards side by side."""
+    is_over = threading.Event()
+    long_calls = 0
+
+    def serve() -> None:
+        nonlocal long_calls
+        with torch.inference_mode():
+            rows = torch.randn(64, 16)
+            while not is_over.is_set():
+                compiled.forward(rows)
+                long_calls += 1
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    beside = 0
+    with torch.inference_mode():
+        row = torch.randn(1, 16)
+        wait_until(lambda: long_calls > 0, WAIT_S, "a long call")
+        for _ in range(20):
+            before = long_calls
+            compiled.forward(row)
+            beside += long_calls == before
+    is_over.set()
+    thread.join()
+    assert beside > 10
+
+
+@pytest.mark.slow
 def test_closed_form_lets_the_module_answer(compiled: Compiled):
     """A call that comes after the end is answered all the same."""
     form = without_building(compiled).compile(compiled.runtime, "compiled")
@@ -262,6 +292,16 @@ def test_tampered_artefact_is_refused(compiled: Compiled, kept: Path):
 
 
 @pytest.mark.slow
+def test_full_disk_costs_no_artefact(compiled: Compiled, monkeypatch: pytest.MonkeyPatch):
+    """What cannot be unpacked for want of room is kept, and used when there is room again."""
+    with monkeypatch.context() as full:
+        full.setattr("tempfile.tempdir", str(compiled.home / "absent"))
+        with pytest.raises(FileNotFoundError):
+            without_building(compiled).compile(compiled.runtime, "compiled")
+    assert without_building(compiled).compile(compiled.runtime, "compiled").report.was_warm
+
+
+@pytest.mark.slow
 def test_artefact_belongs_to_one_content(compiled: Compiled):
     """AR-040: a model of other content is compiled for itself."""
     module = compiled.runtime.compilable("compiled").module
@@ -270,6 +310,14 @@ def test_artefact_belongs_to_one_content(compiled: Compiled):
     assert without_building(compiled).compile(Swapped.of(compiled, module), "compiled").report.was_warm
     with pytest.raises(CompilationRefused, match="The worker stops"):
         without_building(compiled).compile(other, "compiled")
+
+
+@pytest.mark.slow
+def test_artefact_belongs_to_the_library_of_the_models(compiled: Compiled, monkeypatch: pytest.MonkeyPatch):
+    """AR-040: another transformers computes an encoder in its own way, whatever the package's files say."""
+    monkeypatch.setattr("workers.compilation.compiler.version", lambda name: f"another {name}")
+    with pytest.raises(CompilationRefused, match="The worker stops"):
+        without_building(compiled).compile(compiled.runtime, "compiled")
 
 
 @pytest.mark.slow
@@ -377,6 +425,15 @@ def test_cudagraphs_on_a_cpu_are_refused(tmp_path: Path):
     runtime = loaded(write_module(tmp_path / "models"))
     with pytest.raises(CompilationRefused, match="found cudagraphs on cpu, expected auto or inductor"):
         TorchCompiler(config, tmp_path / "compilation.key").compile(runtime, "compiled")
+
+
+@pytest.mark.parametrize(
+    ("backend", "chosen"), [("auto", "inductor"), ("inductor", "inductor"), ("cudagraphs", "cudagraphs")]
+)
+def test_backend_on_a_gpu(backend: str, chosen: str):
+    """CF-013: every backend is to be had on a GPU, and auto is the one that has no price for each shape."""
+    config = CompilationConfig.model_validate({"backend": backend})
+    assert _backend(config, torch.device("cuda:0")) == chosen
 
 
 def test_unknown_backend_stops_the_start():

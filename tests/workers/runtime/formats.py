@@ -116,7 +116,8 @@ def write_classifier(root: Path, *, task: str = "text-classification", **fields:
         "outputs": outputs,
     }
     folder = write(root, "classifier", declared | fields)
-    save_bert(folder / "weights", "BertForMaskedLM" if task == "fill-mask" else "BertForSequenceClassification")
+    heads = {"fill-mask": "BertForMaskedLM", "token-classification": "BertForTokenClassification"}
+    save_bert(folder / "weights", heads.get(task, "BertForSequenceClassification"))
     return folder
 
 

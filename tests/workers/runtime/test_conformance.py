@@ -126,6 +126,28 @@ def test_memory_of_the_weights_is_counted(runtime: Runtime):
     assert (runtime.memory_bytes == 0) == (runtime.spec.format == "python")
 
 
+def test_one_model_object_serves_unchanged_and_its_calls_are_counted(own_folder: Path):
+    """Warm-up and jobs call the one instance that was built, through its adapter, which sets nothing on it (AR-008 to
+    AR-011, AR-042, AR-043, CF-015)."""
+    runtime = formats.opened(own_folder, warmup_requests=3)
+    assert isinstance(runtime, PackageRuntime)
+    assert runtime.call_count == 3
+    model: Any = runtime.model  # type: ignore[attr-defined]
+    before, fired = dict(vars(model)), []
+    job = jobs_for(runtime)[0]
+    for _ in range(4):
+        runtime.run(runtime.prepare([job]))
+    assert runtime.call_count == runtime.counts()["model_calls"] == 3 + 4
+    assert runtime.model is model  # type: ignore[attr-defined]
+    assert vars(model) == before
+    if isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule):
+        model.register_forward_hook(lambda *_: fired.append(1))
+        runtime.run(runtime.prepare([job]))
+        assert fired == [1]
+    runtime.close()
+    assert runtime.call_count == 0
+
+
 @pytest.mark.parametrize("name", OF_NUMBERS)
 def test_each_format_computes_what_its_author_wrote(name: str, models_root: Path):
     """The same function in every format gives the same numbers (IN-006, IN-024)."""

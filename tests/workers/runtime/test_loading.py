@@ -19,9 +19,11 @@ from tests.packages import write_package
 from tests.servers import ROOT
 from tests.workers.runtime import gate
 from tests.workers.runtime.formats import (
+    MAX_TOKENS,
     WRITERS,
     answers,
     opened,
+    write_encoder,
     write_onnx,
     write_python,
     write_pytorch,
@@ -29,6 +31,7 @@ from tests.workers.runtime.formats import (
 )
 from workers.runtime import open_runtime
 from workers.runtime.python_entrypoint import PythonRuntime
+from workers.runtime.transformers import EncoderRuntime
 
 SAMPLES = ROOT / "models"
 X = np.zeros((1, 4), np.float32)
@@ -164,19 +167,14 @@ def test_model_is_run_as_often_as_the_setting_says_before_it_is_ready(
     assert shapes == [(2, 4), *[(1, 4)] * (forwards - 1)]
 
 
-@pytest.mark.parametrize(("asked", "lengths"), [(1, [16, 32, 64]), (4, [16, 32, 64, 16])])
-def test_each_bucket_is_warmed_up_once_at_least(models_root: Path, asked: int, lengths: list[int]):
-    """A length that batches are padded to is not met for the first time by a job (CF-015)."""
-    numbers = [{"dtype": "float32", "shape": ["batch", "length"]}]
-    folder = write_counting(
-        models_root,
-        "python",
-        inputs=[{"name": "x"} | numbers[0]],
-        outputs=[{"name": "y"} | numbers[0]],
-        batching={"length_input": "x", "buckets": [16, 32, 64]},
-    )
+@pytest.mark.parametrize(("asked", "first"), [(1, 1), (4, 2)])
+def test_each_bucket_is_warmed_up_once_at_least(models_root: Path, asked: int, first: int):
+    """A length that rows are padded to is not met for the first time by a job (CF-015)."""
+    folder = write_encoder(models_root, batching={"length_input": "text", "buckets": [8, 16]})
     runtime = opened(folder, warmup_requests=asked)
-    assert [shape[1] for shape in runtime.model.lengths] == lengths  # type: ignore[attr-defined]
+    assert isinstance(runtime, EncoderRuntime)
+    slices = {"slices_of_8": first, "slices_of_16": 1, f"slices_of_{MAX_TOKENS}": 1}
+    assert runtime.counts() == {"model_calls": first + 2, **slices}
 
 
 def test_first_job_does_not_pay_for_what_the_first_forwards_cost(models_root: Path):

@@ -109,6 +109,16 @@ def test_weights_beside_the_graph_are_part_of_the_package(models_root: Path):
     assert opened(folder).content_hash != runtime.content_hash
 
 
+def test_weights_that_are_written_to_change_no_answer(models_root: Path):
+    """What was hashed is what answers, also when somebody writes to the file of a model that serves (AR-021)."""
+    folder = write_external(models_root, "./weights.bin")
+    runtime = opened(folder)
+    x = np.random.default_rng(3).standard_normal((2, 4), np.float32)
+    with (folder / "weights.bin").open("r+b") as weights:
+        weights.write(b"\0" * (WEIGHT.nbytes + 16))
+    np.testing.assert_allclose(answers(runtime, x=x)["y"], affine(x), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("location", ["../weights.bin", "/etc/hostname", "absent.bin"])
 def test_weights_outside_the_package_are_refused(models_root: Path, location: str):
     """A graph reads no file but those of its package."""

@@ -80,6 +80,49 @@ def test_masked_words_are_filled(models_root: Path):
     assert found["token_str"].tolist() == [[one["token_str"] for one in row] for row in expected]
 
 
+def write_entities(root: Path, count: int, **fields: Any) -> Path:
+    outputs = [
+        {"name": name, "dtype": dtype, "shape": ["batch", count]}
+        for name, dtype in {"entity_group": "string", "start": "int64", "end": "int64", "score": "float32"}.items()
+    ]
+    return write_classifier(root, task="token-classification", outputs=outputs, **fields)
+
+
+def entities(found: dict[str, Array], row: int) -> list[tuple[str, int, int, float]]:
+    """Those of one text, without what fills the row up."""
+    columns = [found[name][row].tolist() for name in ("entity_group", "start", "end", "score")]
+    return [entity for entity in zip(*columns, strict=True) if entity[3] > 0]
+
+
+def test_entities_are_those_of_the_library_and_rows_are_filled_up(models_root: Path):
+    """Best first, as many as the signature says; what a text has not is empty, and neighbours change nothing."""
+    folder = write_entities(models_root, 6)
+    runtime = opened(folder)
+    found, library = answers(runtime, text=texts(*TEXTS)), reference(folder, "token-classification")
+    for row, text in enumerate(TEXTS):
+        expected = sorted(
+            library(text, aggregation_strategy="simple"), key=lambda one: float(one["score"]), reverse=True
+        )
+        for listed in (entities(found, row), entities(answers(runtime, text=texts(text)), 0)):
+            assert [entity[:3] for entity in listed] == [
+                (one["entity_group"], one["start"], one["end"]) for one in expected[:6]
+            ]
+            assert [entity[3] for entity in listed] == pytest.approx([one["score"] for one in expected[:6]], abs=1e-5)
+    blank = TEXTS.index("")
+    assert found["entity_group"][blank].tolist() == [""] * 6
+    assert found["score"][blank].tolist() == [0.0] * 6
+    assert len({len(entities(found, row)) for row in range(len(TEXTS))}) > 2, "rows of many lengths"
+
+
+def test_entities_beyond_the_limit_of_tokens_are_not_found(models_root: Path):
+    """This pipeline cuts by itself, at what its tokenizer says: with `truncate` that is the package's limit."""
+    batching = {"length_input": "text", "max_length": 5, "truncate": True}
+    runtime = opened(write_entities(models_root, 6, batching=batching))
+    found = entities(answers(runtime, text=texts("a b c d e f g")), 0)
+    assert found == entities(answers(runtime, text=texts("a b c")), 0)
+    assert 0 < max(end for _, _, end, _ in found) <= len("a b c")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_pipeline_computes_in_the_precision_asked_for(models_root: Path, precision: str):
     """The weights are loaded in it."""
@@ -116,7 +159,7 @@ def test_text_that_is_too_long_is_cut_where_the_package_says_so(models_root: Pat
     [
         (
             {"task": "text-generation"},
-            "task: found text-generation, expected one of: fill-mask, text-classification",
+            "task: found text-generation, expected one of: fill-mask, text-classification, token-classification",
         ),
         (
             {"batching": {"length_input": "text", "max_length": 33, "truncate": True}},
@@ -125,6 +168,10 @@ def test_text_that_is_too_long_is_cut_where_the_package_says_so(models_root: Pat
         (
             {"outputs": [{"name": "odds", "dtype": "float32", "shape": ["batch"]}]},
             "The pipeline's answers have no odds. Its fields: label, score",
+        ),
+        (
+            {"task": "token-classification"},
+            "The pipeline's answers have no label. Its fields: end, entity_group, score, start, word",
         ),
         (
             {"outputs": [{"name": "score", "dtype": "float32", "shape": ["batch", 4]}]},

@@ -215,3 +215,20 @@ def test_precision_is_the_entry_points_own_affair(models_root: Path):
         ConfigurationError, match=r"precision: found bf16, expected auto for format python: its own code"
     ):
         opened(folder)
+
+
+def test_answers_stay_what_they_were_when_the_next_batch_runs(models_root: Path):
+    """An entry point that writes every answer into the same array answers nobody with another one's numbers."""
+    source = """
+import numpy as np
+LAST = np.zeros((64, 4), np.float32)
+def fill(inputs):
+    LAST[: len(inputs["x"])] = inputs["x"]
+    return {"y": LAST[: len(inputs["x"])]}
+def build():
+    return fill
+"""
+    runtime = opened(write_package(models_root, "echo", source))
+    first = answers(runtime, x=np.full((2, 4), 1, np.float32))["y"]
+    answers(runtime, x=np.full((2, 4), 2, np.float32))
+    assert first.tolist() == [[1.0] * 4] * 2

@@ -16,8 +16,9 @@ from registry.package import load_package
 from tests.packages import write_package
 from tests.workers.runtime.formats import affine, answers, opened, write_pytorch
 from workers.runtime import open_runtime
+from workers.runtime.forms import twin_of
 from workers.runtime.pytorch import PyTorchRuntime
-from workers.runtime.torch_device import module_bytes
+from workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 
 SAMPLES = Path(__file__).parents[3] / "models"
 
@@ -266,3 +267,55 @@ def test_optional_input_is_none_where_a_job_has_none(models_root: Path):
     runtime = opened(write_pytorch(models_root, source, inputs=inputs))
     x = np.ones((2, 4), np.float32)
     np.testing.assert_allclose(answers(runtime, x=x)["y"] + 1, answers(runtime, x=x, offset=x)["y"], rtol=1e-6)
+
+
+KEEPS_A_BUFFER = """
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(64, 4))
+        self.weight = torch.nn.Parameter(torch.ones(4))
+    def forward(self, x):
+        return self.last[: len(x)].copy_(x * self.weight)
+"""
+
+
+def test_answers_stay_what_they_were_when_the_next_batch_runs(models_root: Path):
+    """A module that writes every answer into the same buffer answers nobody with another one's numbers."""
+    runtime = opened(write_torch(models_root, KEEPS_A_BUFFER))
+    first = answers(runtime, x=np.full((2, 4), 1, np.float32))["y"]
+    answers(runtime, x=np.full((2, 4), 2, np.float32))
+    assert first.tolist() == [[1.0] * 4] * 2
+
+
+def test_trial_beside_the_traffic_has_an_instance_of_its_own(models_root: Path):
+    """An author's module bears one call at a time: what another thread calls shares nothing but the weights."""
+    runtime = opened(write_torch(models_root, KEEPS_A_BUFFER))
+    assert isinstance(runtime, PyTorchRuntime)
+    module = runtime.model
+    assert module is not None
+    reduced = runtime.candidates(None).get("bf16")
+    for forward in (runtime.forms.reference, *([reduced()] if reduced else [])):
+        runtime.forms.use("form in use", forward)
+        prepared = runtime.prepare([{"x": np.full((2, 4), 5, np.float32)}])
+        before = module.get_buffer("last").clone()
+        assert twin_of(forward)(prepared)["y"].tolist() == [[5.0] * 4] * 2
+        assert torch.equal(module.get_buffer("last"), before)
+    twin = sharing_weights(module)
+    assert twin.get_parameter("weight") is module.get_parameter("weight")
+
+
+def test_reduced_copy_is_the_module_in_another_precision(models_root: Path):
+    """Tied weights stay tied, integers stay integers, and the module that serves stays as it is."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    module[1].weight = module[0].weight
+    reduced = TorchDevice("cpu", 1).converted(module, "bf16")
+    assert {one.dtype for one in module.parameters()} == {torch.float32}
+    assert {one.dtype for one in reduced.parameters()} == {torch.bfloat16}
+    assert reduced[1].weight is reduced[0].weight  # type: ignore[index]
+    assert {name: one.dtype for name, one in reduced.named_buffers()} == {
+        "2.running_mean": torch.bfloat16,
+        "2.running_var": torch.bfloat16,
+        "2.num_batches_tracked": torch.int64,
+    }
+    assert type(reduced) is torch.nn.Sequential

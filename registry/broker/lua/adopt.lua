@@ -1,0 +1,30 @@
+-- Claim jobs that were handed over to one of these receivers; those of a paused slot stay as they are.
+-- KEYS  1-4 streams by priority, 5 there when the slot is paused, 6 the active version
+-- ARGV  group, consumer, count, then the receivers
+-- Returns what take_over returns.
+local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[3])
+if redis.call('EXISTS', KEYS[5]) == 1 then return {} end
+local out = { redis.call('GET', KEYS[6]) }
+for band = 1, 4 do
+  local stream = KEYS[band]
+  for receiver = 4, #ARGV do
+    local entries, deliveries, crashes = {}, {}, {}
+    local waiting = left > 0 and redis.call('XPENDING', stream, group, '-', '+', left, ARGV[receiver]) or {}
+    for _, pending in ipairs(waiting) do
+      local entry = redis.call('XCLAIM', stream, group, consumer, 0, pending[1])[1]
+      if entry and entry[2] then
+        table.insert(entries, entry)
+        table.insert(deliveries, pending[4] + 1)
+        table.insert(crashes, redis.call('SCARD', stream .. ':crashes:' .. pending[1]))
+      end
+    end
+    if #entries > 0 then
+      out[#out + 1] = band
+      out[#out + 1] = entries
+      out[#out + 1] = deliveries
+      out[#out + 1] = crashes
+      left = left - #entries
+    end
+  end
+end
+return out

@@ -1,0 +1,43 @@
+"""What a process knows of the broker's clock, when its own time stood still meanwhile. F6."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from registry.broker.base import Claim
+from registry.broker.redis_streams import RedisStreams
+from tests.servers import RedisServer, let_pass
+
+FROZEN_S = 0.3
+
+
+def test_an_answer_that_was_read_late_does_not_set_the_clock_back(
+    shared_redis: RedisServer, slot: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A process that was stopped between the answer and its reading goes on with the time that it knew: a deadline
+    that has passed meanwhile has passed. A broker whose clock was really set is believed."""
+    broker = RedisStreams.from_url(shared_redis.url)
+    broker.prepare([slot])
+    claim = [Claim(slot, 1, 0, 1000)]
+    run_all = broker._run_all
+
+    def run_and_stop(calls: Sequence[Any]) -> list[Any]:
+        answers = run_all(calls)
+        let_pass(FROZEN_S)
+        return answers
+
+    broker.exchange("w1", [], claim, 1000)
+    assert abs(broker.now_ms() - time.time() * 1000) < 50
+    monkeypatch.setattr(broker, "_run_all", run_and_stop)
+    broker.exchange("w1", [], claim, 1000)
+    assert abs(broker.now_ms() - time.time() * 1000) < 50
+    monkeypatch.undo()
+    for wrong_ms in (-60_000, 60_000):
+        broker.clock_offset_ms += wrong_ms
+        broker.exchange("w1", [], claim, 1000)
+        assert abs(broker.now_ms() - time.time() * 1000) < 50
+    broker.close()

@@ -1,0 +1,52 @@
+"""A module -> one graph for all its shapes, with the guards that its code will not have checked here instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.compilation.target import Compilable, CompilationRefused, Shapes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["first_line", "trace"]
+
+
+def trace(target: Compilable, shapes: Shapes) -> torch.export.ExportedProgram:
+    """One graph for all shapes. Raises CompilationRefused where there is none."""
+    import torch
+
+    dynamic = tuple(
+        {number: torch.export.Dim.DYNAMIC for number, span in enumerate(spans) if span.is_dynamic}
+        for spans in shapes.spans
+    )
+    try:
+        with torch.inference_mode():
+            program = torch.export.export(target.module, shapes.traced(target.examples), dynamic_shapes=dynamic)
+    except Exception as error:
+        # The tracer raises whatever the model does, and more.
+        raise CompilationRefused(f"The model cannot be traced as one graph ({first_line(error)})") from error
+    _check_guards(program, shapes)
+    return program
+
+
+def _check_guards(program: torch.export.ExportedProgram, shapes: Shapes) -> None:
+    """The compiled code has no guards: what the traced ones would refuse, it would answer wrongly."""
+    import torch
+
+    guards = getattr(program.module(), "_guards_fn", None)
+    if guards is None:
+        return
+    for extents in shapes.sweep():
+        tensors = [
+            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(extents, shapes.dtypes, strict=True)
+        ]
+        try:
+            guards(*tensors)
+        except AssertionError as error:
+            raise CompilationRefused(f"Shapes {extents} need a graph of their own ({error!s:.120})") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The class and the beginning of what it says, for people."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"

@@ -1,0 +1,88 @@
+"""A package -> an ONNX file: the child process that exports, and the export that an operator asks for.
+
+workers/runtime/export.py -- request --> `python -m workers.runtime.exporter` -- graph, and how it went --> files
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from registry.errors import ConfigurationError, InvalidInput
+from registry.package import Package, load_package
+from workers.runtime.export import export_in_child, export_onnx, told_beside
+from workers.runtime.open import open_runtime
+
+__all__ = ["export_package", "main"]
+
+_NICENESS: Final = 5
+"""Forwards of the worker come first."""
+
+
+def export_package(package: Package, content_hash: str, file: Path, *, is_int8: bool = False) -> dict[str, float]:
+    """Writes a package's model to `file`, as a whole or not at all, once its answers matched; in a child process.
+
+    Returns, by output, how far they are from the model's at most. Raises InvalidInput for a model of another kind or a
+    file that cannot be written, and ConfigurationError for other content than `content_hash`, and as `export_onnx`.
+    """
+    for framework in ("torch", "onnx", "onnxruntime"):
+        if importlib.util.find_spec(framework) is None:
+            raise ConfigurationError(f"{framework} is not installed. Expected: pip install 'penstock[torch,onnx]'")
+    reference = package.spec.reference
+    if not hasattr(open_runtime(package, content_hash), "exportable"):
+        raise InvalidInput(
+            f"{reference} is of format {package.spec.format}. Expected pytorch, or an encoder of transformers"
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix=".penstock-", dir=file.absolute().parent) as folder:
+            partial = Path(folder) / "model.onnx"
+            request = {
+                "package": str(package.folder.absolute()),
+                "content_hash": content_hash,
+                "precision": "auto",
+                "file": str(partial),
+                "is_int8": is_int8,
+            }
+            differences = export_in_child(request, reference)
+            partial.replace(file)
+    except OSError as error:
+        raise InvalidInput(f"{file.name} cannot be written ({error.strerror}). Expected a file in a folder") from None
+    return differences
+
+
+def main() -> None:
+    """The child: reads a request from its first line of input, and writes beside the graph how it went."""
+    request = json.loads(sys.stdin.readline())
+    file = Path(request["file"])
+    # The pipe stays open for as long as anybody wants the answer.
+    threading.Thread(target=_end_with_the_parent, args=(file.parent,), daemon=True).start()
+    os.nice(_NICENESS)
+    try:
+        package = load_package(Path(request["package"]))
+        runtime: Any = open_runtime(package, request["content_hash"], precision=request["precision"])
+        runtime.load("cpu", 1)
+        told: dict[str, object] = {"differences": export_onnx(runtime, file, is_int8=request["is_int8"])}
+    except ConfigurationError as error:
+        told = {"refused": str(error)}
+    told_beside(file).write_text(json.dumps(told))
+    # Threads of a package's own code are not waited for.
+    os._exit(0)
+
+
+def _end_with_the_parent(folder: Path) -> None:
+    sys.stdin.read()
+    # A parent that was killed removes nothing.
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
