@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +35,13 @@ _LEAVE: Final = frozenset(b"qQ\x03\x04\x1b")
 """Keys that end the screen: q, Ctrl-C, Ctrl-D, Escape."""
 _PARTS: Final = {"queue": "jobs", "batch": "jobs", "compute": "batches", "commit": "batches"}
 """The parts of a job's time, each with what it is counted by."""
+_AGAIN_S: Final = 2.0
+"""A screen that the broker did not answer is not left waiting for a long interval."""
+_MODELS: Final = ("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
+_QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
+_WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "models")
+_LINES_AROUND: Final = 8
+"""Lines of a screen that are no rows: the title, three heads, the key to the figures, what is blank between them."""
 _SUMS: Final = ("jobs", "batches", "rows", *(f"{part}_s" for part in _PARTS))
 
 
@@ -162,45 +169,87 @@ def line(state: Mapping[str, Any]) -> str:
     return "  ".join([*parts, f"workers {ready} of {len(state['workers'])} ready"])
 
 
-def draw(state: Mapping[str, Any]) -> RenderableType:
-    """Three tables: models, their queues that hold something, workers."""
-    models = _table("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
-    for model in state["models"]:
-        models.add_row(
-            Text(model["model"] + (" (paused)" if model["paused"] else "")),
-            f"{model['jobs_per_s']:,.0f}",
-            f"{model['waiting']:,}",
-            f"{model['running']:,}",
-            f"{model['oldest_waiting_s']:.1f} s" if model["waiting"] else "",
-            _number(model["rows_per_batch"]),
-            *(_number(ms) for ms in model["latency_ms"].values()),
-        )
-    queues = _table("queue", "priority", "wait", "run", "oldest")
-    for queue in state["queues"]:
-        if queue["waiting"] or queue["running"]:
-            age = f"{queue['oldest_waiting_s']:.1f} s" if queue["waiting"] else ""
-            counts = (f"{queue['waiting']:,}", f"{queue['running']:,}", age)
-            queues.add_row(Text(queue["model"]), queue["priority"], *counts)
-    workers = _table("worker", "device", "state", "jobs/s", "rows", "memory", "models")
-    for worker in state["workers"]:
-        workers.add_row(
-            Text(worker["name"]),
-            worker["device"],
-            "ready" if worker["ready"] else "not ready",
-            _number(worker["jobs_per_s"]),
-            _number(worker["rows_per_batch"]),
-            f"{worker['in_memory']:,}",
-            Text(", ".join(f"{name}/{version}" for name, version in worker["models"].items())),
-        )
-    parts: list[RenderableType] = [
-        models if models.row_count else Text("No model is registered."),
+def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
+    """Three tables: models, their queues that hold something, workers; those with jobs, and not ready, come first.
+
+    Where `lines`, the height of a screen, are too few for all rows, each table says how many it leaves out.
+    """
+    models = sorted(state["models"], key=lambda model: not _has_jobs(model))
+    queues = [queue for queue in state["queues"] if queue["waiting"] or queue["running"]]
+    workers = sorted(state["workers"], key=lambda worker: worker["ready"])
+    sizes = [len(models), len(queues), len(workers)]
+    rooms = sizes if lines is None else _rooms(sizes, lines - _LINES_AROUND)
+    return Group(
+        _rows(_MODELS, models, rooms[0], _model_row) or Text("No model is registered."),
         Text("rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker says", style="dim"),
         Text(),
-        queues if queues.row_count else Text("No job waits or runs."),
+        _rows(_QUEUES, queues, rooms[1], _queue_row) or Text("No job waits or runs."),
         Text(),
-        workers if workers.row_count else Text("No worker runs."),
-    ]
-    return Group(*parts)
+        _rows(_WORKERS, workers, rooms[2], _worker_row) or Text("No worker runs."),
+    )
+
+
+def _has_jobs(model: Mapping[str, Any]) -> bool:
+    return bool(model["waiting"] or model["running"] or model["jobs_per_s"])
+
+
+def _rooms(sizes: list[int], lines: int) -> list[int]:
+    """Lines for each of the tables: what a small one leaves over goes to the larger ones, and none is left out."""
+    rooms = [0] * len(sizes)
+    left = max(lines, len(sizes))
+    for tables, (size, index) in zip(
+        range(len(sizes), 0, -1), sorted((size, index) for index, size in enumerate(sizes)), strict=True
+    ):
+        rooms[index] = min(size, left // tables)
+        left -= rooms[index]
+    return rooms
+
+
+def _rows(
+    columns: tuple[str, ...],
+    rows: Sequence[Mapping[str, Any]],
+    lines: int,
+    cells: Callable[[Mapping[str, Any]], tuple[str | Text, ...]],
+) -> RenderableType | None:
+    """The table, None for an empty one; its last line stands for what has no room."""
+    if not rows:
+        return None
+    table = _table(*columns)
+    shown = len(rows) if len(rows) <= lines else lines - 1
+    for row in rows[:shown]:
+        table.add_row(*cells(row))
+    if shown < len(rows):
+        table.add_row(Text(f"and {len(rows) - shown:,} more", style="dim"))
+    return table
+
+
+def _model_row(model: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    return (
+        Text(model["model"] + (" (paused)" if model["paused"] else "")),
+        f"{model['jobs_per_s']:,.0f}",
+        f"{model['waiting']:,}",
+        f"{model['running']:,}",
+        f"{model['oldest_waiting_s']:.1f} s" if model["waiting"] else "",
+        _number(model["rows_per_batch"]),
+        *(_number(ms) for ms in model["latency_ms"].values()),
+    )
+
+
+def _queue_row(queue: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    age = f"{queue['oldest_waiting_s']:.1f} s" if queue["waiting"] else ""
+    return Text(queue["model"]), queue["priority"], f"{queue['waiting']:,}", f"{queue['running']:,}", age
+
+
+def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    return (
+        Text(worker["name"]),
+        worker["device"],
+        "ready" if worker["ready"] else "not ready",
+        _number(worker["jobs_per_s"]),
+        _number(worker["rows_per_batch"]),
+        f"{worker['in_memory']:,}",
+        Text(", ".join(f"{name}/{version}" for name, version in worker["models"].items())),
+    )
 
 
 def _number(value: float | None) -> str:
@@ -245,18 +294,20 @@ def show_screen(broker: Broker, interval_s: float, console: Console) -> None:
         Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
     ):
         before: Look | None = None
-        shown: RenderableType = Text("Looking ...")
+        state: dict[str, Any] | None = None
         look_at = 0.0
         while True:
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + interval_s
                 try:
                     now = take(broker)
-                    shown = draw(compare(before or now, now))
+                    state = compare(before or now, now)
                     note = f"{time.strftime('%H:%M:%S')}   every {interval_s:g} s   q ends"
                     before = now
                 except BrokerUnavailable as error:
+                    look_at = time.monotonic() + min(interval_s, _AGAIN_S)
                     note = f"{error}   q ends"
+            shown = Text("Looking ...") if state is None else draw(state, console.height)
             live.update(Group(Text(f"penstock top   {note}", style="bold"), Text(), shown), refresh=True)
             if pressed(max(0.0, look_at - time.monotonic())) & _LEAVE:
                 return

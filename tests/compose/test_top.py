@@ -15,12 +15,14 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from compose.top import Look, compare, line, take
+from compose.top import Look, compare, draw, line, take
 from registry.broker.base import Depth
 from registry.broker.redis_streams import RedisStreams
 from registry.queues import Priority
@@ -92,6 +94,42 @@ def test_model_that_appeared_meanwhile_counts_from_now():
     assert compare(_look(10.0, 5000, None), _look(11.0, 0, None))["models"][0]["jobs_per_s"] == 0.0
 
 
+def _busy_and_idle(models: int, workers: int) -> dict[str, Any]:
+    """Many models, all but the last one idle, and workers, the last one not ready."""
+    depths = {
+        f"m{each:03}": [Depth(f"m{each:03}", priority, int(each == models - 1), 0, 0.0) for priority in Priority]
+        for each in range(models)
+    }
+    reports = [
+        {"name": f"w{each:03}", "pid": each, "device": "cpu", "ready": each < workers - 1, "models": {}}
+        for each in range(workers)
+    ]
+    seen = Look(10.0, depths, dict.fromkeys(depths, 0), frozenset(), reports, {})
+    return compare(seen, seen)
+
+
+def _drawn(state: dict[str, Any], height: int) -> list[str]:
+    with StringIO() as output:
+        Console(file=output, width=100, height=height, color_system=None).print(draw(state, height))
+        return output.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("models", "workers"), [(0, 0), (1, 1), (40, 1), (3, 40), (40, 40)])
+@pytest.mark.parametrize("height", [16, 24, 50])
+def test_screen_shows_what_matters_when_not_all_has_room(models: int, workers: int, height: int):
+    """Models with jobs and workers that are not ready stand first; no table pushes another one off the screen."""
+    state = _busy_and_idle(models, workers)
+    shown = _drawn(state, height)
+    assert len(shown) + 2 <= height
+    names = [each.split()[0] for each in shown if each]
+    for count, letter in ((models, "m"), (workers, "w")):
+        rows = [each for each in names if re.fullmatch(rf"{letter}\d+", each)]
+        assert (f"{letter}{count - 1:03}" in rows) == (count > 0)
+        left_out = [int(each.split()[1]) for each in shown if each.startswith("and ")]
+        assert len(set(rows)) == count or count - len(set(rows)) in left_out
+    assert len(_drawn(state, 200)) >= models + workers
+
+
 def test_running_stack_is_measured(home: Path):
     """Throughput, batch sizes and the split of the time of a real worker, once and as data."""
     with closing(RedisStreams.from_url(_redis_url(home))) as broker:
@@ -123,9 +161,10 @@ def _redis_url(home: Path) -> str:
 
 @pytest.fixture
 def environ(shared_redis: RedisServer, tmp_path: Path, slot: str) -> dict[str, str]:
-    """A shell that knows a broker with a registered model."""
+    """A shell that knows a broker with a registered model that a job waits for: it has a line on any screen."""
     there = {"PENSTOCK_REDIS_URL": shared_redis.url, "PENSTOCK_HOME": str(tmp_path)}
     assert penstock(tmp_path, "models", "register", str(write_double(tmp_path, slot)), **there).exit_code == 0
+    assert penstock(tmp_path, "submit", slot, "-i", "x=[[1, 2, 3, 4]]", **there).exit_code == 0
     return {**there, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PATH": os.environ["PATH"]}
 
 
