@@ -84,7 +84,8 @@ class JobInfo:
 
     version, content_hash: what answered, by its label and by the SHA-256 of its content. attempt: the how-many-eth
     delivery that was. batch_size: rows of its micro-batch. queue_ms: accepted until claimed; batch_ms: until its
-    forward began; compute_ms: the forward.
+    forward began; compute_ms: the forward. is_cached: the answer to an equal job was kept and is this one's: there was
+    no forward, and no batch.
     """
 
     status: str
@@ -96,6 +97,7 @@ class JobInfo:
     queue_ms: float
     batch_ms: float
     compute_ms: float
+    is_cached: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class Outcome:
             queue_ms=timings.queue_ms,
             batch_ms=timings.batch_ms,
             compute_ms=timings.compute_ms,
+            is_cached=header.is_cached,
         )
 
     @property

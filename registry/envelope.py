@@ -155,6 +155,8 @@ class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     key: str = ""
     content_hash: str = ""
     """SHA-256 of the content of that version; empty for a job that no model saw."""
+    is_cached: bool = False
+    """Whether the answer to an equal job was kept and is this one's, without a forward."""
 
 
 class EventHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 __all__ = [
+    "CACHE_BYTES",
+    "CACHE_ENTRIES",
+    "CACHE_EVICTED",
+    "CACHE_HITS",
+    "CACHE_MISSES",
     "BATCH_ROWS",
     "BATCH_SIZE",
     "BATCH_WAIT",
@@ -111,6 +116,17 @@ OUT_OF_MEMORY: Final = Metric(
 SINGLE_FLIGHT: Final = Metric(
     "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs answered by the forward of an equal one"
 )
+CACHE_HITS: Final = Metric(
+    "penstock_cache_hits_total", "counter", "jobs", ("model", "tier"), "Jobs whose answer was kept in this tier"
+)
+CACHE_MISSES: Final = Metric(
+    "penstock_cache_misses_total", "counter", "jobs", ("model", "tier"), "Jobs whose answer this tier did not have"
+)
+CACHE_ENTRIES: Final = Metric("penstock_cache_entries", "gauge", "", ("tier",), "Answers kept in this tier")
+CACHE_BYTES: Final = Metric("penstock_cache_bytes", "gauge", "bytes", ("tier",), "What these take")
+CACHE_EVICTED: Final = Metric(
+    "penstock_cache_evicted_total", "counter", "answers", ("tier",), "Answers that left this tier for want of room"
+)
 LEVEL: Final = Metric("penstock_level", "gauge", "", _MODEL, "Enhancement level that the version stands at")
 GATES: Final = Metric(
     "penstock_gate_verdicts_total",
@@ -124,5 +140,6 @@ METRICS: Final = (
     *(REQUESTS, LATENCY, BATCH_SIZE, EXCEPTIONS, MODEL_LOADED, READY),
     *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
     *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, SINGLE_FLIGHT, LEVEL, GATES),
+    *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED),
 )
 """The whole table, in the order in which it is shown."""

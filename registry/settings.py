@@ -164,6 +164,7 @@ class CacheConfig(_Section):
 
     enabled: bool = Field(default=True, description="Off: a repeated input runs the model again")
     l1_size: int = Field(default=10_000, ge=1, description="Entries in memory")
+    l1_max_bytes: int = Field(default=1 << 28, ge=1, description="Bytes in memory; one answer takes an eighth at most")
     l2_max_bytes: int = Field(default=1 << 30, ge=1, description="Bytes on disk")
     ttl_seconds: float = Field(default=86_400.0, gt=0, description="Lifetime of an entry on every tier")
     privacy_mode: PrivacyMode = Field(default="ephemeral", description="The stricter of this and privacy.mode holds")

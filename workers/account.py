@@ -13,7 +13,7 @@ from workers.executor import Work
 from workers.job import ClaimedJob
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Ended, Watcher
-from workers.results import Conclusion
+from workers.results import Conclusion, Packed
 from workers.served import ENDPOINT
 
 __all__ = ["Account"]
@@ -32,7 +32,12 @@ class Account:
         self.batches = 0
         self._watcher = watcher
         self._metrics = metrics
+        self._lookups: Counter[tuple[str, bool]] = Counter()
         self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
+
+    def looked_up(self, model: str, *, is_hit: bool) -> None:
+        """A job's answer was looked for among those that are kept."""
+        self._lookups[model, is_hit] += 1
 
     def settled(self, ends: list[tuple[Conclusion, State]], commit_s: float, now: float) -> None:
         """These jobs are committed since `now`, monotonic; that took `commit_s` seconds."""
@@ -40,6 +45,9 @@ class Account:
 
     def tell(self) -> None:
         """Tells those who watch."""
+        for (model, is_hit), count in self._lookups.items():
+            self._metrics.cache_lookups(model, is_hit=is_hit, count=count)
+        self._lookups.clear()
         settlements, self._settled = self._settled, []
         for settled, commit_s, now in settlements:
             ended: list[Ended] = []
@@ -56,6 +64,8 @@ class Account:
                     self._measure(work, [end.job for end in ends], commit_s, now)
                     if (version := ends[0].job.version) is not None:
                         version.observe(work, now)
+                else:
+                    self._time_kept([end.job for end in ends if isinstance(end.answer, Packed)], now)
 
     def _count(self, ended: Sequence[Ended]) -> None:
         # Counted when they end: a job that runs again after a crash is still one request.
@@ -67,6 +77,14 @@ class Account:
         for end in ended:
             if end.error is not None and end.state is State.FAILED:
                 self._metrics.exception(end.header.model, _exception_of(end.error))
+
+    def _time_kept(self, jobs: Sequence[ClaimedJob], now: float) -> None:
+        """Jobs that kept answers ended took their time, too."""
+        totals_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        for job in jobs:
+            totals_s[job.header.model, job.label].append(job.queue_ms / 1000 + now - job.claimed)
+        for (name, version), seconds in totals_s.items():
+            self._metrics.latency(name, version, ENDPOINT, seconds)
 
     def _measure(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
         name, version = work.batch.key.model, work.batch.key.version

@@ -1,7 +1,8 @@
 """How work leaves: claim -> open -> batch -> execute -> commit. Read this file first.
 
     broker -- claim --> open, verify --> batcher --> executor (model threads) --> results --> commit --> broker
-                           |  equal jobs follow one                                              ^
+                           |  equal jobs follow one                               |  kept        ^
+                           |---- an equal job's answer is kept: workers/cache <---'  ------------|
                            |---- expired, revoked, cancelled, invalid ---------------------------|
                            '---- name a version that is not here: nobody has it -----------------'
                                     `-- another worker has it --> given back, for those that do
@@ -45,6 +46,7 @@ from registry.queues import Priority
 from registry.settings import Settings
 from registry.signed import Verifier
 from workers.account import Account
+from workers.cache import L1Cache
 from workers.deployments import DeploymentFiles, Forgotten, Remembered
 from workers.executor import Executor, Work, seats_for
 from workers.intake import Intake
@@ -56,7 +58,7 @@ from workers.loader import Loader
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Failed, Watcher
 from workers.peers import Peers
-from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, commit_of
+from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
 from workers.served import ServedModel, ServedVersion, VersionState
 from workers.shelf import Shelf
 from workers.streaming import EventStream
@@ -161,7 +163,7 @@ class Drain:
             tuner=self._tuner,
             metrics=metrics,
             verify=verify,
-            on_version_change=on_version_change,
+            on_version_change=self._change_version,
             ring=self._ring,
             takes_any=not settings.worker.models,
             remembered=remembered or _remembered(settings, verify),
@@ -184,6 +186,9 @@ class Drain:
         )
         self._lower_share = LowerShare()
         self._holdings = Holdings()
+        self._cache = L1Cache(settings.inference.cache.l1_size, settings.inference.cache.l1_max_bytes, clock)
+        self._isolates_tenants = settings.inference.privacy.cache_tenant_isolation
+        self._on_version_change = on_version_change
         self._leaders: dict[bytes, ClaimedJob] = {}
         self._concluded: list[Conclusion] = []
         self._uncommitted: list[tuple[Conclusion, Commit]] = []
@@ -219,6 +224,7 @@ class Drain:
             offered=self._offered,
             room=self._room_to_take_over,
             news=self._hear,
+            look=self._look_for_decisions,
             report=self._report,
             clock=clock,
         )
@@ -516,7 +522,7 @@ class Drain:
                 self._to_release.append(job)
             elif job.is_suspect:
                 self._add_suspect(version, job)
-            elif not self._joins_another(job, version):
+            elif not (self._is_known(job, version) or self._joins_another(job, version)):
                 runnable[version].append(job)
         for version, jobs in runnable.items():
             self._add(version, jobs)
@@ -641,7 +647,7 @@ class Drain:
             self._concluded.append(Conclusion(job, failure))
         elif job.is_suspect:
             self._add_suspect(version, job)
-        elif not self._joins_another(job, version):
+        elif not (self._is_known(job, version) or self._joins_another(job, version)):
             self._add(version, [job])
 
     def _not_served(self, model: ServedModel, named: str, version: ServedVersion | None) -> Failure:
@@ -652,11 +658,29 @@ class Drain:
         message = f"Version {named:.80} is not served by any live worker{why}. Expected one of: {served or 'none'}"
         return Failure("ModelError", message)
 
+    def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        """Whether what this content of the version answers in this form is kept: that is the job's answer."""
+        if not version.cache_ttl_s or not version.content_hash:
+            return False
+        kept = self._cache.get(self._digest_of(job, version))
+        is_hit = kept is not None and kept.content_hash == version.content_hash and kept.form == version.form
+        self._account.looked_up(version.name, is_hit=is_hit)
+        if kept is None or not is_hit:
+            return False
+        version.used_at = self._clock()
+        self._concluded.append(Conclusion(job, kept))
+        return True
+
+    def _digest_of(self, job: ClaimedJob, version: ServedVersion) -> bytes:
+        if not job.digest:
+            job.digest = _digest(job, version.label, tenant=job.header.tenant if self._isolates_tenants else "")
+        return job.digest
+
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
         if not version.shares_flights:
             return False
-        job.digest = _digest(job.header, version.label, job.delivery.sealed)
+        self._digest_of(job, version)
         leader = self._leaders.setdefault(job.digest, job)
         if leader is job:
             return False
@@ -665,6 +689,11 @@ class Drain:
         return True
 
     # Versions
+
+    def _change_version(self, model: str, old: str, new: str) -> None:
+        forgotten = self._cache.forget(old) if old else 0
+        logger.info("the version changed", extra={"model": model, "old": old, "new": new, "forgotten": forgotten})
+        self._on_version_change(model, old, new)
 
     def want(self, name: str, label: str, *, content_hash: str = "") -> None:
         """See Shelf.want. For any thread."""
@@ -850,13 +879,23 @@ class Drain:
             if job.is_lost:
                 self._let_go([job])
             else:
-                self._uncommitted.append(self._commit_of(end))
+                end, commit = self._commit_of(end)
+                self._uncommitted.append((end, commit))
+                self._keep(end)
             # That the leader was lost, cancelled or late says nothing about its equals.
             if job.is_lost or end.state in (State.CANCELLED, State.EXPIRED):
                 self._rejoin(followers)
                 continue
             for follower in followers:
                 self._uncommitted.append(self._commit_of(Conclusion(follower, end.answer, end.work)))
+
+    def _keep(self, end: Conclusion) -> None:
+        """What a forward answered is the answer to equal jobs, while the version answers in the same form."""
+        job, answer, version = end.job, end.answer, end.job.version
+        if version is None or not version.cache_ttl_s or end.work is None or not isinstance(answer, Packed):
+            return
+        if answer.content_hash == version.content_hash and answer.form == version.form:
+            self._cache.put(self._digest_of(job, version), answer, version.cache_ttl_s)
 
     def _runs_again(self, end: Conclusion) -> bool:
         """Whether the job's retry policy gives it another forward, after a pause or elsewhere."""
@@ -976,13 +1015,16 @@ class Drain:
             self._resting = [(0.0 if is_unwanted(job) else due, number, job) for due, number, job in self._resting]
             heapq.heapify(self._resting)
 
-    def _report(self) -> None:
-        """Once a second, on the lease thread: pauses, the versions that answer, queue metrics, this worker's entry for
-        `penstock status`, decisions to remember."""
-        names = list(self._served)
-        for name, active in self._broker.actives(names).items():
+    def _look_for_decisions(self) -> None:
+        """Twice a second, on the lease thread: a worker that claims nothing hears, too, which version answers."""
+        for name, active in self._broker.actives(list(self._served)).items():
             if active != self._served[name].record:
                 self._shelf.order(partial(self._shelf.hear, name, active))
+
+    def _report(self) -> None:
+        """Once a second, on the lease thread: pauses, queue metrics, this worker's entry for `penstock status`,
+        decisions to remember."""
+        names = list(self._served)
         self._reports += 1
         if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._shelf.claimable()) < len(names):
             self._shelf.order(self._shelf.try_again)
@@ -994,6 +1036,7 @@ class Drain:
         for name in names:
             for depth in self._broker.depths(name):
                 self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)
+        self._metrics.cache_size(len(self._cache), self._cache.nbytes, self._cache.evicted)
         report = {
             "name": self.name,
             "pid": os.getpid(),
@@ -1103,10 +1146,11 @@ def _version_of(work: Work) -> ServedVersion:
     return version
 
 
-def _digest(header: JobHeader, label: str, sealed: bytes) -> bytes:
+def _digest(job: ClaimedJob, label: str, tenant: str) -> bytes:
     """Equal for jobs of one tenant that ask the same of the same version of a model."""
+    header, sealed = job.header, job.delivery.sealed
     options = header.options
-    asked = (header.tenant, header.model, label, header.content, options.outputs, options.retry)
+    asked = (tenant, header.model, label, header.content, options.outputs, options.retry)
     digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
     end = len(sealed) - (32 if header.key else 0)
     digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])

@@ -110,6 +110,7 @@ class LeaseKeeper:
         offered: Callable[[], Mapping[str, Mapping[str, int]]],
         room: Callable[[], int],
         news: Callable[[LeaseNews], None],
+        look: Callable[[], None],
         report: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -121,6 +122,7 @@ class LeaseKeeper:
         self._offered = offered
         self._room = room
         self._news = news
+        self._look = look
         self._report = report
         self._clock = clock
         self._is_stopping = threading.Event()
@@ -156,6 +158,7 @@ class LeaseKeeper:
                 self._renew()
                 self._renew_at = now + renew_every
             if now >= self._look_at:
+                self._look()
                 self._take_over()
                 self._adopt()
                 self._look_at = now + look_every

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from msgspec import structs
 
 from registry.broker.base import Commit, State
 from registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
@@ -14,7 +13,7 @@ from registry.tensors import MAX_RESULT_BYTES, Tensor, encode
 from workers.executor import Outputs, Work
 from workers.job import ClaimedJob
 
-__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "commit_of", "unrun_result"]
+__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "Packed", "commit_of", "pack", "unrun_result"]
 
 EXPIRED: Final = Failure("Expired", "The job's deadline or lifetime had passed before it ran")
 REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
@@ -22,11 +21,22 @@ CANCELLED: Final = Failure("Cancelled", "The job was cancelled before it ran")
 _STATES: Final = {"Cancelled": State.CANCELLED, "Expired": State.EXPIRED, "DeadLettered": State.DEAD}
 
 
+class Packed(msgspec.Struct, frozen=True, gc=False):
+    """The outputs of one job as they travel, see registry.tensors.encode, and what answered."""
+
+    content: tuple[Tensor, ...]
+    body: bytes
+    content_hash: str
+    """SHA-256 of the version's content."""
+    form: str
+    """The form of the model that was in use."""
+
+
 class Conclusion(msgspec.Struct, frozen=True, gc=False):
     """How one job ended here; `work` is the batch that answered, None for a job that did not run."""
 
     job: ClaimedJob
-    answer: Outputs | Failure
+    answer: Outputs | Packed | Failure
     work: Work | None = None
 
     @property
@@ -48,50 +58,51 @@ def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, key
     return seal("result", header, b"", keyring)
 
 
-def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclusion, Commit]:
-    """The commit that turns the job's record into this result, and the conclusion that it says.
+def pack(end: Conclusion) -> Conclusion:
+    """The same with its outputs packed; outputs that cannot travel are a failure."""
+    answer, work = end.answer, end.work
+    if isinstance(answer, (Failure, Packed)):
+        return end
+    wanted = end.job.header.options.outputs
+    try:
+        content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
+    except InvalidInput as error:
+        return Conclusion(end.job, Failure("ModelError", f"An output cannot travel. {error}"), work)
+    if len(body) > MAX_RESULT_BYTES:
+        message = f"The outputs take {len(body)} bytes. Expected at most {MAX_RESULT_BYTES}"
+        return Conclusion(end.job, Failure("ModelError", message), work)
+    return Conclusion(
+        end.job, Packed(content, body, work.content_hash if work else "", work.form if work else ""), work
+    )
 
-    That is `end`, but for outputs that are too large to travel: those are a failure.
-    """
+
+def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclusion, Commit]:
+    """The commit that turns the job's record into this result, and the conclusion that it says; see pack."""
+    end = pack(end)
     job, answer, work = end.job, end.answer, end.work
     header, delivery = job.header, job.delivery
-    content: tuple[Tensor, ...] = ()
-    body = b""
-    failure = None
-    state = State.COMPLETED
-    if isinstance(answer, Failure):
-        failure, state = answer, end.state
-    else:
-        wanted = header.options.outputs
-        try:
-            content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
-        except InvalidInput as error:
-            failure, state = Failure("ModelError", f"An output cannot travel. {error}"), State.FAILED
-            end = structs.replace(end, answer=failure)
-        if len(body) > MAX_RESULT_BYTES:
-            failure = Failure("ModelError", f"The outputs take {len(body)} bytes. Expected at most {MAX_RESULT_BYTES}")
-            content, body, state = (), b"", State.FAILED
-            end = structs.replace(end, answer=failure)
+    packed = answer if isinstance(answer, Packed) else None
     result = ResultHeader(
         id=header.id,
         context=header.context,
         version=job.label,
-        content_hash=work.content_hash if work else "",
+        content_hash=packed.content_hash if packed else work.content_hash if work else "",
         worker=worker,
-        content=content,
-        error=failure,
+        content=packed.content if packed else (),
+        error=end.failure,
         attempt=delivery.attempt,
         batch_size=work.batch.rows if work else 0,
         timings=_timings(job, work),
         key=keyring.signing_id,
+        is_cached=packed is not None and work is None,
     )
     commit = Commit(
         delivery.slot,
         delivery.priority,
         delivery.entry_id,
         header.id,
-        state,
-        seal("result", result, body, keyring),
+        end.state,
+        seal("result", result, packed.body if packed else b"", keyring),
         header.tenant,
         header.reply,
         header.once,

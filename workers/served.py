@@ -27,6 +27,7 @@ from workers.batching.controller import LatencyController
 from workers.executor import JobStream, TooLarge, Work
 from workers.job import ClaimedJob
 from workers.runtime.base import Runtime
+from workers.runtime.forms import EAGER, Tunable
 from workers.runtime.open import open_runtime
 
 __all__ = ["ENDPOINT", "Observer", "ServedModel", "ServedVersion", "VersionState", "batch_limits", "is_name_of"]
@@ -126,9 +127,12 @@ class ServedVersion:
         self.calibrated_rows = 0
         """Rows that the device's memory was found to allow; 0: not measured."""
         self.timeout_s: Final = float(self.spec.timeout_s or config.timeout_seconds)
-        self.shares_flights: Final = (
-            config.enabled and config.batching.single_flight and self.spec.deterministic and not self.spec.streams
-        )
+        repeats = config.enabled and self.spec.deterministic and not self.spec.streams
+        self.shares_flights: Final = repeats and config.batching.single_flight
+        """Whether equal jobs that are here at the same time have one forward."""
+        ttl_s = config.cache.ttl_seconds if knobs.cache_ttl_s is None else knobs.cache_ttl_s
+        self.cache_ttl_s: Final = ttl_s if repeats and config.cache.enabled else 0.0
+        """For how many seconds its answers are kept; 0: not at all."""
         self.finite_outputs: Final = tuple(
             output.name for output in self.spec.outputs if output.dtype.startswith("float") and not output.allow_nan
         )
@@ -198,6 +202,11 @@ class ServedVersion:
     def may_start(self) -> int:
         """Forwards that the version's concurrency still allows."""
         return self.concurrency - self.in_flight if self.is_ready else 0
+
+    @property
+    def form(self) -> str:
+        """The form in which it answers the next batch."""
+        return self.runtime.forms.name if isinstance(self.runtime, Tunable) else EAGER
 
     @property
     def tokenises(self) -> bool:
@@ -373,6 +382,7 @@ class ServedVersion:
             open_stream if self.spec.streams else None,
             self.timeout_s,
             self.content_hash,
+            EAGER if is_as_built else self.form,
             is_as_built,
         )
 

@@ -69,6 +69,8 @@ class _Histogram:
         self.recent = np.concatenate((self.recent, values))[-_RECENT:]
 
 
+_MEMORY: Final = "l1"
+"""The label of the tier in this process's memory."""
 _TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s")
 
 
@@ -163,6 +165,15 @@ class InferenceMetrics(Collector):
             if series.unfolded >= _FOLD_AT:
                 series.fold()
 
+    def latency(self, model: str, version: str, endpoint: str, total_s: Sequence[float]) -> None:
+        """Jobs that were answered without a batch: seconds from acceptance to commit, one value per job."""
+        with self._lock:
+            series = self._series_of((model, version, endpoint))
+            series.latency.fresh.extend(total_s)
+            series.unfolded += len(total_s)
+            if series.unfolded >= _FOLD_AT:
+                series.fold()
+
     def totals(self) -> dict[str, dict[str, float]]:
         """What each model's batches add up to since the process began, summed over versions; times in seconds.
 
@@ -227,6 +238,16 @@ class InferenceMetrics(Collector):
     def single_flight(self, model: str, count: int = 1) -> None:
         """Jobs that were answered by the forward of an equal one."""
         self._add(table.SINGLE_FLIGHT, (model, "", ""), count)
+
+    def cache_lookups(self, model: str, *, is_hit: bool, count: int = 1) -> None:
+        """Jobs whose answer was looked for in this process's memory."""
+        self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, _MEMORY), count)
+
+    def cache_size(self, entries: int, nbytes: int, evicted: int) -> None:
+        """What is kept in this process's memory, and how many answers have left it for want of room."""
+        self._set(table.CACHE_ENTRIES, (_MEMORY,), entries)
+        self._set(table.CACHE_BYTES, (_MEMORY,), nbytes)
+        self._set(table.CACHE_EVICTED, (_MEMORY,), evicted)
 
     def level(self, model: str, version: str, endpoint: str, level: int) -> None:
         """The enhancement level that a version stands at now."""

@@ -1,0 +1,154 @@
+"""The tier in memory: what is kept, for how long, and what leaves first (CF-018, CF-019, AR-030, AR-057)."""
+
+from __future__ import annotations
+
+import random
+import threading
+import tracemalloc
+from collections import OrderedDict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from registry.tensors import Tensor
+from workers.cache import L1Cache
+from workers.cache.memory import _ENTRY_BYTES
+from workers.results import Packed
+
+_ROOM = 1 << 20
+
+
+def _answer(body: bytes = b"answer", content_hash: str = "a" * 64) -> Packed:
+    return Packed((Tensor("y", "float32", (1, 4)),), body, content_hash, "eager")
+
+
+class _Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_least_recently_used_leaves_first():
+    """Reading counts as use, and so does writing anew (CF-018)."""
+    cache = L1Cache(3, _ROOM)
+    for key in (b"1", b"2", b"3"):
+        cache.put(key, _answer(key), 60)
+    assert cache.get(b"1") == _answer(b"1")
+    cache.put(b"2", _answer(b"two"), 60)
+    cache.put(b"4", _answer(b"4"), 60)
+    assert [cache.get(key) is not None for key in (b"1", b"2", b"3", b"4")] == [True, True, False, True]
+    assert cache.get(b"2") == _answer(b"two")
+    assert (len(cache), cache.evicted) == (3, 1)
+
+
+def test_what_expired_is_not_served():
+    """Neither a moment after its end, nor at it; being asked for does not prolong it (CF-019)."""
+    clock = _Clock()
+    cache = L1Cache(10, _ROOM, clock)
+    cache.put(b"short", _answer(), 5)
+    cache.put(b"long", _answer(), 60)
+    clock.now += 4.9
+    assert cache.get(b"short") is not None
+    clock.now += 0.1
+    assert cache.get(b"short") is None
+    assert cache.get(b"long") is not None
+    assert (len(cache), cache.nbytes, cache.evicted) == (1, len(b"answer") + _ENTRY_BYTES, 0)
+
+
+def test_bytes_are_bounded():
+    """Large answers leave before the number of entries is reached; one that is larger than its share is not kept."""
+    cache = L1Cache(1000, 100_000)
+    for key in range(100):
+        cache.put(str(key).encode(), _answer(bytes(10_000)), 60)
+    assert cache.nbytes <= 100_000
+    assert len(cache) == 100_000 // (10_000 + _ENTRY_BYTES)
+    held = len(cache)
+    cache.put(b"huge", _answer(bytes(20_000)), 60)
+    assert cache.get(b"huge") is None
+    assert len(cache) == held
+    cache.put(b"99", _answer(bytes(20_000)), 60)
+    assert cache.get(b"99") is None, "what it was before is not the answer any more"
+
+
+def test_one_content_is_forgotten():
+    """All its answers at once, and no other's (AR-080)."""
+    cache = L1Cache(100, _ROOM)
+    for number in range(10):
+        cache.put(bytes([number]), _answer(content_hash="ab"[number % 2] * 64), 60)
+    assert cache.forget("a" * 64) == 5
+    assert cache.forget("a" * 64) == 0
+    assert [cache.get(bytes([number])) is not None for number in range(10)] == [False, True] * 5
+    assert cache.nbytes == 5 * (len(b"answer") + _ENTRY_BYTES)
+
+
+_Step = st.tuples(st.sampled_from(["get", "put", "wait"]), st.integers(0, 6), st.integers(1, 8))
+
+
+@given(st.lists(_Step, max_size=60), st.integers(1, 4))
+def test_it_does_what_a_plain_dictionary_would(steps: list[tuple[str, int, int]], capacity: int):
+    """Against the obvious way to write it (AR-030)."""
+    clock = _Clock()
+    cache = L1Cache(capacity, _ROOM, clock)
+    oracle: OrderedDict[bytes, tuple[Packed, float]] = OrderedDict()
+    for step, number, seconds in steps:
+        key = bytes([number])
+        if step == "wait":
+            clock.now += seconds
+        elif step == "put":
+            cache.put(key, _answer(bytes([number, seconds])), seconds)
+            oracle.pop(key, None)
+            oracle[key] = _answer(bytes([number, seconds])), clock.now + seconds
+            while len(oracle) > capacity:
+                oracle.popitem(last=False)
+        else:
+            if key in oracle and oracle[key][1] <= clock.now:
+                del oracle[key]
+            if key in oracle:
+                oracle.move_to_end(key)
+            assert cache.get(key) == (oracle[key][0] if key in oracle else None)
+    assert cache.nbytes == sum(len(answer.body) + _ENTRY_BYTES for answer, _ in oracle.values())
+
+
+def test_threads_do_not_spoil_it():
+    """Eight at once, 100,000 steps each: no answer under another's key, no bound broken (AR-057)."""
+    cache = L1Cache(500, 700_000)
+    wrong: list[bytes] = []
+
+    def use(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(100_000):
+            key = rng.randrange(1000).to_bytes(2, "big")
+            if (chance := rng.random()) < 0.6:
+                if (found := cache.get(key)) is not None and not found.body.startswith(key):
+                    wrong.append(key)
+            elif chance < 0.9999:
+                cache.put(key, _answer(key * rng.randrange(1, 300), "ab"[key[1] % 2] * 64), 60)
+            else:
+                cache.forget("a" * 64)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert 0 < len(cache) <= 500
+    assert cache.nbytes <= 700_000
+    cache.forget("a" * 64)
+    cache.forget("b" * 64)
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_memory_stays_within_its_bound():
+    """What its own count says is at least what Python takes for the entries (CF-018)."""
+    cache = L1Cache(10_000, 1 << 28)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(10_001):
+        tensor = Tensor("y", "float32", (1, 384))
+        cache.put(number.to_bytes(16, "big"), Packed((tensor,), bytes(1536), "a" * 64, "eager"), 60)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(cache) == 10_000
+    assert taken <= cache.nbytes <= 2 * taken
