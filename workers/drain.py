@@ -522,7 +522,7 @@ class Drain:
                 self._to_release.append(job)
             elif job.is_suspect:
                 self._add_suspect(version, job)
-            elif not (self._is_known(job, version) or self._joins_another(job, version)):
+            elif self._needs_forward(job, version):
                 runnable[version].append(job)
         for version, jobs in runnable.items():
             self._add(version, jobs)
@@ -647,7 +647,7 @@ class Drain:
             self._concluded.append(Conclusion(job, failure))
         elif job.is_suspect:
             self._add_suspect(version, job)
-        elif not (self._is_known(job, version) or self._joins_another(job, version)):
+        elif self._needs_forward(job, version):
             self._add(version, [job])
 
     def _not_served(self, model: ServedModel, named: str, version: ServedVersion | None) -> Failure:
@@ -658,11 +658,18 @@ class Drain:
         message = f"Version {named:.80} is not served by any live worker{why}. Expected one of: {served or 'none'}"
         return Failure("ModelError", message)
 
+    def _needs_forward(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        """Whether no equal job's answer will do: one that is kept, or that of a forward under way."""
+        if not (version.cache_ttl_s or version.shares_flights):
+            return True
+        job.digest = _digest(job, version.label, tenant=job.header.tenant if self._isolates_tenants else "")
+        return not (self._is_known(job, version) or self._joins_another(job, version))
+
     def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Whether what this content of the version answers in this form is kept: that is the job's answer."""
-        if not version.cache_ttl_s or not version.content_hash:
+        if not version.cache_ttl_s:
             return False
-        kept = self._cache.get(self._digest_of(job, version))
+        kept = self._cache.get(job.digest)
         is_hit = kept is not None and kept.content_hash == version.content_hash and kept.form == version.form
         self._account.looked_up(version.name, is_hit=is_hit)
         if kept is None or not is_hit:
@@ -671,16 +678,10 @@ class Drain:
         self._concluded.append(Conclusion(job, kept))
         return True
 
-    def _digest_of(self, job: ClaimedJob, version: ServedVersion) -> bytes:
-        if not job.digest:
-            job.digest = _digest(job, version.label, tenant=job.header.tenant if self._isolates_tenants else "")
-        return job.digest
-
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
         if not version.shares_flights:
             return False
-        self._digest_of(job, version)
         leader = self._leaders.setdefault(job.digest, job)
         if leader is job:
             return False
@@ -892,10 +893,10 @@ class Drain:
     def _keep(self, end: Conclusion) -> None:
         """What a forward answered is the answer to equal jobs, while the version answers in the same form."""
         job, answer, version = end.job, end.answer, end.job.version
-        if version is None or not version.cache_ttl_s or end.work is None or not isinstance(answer, Packed):
+        if not job.digest or version is None or not version.cache_ttl_s or not isinstance(answer, Packed):
             return
-        if answer.content_hash == version.content_hash and answer.form == version.form:
-            self._cache.put(self._digest_of(job, version), answer, version.cache_ttl_s)
+        if end.work is not None and answer.content_hash == version.content_hash and answer.form == version.form:
+            self._cache.put(job.digest, answer, version.cache_ttl_s)
 
     def _runs_again(self, end: Conclusion) -> bool:
         """Whether the job's retry policy gives it another forward, after a pause or elsewhere."""

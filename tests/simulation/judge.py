@@ -110,7 +110,7 @@ class Simulation:
         self.truth.answering = {package.spec.name: [(-1.0, 0, "1")] for package in self.packages}
         self._replay_at = draw_replay(Random(f"replay of {seed}"), self.plan) if self._promotions else None
         self.truth.when_handed_over = self._expect_adoption
-        self._settings = _settings(self.plan.single_flight)
+        self._settings = _settings(self.plan.single_flight, self.plan.keeps_answers)
         self._max_crashes = self._settings.inference.queue.max_crashes
         self._ends: list[UnreliableEnd] = []
         self._jobs: dict[str, Job] = {}
@@ -532,12 +532,13 @@ def _spec(name: str, max_rows: int, concurrency: int) -> ModelSpec:
 
 
 @cache
-def _settings(single_flight: bool) -> Settings:
+def _settings(single_flight: bool, keeps_answers: bool) -> Settings:
     return Settings.load(
         overrides={
             # Ageing would let a less urgent job go first, and the order could not be checked as simply.
             "queue": {"lease_s": LEASE_S, "ageing_s": 86_400.0, "result_ttl_s": TTL_MS / 1000},
             "batching": {"single_flight": single_flight},
+            "cache": {"enabled": keeps_answers},
         }
     )
 

@@ -34,6 +34,7 @@ from tests.simulation.judge import Mutation
 from tests.simulation.worker import SteppedDrain
 from workers.batching.batcher import Batcher, Pending, _Lane
 from workers.deployments import Remembered
+from workers.drain import _digest
 from workers.executor import Work
 from workers.job import ClaimedJob
 from workers.leases import LeaseKeeper
@@ -459,8 +460,27 @@ class VersionsShareAFlight(SteppedDrain):
     """Equal jobs join each other, whichever version answers them."""
 
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        first = next(iter(self._served[version.name].versions.values()))
-        return super()._joins_another(job, first)
+        job.digest = _digest(job, "", job.header.tenant)
+        return super()._joins_another(job, version)
+
+
+class VersionsShareAnswers(SteppedDrain):
+    """What one version answered is kept for equal jobs of every other."""
+
+    def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        job.digest = _digest(job, "", job.header.tenant)
+        if (kept := self._cache.get(job.digest)) is None:
+            return False
+        self._concluded.append(Conclusion(job, kept))
+        return True
+
+
+class KeptAnswersSwapped(SteppedDrain):
+    """Jobs that are alike but for their numbers have one answer that is kept."""
+
+    def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        job.digest = f"{job.header.tenant} {version.name} {version.label}".encode()
+        return super()._is_known(job, version)
 
 
 class OlderDecisionStands(UnreliableEnd):
@@ -619,6 +639,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _broken(PauseForgotten, "ran while its model was paused"),
     _misled(StaleVersion, "answered by a version of before"),
     _misled(VersionsShareAFlight, "the answer of another version"),
+    _misled(VersionsShareAnswers, "the answer of another version"),
+    _misled(KeptAnswersSwapped, "the answer of another"),
     _broken(OlderDecisionStands, "answered by a version of before"),
     _misled(OtherContentServes, "content of another version"),
     _misled(FailsAtTheFirst, "failed, and a worker had it"),

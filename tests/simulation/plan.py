@@ -101,6 +101,7 @@ class Plan:
     delay: float
     """The share of calls that take their time, while everything else goes on."""
     single_flight: bool
+    keeps_answers: bool
     has_operator: bool
     """Somebody puts dead letters back, once each."""
     device_rows: int
@@ -134,6 +135,7 @@ def draw(rng: Random) -> Plan:
         loss=0.0 if is_calm or rng.random() < 0.6 else rng.uniform(0.01, 0.2),
         delay=0.0 if rng.random() < 0.6 else rng.uniform(0.05, 0.4),
         single_flight=rng.random() < 0.7,
+        keeps_answers=Random(f"answers of {until}").random() < 0.5,
         has_operator=rng.random() < 0.5,
         device_rows=rng.choice((1, 2, 3)) if not is_calm and rng.random() < 0.1 else 0,
         max_depth=rng.choice((100_000, 100_000, 100_000, 3)),

@@ -1,0 +1,87 @@
+"""Equal jobs: what it costs to keep answers that nobody asks for again, and what it brings where somebody does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from registry.tensors import Tensor
+from tests.benchmarks.report import Progress, Row, median
+from tests.benchmarks.scale import Scale
+from tests.benchmarks.stand import Client, Sample, Stand
+from workers.cache import L1Cache
+from workers.results import Packed
+
+__all__ = ["measure"]
+
+_OUTSTANDING: Final = 64
+_WITH: Final = {"PENSTOCK_INFERENCE_CACHE_ENABLED": "true", "PENSTOCK_INFERENCE_BATCHING_SINGLE_FLIGHT": "true"}
+_KEPT: Final = 10_000
+"""What a worker keeps by default: repeated jobs are fewer, or none would be found."""
+
+
+def measure(scale: Scale, say: Progress) -> list[Row]:
+    """See the module."""
+    with Stand() as without, Stand(_WITH) as keeping:
+        plain, keeper = _client(without), _client(keeping)
+        for client in (plain, keeper):
+            client.run(min(512, scale.jobs), _OUTSTANDING)
+        jobs = min(scale.jobs, _KEPT // 2)
+        turns = [_turn(plain, keeper, jobs, say) for _ in range(scale.rounds)]
+    ran, missed, hit = ([turn[index] for turn in turns] for index in range(3))
+    get_ns, bare_ns = _look_up_ns()
+    return [
+        _against("distinct jobs, answers kept and looked for, against not", missed, ran),
+        _against("equal jobs, answered by kept answers, against a forward each", hit, ran),
+        Row(
+            f"a kept answer looked up among {_KEPT:,}, against a bare dict",
+            f"{get_ns:,.0f} against {bare_ns:,.0f} ns",
+            figures={"get_ns": get_ns, "dict_ns": bare_ns},
+        ),
+    ]
+
+
+def _client(stand: Stand) -> Client:
+    server = stand.redis()
+    return stand.client("submit_many", server.url, worker=stand.worker(server, "mlp"), broker=server)
+
+
+def _turn(plain: Client, keeper: Client, jobs: int, say: Progress) -> tuple[Sample, Sample, Sample]:
+    """The same number of jobs without keeping, with distinct inputs, and with those inputs once more."""
+    ran = plain.run(jobs, _OUTSTANDING)
+    missed = keeper.run(jobs, _OUTSTANDING)
+    hit = keeper.run(jobs, _OUTSTANDING, again=True)
+    say("equal: " + ", ".join(f"{each.jobs_per_s:,.0f}/s at {each.worker_us:.0f} us" for each in (ran, missed, hit)))
+    return ran, missed, hit
+
+
+def _against(what: str, ours: list[Sample], theirs: list[Sample]) -> Row:
+    ratio = median(our.jobs_per_s / their.jobs_per_s for our, their in zip(ours, theirs, strict=True))
+    rates = [median(each.jobs_per_s for each in samples) for samples in (ours, theirs)]
+    spent = [median(each.worker_us for each in samples) for samples in (ours, theirs)]
+    speed = f"{rates[0]:,.0f} against {rates[1]:,.0f} jobs/s: {ratio:.2f}x"
+    return Row(
+        what,
+        f"{speed}; worker {spent[0]:.0f} against {spent[1]:.0f} us",
+        figures={"ratio": ratio, "jobs_per_s": rates[0], "worker_us": spent[0], "worker_us_without": spent[1]},
+    )
+
+
+def _look_up_ns() -> tuple[float, float]:
+    """Nanoseconds of a look at a full cache, and of one at a dict with its keys: medians, key by key in turn."""
+    cache, bare = L1Cache(_KEPT, 1 << 28), dict[bytes, Packed]()
+    answer = Packed((Tensor("y", "float32", (1, 8)),), bytes(32), "0" * 64, "eager")
+    keys = [number.to_bytes(16, "big") for number in range(_KEPT)]
+    for key in keys:
+        cache.put(key, answer, 86_400.0)
+        bare[key] = answer
+    turns = [(_ns(cache.get, key), _ns(bare.get, key)) for key in keys]
+    ours, theirs = (median(nanoseconds) for nanoseconds in zip(*turns, strict=True))
+    return ours, theirs
+
+
+def _ns(look: Callable[[bytes], object], key: bytes) -> int:
+    begun = time.perf_counter_ns()
+    look(key)
+    return time.perf_counter_ns() - begun
