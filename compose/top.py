@@ -42,7 +42,7 @@ _QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
 _WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "models")
 _LINES_AROUND: Final = 8
 """Lines of a screen that are no rows: the title, three heads, the key to the figures, what is blank between them."""
-_SUMS: Final = ("jobs", "batches", "rows", *(f"{part}_s" for part in _PARTS))
+_SUMS: Final = ("jobs", "cached", "batches", "rows", *(f"{part}_s" for part in _PARTS))
 
 
 class Look(NamedTuple):
@@ -131,7 +131,7 @@ def _worker(report: Mapping[str, Any], before: Look, after: Look, span_s: float)
         "ready": report["ready"],
         "models": report["models"],
         "in_memory": report.get("in_memory", 0),
-        "jobs_per_s": None if sums is None else round(sums["jobs"] / span_s, 1),
+        "jobs_per_s": None if sums is None else round((sums["jobs"] + sums["cached"]) / span_s, 1),
         "rows_per_batch": _ratio(sums, "rows", "batches", 1),
     }
 

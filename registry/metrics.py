@@ -117,15 +117,19 @@ SINGLE_FLIGHT: Final = Metric(
     "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs answered by the forward of an equal one"
 )
 CACHE_HITS: Final = Metric(
-    "penstock_cache_hits_total", "counter", "jobs", ("model", "tier"), "Jobs whose answer was kept in this tier"
+    "penstock_cache_hits_total", "counter", "jobs", (*_MODEL, "tier"), "Jobs whose answer was kept in this tier"
 )
 CACHE_MISSES: Final = Metric(
-    "penstock_cache_misses_total", "counter", "jobs", ("model", "tier"), "Jobs whose answer this tier did not have"
+    "penstock_cache_misses_total", "counter", "jobs", (*_MODEL, "tier"), "Jobs whose answer this tier did not have"
 )
-CACHE_ENTRIES: Final = Metric("penstock_cache_entries", "gauge", "", ("tier",), "Answers kept in this tier")
-CACHE_BYTES: Final = Metric("penstock_cache_bytes", "gauge", "bytes", ("tier",), "What these take")
+CACHE_ENTRIES: Final = Metric("penstock_cache_entries", "gauge", "", (*_MODEL, "tier"), "Answers kept in this tier")
+CACHE_BYTES: Final = Metric("penstock_cache_bytes", "gauge", "bytes", (*_MODEL, "tier"), "What these take")
 CACHE_EVICTED: Final = Metric(
-    "penstock_cache_evicted_total", "counter", "answers", ("tier",), "Answers that left this tier for want of room"
+    "penstock_cache_evicted_total",
+    "counter",
+    "answers",
+    (*_MODEL, "tier"),
+    "Answers that left it for want of room",
 )
 LEVEL: Final = Metric("penstock_level", "gauge", "", _MODEL, "Enhancement level that the version stands at")
 GATES: Final = Metric(

@@ -85,6 +85,8 @@ class Account:
             totals_s[job.header.model, job.label].append(job.queue_ms / 1000 + now - job.claimed)
         for (name, version), seconds in totals_s.items():
             self._metrics.latency(name, version, ENDPOINT, seconds)
+        if jobs and logger.isEnabledFor(logging.INFO):
+            logger.info("answered as before", extra={"job_ids": [job.header.id for job in jobs]})
 
     def _measure(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
         name, version = work.batch.key.model, work.batch.key.version

@@ -58,6 +58,7 @@ from workers.loader import Loader
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Failed, Watcher
 from workers.peers import Peers
+from workers.placing import Placing
 from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
 from workers.served import ServedModel, ServedVersion, VersionState
 from workers.shelf import Shelf
@@ -168,7 +169,7 @@ class Drain:
             takes_any=not settings.worker.models,
             remembered=remembered or _remembered(settings, verify),
         )
-        self._peers = Peers(broker, name, clock)
+        self._placing = Placing(self._shelf, Peers(broker, name, clock), clock, most_waiting=self._max_in_memory // 4)
         self._served = self._shelf.models
         self._turns = self._shelf.turns
         self._reports = 0
@@ -193,11 +194,6 @@ class Drain:
         self._concluded: list[Conclusion] = []
         self._uncommitted: list[tuple[Conclusion, Commit]] = []
         self._to_release: list[ClaimedJob] = []
-        self._unplaced: list[ClaimedJob] = []
-        """Jobs that name a version which is not to be had here, or for which no more may wait."""
-        self._placeless: list[ClaimedJob] = []
-        """Those of them whose version nobody is known to have; see _place."""
-        self._look_for_places_at = 0.0
         self._resting: list[tuple[float, int, ClaimedJob]] = []
         """Jobs whose forward failed and that wait for the next, by when that is due; no batch has room for them."""
         self._rested = 0
@@ -313,7 +309,7 @@ class Drain:
         """The jobs in memory that wait for their forward."""
         formed = [item for work in self.executor.waiting() for item in work.batch.items]
         pending = [item for version in tuple(self._turns) for item in version.batcher.pending()]
-        others = (*tuple(self._suspects), *tuple(self._unplaced), *tuple(self._placeless))
+        others = (*tuple(self._suspects), *self._placing)
         return [item.job.header for item in (*formed, *pending)] + [job.header for job in others]
 
     # The loop
@@ -360,7 +356,7 @@ class Drain:
             self._leave_paused()
         self._dispatch()
         self._exchange(self._wishes())
-        if self._unplaced or self._placeless:
+        if self._placing:
             self._place()
         self._dispatch()
         self._arm()
@@ -516,7 +512,7 @@ class Drain:
             if failure is not None:
                 self._concluded.append(Conclusion(job, failure))
             elif version is None and job.header.version:
-                self._unplaced.append(job)
+                self._placing.add([job])
             elif version is None:
                 # The version that answers is not to be had here: others may have it.
                 self._to_release.append(job)
@@ -550,7 +546,7 @@ class Drain:
             if job.header.version:
                 version.make_room(job)
                 job.version = None
-                self._unplaced.append(job)
+                self._placing.add([job])
             else:
                 self._to_release.append(job)
 
@@ -561,15 +557,12 @@ class Drain:
         if self._watcher.is_revoked(job.header.id):
             return REVOKED
         if named := job.header.version:
-            version = self._version_named(model, named)
+            version = self._shelf.named(model.name, named)
             is_here = version is not None and version.room > 0 and self._shelf.is_offered(version)
         else:
             version = model.active
             is_here = version is not None and self._may_wait(version)
         return self._fit(job, version) if version is not None and is_here else None
-
-    def _version_named(self, model: ServedModel, named: str) -> ServedVersion | None:
-        return model.named(named) or self._shelf.meet(model, named)
 
     def _fit(self, job: ClaimedJob, version: ServedVersion) -> Failure | None:
         """Why the version cannot answer the job; otherwise it does."""
@@ -599,48 +592,34 @@ class Drain:
         While nobody is known to have it they wait here, for as long as a worker may need to be heard of again. Raises
         BrokerUnavailable, and then keeps what has no place yet.
         """
-        self._peers.look()
-        jobs, self._unplaced = self._unplaced, []
-        now, broker_now = self._clock(), self._broker.now_ms()
-        if now >= self._look_for_places_at:
-            jobs += self._placeless
-            self._placeless = []
-            self._look_for_places_at = now + _TICK_S
+        broker_now = self._broker.now_ms()
         going: defaultdict[tuple[str, str], list[ClaimedJob]] = defaultdict(list)
-        for job in jobs:
+        for job in self._placing.due():
             if job.is_lost or job.is_cancelled or broker_now > job.expires_ms:
                 self._concluded.append(Conclusion(job, EXPIRED if broker_now > job.expires_ms else CANCELLED))
-            elif label := self._label_for_others(job):
-                going[job.header.model, label].append(job)
+                continue
+            place = self._find_place(job)
+            if isinstance(place, ServedVersion):
+                self._take(job, place)
+            elif isinstance(place, Failure):
+                self._concluded.append(Conclusion(job, place))
+            elif place is None:
+                self._placing.wait(job)
+            else:
+                going[job.header.model, place].append(job)
         # What the broker does not hear of now is looked at again.
-        self._unplaced[:0] = [job for leaving in going.values() for job in leaving]
+        self._placing.add(job for leaving in going.values() for job in leaving)
         for (model, label), leaving in going.items():
             self._broker.release(self.consumer, [job.held for job in leaving], version=label)
-            self._unplaced = self._unplaced[len(leaving) :]
             logger.info("jobs handed over", extra={"model": model, "version": label, "jobs": len(leaving)})
             for job in leaving:
                 job.is_lost = True
+            gone = frozenset(map(id, leaving))
+            self._placing.take_out(lambda job, gone=gone: id(job) in gone)  # type: ignore[misc]
             self._let_go(leaving)
 
-    def _label_for_others(self, job: ClaimedJob) -> str:
-        """Under which label others may have the job; empty where it stays here, ended or not."""
-        model, named = self._served[job.header.model], job.header.version or ""
-        version = self._version_named(model, named)
-        is_offered = version is not None and self._shelf.is_offered(version)
-        if version is not None and is_offered and version.room > 0:
-            self._take(job, version)
-        elif version is not None and is_offered:
-            return version.label
-        elif label := self._peers.label_of(model.name, named):
-            return label
-        elif version is not None and version.state is VersionState.COLD and self._shelf.may_be_loaded(version):
-            # Only memory speaks against it, and whatever was not used for longest can make room.
-            self._take(job, version)
-        elif self._peers.is_nowhere(model.name, named) or len(self._placeless) > self._max_in_memory // 4:
-            self._concluded.append(Conclusion(job, self._not_served(model, named, version)))
-        else:
-            self._placeless.append(job)
-        return ""
+    def _find_place(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:
+        return self._placing.find(job)
 
     def _take(self, job: ClaimedJob, version: ServedVersion) -> None:
         if (failure := self._fit(job, version)) is not None:
@@ -649,14 +628,6 @@ class Drain:
             self._add_suspect(version, job)
         elif self._needs_forward(job, version):
             self._add(version, [job])
-
-    def _not_served(self, model: ServedModel, named: str, version: ServedVersion | None) -> Failure:
-        if version is not None and version.state is VersionState.FAILED:
-            return Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
-        why = ", and no operator has registered, promoted or asked for this content" if version is not None else ""
-        served = ", ".join(sorted({*self._shelf.offered(model.name), *self._peers.labels(model.name)}))
-        message = f"Version {named:.80} is not served by any live worker{why}. Expected one of: {served or 'none'}"
-        return Failure("ModelError", message)
 
     def _needs_forward(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Whether no equal job's answer will do: one that is kept, or that of a forward under way."""
@@ -1008,7 +979,7 @@ class Drain:
         for version in self._turns:
             for item in version.batcher.discard(lambda item: is_unwanted(item.job)):
                 self._concluded.append(Conclusion(item.job, CANCELLED))
-        for job in (*self._unplaced, *self._placeless):
+        for job in self._placing:
             is_unwanted(job)
         self._concluded += [Conclusion(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
         self._suspects = deque(job for job in self._suspects if not (job.is_lost or job.is_cancelled))
@@ -1094,9 +1065,7 @@ class Drain:
             self._to_release += [item.job for item in version.batcher.discard(lambda _: True)]
         self._to_release += [job for job in self._suspects if job.delivery.slot in self._paused]
         self._suspects = deque(job for job in self._suspects if job.delivery.slot not in self._paused)
-        for jobs in (self._unplaced, self._placeless):
-            self._to_release += [job for job in jobs if job.delivery.slot in self._paused]
-            jobs[:] = [job for job in jobs if job.delivery.slot not in self._paused]
+        self._to_release += self._placing.take_out(lambda job: job.delivery.slot in self._paused)
         self._release()
 
     def _give_back_unbegun(self) -> None:
@@ -1116,9 +1085,8 @@ class Drain:
             self._to_release += [item.job for item in version.batcher.discard(lambda _: True)]
         while self._resting:
             self._to_release.append(self._rouse())
-        for jobs in (self._suspects, self._unplaced, self._placeless):
-            self._to_release += jobs
-            jobs.clear()
+        self._to_release += [*self._suspects, *self._placing.take_out()]
+        self._suspects.clear()
         self._release()
 
     def _release(self) -> None:

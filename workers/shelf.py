@@ -321,6 +321,11 @@ class Shelf:
             if (version := model.active) is not None and version.state in _UNLOADED:
                 self.loader.load(version)
 
+    def named(self, name: str, wanted: str) -> ServedVersion | None:
+        """The version of a model that a job calls `wanted`: met already, or lying under the models root."""
+        model = self.models[name]
+        return model.named(wanted) or self.meet(model, wanted)
+
     def meet(self, model: ServedModel, label: str) -> ServedVersion | None:
         """A version of this label, loaded or not, if it lies under the models root."""
         if (version := model.versions.get(label)) is not None:

@@ -25,7 +25,7 @@ import sys
 from producers import Client
 from registry import logs
 logs.configure("DEBUG")
-job = Client(sys.argv[1]).submit("double", {"x": [[1, 2, 3, 4]]})
+job = Client(sys.argv[1]).submit("double", {"x": [[float(sys.argv[2]), 2, 3, 4]]})
 job.result(10)
 print(job.id)
 """
@@ -46,7 +46,7 @@ def build():
 def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
     """The id that the client logs stands in the worker's log with its batch, and in the result; metrics count it."""
     before = Samples(fleet.worker).total("infer_requests_total", model="double")
-    command = [sys.executable, "-c", SUBMIT, fleet.server.url]
+    command = [sys.executable, "-c", SUBMIT, fleet.server.url, "46.5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     job_id = done.stdout.strip()
     (submitted,) = [line for line in map(json.loads, done.stderr.splitlines()) if line.get("job_id") == job_id]
@@ -61,6 +61,12 @@ def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
         header, _ = open_result(redis.get(record_key(job_id))[2:], Keyring.parse(None))
     assert header.id == job_id
     assert Samples(fleet.worker).total("infer_requests_total", model="double") - before == 1
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    wait_until(
+        lambda: [line for line in fleet.worker.logs() if again in line.get("job_ids", ()) and "batch" not in line],
+        5,
+        "the worker logs an equal job that needed no batch",
+    )
     assert probe(fleet.worker, "/health/ready")[0] == 200
 
 

@@ -86,7 +86,7 @@ def test_clients_are_told_who_answered(client: Client, fleet: Fleet):
         async with AsyncClient(fleet.server.url) as other:
             return await other.job(job_id).info(10)
 
-    answered, failed = client.submit("double", _row(1)), client.submit("raiser", _row(-1))
+    answered, failed = client.submit("double", _row(0.125)), client.submit("raiser", _row(-1))
     for job, status in ((answered, "completed"), (failed, "failed")):
         info = job.info(10)
         assert (info.status, info.version, info.worker, info.attempt) == (status, "1", "fleet@test", 1)

@@ -63,6 +63,7 @@ OTHER_INFERENCE_KEYS = {
     "timeout_seconds": 30.0,
     "max_request_size_mb": 10,
     "batching.single_flight": True,
+    "cache.l1_max_bytes": 1 << 28,
     "cache.l2_max_bytes": 1 << 30,
     "queue.lease_s": 5.0,
     "queue.max_crashes": 3,

@@ -39,7 +39,7 @@ from workers.executor import Work
 from workers.job import ClaimedJob
 from workers.leases import LeaseKeeper
 from workers.results import Conclusion
-from workers.served import ServedModel, ServedVersion
+from workers.served import ServedVersion
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -503,13 +503,12 @@ class OtherContentServes(SteppedDrain):
 class FailsAtTheFirst(SteppedDrain):
     """A worker that has not got the version which a job names does not ask whether another has."""
 
-    def _label_for_others(self, job: ClaimedJob) -> str:
-        model, named = self._served[job.header.model], job.header.version or ""
-        version = self._version_named(model, named)
-        if version is not None and self._shelf.is_offered(version):
-            return super()._label_for_others(job)
-        self._concluded.append(Conclusion(job, self._not_served(model, named, version)))
-        return ""
+    def _find_place(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:
+        place = super()._find_place(job)
+        if isinstance(place, ServedVersion):
+            return place
+        self.when_nowhere(job.header.model, job.header.version)
+        return self._placing.not_served(job)
 
 
 class AdoptForgotten(UnreliableEnd):
@@ -544,8 +543,10 @@ class HandOverIsAnAttempt(UnreliableEnd):
 class AnotherVersionAnswers(SteppedDrain):
     """Where the version that a job names is not to be had, the one that answers others does."""
 
-    def _version_named(self, model: ServedModel, named: str) -> ServedVersion | None:
-        return super()._version_named(model, named) or model.active
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        named = self._shelf.named
+        object.__setattr__(self._shelf, "named", lambda name, wanted: named(name, wanted) or self._served[name].active)
 
 
 class _ForgetfulMachine:
@@ -565,7 +566,7 @@ class PlacelessForgotten(SteppedDrain):
     """What waits to hear of a worker that has its version is not given back at a stop."""
 
     def _give_back_waiting(self) -> None:
-        self._placeless.clear()
+        self._placing.take_out()
         super()._give_back_waiting()
 
 

@@ -36,7 +36,7 @@ from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Unwatched
 from workers.runtime.base import Runtime
 from workers.runtime.python_entrypoint import PythonRuntime
-from workers.served import ServedModel, ServedVersion
+from workers.served import ServedVersion
 
 if TYPE_CHECKING:
     from tests.simulation.judge import Simulation
@@ -116,9 +116,11 @@ class SteppedDrain(Drain):
         version = self._served[slot].versions.get(label)
         return version is not None and self._offered_since.get(version, inf) <= since and self.readiness[0]
 
-    def _not_served(self, model: ServedModel, named: str, version: ServedVersion | None) -> Failure:
-        self.when_nowhere(model.name, named)
-        return super()._not_served(model, named, version)
+    def _find_place(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:
+        place = super()._find_place(job)
+        if isinstance(place, Failure):
+            self.when_nowhere(job.header.model, job.header.version)
+        return place
 
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:

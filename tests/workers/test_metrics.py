@@ -65,6 +65,9 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
     metrics.queue("mlp", "high", 7, 1.5)
     metrics.level("mlp", "1", "infer", 2)
     metrics.gate("mlp", "1", "infer", "accepted")
+    metrics.cache_lookups("mlp", is_hit=True, count=3)
+    metrics.cache_lookups("mlp", is_hit=False)
+    metrics.cache_size(2, 4096, 1)
     for count in (
         *(metrics.fenced, metrics.taken_over, metrics.quarantined, metrics.single_flight),
         *(metrics.dead_lettered, metrics.retried, metrics.out_of_memory),

@@ -71,7 +71,7 @@ class _Histogram:
 
 _MEMORY: Final = "l1"
 """The label of the tier in this process's memory."""
-_TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s")
+_TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s", "cached")
 
 
 class _Series:
@@ -177,7 +177,8 @@ class InferenceMetrics(Collector):
     def totals(self) -> dict[str, dict[str, float]]:
         """What each model's batches add up to since the process began, summed over versions; times in seconds.
 
-        jobs, queue_s and batch_s are per job; batches, rows, compute_s and commit_s per batch.
+        jobs, queue_s and batch_s are per job of a batch; batches, rows, compute_s and commit_s per batch; cached counts
+        the jobs that needed none.
         """
         totals: dict[str, dict[str, float]] = {}
         with self._lock:
@@ -191,6 +192,8 @@ class InferenceMetrics(Collector):
                 sums["batch_s"] += series.batch.total
                 sums["compute_s"] += series.compute.total
                 sums["commit_s"] += series.commit.total
+            for (model, *_), hits in self._values[table.CACHE_HITS.name].items():
+                totals.setdefault(model, dict.fromkeys(_TOTALS, 0.0))["cached"] += hits
         return totals
 
     def padding(self, model: str, version: str, endpoint: str, ratio: float) -> None:
@@ -241,13 +244,13 @@ class InferenceMetrics(Collector):
 
     def cache_lookups(self, model: str, *, is_hit: bool, count: int = 1) -> None:
         """Jobs whose answer was looked for in this process's memory."""
-        self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, _MEMORY), count)
+        self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, "", "", _MEMORY), count)
 
     def cache_size(self, entries: int, nbytes: int, evicted: int) -> None:
         """What is kept in this process's memory, and how many answers have left it for want of room."""
-        self._set(table.CACHE_ENTRIES, (_MEMORY,), entries)
-        self._set(table.CACHE_BYTES, (_MEMORY,), nbytes)
-        self._set(table.CACHE_EVICTED, (_MEMORY,), evicted)
+        self._set(table.CACHE_ENTRIES, ("", "", "", _MEMORY), entries)
+        self._set(table.CACHE_BYTES, ("", "", "", _MEMORY), nbytes)
+        self._set(table.CACHE_EVICTED, ("", "", "", _MEMORY), evicted)
 
     def level(self, model: str, version: str, endpoint: str, level: int) -> None:
         """The enhancement level that a version stands at now."""
