@@ -177,7 +177,7 @@ def submit(
         outputs = job.result(timeout=timeout)
         info = job.info()
     if as_json:
-        answered = {"version": info.version, "content_hash": info.content_hash}
+        answered = {"version": info.version, "content_hash": info.content_hash, "is_cached": info.is_cached}
         click.echo(json.dumps({"job_id": job.id, **answered, "outputs": tensors.written(outputs, codec)}))
         return
     for name, values in outputs.items():

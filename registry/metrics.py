@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 __all__ = [
+    "BATCH_ROWS",
+    "BATCH_SIZE",
+    "BATCH_WAIT",
     "CACHE_BYTES",
     "CACHE_ENTRIES",
     "CACHE_EVICTED",
     "CACHE_HITS",
     "CACHE_MISSES",
-    "BATCH_ROWS",
-    "BATCH_SIZE",
-    "BATCH_WAIT",
     "COMMIT",
     "COMPUTE",
     "DEAD_LETTERED",

@@ -95,8 +95,8 @@ class LeaseKeeper:
     of its own over `tick`.
 
     slots: the models to take over jobs of. offered: by model, the versions whose jobs others may hand over, and how
-    many of each. news: called with what was found, on this thread. room: how many jobs may be taken over now. clock:
-    monotonic seconds.
+    many of each. news: called with what was found, on this thread. look: called before each look for such jobs. room:
+    how many jobs may be taken over now. clock: monotonic seconds.
     """
 
     def __init__(

@@ -57,6 +57,8 @@ def test_submit_and_wait(home):
     assert answer["job_id"].startswith("double.")
     assert (answer["version"], len(answer["content_hash"])) == ("1", 64)
     assert answer["outputs"] == {"y": [[2, 4, 6, 8]]}
+    again = json.loads(penstock(home, "submit", "double", "-i", "x=[[1, 2, 3, 4]]", "--wait", "--json").output)
+    assert again == {**answer, "job_id": again["job_id"], "is_cached": True}
 
 
 def test_submit_reads_inputs_from_stdin(home):
