@@ -122,6 +122,8 @@ class Simulation:
         self._flaked: set[float] = set()
         self._mended: set[float] = set()
         self._paused_since: dict[str, float] = {}
+        self._handed_over: dict[Entry, float] = {}
+        """When each was, for the last time."""
         limits = Limits(self.plan.max_depth, 0, TTL_MS)
         self.supervisor = Supervisor(self)
         self._operator = Operator(self) if self.plan.has_operator else None
@@ -252,6 +254,7 @@ class Simulation:
     def _expect_adoption(self, entries: list[Entry], version: str) -> None:
         """Whoever has the version, in peace all that time, must take what was handed over for it."""
         since, (slot, _, _) = self.world.now, entries[0]
+        self._handed_over.update(dict.fromkeys(entries, since))
         if self._is_lossy or self._is_troubled(since):
             return
 
@@ -260,6 +263,8 @@ class Simulation:
                 return
             having = [each.label for each in self.workers if each.has_had(slot, version, since)]
             waiting = set(entries) & set(self._ends[0].leased_to(f"version {version}"))
+            # One that could not load it has handed some over once more.
+            waiting = {entry for entry in waiting if self._handed_over[entry] == since}
             if having and waiting:
                 self.world.violate(f"not adopted within {_ADOPTION_S:g} s: {len(waiting)} by {having}")
 
