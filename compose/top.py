@@ -40,6 +40,8 @@ _AGAIN_S: Final = 2.0
 _MODELS: Final = ("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
 _QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
 _WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "models")
+_NAMED: Final = 3
+"""Models of a worker that are named; `penstock workers` names all."""
 _LINES_AROUND: Final = 8
 """Lines of a screen that are no rows: the title, three heads, the key to the figures, what is blank between them."""
 _SUMS: Final = ("jobs", "cached", "batches", "rows", *(f"{part}_s" for part in _PARTS))
@@ -172,20 +174,23 @@ def line(state: Mapping[str, Any]) -> str:
 def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
     """Three tables: models, their queues that hold something, workers; those with jobs, and not ready, come first.
 
-    Where `lines`, the height of a screen, are too few for all rows, each table says how many it leaves out.
+    lines: the height of a screen. Each row then has one line, cut off at its end, and where that is too few for all
+    rows each table says how many it leaves out.
     """
     models = sorted(state["models"], key=lambda model: not _has_jobs(model))
     queues = [queue for queue in state["queues"] if queue["waiting"] or queue["running"]]
     workers = sorted(state["workers"], key=lambda worker: worker["ready"])
     sizes = [len(models), len(queues), len(workers)]
     rooms = sizes if lines is None else _rooms(sizes, lines - _LINES_AROUND)
+    folds = lines is None
+    key = "rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker says"
     return Group(
-        _rows(_MODELS, models, rooms[0], _model_row) or Text("No model is registered."),
-        Text("rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker says", style="dim"),
+        _rows(_MODELS, models, rooms[0], _model_row, folds=folds) or Text("No model is registered."),
+        Text(key, style="dim", no_wrap=not folds, overflow="ellipsis"),
         Text(),
-        _rows(_QUEUES, queues, rooms[1], _queue_row) or Text("No job waits or runs."),
+        _rows(_QUEUES, queues, rooms[1], _queue_row, folds=folds) or Text("No job waits or runs."),
         Text(),
-        _rows(_WORKERS, workers, rooms[2], _worker_row) or Text("No worker runs."),
+        _rows(_WORKERS, workers, rooms[2], _worker_row, folds=folds) or Text("No worker runs."),
     )
 
 
@@ -210,11 +215,13 @@ def _rows(
     rows: Sequence[Mapping[str, Any]],
     lines: int,
     cells: Callable[[Mapping[str, Any]], tuple[str | Text, ...]],
+    *,
+    folds: bool,
 ) -> RenderableType | None:
     """The table, None for an empty one; its last line stands for what has no room."""
     if not rows:
         return None
-    table = _table(*columns)
+    table = _table(columns, folds=folds)
     shown = len(rows) if len(rows) <= lines else lines - 1
     for row in rows[:shown]:
         table.add_row(*cells(row))
@@ -241,6 +248,8 @@ def _queue_row(queue: Mapping[str, Any]) -> tuple[str | Text, ...]:
 
 
 def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    served = [f"{name}/{version}" for name, version in worker["models"].items()]
+    further = f" and {len(served) - _NAMED} more" if len(served) > _NAMED else ""
     return (
         Text(worker["name"]),
         worker["device"],
@@ -248,7 +257,7 @@ def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
         _number(worker["jobs_per_s"]),
         _number(worker["rows_per_batch"]),
         f"{worker['in_memory']:,}",
-        Text(", ".join(f"{name}/{version}" for name, version in worker["models"].items())),
+        Text(", ".join(served[:_NAMED]) + further),
     )
 
 
@@ -256,13 +265,19 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-def _table(*columns: str) -> Table:
+def _table(columns: tuple[str, ...], *, folds: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        # On a narrow screen names give way, figures do not.
+        # Where it is narrow names give way, figures do not.
         is_name = column in ("model", "queue", "worker", "models")
         is_text = is_name or column in ("priority", "device", "state")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_name, overflow="fold")
+        table.add_column(
+            column,
+            justify="left" if is_text else "right",
+            no_wrap=not (is_name and folds),
+            overflow="fold" if folds else "ellipsis",
+            min_width=None if is_name else len(column),
+        )
     return table
 
 
@@ -308,7 +323,8 @@ def show_screen(broker: Broker, interval_s: float, console: Console) -> None:
                     look_at = time.monotonic() + min(interval_s, _AGAIN_S)
                     note = f"{error}   q ends"
             shown = Text("Looking ...") if state is None else draw(state, console.height)
-            live.update(Group(Text(f"penstock top   {note}", style="bold"), Text(), shown), refresh=True)
+            title = Text(f"penstock top   {note}", style="bold", no_wrap=True, overflow="ellipsis")
+            live.update(Group(title, Text(), shown), refresh=True)
             if pressed(max(0.0, look_at - time.monotonic())) & _LEAVE:
                 return
 

@@ -133,6 +133,8 @@ class Outcome:
     @property
     def has_run(self) -> bool:
         """Whether a forward was ever begun for it."""
+        if self.header.is_cached:
+            return False
         return self.state not in (State.CANCELLED, State.EXPIRED) or self.header.batch_size > 0
 
 

@@ -142,7 +142,7 @@ class ModelSpec(Section):
     streams: bool = False
     """Whether the entry point yields chunks; such jobs run one by one."""
     deterministic: bool = True
-    """Whether equal jobs may share one forward."""
+    """Whether equal jobs may have one forward, those that come later, too: its answer is kept for `cache_ttl_s`."""
     timeout_s: Annotated[float | None, Field(gt=0, le=_MAX_TIMEOUT_S)] = None
     """The limit of one forward; None: the worker's setting."""
 

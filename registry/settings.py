@@ -143,7 +143,7 @@ class BatchingConfig(_Section):
         default=20, ge=0, lt=100, description="Device memory that calibration leaves free, in %"
     )
     single_flight: bool = Field(
-        default=True, description="Equal jobs of one tenant that are in flight together run once"
+        default=True, description="Equal jobs of one tenant that are in a worker together run once"
     )
 
 
@@ -176,7 +176,7 @@ class PrivacyConfig(_Section):
 
     mode: PrivacyMode = Field(default="ephemeral", description="What may outlive the process")
     redact_patterns: tuple[Regex, ...] = Field(default=(), description="Scrubbed before anything is written")
-    cache_tenant_isolation: bool = Field(default=True, description="Off: tenants share cache entries")
+    cache_tenant_isolation: bool = Field(default=True, description="Off: tenants share answers that are kept")
     audit_log_enabled: bool = Field(default=True, description="Record gate decisions, cache accesses and state changes")
     audit_log_path: Folder = Field(
         default=Path("~/.penstock/audit"), description="Folder of the audit log; follows `home`"

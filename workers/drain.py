@@ -634,11 +634,14 @@ class Drain:
         if not (version.cache_ttl_s or version.shares_flights):
             return True
         job.digest = _digest(job, version.label, tenant=job.header.tenant if self._isolates_tenants else "")
-        return not (self._is_known(job, version) or self._joins_another(job, version))
+        if not (self._is_known(job, version) or self._joins_another(job, version)):
+            return True
+        self._watcher.started([job.header], time.time())
+        return False
 
     def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
         """Whether what this content of the version answers in this form is kept: that is the job's answer."""
-        if not version.cache_ttl_s:
+        if not version.cache_ttl_s or version.name in self._paused:
             return False
         kept = self._cache.get(job.digest)
         is_hit = kept is not None and kept.content_hash == version.content_hash and kept.form == version.form
@@ -650,11 +653,15 @@ class Drain:
         return True
 
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        """Single flight: whether an equal job of the tenant is under way, whose answer this one will get."""
+        """Single flight: whether an equal job of the tenant is under way, whose answer this one will get.
+
+        It may be a failure, so only jobs of one retry policy share it.
+        """
         if not version.shares_flights:
             return False
         leader = self._leaders.setdefault(job.digest, job)
-        if leader is job:
+        first, header = leader.header, job.header
+        if leader is job or (first.tenant, first.options.retry) != (header.tenant, header.options.retry):
             return False
         leader.followers = [*(leader.followers or ()), job]
         self._metrics.single_flight(version.name)
@@ -866,7 +873,10 @@ class Drain:
         job, answer, version = end.job, end.answer, end.job.version
         if not job.digest or version is None or not version.cache_ttl_s or not isinstance(answer, Packed):
             return
-        if end.work is not None and answer.content_hash == version.content_hash and answer.form == version.form:
+        # A batch may end after another version has begun to answer.
+        is_asked_for = bool(job.header.version) or version is self._served[version.name].active
+        is_as_now = answer.content_hash == version.content_hash and answer.form == version.form
+        if end.work is not None and is_asked_for and is_as_now:
             self._cache.put(job.digest, answer, version.cache_ttl_s)
 
     def _runs_again(self, end: Conclusion) -> bool:
@@ -1008,6 +1018,7 @@ class Drain:
         for name in names:
             for depth in self._broker.depths(name):
                 self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)
+        self._cache.expire()
         self._metrics.cache_size(len(self._cache), self._cache.nbytes, self._cache.evicted)
         report = {
             "name": self.name,
@@ -1116,10 +1127,10 @@ def _version_of(work: Work) -> ServedVersion:
 
 
 def _digest(job: ClaimedJob, label: str, tenant: str) -> bytes:
-    """Equal for jobs of one tenant that ask the same of the same version of a model."""
+    """Equal for jobs that ask the same of the same version of a model, of one tenant unless that is left empty."""
     header, sealed = job.header, job.delivery.sealed
     options = header.options
-    asked = (tenant, header.model, label, header.content, options.outputs, options.retry)
+    asked = (tenant, header.model, label, header.content, options.outputs)
     digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
     end = len(sealed) - (32 if header.key else 0)
     digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])

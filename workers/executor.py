@@ -81,8 +81,8 @@ class Work:
     """For how long it may show no progress."""
     content_hash: str = ""
     """Of the version that answers."""
-    form: str = ""
-    """The form of it that was in use when the batch was made."""
+    form: int = 0
+    """See Forms.stamp: that of when the batch was made."""
     is_as_built: bool = False
     """Whether no other form of the model may run it: for what was on the model when a process died, see `forward`."""
     clock: Callable[[], float] = time.monotonic

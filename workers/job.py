@@ -30,7 +30,7 @@ class ClaimedJob(msgspec.Struct, eq=False):
     version: ServedVersion | None = None
     """What answers it, from its admission on."""
     digest: bytes = b""
-    """What equal jobs of one tenant share; empty where each runs by itself."""
+    """What equal jobs share; empty where each runs by itself."""
     followers: list[ClaimedJob] | None = None
     """Equal jobs that get this one's answer."""
     tries: int = 1

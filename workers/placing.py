@@ -1,7 +1,7 @@
 """Where a job goes that names a version which is not to be had here.
 
 find --> a version    it is, after all, or can be loaded beside the others
-     |-> a label      another worker has it, under this one
+     |-> a label      another worker has it, under this one; or this worker, which has no room
      |-> a failure    no live worker has it
      '-> None         nobody is known to have it, and not for long enough to be sure: the job waits
 """
@@ -24,7 +24,7 @@ _LOOK_AGAIN_S: Final = 0.25
 
 
 class Placing:
-    """The jobs that have no place yet. The I/O thread's, but for `jobs`.
+    """The jobs that have no place yet. The I/O thread's; any thread may go through them.
 
     most_waiting: if more wait for somebody to be heard of, the others fail. clock: monotonic seconds.
     """

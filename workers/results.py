@@ -13,7 +13,7 @@ from registry.tensors import MAX_RESULT_BYTES, Tensor, encode
 from workers.executor import Outputs, Work
 from workers.job import ClaimedJob
 
-__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "Packed", "commit_of", "pack", "unrun_result"]
+__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "Packed", "commit_of", "unrun_result"]
 
 EXPIRED: Final = Failure("Expired", "The job's deadline or lifetime had passed before it ran")
 REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
@@ -28,8 +28,8 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
     body: bytes
     content_hash: str
     """SHA-256 of the version's content."""
-    form: str
-    """The form of the model that was in use."""
+    form: int
+    """See Forms.stamp."""
 
 
 class Conclusion(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +58,7 @@ def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, key
     return seal("result", header, b"", keyring)
 
 
-def pack(end: Conclusion) -> Conclusion:
+def _pack(end: Conclusion) -> Conclusion:
     """The same with its outputs packed; outputs that cannot travel are a failure."""
     answer, work = end.answer, end.work
     if isinstance(answer, (Failure, Packed)):
@@ -71,14 +71,15 @@ def pack(end: Conclusion) -> Conclusion:
     if len(body) > MAX_RESULT_BYTES:
         message = f"The outputs take {len(body)} bytes. Expected at most {MAX_RESULT_BYTES}"
         return Conclusion(end.job, Failure("ModelError", message), work)
-    return Conclusion(
-        end.job, Packed(content, body, work.content_hash if work else "", work.form if work else ""), work
-    )
+    return Conclusion(end.job, Packed(content, body, work.content_hash if work else "", work.form if work else 0), work)
 
 
 def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclusion, Commit]:
-    """The commit that turns the job's record into this result, and the conclusion that it says; see pack."""
-    end = pack(end)
+    """The commit that turns the job's record into this result, and the conclusion that it says.
+
+    That is `end`, but for outputs that cannot travel: those are a failure.
+    """
+    end = _pack(end)
     job, answer, work = end.job, end.answer, end.work
     header, delivery = job.header, job.delivery
     packed = answer if isinstance(answer, Packed) else None

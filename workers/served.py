@@ -21,13 +21,13 @@ from registry.errors import InvalidInput
 from registry.package import ModelSpec, Package
 from registry.settings import InferenceConfig
 from registry.signature import Signature
-from registry.tensors import Tensor
+from registry.tensors import STRING, Tensor
 from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
 from workers.batching.controller import LatencyController
 from workers.executor import JobStream, TooLarge, Work
 from workers.job import ClaimedJob
 from workers.runtime.base import Runtime
-from workers.runtime.forms import EAGER, Tunable
+from workers.runtime.forms import Forms, Tunable
 from workers.runtime.open import open_runtime
 
 __all__ = ["ENDPOINT", "Observer", "ServedModel", "ServedVersion", "VersionState", "batch_limits", "is_name_of"]
@@ -118,12 +118,15 @@ class ServedVersion:
         self.state = VersionState.COLD
         self.content_hash = ""
         """SHA-256 of what is loaded; empty where nothing is."""
+        self.last_hash = ""
+        """SHA-256 of what was loaded last."""
+        self._forms: Forms | None = None
         self.problem = ""
         """Why it could not be loaded."""
         self.is_wanted = False
         """Whether an operator asked for it to be loaded."""
         self.used_at = 0.0
-        """Monotonic seconds of its last batch."""
+        """Monotonic seconds of its last batch, or of the last job that a kept answer ended."""
         self.calibrated_rows = 0
         """Rows that the device's memory was found to allow; 0: not measured."""
         self.timeout_s: Final = float(self.spec.timeout_s or config.timeout_seconds)
@@ -131,7 +134,10 @@ class ServedVersion:
         self.shares_flights: Final = repeats and config.batching.single_flight
         """Whether equal jobs that are here at the same time have one forward."""
         ttl_s = config.cache.ttl_seconds if knobs.cache_ttl_s is None else knobs.cache_ttl_s
-        self.cache_ttl_s: Final = ttl_s if repeats and config.cache.enabled else 0.0
+        hides_inputs = "hashes_only" in (config.privacy.mode, config.cache.privacy_mode)
+        # Text may repeat what was asked.
+        may_keep = config.cache.enabled and not (hides_inputs and any(out.dtype == STRING for out in self.spec.outputs))
+        self.cache_ttl_s: Final = ttl_s if repeats and may_keep else 0.0
         """For how many seconds its answers are kept; 0: not at all."""
         self.finite_outputs: Final = tuple(
             output.name for output in self.spec.outputs if output.dtype.startswith("float") and not output.allow_nan
@@ -173,7 +179,8 @@ class ServedVersion:
         """The runtime is ready for forwards, since `now` in monotonic seconds."""
         self.state, self.problem = VersionState.READY, ""
         self.used_at = now
-        self.content_hash = self.runtime.content_hash
+        self.content_hash = self.last_hash = self.runtime.content_hash
+        self._forms = self.runtime.forms if isinstance(self.runtime, Tunable) else None
 
     def has_failed(self, problem: str) -> None:
         """The runtime could not be loaded; another takes its place for the next try."""
@@ -182,7 +189,7 @@ class ServedVersion:
 
     def unload(self) -> None:
         """Lets go of the runtime; the next load begins afresh."""
-        self.observer = None
+        self.observer = self._forms = None
         self.content_hash = ""
         self.runtime.close()
         self.state = VersionState.COLD
@@ -204,9 +211,9 @@ class ServedVersion:
         return self.concurrency - self.in_flight if self.is_ready else 0
 
     @property
-    def form(self) -> str:
-        """The form in which it answers the next batch."""
-        return self.runtime.forms.name if isinstance(self.runtime, Tunable) else EAGER
+    def form(self) -> int:
+        """The form in which it answers the next batch; see Forms.stamp."""
+        return self._forms.stamp if self._forms is not None else 0
 
     @property
     def tokenises(self) -> bool:
@@ -382,7 +389,7 @@ class ServedVersion:
             open_stream if self.spec.streams else None,
             self.timeout_s,
             self.content_hash,
-            EAGER if is_as_built else self.form,
+            self.form,
             is_as_built,
         )
 
@@ -414,7 +421,7 @@ class ServedModel:
         """What answers hashes to; empty while nobody knows."""
         if self.deployment is not None:
             return self.deployment.content_hash
-        return self.active.content_hash if self.active is not None else ""
+        return self.active.last_hash if self.active is not None else ""
 
     @property
     def label(self) -> str:

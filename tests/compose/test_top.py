@@ -100,26 +100,27 @@ def _busy_and_idle(models: int, workers: int) -> dict[str, Any]:
         f"m{each:03}": [Depth(f"m{each:03}", priority, int(each == models - 1), 0, 0.0) for priority in Priority]
         for each in range(models)
     }
+    serves = dict.fromkeys(depths, "1")
     reports = [
-        {"name": f"w{each:03}", "pid": each, "device": "cpu", "ready": each < workers - 1, "models": {}}
+        {"name": f"w{each:03}", "pid": each, "device": "cpu", "ready": each < workers - 1, "models": serves}
         for each in range(workers)
     ]
     seen = Look(10.0, depths, dict.fromkeys(depths, 0), frozenset(), reports, {})
     return compare(seen, seen)
 
 
-def _drawn(state: dict[str, Any], height: int) -> list[str]:
+def _drawn(state: dict[str, Any], height: int, width: int) -> list[str]:
     with StringIO() as output:
-        Console(file=output, width=100, height=height, color_system=None).print(draw(state, height))
+        Console(file=output, width=width, height=height, color_system=None).print(draw(state, height))
         return output.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(("models", "workers"), [(0, 0), (1, 1), (40, 1), (3, 40), (40, 40)])
-@pytest.mark.parametrize("height", [16, 24, 50])
-def test_screen_shows_what_matters_when_not_all_has_room(models: int, workers: int, height: int):
+@pytest.mark.parametrize(("height", "width"), [(16, 100), (24, 80), (50, 160)])
+def test_screen_shows_what_matters_when_not_all_has_room(models: int, workers: int, height: int, width: int):
     """Models with jobs and workers that are not ready stand first; no table pushes another one off the screen."""
     state = _busy_and_idle(models, workers)
-    shown = _drawn(state, height)
+    shown = _drawn(state, height, width)
     assert len(shown) + 2 <= height
     names = [each.split()[0] for each in shown if each]
     for count, letter in ((models, "m"), (workers, "w")):
@@ -127,7 +128,7 @@ def test_screen_shows_what_matters_when_not_all_has_room(models: int, workers: i
         assert (f"{letter}{count - 1:03}" in rows) == (count > 0)
         left_out = [int(each.split()[1]) for each in shown if each.startswith("and ")]
         assert len(set(rows)) == count or count - len(set(rows)) in left_out
-    assert len(_drawn(state, 200)) >= models + workers
+    assert len(_drawn(state, 200, width)) >= models + workers
 
 
 def test_running_stack_is_measured(home: Path):

@@ -17,7 +17,7 @@ from tests.packages import recorded_forwards, write_package, write_recorder
 from tests.servers import wait_until
 from tests.workers.runtime.formats import affine, write_pytorch
 from tests.workers.test_drain import ROOMY, UNSIGNED, Bench, Connect, StartBench, connect, start
-from tests.workers.test_versions import Stage, two_versions
+from tests.workers.test_versions import Stage, two_versions, write_scale
 from workers.drain import Drain
 from workers.runtime.forms import Tunable
 
@@ -83,22 +83,8 @@ def test_nothing_is_kept_where_it_is_not_wanted(
     bench = start(**settings)
     assert not any(_ask(bench, slot, 7).is_cached for _ in range(3))
     assert _times_run(ledger, 7) == 3
-    assert {bench.counted(f"penstock_cache_{each}") for each in ("hits", "misses", "entries")} == {0}
-
-
-def test_an_answer_lives_as_long_as_its_model_says(start: StartBench, models_root: Path, ledger: Path, slot: str):
-    """The model's lifetime goes before the setting's (AR-023, CF-019)."""
-    _configure(models_root, slot, "policy:\n  default:\n    cache_ttl_s: 0.5\n")
-    bench = start(cache={"ttl_seconds": 3600})
-    kept_at = time.monotonic()
-    assert not _ask(bench, slot, 7).is_cached
-    if (again := _ask(bench, slot, 7)).is_cached is False:
-        assert time.monotonic() - kept_at > 0.5, again
-    time.sleep(max(0.0, kept_at + 0.6 - time.monotonic()))
-    runs = _times_run(ledger, 7)
-    time.sleep(0.5)
-    assert not _ask(bench, slot, 7).is_cached
-    assert _times_run(ledger, 7) == runs + 1
+    assert {bench.counted(f"penstock_cache_{each}") for each in ("hits", "misses")} == {0}
+    assert _kept(bench.drain) == 0
 
 
 @pytest.mark.parametrize("isolated", [True, False])
@@ -226,3 +212,45 @@ def test_a_version_that_jobs_name_has_answers_of_its_own(stage: Stage):
     for _ in range(2):
         assert [stage.answer(3.0, version) for version in ("1", "2")] == [("1", 3.0), ("2", 30.0)]
     assert all(stage.result(stage.submit(3.0, version))[0].is_cached for version in ("1", "2"))
+
+
+def _unload(stage: Stage, drain: Drain, label: str) -> None:
+    """As the limit of memory does."""
+    (version,) = [version for version in drain._turns if version.label == label]
+    drain._shelf.order(lambda: drain._shelf._unload(version))
+    wait_until(lambda: stage.state(label, drain) == "cold", 5, "it is unloaded")
+
+
+def test_other_content_of_a_version_that_jobs_name(stage: Stage):
+    """It was unloaded and came back with other files; no promotion told anybody (AR-018)."""
+    drain = stage.start()
+    assert [stage.answer(3.0, "1") for _ in range(2)] == [("1", 3.0)] * 2
+    _unload(stage, drain, "1")
+    source = find(stage.root, stage.model, "1").path / "model.py"
+    source.write_text(source.read_text().replace("* 1}", "* 7}"))
+    assert stage.answer(4.0, "1") == ("1", 28.0)
+    assert stage.answer(3.0, "1") == ("1", 21.0)
+
+
+def test_what_ran_during_a_change_is_not_kept(stage: Stage):
+    """The former version ends its batch after the other one has begun to answer (AR-080)."""
+    write_scale(stage.root, stage.model, "3", 100, forward_s=0.6)
+    drain = stage.start()
+    before = stage.submit(3.0)
+    wait_until(drain.active, 5, "the former version's forward")
+    stage.promote("1", epoch=1)
+    wait_until(lambda: stage.changes, 5, "the change")
+    assert stage.result(before)[1] == 300.0
+    assert stage.answer(4.0) == ("1", 4.0)
+    assert {answer.content_hash for answer, _ in drain._cache._entries.values()} == {stage.changes[0][2]}
+
+
+def test_the_former_version_was_unloaded(stage: Stage):
+    """Its answers go all the same, and those who ask to be told hear which content answered before (AR-080)."""
+    drain = stage.start(preload=False)
+    assert [stage.answer(3.0) for _ in range(2)] == [("2", 30.0)] * 2
+    _unload(stage, drain, "2")
+    stage.promote("1", epoch=1)
+    wait_until(lambda: stage.changes, 5, "the change")
+    assert [len(content_hash) for content_hash in stage.changes[0][1:]] == [64, 64]
+    wait_until(lambda: _kept(drain) == 0, 5, "the cache is empty")

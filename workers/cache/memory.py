@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections import OrderedDict
@@ -13,14 +14,17 @@ from workers.results import Packed
 __all__ = ["L1Cache"]
 
 _ENTRY_BYTES: Final = 1024
-"""What an entry takes besides its outputs: the key, the description of its tensors, and the places of both."""
+"""What an entry takes besides its outputs: the key, and its places in the order of use and of ends."""
+_TENSOR_BYTES: Final = 256
+"""What the description of an output takes."""
+_FEW: Final = 64
 
 
 class L1Cache:
     """Answers by the digest of what was asked. For any thread.
 
-    max_entries, max_bytes: what was not asked for longest leaves first; an answer of more than an eighth of all bytes
-    is not kept. clock: monotonic seconds.
+    max_entries, max_bytes: what has expired leaves first, then what was not asked for longest; an answer of more than
+    an eighth of all bytes is not kept. clock: monotonic seconds.
 
     Attributes:
         evicted: how many have left for want of room.
@@ -32,6 +36,8 @@ class L1Cache:
         self._max_bytes = max_bytes
         self._clock = clock
         self._entries: OrderedDict[bytes, tuple[Packed, float]] = OrderedDict()
+        self._ends: list[tuple[float, bytes]] = []
+        """A heap of when entries expire; some of them are gone, or were written anew."""
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -59,15 +65,26 @@ class L1Cache:
         """Keeps an answer for `ttl_s` seconds, in the place of what was kept under `key`."""
         size = _size_of(answer)
         with self._lock:
+            now = self._clock()
+            self._expire(now)
             if key in self._entries:
                 self._remove(key)
             if size > self._max_bytes // 8:
                 return
-            self._entries[key] = answer, self._clock() + ttl_s
+            self._entries[key] = answer, now + ttl_s
             self._nbytes += size
+            heapq.heappush(self._ends, (now + ttl_s, key))
             while len(self._entries) > self._max_entries or self._nbytes > self._max_bytes:
                 self._remove(next(iter(self._entries)))
                 self.evicted += 1
+            if len(self._ends) > 2 * len(self._entries) + _FEW:
+                self._ends = [(end, key) for key, (_, end) in self._entries.items()]
+                heapq.heapify(self._ends)
+
+    def expire(self) -> None:
+        """Drops what has expired; nobody may ask for it any more."""
+        with self._lock:
+            self._expire(self._clock())
 
     def forget(self, content_hash: str) -> int:
         """Drops every answer of this content; returns how many there were."""
@@ -77,10 +94,16 @@ class L1Cache:
                 self._remove(key)
         return len(old)
 
+    def _expire(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            end, key = heapq.heappop(self._ends)
+            if (found := self._entries.get(key)) is not None and found[1] == end:
+                self._remove(key)
+
     def _remove(self, key: bytes) -> None:
         answer, _ = self._entries.pop(key)
         self._nbytes -= _size_of(answer)
 
 
 def _size_of(answer: Packed) -> int:
-    return len(answer.body) + _ENTRY_BYTES
+    return len(answer.body) + _ENTRY_BYTES + _TENSOR_BYTES * len(answer.content)

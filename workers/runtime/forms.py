@@ -11,6 +11,7 @@ between two batches by the optimizer, once they have proved themselves beside th
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ logger = logging.getLogger("runtime")
 
 Forward: TypeAlias = Callable[[Prepared], dict[str, Array]]
 """One forward of a micro-batch: outputs on the host, rows in the order of the jobs; see Runtime.run."""
+
+_stamps: Final = itertools.count(1)
 
 EAGER: Final = "eager"
 """The name of the reference."""
@@ -101,6 +104,9 @@ class Forms:
         self.reference: Final = reference
         self.on_fallback: Callable[[str, str], None] = _unheard
         """Called on a model thread with the name of a form that was just given up, and why. Must be quick."""
+        self.stamp = 0
+        """Another number after each change of the form in use; 0 before the first. No two models of a process share
+        one but 0: what was answered under a number was answered by one form, unless the number changed meanwhile."""
         self._finite = finite
         self._reference = _Form(EAGER, reference)
         self._current = self._reference
@@ -123,11 +129,12 @@ class Forms:
 
     def use(self, name: str, forward: Forward) -> None:
         """From the next batch on this form answers."""
-        self._current = _Form(name, forward)
+        self._change(_Form(name, forward))
 
     def reset(self, reason: str) -> None:
         """From the next batch on the reference answers."""
-        former, self._current = self._current, self._reference
+        former = self._current
+        self._change(self._reference)
         if former is not self._reference:
             logger.info("the form is given up", extra={"form": former.name, "reason": reason})
 
@@ -151,6 +158,12 @@ class Forms:
             self._give_up(form, reason)
         return outputs
 
+    def _change(self, form: _Form) -> None:
+        # Before and after: whoever reads the number in between sees one that holds for nothing.
+        self.stamp = next(_stamps)
+        self._current = form
+        self.stamp = next(_stamps)
+
     def _non_finite(self, outputs: Mapping[str, Array]) -> str:
         for name in self._finite:
             if not np.isfinite(outputs[name]).all():
@@ -162,7 +175,7 @@ class Forms:
         with self._lock:
             if self._current is not form:
                 return
-            self._current = self._reference
+            self._change(self._reference)
         logger.warning("a form failed and is given up", extra={"form": form.name, "reason": reason})
         self.on_fallback(form.name, reason)
 

@@ -7,19 +7,20 @@ import threading
 import tracemalloc
 from collections import OrderedDict
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.tensors import Tensor
+from registry.tensors import Tensor, encode
 from workers.cache import L1Cache
-from workers.cache.memory import _ENTRY_BYTES
+from workers.cache.memory import _size_of
 from workers.results import Packed
 
 _ROOM = 1 << 20
 
 
 def _answer(body: bytes = b"answer", content_hash: str = "a" * 64) -> Packed:
-    return Packed((Tensor("y", "float32", (1, 4)),), body, content_hash, "eager")
+    return Packed((Tensor("y", "float32", (1, 4)),), body, content_hash, 0)
 
 
 class _Clock:
@@ -53,7 +54,32 @@ def test_what_expired_is_not_served():
     clock.now += 0.1
     assert cache.get(b"short") is None
     assert cache.get(b"long") is not None
-    assert (len(cache), cache.nbytes, cache.evicted) == (1, len(b"answer") + _ENTRY_BYTES, 0)
+    assert (len(cache), cache.nbytes, cache.evicted) == (1, _size_of(_answer()), 0)
+
+
+def test_what_expired_leaves_first():
+    """Unasked, and before anything that lives leaves for want of room."""
+    clock = _Clock()
+    cache = L1Cache(3, _ROOM, clock)
+    cache.put(b"long", _answer(), 86_400)
+    for key in (b"1", b"2"):
+        cache.put(key, _answer(), 5)
+    clock.now += 5
+    cache.put(b"new", _answer(), 60)
+    assert (len(cache), cache.evicted) == (2, 0)
+    assert cache.get(b"long") is not None
+    clock.now += 60
+    cache.expire()
+    assert len(cache) == 1
+
+
+def test_what_left_or_was_written_anew_leaves_no_trace():
+    """The list of ends does not outgrow the entries."""
+    cache = L1Cache(10, _ROOM)
+    for number in range(10_000):
+        cache.put(str(number % 1000).encode(), _answer(), 86_400)
+    assert len(cache) == 10
+    assert len(cache._ends) < 200
 
 
 def test_bytes_are_bounded():
@@ -62,7 +88,7 @@ def test_bytes_are_bounded():
     for key in range(100):
         cache.put(str(key).encode(), _answer(bytes(10_000)), 60)
     assert cache.nbytes <= 100_000
-    assert len(cache) == 100_000 // (10_000 + _ENTRY_BYTES)
+    assert len(cache) == 100_000 // _size_of(_answer(bytes(10_000)))
     held = len(cache)
     cache.put(b"huge", _answer(bytes(20_000)), 60)
     assert cache.get(b"huge") is None
@@ -79,7 +105,7 @@ def test_one_content_is_forgotten():
     assert cache.forget("a" * 64) == 5
     assert cache.forget("a" * 64) == 0
     assert [cache.get(bytes([number])) is not None for number in range(10)] == [False, True] * 5
-    assert cache.nbytes == 5 * (len(b"answer") + _ENTRY_BYTES)
+    assert cache.nbytes == 5 * (_size_of(_answer()))
 
 
 _Step = st.tuples(st.sampled_from(["get", "put", "wait"]), st.integers(0, 6), st.integers(1, 8))
@@ -98,6 +124,8 @@ def test_it_does_what_a_plain_dictionary_would(steps: list[tuple[str, int, int]]
         elif step == "put":
             cache.put(key, _answer(bytes([number, seconds])), seconds)
             oracle.pop(key, None)
+            for expired in [each for each, (_, end) in oracle.items() if end <= clock.now]:
+                del oracle[expired]
             oracle[key] = _answer(bytes([number, seconds])), clock.now + seconds
             while len(oracle) > capacity:
                 oracle.popitem(last=False)
@@ -107,7 +135,7 @@ def test_it_does_what_a_plain_dictionary_would(steps: list[tuple[str, int, int]]
             if key in oracle:
                 oracle.move_to_end(key)
             assert cache.get(key) == (oracle[key][0] if key in oracle else None)
-    assert cache.nbytes == sum(len(answer.body) + _ENTRY_BYTES for answer, _ in oracle.values())
+    assert cache.nbytes == sum(_size_of(answer) for answer, _ in oracle.values())
 
 
 def test_threads_do_not_spoil_it():
@@ -147,8 +175,21 @@ def test_memory_stays_within_its_bound():
     before, _ = tracemalloc.get_traced_memory()
     for number in range(10_001):
         tensor = Tensor("y", "float32", (1, 384))
-        cache.put(number.to_bytes(16, "big"), Packed((tensor,), bytes(1536), "a" * 64, "eager"), 60)
+        cache.put(number.to_bytes(16, "big"), Packed((tensor,), bytes(1536), "a" * 64, 0), 60)
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert len(cache) == 10_000
     assert taken <= cache.nbytes <= 2 * taken
+
+
+def test_many_outputs_count_as_what_they_take():
+    """The descriptions of 64 small tensors are larger than their numbers."""
+    outputs = {f"output_{number}": np.zeros((1, 1, 1), np.uint8) for number in range(64)}
+    cache = L1Cache(1_000_000, 4 << 20)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(2_000):
+        cache.put(number.to_bytes(16, "big"), Packed(*encode(outputs), "a" * 64, 0), 60)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken <= cache.nbytes <= 4 << 20
