@@ -18,7 +18,6 @@ calls these in their place, under a clock of their own, has the whole worker in 
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import json
 import logging
@@ -36,8 +35,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-import msgspec
-
 from registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
 from registry.envelope import Failure, JobHeader
 from registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
@@ -46,7 +43,7 @@ from registry.queues import Priority
 from registry.settings import Settings
 from registry.signed import Verifier
 from workers.account import Account
-from workers.cache import L1Cache
+from workers.cache import L1Cache, key_of
 from workers.deployments import DeploymentFiles, Forgotten, Remembered
 from workers.executor import Executor, Work, seats_for
 from workers.intake import Intake
@@ -633,7 +630,8 @@ class Drain:
         """Whether no equal job's answer will do: one that is kept, or that of a forward under way."""
         if not (version.cache_ttl_s or version.shares_flights):
             return True
-        job.digest = _digest(job, version.label, tenant=job.header.tenant if self._isolates_tenants else "")
+        tenant = job.header.tenant if self._isolates_tenants else ""
+        job.digest = key_of(job.header, job.delivery.sealed, version.label, tenant=tenant)
         if not (self._is_known(job, version) or self._joins_another(job, version)):
             return True
         self._watcher.started([job.header], time.time())
@@ -1124,14 +1122,3 @@ def _version_of(work: Work) -> ServedVersion:
     if version is None:
         raise RuntimeError("a batch was made of a job that no version answers")
     return version
-
-
-def _digest(job: ClaimedJob, label: str, tenant: str) -> bytes:
-    """Equal for jobs that ask the same of the same version of a model, of one tenant unless that is left empty."""
-    header, sealed = job.header, job.delivery.sealed
-    options = header.options
-    asked = (tenant, header.model, label, header.content, options.outputs)
-    digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
-    end = len(sealed) - (32 if header.key else 0)
-    digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])
-    return digest.digest()

@@ -33,8 +33,8 @@ from tests.simulation.broker import Entry, UnreliableEnd
 from tests.simulation.judge import Mutation
 from tests.simulation.worker import SteppedDrain
 from workers.batching.batcher import Batcher, Pending, _Lane
+from workers.cache import key_of
 from workers.deployments import Remembered
-from workers.drain import _digest
 from workers.executor import Work
 from workers.job import ClaimedJob
 from workers.leases import LeaseKeeper
@@ -460,7 +460,7 @@ class VersionsShareAFlight(SteppedDrain):
     """Equal jobs join each other, whichever version answers them."""
 
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        job.digest = _digest(job, "", job.header.tenant)
+        job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
         return super()._joins_another(job, version)
 
 
@@ -468,7 +468,7 @@ class VersionsShareAnswers(SteppedDrain):
     """What one version answered is kept for equal jobs of every other."""
 
     def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        job.digest = _digest(job, "", job.header.tenant)
+        job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
         if (kept := self._cache.get(job.digest)) is None:
             return False
         self._concluded.append(Conclusion(job, kept))

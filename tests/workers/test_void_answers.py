@@ -13,6 +13,7 @@ from registry.broker.base import Claim, State
 from registry.envelope import Retry
 from registry.tensors import Array
 from tests.packages import write_double, write_package
+from tests.servers import wait_until
 from tests.workers.runtime.formats import affine, write_pytorch
 from tests.workers.test_guards import UNSIGNED, Bench, Worker, bench, open_bench
 from workers.runtime.base import Prepared
@@ -116,6 +117,30 @@ def test_what_a_form_said_that_was_built_anew(bench: Bench, models_root: Path):
     forms.reset("it was wrong")
     forms.use("int8", forms.reference)
     assert _runs_anew(bench, worker, _positive())
+
+
+def test_what_a_form_said_before_the_model_was_loaded_anew(bench: Bench, models_root: Path):
+    """Made while the model answered as built, run by a form; then the model comes back as built."""
+    write_pytorch(models_root, name="m")
+    worker = bench.employ()
+    forms, number = _forms(worker), _positive()
+    bench.publish("m", number)
+    worker.turn(2)
+    forms.use("int8", _wrong(forms))  # type: ignore[arg-type]
+    work = worker.begin()
+    assert work is not None
+    worker.end(work)
+    (version,) = worker.drain._turns
+    worker.drain._shelf._unload(version)
+    bench.publish("m", 0.0)
+
+    def is_loaded() -> bool:
+        worker.turn()
+        return version.is_ready
+
+    wait_until(is_loaded, 10, "it is loaded anew")
+    worker.forwards()
+    assert _runs_anew(bench, worker, number)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workers.cache.key import key_of
 from workers.cache.memory import L1Cache
 
-__all__ = ["L1Cache"]
+__all__ = ["L1Cache", "key_of"]

@@ -1,0 +1,24 @@
+"""What equal jobs share."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from registry.envelope import JobHeader
+
+__all__ = ["key_of"]
+
+
+def key_of(header: JobHeader, sealed: bytes, label: str, *, tenant: str) -> bytes:
+    """The key of an answer, 16 bytes: equal for jobs that ask the same of the version called `label`.
+
+    sealed: the envelope of the job whose header that is; its body counts, its signature does not. tenant: whose the
+    answer is; empty where all may have it.
+    """
+    asked = (tenant, header.model, label, header.content, header.options.outputs)
+    digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
+    end = len(sealed) - (32 if header.key else 0)
+    digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])
+    return digest.digest()
