@@ -2,6 +2,7 @@
 
     Optimizer -> append(subject, decision) -> <home>/decisions/<model>.jsonl
     a restart -> earlier(subject): the last decision on each step about the same content on the same kind of machine
+    a death   -> note_death(model, content_hash, form): earlier refuses a form that ran when several processes died
     anybody   -> replayed(model, run): where one process stood in the end
 
 The lines hold names, hashes, figures and reasons, never inputs or outputs. Owner-only, and bounded: a file that has
@@ -16,6 +17,7 @@ import os
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -33,6 +35,10 @@ __all__ = ["DecisionLog", "Subject", "environment"]
 _LARGEST_FILE: Final = 1 << 20
 _FRAMEWORKS: Final = ("torch", "transformers", "onnxruntime")
 _ACTIONS: Final = ("enabled", "disabled", "refused")
+_DIED: Final = "died"
+"""The action of a line that is no decision: a process died while the form ran."""
+_MOST_DEATHS: Final = 3
+_A_DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,17 @@ class DecisionLog:
             "level": decision.level,
             **asdict(decision),
         }
+        self._write(subject.model, record)
+        return record
+
+    def note_death(self, model: str, content_hash: str, step: str) -> None:
+        """A process died while this form ran jobs. Raises OSError, InvalidInput."""
+        death = {"time": round(self._clock(), 3), "run": self.run, "model": model, "content_hash": content_hash}
+        self._write(model, {**death, "step": step, "action": _DIED})
+
+    def _write(self, model: str, record: Mapping[str, object]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = self._file(subject.model)
+        file = self._file(model)
         if file.exists() and file.stat().st_size > _LARGEST_FILE:
             file.replace(_put_aside(file))
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -78,13 +93,14 @@ class DecisionLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
-        return record
 
     def earlier(self, subject: Subject) -> dict[str, Decision]:
         """The last decision on each step about this content in this environment, whichever process made it.
 
         A single refusal of what was enabled before is passed over: a machine that is busy with others while a worker
-        starts finds nothing to be faster, and must not keep a form away for good.
+        starts finds nothing to be faster, and must not keep a form away for good. A form that was running when several
+        processes died within a day counts as measured and refused: jobs that kill a process do so in any form, but
+        they run alone the next time, and one that kills for itself would do so batch by batch.
         """
         about = {"content_hash": subject.content_hash, "environment": subject.environment}
         earlier: dict[str, Decision] = {}
@@ -97,7 +113,23 @@ class DecisionLog:
                 continue
             doubted.discard(step)
             earlier[step] = decision
+        for step, deaths in self._deaths(subject).items():
+            if deaths >= _MOST_DEATHS:
+                reason = f"{deaths} processes died within a day while it ran"
+                earlier[step] = Decision(step, "refused", "it killed its process", reason, None, {"deaths": deaths})
         return earlier
+
+    def _deaths(self, subject: Subject) -> Counter[str]:
+        """How many processes died lately, by the form that ran this content."""
+        since = self._clock() - _A_DAY_S
+        return Counter(
+            record["step"]
+            for record in self._records(subject.model)
+            if (record.get("action"), record.get("content_hash")) == (_DIED, subject.content_hash)
+            and record.get("step") in THRESHOLDS
+            and isinstance(record.get("time"), int | float)
+            and record["time"] > since
+        )
 
     def replayed(self, subject: Subject, run: str) -> Standing:
         """Where the process that is marked `run` stood with the subject after its last decision."""

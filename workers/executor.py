@@ -30,9 +30,9 @@ from registry.errors import JobFailed
 from registry.tensors import Array
 from workers.batching.batcher import Batch
 from workers.job import ClaimedJob
-from workers.journal import Journal, Unwritten
+from workers.journal import FormInUse, Journal, Unwritten
 from workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
-from workers.runtime.forms import Tunable
+from workers.runtime.forms import EAGER, Forms
 
 __all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "Work", "seats_for"]
 
@@ -81,6 +81,8 @@ class Work:
     """For how long it may show no progress."""
     content_hash: str = ""
     """Of the version that answers."""
+    forms: Forms | None = None
+    """Those of a model that has others than the one that its author built."""
     form: int = 0
     """See Forms.stamp: that of when the batch was made."""
     is_as_built: bool = False
@@ -113,9 +115,16 @@ class Work:
 
     def forward(self, prepared: Prepared) -> Outputs:
         """See Runtime.run. A form may end or hang its process for a job that the model as it was built would answer."""
-        if self.is_as_built and isinstance(self.runtime, Tunable):
-            return self.runtime.forms.reference(prepared)
+        if self.is_as_built and self.forms is not None:
+            return self.forms.reference(prepared)
         return self.runtime.run(prepared)
+
+    @property
+    def form_in_use(self) -> FormInUse | None:
+        """What is about to run it, where that is not the model as its author built it."""
+        if self.is_as_built or self.forms is None or (name := self.forms.name) == EAGER:
+            return None
+        return FormInUse(self.batch.key.model, self.content_hash, name)
 
     @property
     def held(self) -> list[Held]:
@@ -262,7 +271,7 @@ class Executor:
             work.started = work.alive_at = self._clock()
             work.seat = self._seats.setdefault(seat, len(self._seats) + 1)
             self._running[seat] = work
-        self._journal.begin(work.seat, work.held, work.limit_s, work.started)
+        self._journal.begin(work.seat, work.held, work.limit_s, work.started, work.form_in_use)
         return work
 
     def run(self, work: Work) -> None:

@@ -22,14 +22,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from registry.broker.base import Held, WorkerEnd
 from registry.queues import Priority
+from workers.decisions import DecisionLog
 
-__all__ = ["MARGIN_S", "FileJournal", "Journal", "Unwritten", "hung", "journal_path", "report_crashes"]
+__all__ = ["MARGIN_S", "FileJournal", "FormInUse", "Journal", "Unwritten", "hung", "journal_path", "report_crashes"]
 
 _MAGIC: Final = b"PSJ1"
 _HEAD: Final = struct.Struct("<4sHH")
@@ -47,16 +48,29 @@ MARGIN_S: Final = 0.5
 """How far beyond its limit a forward is killed from outside: its own process comes first, and gives back the rest."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decoder: Final = msgspec.msgpack.Decoder(list[tuple[str, int, bytes, str]])
+_decoder: Final = msgspec.msgpack.Decoder(
+    tuple[tuple[str, str, str] | None, list[tuple[str, int, bytes, str]]],
+)
 
 logger = logging.getLogger("server")
+
+
+class FormInUse(NamedTuple):
+    """What ran the jobs, where that was not the model as its author built it."""
+
+    model: str
+    content_hash: str
+    form: str
 
 
 class Journal(Protocol):
     """Told of every forward. Seats are numbered from 0; one thread each. Times are monotonic seconds."""
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
-        """These jobs are about to run, for up to `limit_s` from one sign of progress to the next."""
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
+        """These jobs are about to run, for up to `limit_s` from one sign of progress to the next.
+
+        form: in which their model does, None where that is as its author built it.
+        """
 
     def touch(self, seat: int, now: float) -> None:
         """They show progress."""
@@ -71,7 +85,7 @@ class Journal(Protocol):
 class Unwritten:
     """The journal of a worker whose death nobody will look into."""
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
         """Nothing is kept."""
 
     def touch(self, seat: int, now: float) -> None:
@@ -115,12 +129,12 @@ class FileJournal:
         self._map[_HEAD.size : _HEAD.size + len(name)] = name
         _HEAD.pack_into(self._map, 0, _MAGIC, seats, len(name))
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
         """See Journal.begin."""
-        packed = _encode(jobs)
+        packed = _encode((form, jobs))
         while len(packed) > _SEAT_BYTES - _SEAT.size:
             jobs = jobs[: len(jobs) // 2]
-            packed = _encode(jobs)
+            packed = _encode((form, jobs))
         start = _seat_start(seat)
         self._map[start + _SEAT.size : start + _SEAT.size + len(packed)] = packed
         self._times[start // 8] = now
@@ -187,48 +201,57 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _read(path: Path) -> tuple[str, list[Held]]:
-    """The consumer, and the jobs of all its forwards."""
+def _read(path: Path) -> tuple[str, list[Held], set[FormInUse]]:
+    """The consumer, the jobs of all its forwards, and the forms that ran them."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         magic, seats, length = _HEAD.unpack_from(head)
         if magic != _MAGIC:
             raise ValueError("not a journal")
         jobs: list[Held] = []
+        forms: set[FormInUse] = set()
         for seat in range(seats):
             file.seek(_seat_start(seat))
             _, _, size = _SEAT.unpack(file.read(_SEAT.size))
             if size > _SEAT_BYTES - _SEAT.size:
                 raise ValueError("not a journal")
-            for slot, priority, entry, job in _decoder.decode(file.read(size)) if size else ():
-                jobs.append(Held(slot, Priority(priority), entry, job))
-    return head[_HEAD.size : _HEAD.size + length].decode(), jobs
+            form, held = _decoder.decode(file.read(size)) if size else (None, [])
+            jobs += [Held(slot, Priority(priority), entry, job) for slot, priority, entry, job in held]
+            if form is not None:
+                forms.add(FormInUse(*form))
+    return head[_HEAD.size : _HEAD.size + length].decode(), jobs, forms
 
 
 def report_crashes(home: Path, broker: WorkerEnd, ttl_ms: int) -> int:
     """Counts one crash for each job that was on the model of a process which is gone; returns how many.
 
-    Looks at every journal under `home` that no living process holds. Safe to call by several at once, and again after
-    an error: each death counts once. Raises BrokerUnavailable, and then keeps what is not reported yet.
+    The forms that ran them are noted in the log of decisions: one that kills its process is left off one day. Looks
+    at every journal under `home` that no living process holds. Safe to call by several at once, and again after an
+    error: each death counts once. Raises BrokerUnavailable, and then keeps what is not reported yet.
     """
     counted = 0
     for path in sorted(_folder(home).glob(f"*{_SUFFIX}")):
         with _ownerless(path) as is_ownerless:
             if not is_ownerless:
                 continue
-            counted += _report(path, broker, ttl_ms)
+            counted += _report(path, DecisionLog(home), broker, ttl_ms)
             path.unlink(missing_ok=True)
     return counted
 
 
-def _report(path: Path, broker: WorkerEnd, ttl_ms: int) -> int:
+def _report(path: Path, log: DecisionLog, broker: WorkerEnd, ttl_ms: int) -> int:
     try:
-        consumer, jobs = _read(path)
+        consumer, jobs, forms = _read(path)
     except (OSError, ValueError, struct.error, msgspec.DecodeError):
         logger.warning("a journal cannot be read and is dropped", extra={"journal": path.name})
         return 0
     for slot in sorted({job.slot for job in jobs}):
         broker.suspect(slot, [job for job in jobs if job.slot == slot], consumer, ttl_ms)
+    for model, content_hash, form in sorted(forms):
+        try:
+            log.note_death(model, content_hash, form)
+        except (OSError, ValueError) as error:
+            logger.warning("a death could not be noted", extra={"model": model, "form": form, "reason": str(error)})
     if jobs:
         logger.warning("a worker died with jobs on its model", extra={"worker": consumer, "jobs": len(jobs)})
     return len(jobs)

@@ -389,6 +389,7 @@ class ServedVersion:
             open_stream if self.spec.streams else None,
             self.timeout_s,
             self.content_hash,
+            self._forms,
             self.form,
             is_as_built,
         )

@@ -31,6 +31,7 @@ from workers.drain import Drain
 from workers.executor import Work
 from workers.frameworks.inference_proxy import InferenceProxy
 from workers.job import ClaimedJob
+from workers.journal import FormInUse
 from workers.loader import Loader
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Unwatched
@@ -352,7 +353,7 @@ class KeptJournal:
         """What was on the model, if the process was not told to stop."""
         return [] if self._is_retired else [job for jobs in self._seats.values() for job in jobs]
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
         """See Journal.begin."""
         self._seats[seat] = jobs
 

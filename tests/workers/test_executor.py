@@ -21,6 +21,7 @@ from tests.servers import wait_until
 from workers.batching.batcher import Batch, BatchKey, Pending
 from workers.executor import Executor, TooLarge, Work, seats_for
 from workers.job import ClaimedJob
+from workers.journal import FormInUse
 from workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
 from workers.served import ServedVersion
 
@@ -118,7 +119,7 @@ class Pages:
     def __init__(self) -> None:
         self.told: list[tuple[str, int, object]] = []
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
         self.told.append(("begin", seat, [job.job_id for job in jobs]))
 
     def touch(self, seat: int, now: float) -> None:

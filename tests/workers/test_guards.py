@@ -27,6 +27,7 @@ from tests.packages import write_double, write_package, write_recorder
 from tests.servers import wait_until
 from workers.drain import Drain
 from workers.executor import Work
+from workers.journal import FormInUse
 from workers.observe.metrics import InferenceMetrics
 from workers.observe.watcher import Ended, Failed, Unwatched
 from workers.runtime.base import Prepared, Runtime
@@ -63,10 +64,13 @@ class Pages:
 
     def __init__(self) -> None:
         self.seats: dict[int, list[Held]] = {}
+        self.forms: list[FormInUse | None] = []
+        """What ran each forward."""
         self.is_retired = False
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float) -> None:
+    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
         self.seats[seat] = list(jobs)
+        self.forms.append(form)
 
     def touch(self, seat: int, now: float) -> None:
         """What is on the model stays."""
@@ -410,6 +414,7 @@ def test_a_suspect_runs_in_the_form_that_its_author_built(bench: Bench, models_r
     version = worker.drain._served["double"].active
     assert version is not None
     version.runtime = formed = Formed(version.runtime)
+    version._forms = formed.forms
     version.observer = SimpleNamespace(observe=heard.append)
     worker.drain.leases.tick()
     bench.pass_time(LEASE_S + 1)
@@ -420,6 +425,7 @@ def test_a_suspect_runs_in_the_form_that_its_author_built(bench: Bench, models_r
     bench.publish("double", 1)
     with pytest.raises(ProcessEnds):
         worker.forward()
+    assert worker.journal.forms == [None, FormInUse("double", version.content_hash, "compiled")]
 
 
 def test_suspects_and_others_take_turns(bench: Bench, models_root: Path, ledger: Path):

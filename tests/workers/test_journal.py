@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from registry.broker.redis_streams import RedisStreams
 from registry.errors import BrokerUnavailable
 from registry.queues import Priority, new_job_id
 from tests.servers import ROOT, RedisServer, wait_until
+from workers.decisions import DecisionLog, Subject
 from workers.journal import MARGIN_S, FileJournal, hung, journal_path, report_crashes
 
 A_DAY_MS = 86_400_000
@@ -56,13 +58,14 @@ import os, sys, time
 from pathlib import Path
 from registry.broker.base import Held
 from registry.queues import Priority
-from workers.journal import FileJournal, journal_path
+from workers.journal import FileJournal, FormInUse, journal_path
 
 home, consumer, deed = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 journal = FileJournal(journal_path(home, os.getpid()), consumer, 3)
 jobs = [Held(slot, Priority.HIGH, entry.encode(), slot + "." + entry) for slot, entry in
         (pair.split("=") for pair in sys.argv[4:])]
-journal.begin(0, jobs[:2], 30.0, time.monotonic())
+form = FormInUse("mlp", "ab" * 32, "compiled") if deed == "run compiled" else None
+journal.begin(0, jobs[:2], 30.0, time.monotonic(), form)
 journal.begin(1, jobs[2:], 30.0, time.monotonic())
 journal.begin(2, jobs, 30.0, time.monotonic())
 journal.end(2)
@@ -287,6 +290,28 @@ def test_two_reporters_at_once_count_one_death(
     assert (again.crashes, again.attempt) == (1, 2)
     for broker in (*brokers, with_broker):
         broker.close()
+
+
+@pytest.mark.parametrize("deed", ["run", "run compiled"])
+def test_the_form_that_ran_is_noted(start: Callable[..., Process], tmp_path: Path, deed: str):
+    """In the log of decisions, once per death: by it a form that kills its process is left off."""
+    subject = Subject("mlp", "1", "ab" * 32, "any machine")
+    for deaths in (1, 2, 3):
+        start("mlp=1-0", "mlp=2-0", deed=deed).kill()
+        for _ in range(2):
+            report_crashes(tmp_path, Suspicions(), A_DAY_MS)
+        known = DecisionLog(tmp_path).earlier(subject)
+        assert ("compiled" in known) == (deaths == 3 and deed == "run compiled")
+    assert DecisionLog(tmp_path).earlier(replace(subject, content_hash="cd" * 32)) == {}
+
+
+def test_a_death_that_cannot_be_noted_counts_all_the_same(start: Callable[..., Process], tmp_path: Path):
+    """The jobs are suspects, whatever becomes of the form."""
+    (tmp_path / "decisions").write_text("in the way")
+    process = start("mlp=1-0", "mlp=2-0", deed="run compiled")
+    process.kill()
+    assert report_crashes(tmp_path, Suspicions(), A_DAY_MS) == 2
+    assert not process.path.exists()
 
 
 def test_while_the_broker_is_away_a_death_is_kept(start: Callable[..., Process], tmp_path: Path):

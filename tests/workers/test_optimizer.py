@@ -7,6 +7,7 @@ models are in test_optimizer_models.py.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from registry.tensors import Array
 from tests.servers import wait_until
 from tests.workers.leveled import WIDTH, Clock, Form, Rotation, served
 from workers.compilation import CompilationRefused
-from workers.decisions import Subject
+from workers.decisions import DecisionLog, Subject
 from workers.observe.metrics import InferenceMetrics
 from workers.optimizer import Optimizer
 from workers.profiler import Profiler
@@ -415,13 +416,53 @@ def test_restart_does_not_try_what_was_measured_and_refused(make_bench: MakeBenc
     assert (again.step("int8")["state"], again.step("int8")["evidence"]["rows"]) == ("refused", 64)
 
 
+def test_form_that_kills_its_process_is_left_off(make_bench: MakeBench):
+    """One death may have been a job's doing, and three within a day are not; an operator may ask for it again."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    for deaths in (1, 2, 3):
+        bench.optimizer.log.note_death("rotation", "ab" * 32, "compiled")
+        again = make_bench({"compiled": GOOD})
+        again.serve(61)
+        again.settle()
+        assert again.runtime.forms.name == ("compiled" if deaths < 3 else "eager")
+    assert "3 processes died within a day" in again.step("compiled")["reason"]
+    again.optimizer.ask("rotation", "compile")
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+@pytest.mark.parametrize("other", ["time", "content", "model"])
+def test_other_deaths_keep_no_form_away(make_bench: MakeBench, other: str):
+    """Those of the day before, of other content, of other models."""
+    bench = make_bench({"compiled": GOOD})
+    yesterday = time.time() - (86_500 if other == "time" else 0)
+    log = DecisionLog(bench.home, lambda: yesterday)
+    for _ in range(5):
+        log.note_death("x" if other == "model" else "rotation", ("cd" if other == "content" else "ab") * 32, "compiled")
+    again = make_bench({"compiled": GOOD})
+    again.serve(61)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
 def test_damaged_lines_of_the_log_are_passed_over(make_bench: MakeBench):
     """A process that died in the middle of a line costs that line only."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     bench.settle()
     file = bench.home / "decisions" / "rotation.jsonl"
-    strange = [b'{"half', b"[]", b"\xff\xfe", b'{"step": "none", "action": "enabled", "evidence": {}}']
+    died = b'{"action": "died", "content_hash": "%s", "step": "compiled", "time": "now"}' % (b"ab" * 32)
+    strange = [
+        died,
+        died,
+        died,
+        b'{"half',
+        b"[]",
+        b"\xff\xfe",
+        b'{"step": "none", "action": "enabled", "evidence": {}}',
+    ]
     file.write_bytes(b"\n".join([*strange, file.read_bytes(), b'{"ti']))
     again = make_bench({"compiled": GOOD})
     again.serve(1)
