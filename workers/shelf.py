@@ -193,7 +193,7 @@ class Shelf:
                 "state": version.state.value,
                 "content_hash": version.content_hash,
                 "is_active": version is model.active,
-                "is_offered": model.is_claimable and self.is_offered(version),
+                "is_offered": self.is_offered(version),
                 "memory_bytes": version.runtime.memory_bytes,
                 "problem": version.problem,
             }

@@ -259,3 +259,15 @@ def test_reports_that_are_none_are_passed_over(stage: Stage):
     having = stage.start()
     header, value = stage.result(job_id)
     assert (header.worker, value) == (having.name, 5.0)
+
+
+def test_a_worker_without_the_version_that_answers_has_the_others(stage: Stage, tmp_path: Path):
+    """It serves other models, claims nothing of this one, and takes what others hand over for versions that it has."""
+    other = tmp_path / "other"
+    content_hash = write_scale(other, stage.model, "1", 5).manifest().content_hash
+    stage.promote("1", epoch=1, content_hash=content_hash)
+    without = stage.start(write_scale(stage.root, f"{stage.model}-beside", "1", 1))
+    stage.start(root=other)
+    wait_until(lambda: stage.state("1", without) == "failed", 10, "it has other content under the label")
+    assert stage.answer(3.0) == ("1", 15.0)
+    assert stage.answer(3.0, "2") == ("2", 30.0)
