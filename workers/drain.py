@@ -611,8 +611,7 @@ class Drain:
             logger.info("jobs handed over", extra={"model": model, "version": label, "jobs": len(leaving)})
             for job in leaving:
                 job.is_lost = True
-            gone = frozenset(map(id, leaving))
-            self._placing.take_out(lambda job, gone=gone: id(job) in gone)  # type: ignore[misc]
+            self._placing.drop(leaving)
             self._let_go(leaving)
 
     def _find_place(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:

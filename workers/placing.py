@@ -71,6 +71,11 @@ class Placing:
             jobs[:] = [job for job in jobs if not is_meant(job)]
         return found
 
+    def drop(self, jobs: Iterable[ClaimedJob]) -> None:
+        """These are no longer among them."""
+        gone = frozenset(map(id, jobs))
+        self.take_out(lambda job: id(job) in gone)
+
     def find(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:
         """See the module."""
         name, named = job.header.model, job.header.version
