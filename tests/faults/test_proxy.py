@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import redis
@@ -60,6 +60,12 @@ def test_partition_holds_everything_back_until_it_heals(proxy: Proxy, redis_serv
         assert client.ping()
 
 
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    call()
+    return time.monotonic() - begun
+
+
 def test_delay_counts_in_each_direction(proxy: Proxy):
     """50 ms one way are 50 ms a round trip, 50 ms both ways are 100."""
     with _client(proxy) as client:
@@ -67,9 +73,8 @@ def test_delay_counts_in_each_direction(proxy: Proxy):
         for directions, least_s in ((("answers",), 0.05), (("requests", "answers"), 0.1), ((), 0.1)):
             proxy.delay(0)
             proxy.delay(0.05, *directions)
-            begun = time.monotonic()
-            client.ping()
-            assert least_s <= time.monotonic() - begun < least_s + 0.05
+            # Of several, as a busy machine adds what it likes to any of them.
+            assert least_s <= min(_seconds(client.ping) for _ in range(5)) < least_s + 0.05
         proxy.delay(0)
 
 
