@@ -126,7 +126,8 @@ class DecisionLog:
             record["step"]
             for record in self._records(subject.model)
             if (record.get("action"), record.get("content_hash")) == (_DIED, subject.content_hash)
-            and record.get("step") in THRESHOLDS
+            and isinstance(record.get("step"), str)
+            and record["step"] in THRESHOLDS
             and isinstance(record.get("time"), int | float)
             and record["time"] > since
         )

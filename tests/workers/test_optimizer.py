@@ -455,9 +455,8 @@ def test_damaged_lines_of_the_log_are_passed_over(make_bench: MakeBench):
     file = bench.home / "decisions" / "rotation.jsonl"
     died = b'{"action": "died", "content_hash": "%s", "step": "compiled", "time": "now"}' % (b"ab" * 32)
     strange = [
-        died,
-        died,
-        died,
+        *[died] * 3,
+        died.replace(b'"compiled"', b'["compiled"]').replace(b'"now"', b"9e9"),
         b'{"half',
         b"[]",
         b"\xff\xfe",
