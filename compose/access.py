@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compose.terminal import connected, load_settings, open_broker, terminable
-from registry.errors import InvalidInput, shown
+from penstock.compose.terminal import connected, load_settings, open_broker, terminable
+from penstock.registry.errors import InvalidInput, shown
 
 if TYPE_CHECKING:
-    from compose.deploy import Deployer
-    from compose.files import Files
-    from registry.broker.base import FleetEnd
-    from registry.catalog import ModelRegistryClient
-    from registry.settings import Settings
+    from penstock.compose.deploy import Deployer
+    from penstock.compose.files import Files
+    from penstock.registry.broker.base import FleetEnd
+    from penstock.registry.catalog import ModelRegistryClient
+    from penstock.registry.settings import Settings
 
 __all__ = ["Access"]
 
@@ -40,8 +40,8 @@ class Access:
             with self.deployer() as deployer:
                 yield deployer.registry
             return
-        from compose.deploy import open_registry
-        from compose.keys import operator_keys
+        from penstock.compose.deploy import open_registry
+        from penstock.compose.keys import operator_keys
 
         settings = self._settings()
         yield open_registry(settings, operator_keys(settings, for_changes=for_changes))
@@ -49,7 +49,7 @@ class Access:
     @contextmanager
     def deployer(self) -> Iterator[Deployer]:
         """Registry and workers; how things go on is told on stderr."""
-        from compose.deploy import Deployer
+        from penstock.compose.deploy import Deployer
 
         settings = load_settings(self.environ) if self.via else connected(self.environ)
         # A command that is ended takes back what it asked of workers.
@@ -91,7 +91,7 @@ class Access:
             with self.deployer() as deployer:
                 yield deployer.registry, deployer.files
             return
-        from compose.files import LocalFiles
+        from penstock.compose.files import LocalFiles
 
         with self.registry() as registry:
             yield registry, LocalFiles()
@@ -101,7 +101,7 @@ class Access:
 
         Raises ConfigurationError, and InvalidInput for what a worker cannot fetch.
         """
-        from registry.sources import is_elsewhere, package_folder
+        from penstock.registry.sources import is_elsewhere, package_folder
 
         if self.via and is_elsewhere(reference):
             raise InvalidInput(
@@ -111,7 +111,7 @@ class Access:
 
     def _settings(self) -> Settings:
         """With a broker in them where there is one: the registry needs none."""
-        from registry import local_stack
+        from penstock.registry import local_stack
 
         settings = load_settings(self.environ)
         if settings.redis_url or local_stack.read(settings.home) is None:

@@ -23,17 +23,17 @@ import redis
 from rich.table import Table
 from rich.text import Text
 
-from compose import fleet
-from compose.local import LocalStack, private_settings
-from compose.overview import worker_pids
-from producers import Client, JobHandle
-from registry import local_stack
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import UnknownModel
-from registry.package import ModelSpec
-from registry.settings import Settings
-from registry.signature import TensorSpec
-from registry.tensors import DTYPES, STRING, Array
+from penstock import Client, JobHandle
+from penstock.compose import fleet
+from penstock.compose.local import LocalStack, private_settings
+from penstock.compose.overview import worker_pids
+from penstock.registry import local_stack
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import UnknownModel
+from penstock.registry.package import ModelSpec
+from penstock.registry.settings import Settings
+from penstock.registry.signature import TensorSpec
+from penstock.registry.tensors import DTYPES, STRING, Array
 
 __all__ = ["Figures", "draw", "measure", "stack_for"]
 

@@ -29,18 +29,18 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.engine import make_url
 
-from compose.deploy import deployed, open_registry
-from compose.keys import operator_keys
-from compose.terminal import printable
-from registry import local_stack
-from registry.broker.redis_scripts import MEMORY_HIGH_WATER_PCT
-from registry.broker.redis_streams import RedisStreams, connection_options
-from registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, RegistryUnavailable
-from registry.package import discover, load_package
-from registry.settings import Settings
-from registry.stages import ModelStage
-from registry.tables import RegisteredVersion
-from workers.deployments import DeploymentFiles, epoch_of
+from penstock.compose.deploy import deployed, open_registry
+from penstock.compose.keys import operator_keys
+from penstock.compose.terminal import printable
+from penstock.registry import local_stack
+from penstock.registry.broker.redis_scripts import MEMORY_HIGH_WATER_PCT
+from penstock.registry.broker.redis_streams import RedisStreams, connection_options
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, RegistryUnavailable
+from penstock.registry.package import discover, load_package
+from penstock.registry.settings import Settings
+from penstock.registry.stages import ModelStage
+from penstock.registry.tables import RegisteredVersion
+from penstock.workers.deployments import DeploymentFiles, epoch_of
 
 __all__ = ["Finding", "as_json", "examine", "write"]
 

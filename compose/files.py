@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from registry.catalog import Registrable
-from registry.errands import ExportedFile
-from registry.package import load_package
-from registry.tables import RegisteredVersion
+from penstock.registry.catalog import Registrable
+from penstock.registry.errands import ExportedFile
+from penstock.registry.package import load_package
+from penstock.registry.tables import RegisteredVersion
 
 __all__ = ["Files", "LocalFiles"]
 
@@ -37,7 +37,7 @@ class LocalFiles:
 
     def export(self, version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> ExportedFile:
         """See Files.export."""
-        from workers.runtime.exporter import export_package
+        from penstock.workers.runtime.exporter import export_package
 
         package = load_package(Path(version.source))
         differences = export_package(package, version.content_hash, path, is_int8=is_int8)

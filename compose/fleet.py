@@ -1,6 +1,6 @@
 """The worker programs of this machine: one process per device, which sees no other device.
 
-visible GPUs --> Device --> Program (celery -A workers.app worker -n gpu0@host)
+visible GPUs --> Device --> Program (celery -A penstock.workers.app worker -n gpu0@host)
                               `-- JournalWitness: its journal, while it runs and after it died
 """
 
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from compose.supervisor import Patience, Program
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import BrokerUnavailable, ConfigurationError
-from registry.package import discover, load_package
-from registry.settings import Settings
-from workers.device import visible_gpus
-from workers.journal import hung, journal_path, report_crashes
+from penstock.compose.supervisor import Patience, Program
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.package import discover, load_package
+from penstock.registry.settings import Settings
+from penstock.workers.device import visible_gpus
+from penstock.workers.journal import hung, journal_path, report_crashes
 
 __all__ = ["Device", "JournalWitness", "choose", "worker_patience", "worker_program"]
 
 _MARGIN_S: Final = 5.0
 _REPORT_TIMEOUT_S: Final = 5.0
 _STOOD_STILL_S: Final = 1.0
-_log = logging.getLogger("supervisor")
+_log = logging.getLogger("penstock.supervisor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def choose(settings: Settings, environ: Mapping[str, str]) -> list[Device]:
 
 def worker_program(device: Device, settings: Settings, environ: Mapping[str, str], output: Path | None) -> Program:
     """The worker of one device, with the environment that makes it see that device and these settings."""
-    celery = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-P", "solo", "-c", "1"]
+    celery = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1"]
     own = {
         "CUDA_VISIBLE_DEVICES": device.visible,
         "PENSTOCK_INFERENCE_DEVICE": "cpu" if device.kind == "cpu" else "cuda:0",

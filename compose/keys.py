@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from registry.errors import ConfigurationError
-from registry.settings import Settings
-from registry.signed import Signer, Verifier
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Signer, Verifier
+from penstock.safety.keys import OperatorKey, PublicKeys
 
 __all__ = ["OperatorKeys", "operator_keys"]
 

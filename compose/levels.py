@@ -14,9 +14,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from compose.overview import workers
-from registry.broker.base import FleetEnd
-from registry.errors import ModelNotReady
+from penstock.compose.overview import workers
+from penstock.registry.broker.base import FleetEnd
+from penstock.registry.errors import ModelNotReady
 
 __all__ = ["await_answers", "draw_levels", "entries"]
 

@@ -30,14 +30,14 @@ from typing import Any, Final
 
 import redis
 
-from compose.fleet import Device, worker_patience, worker_program
-from compose.keys import operator_keys
-from compose.supervisor import Patience, Program, Supervisor
-from registry import local_stack
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import BrokerUnavailable, ConfigurationError
-from registry.local_stack import RunningStack
-from registry.settings import Settings
+from penstock.compose.fleet import Device, worker_patience, worker_program
+from penstock.compose.keys import operator_keys
+from penstock.compose.supervisor import Patience, Program, Supervisor
+from penstock.registry import local_stack
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.local_stack import RunningStack
+from penstock.registry.settings import Settings
 
 __all__ = ["LocalStack", "private_settings", "redis_binary"]
 
@@ -236,7 +236,7 @@ class LocalStack:
             # Not on the command line, which every user of the machine can read.
             "FLOWER_BASIC_AUTH": f"{stack.flower_user}:{stack.flower_password}",
         }
-        arguments = [sys.executable, "-m", "celery", "-A", "workers.app", "flower"]
+        arguments = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "flower"]
         return Program("flower", arguments, {**environ, **own}, output=self._log("flower"))
 
     def _flower_access(self) -> dict[str, str]:

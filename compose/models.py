@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from compose.access import Access
-from compose.terminal import as_json_option, console
-from registry.errors import ConfigurationError, InvalidInput, ModelNotReady, UnknownModel, shown
+from penstock.compose.access import Access
+from penstock.compose.terminal import as_json_option, console
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelNotReady, UnknownModel, shown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from compose.deploy import Rollout
-    from registry.lineage import ModelLineage
-    from registry.tables import Transition
+    from penstock.compose.deploy import Rollout
+    from penstock.registry.lineage import ModelLineage
+    from penstock.registry.tables import Transition
 
 __all__ = ["models"]
 
@@ -69,7 +69,7 @@ def list_models(access: Access, name: str | None, as_json: bool) -> None:
     penstock models list
     penstock models list minilm --json
     """
-    from compose import versions
+    from penstock.compose import versions
 
     with access.catalogue() as (registry, fleet):
         rows = [row for row in versions.listing(registry.versions(), fleet) if name in (None, row["name"])]
@@ -89,7 +89,7 @@ def show(access: Access, name: str, version: str, as_json: bool) -> None:
     \b
     penstock models show minilm 2
     """
-    from compose import versions
+    from penstock.compose import versions
 
     with access.registry() as registry:
         found = registry.find(name, version)
@@ -283,7 +283,7 @@ def history(access: Access, name: str, as_json: bool) -> None:
     \b
     penstock models history minilm
     """
-    from compose import versions
+    from penstock.compose import versions
 
     with access.registry() as registry:
         found = registry.history(name)
@@ -395,7 +395,7 @@ def levels(
     penstock models levels minilm
     penstock models levels minilm --now measure
     """
-    from compose.levels import draw_levels, entries
+    from penstock.compose.levels import draw_levels, entries
 
     if action is None:
         with access.fleet() as fleet:
@@ -414,8 +414,8 @@ def levels(
 
 
 def _read_lineage(file: Path) -> ModelLineage:
-    from registry.documents import BadDocument, read_document, read_yaml
-    from registry.lineage import ModelLineage
+    from penstock.registry.documents import BadDocument, read_document, read_yaml
+    from penstock.registry.lineage import ModelLineage
 
     name = shown(file.name or file)
     try:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from compose.terminal import as_json_option, connected, console, open_broker, printable, terminable
-from registry.errors import InvalidInput, UnknownModel
+from penstock.compose.terminal import as_json_option, connected, console, open_broker, printable, terminable
+from penstock.registry.errors import InvalidInput, UnknownModel
 
 if TYPE_CHECKING:
-    from registry.broker.base import Broker, DeadLetter
-    from registry.queues import Priority
+    from penstock.registry.broker.base import Broker, DeadLetter
+    from penstock.registry.queues import Priority
 
 __all__ = ["dead", "doctor", "queue", "top", "workers"]
 
@@ -49,7 +49,7 @@ def list_dead(environ: Mapping[str, str], model: str | None, as_json: bool) -> N
     penstock dead list
     penstock dead list minilm --json
     """
-    from compose.dead_letters import letters, summary
+    from penstock.compose.dead_letters import letters, summary
 
     with open_broker(connected(environ)) as broker:
         found = [letter for slot in _slots(broker, model) for letter in letters(broker, slot)]
@@ -77,8 +77,8 @@ def show_dead(environ: Mapping[str, str], model: str, entry: str, output: Path |
     penstock dead show minilm 1763650000000-0
     penstock dead show minilm 1763650000000-0 --output letter.bin
     """
-    from compose.dead_letters import describe, find, moment
-    from registry.queues import parse_name
+    from penstock.compose.dead_letters import describe, find, moment
+    from penstock.registry.queues import parse_name
 
     settings = connected(environ)
     with open_broker(settings) as broker:
@@ -113,7 +113,7 @@ def replay_dead(environ: Mapping[str, str], model: str, entries: tuple[str, ...]
     penstock dead replay minilm 1763650000000-0
     penstock dead replay minilm --all
     """
-    from compose.dead_letters import Replayed, find, letters, replay
+    from penstock.compose.dead_letters import Replayed, find, letters, replay
 
     settings = connected(environ)
     job_ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
@@ -163,7 +163,7 @@ def purge_dead(
     penstock dead purge minilm 1763650000000-0
     penstock dead purge minilm --older-than 7d --yes
     """
-    from compose.dead_letters import find, letters, older_than_ms
+    from penstock.compose.dead_letters import find, letters, older_than_ms
 
     if older_than is not None and (entries or every):
         raise click.UsageError("Expected entries, --all or --older-than, one of them.")
@@ -244,8 +244,8 @@ def purge_queue(environ: Mapping[str, str], model: str, priority: str | None, ye
     penstock queue purge minilm
     penstock queue purge minilm --priority low --yes
     """
-    from compose.purge import purge
-    from registry.queues import Priority, parse_priority
+    from penstock.compose.purge import purge
+    from penstock.registry.queues import Priority, parse_priority
 
     settings = connected(environ)
     bands: Sequence[Priority] = tuple(Priority) if priority is None else (parse_priority(priority),)
@@ -278,7 +278,7 @@ def workers(environ: Mapping[str, str], as_json: bool) -> None:
     penstock workers
     penstock workers --json
     """
-    from compose import overview
+    from penstock.compose import overview
 
     with open_broker(connected(environ)) as broker:
         reports = overview.workers(broker)
@@ -303,7 +303,7 @@ def top(environ: Mapping[str, str], interval: float, once: bool, as_json: bool) 
     penstock top --once
     penstock top --interval 10 --json >> load.jsonl
     """
-    from compose import top as watching
+    from penstock.compose import top as watching
 
     with open_broker(connected(environ), timeout_s=2.0) as broker, terminable(), suppress(KeyboardInterrupt):
         if as_json:
@@ -328,7 +328,7 @@ def doctor(environ: Mapping[str, str], as_json: bool) -> None:
     penstock doctor
     penstock doctor --json
     """
-    from compose import doctor as examining
+    from penstock.compose import doctor as examining
 
     findings = examining.examine(environ, Path.cwd())
     if as_json:
@@ -340,7 +340,7 @@ def doctor(environ: Mapping[str, str], as_json: bool) -> None:
 
 
 def _slots(broker: Broker, model: str | None) -> list[str]:
-    from registry.queues import parse_name
+    from penstock.registry.queues import parse_name
 
     return broker.models() if model is None else [parse_name("model", model)]
 
@@ -358,7 +358,7 @@ def _chosen(entries: Sequence[str], every: bool, all_entries: Any) -> list[str]:
 
 
 def _print_letter(letter: DeadLetter) -> None:
-    from compose.dead_letters import moment
+    from penstock.compose.dead_letters import moment
 
     tried = f"{_count(letter.deliveries, 'delivery')}, {_count(letter.crashes, 'crash')}, {_count(letter.size, 'byte')}"
     whose = f"job {letter.job_id} of tenant {letter.tenant}" if letter.job_id else "no job that was accepted"

@@ -15,12 +15,12 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from registry import errands
-from registry.control import CONTROL_COMMAND, Command
-from registry.errors import BrokerUnavailable, ModelNotReady, UndecodableEnvelope
-from registry.settings import Settings
-from registry.signed import Signer
-from workers.boot import celery_url
+from penstock.registry import errands
+from penstock.registry.celery_url import celery_url
+from penstock.registry.control import CONTROL_COMMAND, Command
+from penstock.registry.errors import BrokerUnavailable, ModelNotReady, UndecodableEnvelope
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Signer
 
 __all__ = ["Orders"]
 

@@ -16,9 +16,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from registry.broker.base import Broker, FleetEnd
-from registry.package import ModelSpec
-from registry.signature import TensorSpec
+from penstock.registry.broker.base import Broker, FleetEnd
+from penstock.registry.package import ModelSpec
+from penstock.registry.signature import TensorSpec
 
 __all__ = [
     "batch_sizes",

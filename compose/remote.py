@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from compose.orders import Orders
-from registry import errands
-from registry.errors import ConfigurationError, ModelNotReady
-from registry.ledger import Page, Pages
-from registry.manifest import Manifest
-from registry.package import ModelSpec
-from registry.tables import RegisteredVersion
+from penstock.compose.orders import Orders
+from penstock.registry import errands
+from penstock.registry.errors import ConfigurationError, ModelNotReady
+from penstock.registry.ledger import Page, Pages
+from penstock.registry.manifest import Manifest
+from penstock.registry.package import ModelSpec
+from penstock.registry.tables import RegisteredVersion
 
 __all__ = ["ANY", "Remote", "RemoteFleet", "RemoteLedger", "RemotePackage"]
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
-from registry.broker.base import FleetEnd
-from registry.errors import ModelNotReady
+from penstock.registry.broker.base import FleetEnd
+from penstock.registry.errors import ModelNotReady
 
 __all__ = ["ABSENT", "Replica", "Tell", "Watch", "replicas"]
 

@@ -39,7 +39,7 @@ EXIT_CONFIGURATION: Final = 78
 """The exit status of a process that cannot work as it is configured (EX_CONFIG of sysexits.h)."""
 _LAUNCHER: Final = str(Path(__file__).with_name("launch.py"))
 _TICK_S: Final = 0.1
-_log = logging.getLogger("supervisor")
+_log = logging.getLogger("penstock.supervisor")
 
 
 class Witness(Protocol):

@@ -25,9 +25,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from compose import overview
-from registry.broker.base import Broker, Depth
-from registry.errors import BrokerUnavailable
+from penstock.compose import overview
+from penstock.registry.broker.base import Broker, Depth
+from penstock.registry.errors import BrokerUnavailable
 
 __all__ = ["Look", "compare", "draw", "line", "look", "show_screen", "take", "write_lines"]
 

@@ -14,12 +14,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from compose.deploy import deployed
-from compose.overview import kinds, workers
-from registry.broker.base import FleetEnd
-from registry.errors import Corrupt
-from registry.package import ModelSpec
-from registry.tables import RegisteredVersion, Transition
+from penstock.compose.deploy import deployed
+from penstock.compose.overview import kinds, workers
+from penstock.registry.broker.base import FleetEnd
+from penstock.registry.errors import Corrupt
+from penstock.registry.package import ModelSpec
+from penstock.registry.tables import RegisteredVersion, Transition
 
 __all__ = [
     "as_data",

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Protocol
 
-from registry.errors import (
+from penstock.registry.errors import (
     ConfigurationError,
     ContentChanged,
     InvalidInput,
@@ -34,15 +34,15 @@ from registry.errors import (
     UnknownModel,
     described,
 )
-from registry.ledger import Ledger, Page, Pages, SqlLedger, check_files
-from registry.lineage import ModelLineage
-from registry.manifest import Manifest
-from registry.package import ModelSpec, load_package
-from registry.queues import parse_name
-from registry.registered import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
-from registry.signed import Signer, Verifier
-from registry.stages import Action, ModelStage, check_step, parse_stage
-from registry.tables import RegisteredVersion, Transition, open_transition, open_version, seal_row
+from penstock.registry.ledger import Ledger, Page, Pages, SqlLedger, check_files
+from penstock.registry.lineage import ModelLineage
+from penstock.registry.manifest import Manifest
+from penstock.registry.package import ModelSpec, load_package
+from penstock.registry.queues import parse_name
+from penstock.registry.registered import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
+from penstock.registry.signed import Signer, Verifier
+from penstock.registry.stages import Action, ModelStage, check_step, parse_stage
+from penstock.registry.tables import RegisteredVersion, Transition, open_transition, open_version, seal_row
 
 __all__ = [
     "Change",
@@ -64,7 +64,7 @@ VersionCallback = Callable[[str, str | None, str], None]
 """(model, content hash in production so far, content hash in production now)."""
 
 _MAX_TEXT: Final = 500
-_log: Final = logging.getLogger("registry")
+_log: Final = logging.getLogger("penstock.registry")
 
 
 class Registrable(Protocol):

@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from registry.errors import BadSignature, Forbidden, UndecodableEnvelope
-from registry.signed import Signer, Verifier, open_record, seal_record
+from penstock.registry.errors import BadSignature, Forbidden, UndecodableEnvelope
+from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
 __all__ = ["CONTROL_COMMAND", "Command", "Obedience"]
 

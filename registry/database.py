@@ -23,8 +23,8 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.pool import NullPool
 
-from registry.errors import ConfigurationError, RegistryUnavailable, TransitionConflict
-from registry.tables import SCHEMA_TABLE
+from penstock.registry.errors import ConfigurationError, RegistryUnavailable, TransitionConflict
+from penstock.registry.tables import SCHEMA_TABLE
 
 __all__ = ["REVISION", "Database"]
 
@@ -209,7 +209,7 @@ def _migrate(connection: Connection) -> None:
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", "registry:migrations")
+    config.set_main_option("script_location", "penstock.registry:migrations")
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import yaml
 
-from registry.errors import shown
+from penstock.registry.errors import shown
 
 __all__ = ["MAX_DOCUMENT_BYTES", "BadDocument", "read_document", "read_yaml"]
 

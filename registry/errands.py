@@ -16,8 +16,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from registry.envelope import EventHeader, Keyring, open_event, seal
-from registry.errors import BadSignature, PenstockError, UndecodableEnvelope, error_named
+from penstock.registry.envelope import EventHeader, Keyring, open_event, seal
+from penstock.registry.errors import BadSignature, PenstockError, UndecodableEnvelope, error_named
 
 __all__ = [
     "Activate",

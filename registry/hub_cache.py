@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["HubSnapshot", "cache_folder", "check_hub", "check_revision", "find_snapshot"]
 

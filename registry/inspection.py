@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from registry.errors import ConfigurationError, shown
+from penstock.registry.errors import ConfigurationError, shown
 
 __all__ = [
     "PICKLES",

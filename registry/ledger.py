@@ -15,14 +15,14 @@ from typing import Final, Protocol
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, text, update
 
-from registry.database import Database
-from registry.errands import Row
-from registry.errors import ConfigurationError, ContentChanged, InvalidInput, TransitionConflict
-from registry.manifest import Manifest
-from registry.registered import HISTORY, RegisteredModel, check_whole
-from registry.signed import Verifier
-from registry.stages import Action
-from registry.tables import RegisteredVersion, models, open_transition, open_version, transitions, versions
+from penstock.registry.database import Database
+from penstock.registry.errands import Row
+from penstock.registry.errors import ConfigurationError, ContentChanged, InvalidInput, TransitionConflict
+from penstock.registry.manifest import Manifest
+from penstock.registry.registered import HISTORY, RegisteredModel, check_whole
+from penstock.registry.signed import Verifier
+from penstock.registry.stages import Action
+from penstock.registry.tables import RegisteredVersion, models, open_transition, open_version, transitions, versions
 
 __all__ = ["Ledger", "Page", "Pages", "SqlLedger", "check_files", "enter"]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from registry.errors import InvalidInput, shown
+from penstock.registry.errors import InvalidInput, shown
 
 __all__ = ["ModelLineage"]
 

@@ -18,8 +18,8 @@ from typing import Final
 
 from pydantic import SecretStr
 
-from registry.errors import ConfigurationError
-from registry.settings import Settings
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import Settings
 
 __all__ = ["RunningStack", "hold", "read", "remove", "with_broker", "write", "write_private"]
 

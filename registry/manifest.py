@@ -23,7 +23,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from registry.errors import ConfigurationError, shown
+from penstock.registry.errors import ConfigurationError, shown
 
 __all__ = ["MAX_FILES", "FileTree", "Manifest", "hash_files"]
 

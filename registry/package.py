@@ -24,10 +24,10 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from registry.documents import BadDocument, read_document, read_yaml
-from registry.errors import ConfigurationError, InvalidInput, UnknownModel, shown
-from registry.hub_cache import HubSnapshot, find_snapshot
-from registry.inspection import (
+from penstock.registry.documents import BadDocument, read_document, read_yaml
+from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel, shown
+from penstock.registry.hub_cache import HubSnapshot, find_snapshot
+from penstock.registry.inspection import (
     PICKLES,
     declared_positions,
     inspect_onnx,
@@ -35,9 +35,9 @@ from registry.inspection import (
     inspect_torchscript,
     inspect_transformers,
 )
-from registry.manifest import FileTree, Manifest, hash_files
-from registry.queues import parse_name
-from registry.sections import (
+from penstock.registry.manifest import FileTree, Manifest, hash_files
+from penstock.registry.queues import parse_name
+from penstock.registry.sections import (
     MAX_CONCURRENCY,
     Batching,
     Codecs,
@@ -49,8 +49,8 @@ from registry.sections import (
     Section,
     Source,
 )
-from registry.signature import BATCH, Signature, TensorSpec, shape_text
-from registry.tensors import DTYPES, MAX_BYTES, MAX_RESULT_BYTES, MAX_TENSORS, STRING
+from penstock.registry.signature import BATCH, Signature, TensorSpec, shape_text
+from penstock.registry.tensors import DTYPES, MAX_BYTES, MAX_RESULT_BYTES, MAX_TENSORS, STRING
 
 __all__ = [
     "FORMATS",

@@ -21,8 +21,8 @@ from typing import Any, Final, Protocol
 import msgspec
 import redis
 
-from registry.errors import BrokerUnavailable, Corrupt, UndecodableEnvelope
-from registry.signed import Signer, Verifier, open_record, seal_record
+from penstock.registry.errors import BrokerUnavailable, Corrupt, UndecodableEnvelope
+from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
 __all__ = ["Host", "Reconciler", "StateStore", "Wish"]
 
@@ -31,7 +31,7 @@ _TIMEOUT_S: Final = 5.0
 _LEAVE_S: Final = 1.0
 """How long a store that does not answer may keep a worker from its end."""
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 
 class Wish(msgspec.Struct, frozen=True, omit_defaults=True):

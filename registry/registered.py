@@ -10,9 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from registry.errors import BadSignature, InvalidInput, TransitionConflict, TransitionRefused, UnknownModel, described
-from registry.stages import Action, ModelStage
-from registry.tables import RegisteredVersion, Transition
+from penstock.registry.errors import (
+    BadSignature,
+    InvalidInput,
+    TransitionConflict,
+    TransitionRefused,
+    UnknownModel,
+    described,
+)
+from penstock.registry.stages import Action, ModelStage
+from penstock.registry.tables import RegisteredVersion, Transition
 
 __all__ = ["Change", "HISTORY", "LATEST", "RegisteredModel", "check_whole", "listed"]
 

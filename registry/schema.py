@@ -1,6 +1,6 @@
 """ModelSpec -> the JSON Schema of model.yaml, for editors and other programs that write packages.
 
-    python -m registry.schema > registry/model.schema.json
+    python -m penstock.registry.schema > registry/model.schema.json
 
 It says what each field means and may be; what fields mean for each other is checked by `load_package` alone.
 """
@@ -12,7 +12,7 @@ import sys
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from registry.package import SPEC_FILE, ModelSpec
+from penstock.registry.package import SPEC_FILE, ModelSpec
 
 __all__ = ["schema_text"]
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from registry.errors import InvalidInput
-from registry.hub_cache import check_hub, check_revision
-from registry.queues import parse_name
-from registry.tensors import MAX_BYTES
+from penstock.registry.errors import InvalidInput
+from penstock.registry.hub_cache import check_hub, check_revision
+from penstock.registry.queues import parse_name
+from penstock.registry.tensors import MAX_BYTES
 
 __all__ = [
     "Batching",

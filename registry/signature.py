@@ -17,8 +17,8 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from registry.errors import InvalidInput, ModelError, shown
-from registry.tensors import DTYPES, MAX_DIMS, STRING, Array
+from penstock.registry.errors import InvalidInput, ModelError, shown
+from penstock.registry.tensors import DTYPES, MAX_DIMS, STRING, Array
 
 __all__ = ["BATCH", "Signature", "TensorSpec"]
 

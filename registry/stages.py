@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from registry.errors import InvalidInput, TransitionRefused, described
+from penstock.registry.errors import InvalidInput, TransitionRefused, described
 
 __all__ = ["Action", "ModelStage", "check_step", "parse_stage"]
 

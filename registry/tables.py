@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from sqlalchemy import CheckConstraint, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text, text
 
-from registry.errors import BadSignature
-from registry.lineage import ModelLineage
-from registry.signed import Signer, Verifier, open_record, seal_record
-from registry.stages import Action, ModelStage
+from penstock.registry.errors import BadSignature
+from penstock.registry.lineage import ModelLineage
+from penstock.registry.signed import Signer, Verifier, open_record, seal_record
+from penstock.registry.stages import Action, ModelStage
 
 __all__ = [
     "SCHEMA_TABLE",

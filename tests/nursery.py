@@ -31,10 +31,28 @@ _ROOT: Final = Path(__file__).resolve().parent.parent
 _IMPORTED: Final = (
     *("celery.apps.worker", "celery.backends.redis", "celery.bin.celery", "celery.concurrency.solo"),
     *("celery.fixups.django", "celery.worker.consumer", "kombu.transport.redis"),
-    *("registry.broker.redis_streams", "registry.local_stack", "registry.reconciler", "safety.audit", "safety.keys"),
-    *("workers.boot", "workers.celery_bridge", "workers.compilation", "workers.device", "workers.drain"),
-    *("workers.heartbeat", "workers.journal", "workers.lane", "workers.library", "workers.observe.probe"),
-    *("workers.optimizer", "workers.runtime.python_entrypoint"),
+    *(
+        "penstock.registry.broker.redis_streams",
+        "penstock.registry.local_stack",
+        "penstock.registry.reconciler",
+        "penstock.safety.audit",
+        "penstock.safety.keys",
+    ),
+    *(
+        "penstock.workers.boot",
+        "penstock.workers.celery_bridge",
+        "penstock.workers.compilation",
+        "penstock.workers.device",
+        "penstock.workers.drain",
+    ),
+    *(
+        "penstock.workers.heartbeat",
+        "penstock.workers.journal",
+        "penstock.workers.lane",
+        "penstock.workers.library",
+        "penstock.workers.observe.probe",
+    ),
+    *("penstock.workers.optimizer", "penstock.workers.runtime.python_entrypoint"),
 )
 """What a worker imports, as far as it reads neither environment nor settings and is no framework. One that is missing
 here costs time, and nothing else."""

@@ -324,7 +324,7 @@ class PostgresDatabase:
 
 
 class WorkerProcess(Process):
-    """`celery -A workers.app worker` for the models of one root, with its log lines kept."""
+    """`celery -A penstock.workers.app worker` for the models of one root, with its log lines kept."""
 
     def __init__(
         self,
@@ -362,7 +362,7 @@ class WorkerProcess(Process):
 
     def launch(self) -> None:
         """Start it without waiting, for a worker that is expected to refuse."""
-        arguments = ["-A", "workers.app", "worker", "-P", "solo", "-c", "1", "-n", self.name]
+        arguments = ["-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1", "-n", self.name]
         self._run("celery", arguments, self._environment)
 
     def is_ready(self) -> bool:

@@ -7,18 +7,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from registry.broker.base import State
-from registry.envelope import Failure
-from workers.executor import Work
-from workers.job import ClaimedJob
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Ended, Watcher
-from workers.results import Conclusion, Packed
-from workers.served import ENDPOINT
+from penstock.registry.broker.base import State
+from penstock.registry.envelope import Failure
+from penstock.workers.executor import Work
+from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.watcher import Ended, Watcher
+from penstock.workers.results import Conclusion, Packed
+from penstock.workers.served import ENDPOINT
 
 __all__ = ["Account"]
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 
 class Account:

@@ -30,12 +30,12 @@ from celery.worker.control import Panel
 from celery.worker.request import Request
 from kombu.messaging import Producer
 
-from registry.broker.base import State
-from registry.control import CONTROL_COMMAND, Command, Obedience
-from registry.envelope import Failure, JobHeader
-from registry.errors import PenstockError
-from registry.queues import CELERY_TASK
-from workers.observe.watcher import Ended, Failed
+from penstock.registry.broker.base import State
+from penstock.registry.control import CONTROL_COMMAND, Command, Obedience
+from penstock.registry.envelope import Failure, JobHeader
+from penstock.registry.errors import PenstockError
+from penstock.registry.queues import CELERY_TASK
+from penstock.workers.observe.watcher import Ended, Failed
 
 __all__ = [
     "CeleryWatcher",
@@ -70,7 +70,7 @@ OPEN_COMMANDS: Final = frozenset(
 )
 """The remote control commands that stay: they look, switch events, withdraw a job, or are signed."""
 
-_log = logging.getLogger("server")
+_log = logging.getLogger("penstock.server")
 
 
 class DrainView(Protocol):

@@ -19,19 +19,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from registry import errands
-from registry.broker.base import FleetEnd
-from registry.control import Command
-from registry.deployment import Deployment
-from registry.envelope import Keyring
-from registry.errors import ConfigurationError, Forbidden, InvalidInput, ModelNotReady, PenstockError
-from registry.package import Package, load_package
-from registry.settings import Settings
-from registry.signed import Verifier
+from penstock.registry import errands
+from penstock.registry.broker.base import FleetEnd
+from penstock.registry.control import Command
+from penstock.registry.deployment import Deployment
+from penstock.registry.envelope import Keyring
+from penstock.registry.errors import ConfigurationError, Forbidden, InvalidInput, ModelNotReady, PenstockError
+from penstock.registry.package import Package, load_package
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Verifier
 
 if TYPE_CHECKING:
-    from registry.ledger import Ledger
-    from registry.manifest import Manifest
+    from penstock.registry.ledger import Ledger
+    from penstock.registry.manifest import Manifest
 
 __all__ = ["Clerk"]
 
@@ -42,7 +42,7 @@ _REMEMBERED: Final = 256
 _EXPORTS: Final = "exports"
 _PLAIN: Final = re.compile(r"\w[\w.-]{0,127}\Z")
 
-_log = logging.getLogger("server")
+_log = logging.getLogger("penstock.server")
 
 
 class Clerk:
@@ -127,7 +127,7 @@ class Clerk:
     @cached_property
     def _ledger(self) -> Ledger:
         # SQLAlchemy costs a third of a second and 30 MB, for the first operator who asks.
-        from registry.ledger import SqlLedger
+        from penstock.registry.ledger import SqlLedger
 
         return SqlLedger(self._registry_url)
 
@@ -137,7 +137,7 @@ class Clerk:
         return self._broker.activate(errand.slot, errand.epoch, errand.record, errand.version, errand.spec)
 
     def _enter(self, versions: tuple[dict[str, Any], ...], transitions: tuple[dict[str, Any], ...]) -> None:
-        from registry.ledger import enter
+        from penstock.registry.ledger import enter
 
         if self._verify is None:
             raise Forbidden("Errands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker")
@@ -153,7 +153,7 @@ class Clerk:
         return load_package(folder, self._trusted_roots)
 
     def _export(self, errand: errands.Export) -> errands.ExportedFile:
-        from workers.runtime.exporter import export_package
+        from penstock.workers.runtime.exporter import export_package
 
         if not _PLAIN.match(errand.file):
             raise InvalidInput(

@@ -25,10 +25,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from registry.queues import parse_name
-from workers.device import granted_threads
-from workers.progression import THRESHOLDS, Decision, Standing, replay
-from workers.runtime.cpu import cpu_label
+from penstock.registry.queues import parse_name
+from penstock.workers.device import granted_threads
+from penstock.workers.progression import THRESHOLDS, Decision, Standing, replay
+from penstock.workers.runtime.cpu import cpu_label
 
 __all__ = ["DecisionLog", "Subject", "environment"]
 

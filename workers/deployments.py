@@ -18,16 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-from registry.deployment import Deployment
-from registry.errors import Corrupt
-from registry.signed import Verifier
+from penstock.registry.deployment import Deployment
+from penstock.registry.errors import Corrupt
+from penstock.registry.signed import Verifier
 
 __all__ = ["DeploymentFiles", "Forgotten", "Remembered", "epoch_of"]
 
 _MOST_BYTES: Final = 8192
 _SUFFIX: Final = ".active"
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 
 class Remembered(Protocol):

@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["Gpu", "Pin", "granted_threads", "parse_listing", "pin", "select_visible", "visible_gpus"]
 

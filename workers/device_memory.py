@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from registry.tensors import STRING, Array
-from workers.batching.calibrate import MemoryReading
-from workers.runtime.base import Runtime
+from penstock.registry.tensors import STRING, Array
+from penstock.workers.batching.calibrate import MemoryReading
+from penstock.workers.runtime.base import Runtime
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["BEAT_S", "start"]
 

@@ -26,9 +26,9 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from registry.broker.base import Held, WorkerEnd
-from registry.queues import Priority
-from workers.decisions import DecisionLog
+from penstock.registry.broker.base import Held, WorkerEnd
+from penstock.registry.queues import Priority
+from penstock.workers.decisions import DecisionLog
 
 __all__ = ["MARGIN_S", "FileJournal", "FormInUse", "Journal", "Unwritten", "hung", "journal_path", "report_crashes"]
 
@@ -52,7 +52,7 @@ _decoder: Final = msgspec.msgpack.Decoder(
     tuple[tuple[str, str, str] | None, list[tuple[str, int, bytes, str]]],
 )
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 
 class FormInUse(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import redis
 
-from registry.admission import Press, SpecCache
-from registry.broker.base import Broker, Limits, ProducerEnd, Standing, State
-from registry.envelope import Keyring, ResultHeader, open_result
-from registry.errors import (
+from penstock.registry.admission import Press, SpecCache
+from penstock.registry.broker.base import Broker, Limits, ProducerEnd, Standing, State
+from penstock.registry.envelope import Keyring, ResultHeader, open_result
+from penstock.registry.errors import (
     Corrupt,
     Forbidden,
     InvalidInput,
@@ -29,9 +29,9 @@ from registry.errors import (
     ResultGone,
     job_failure,
 )
-from registry.package import ModelSpec
-from registry.queues import GROUP, lane_key, slot_of
-from registry.tensors import decode, lists
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import GROUP, lane_key, slot_of
+from penstock.registry.tensors import decode, lists
 
 __all__ = ["LaneDoor", "LaneReplies", "Outcomes"]
 
@@ -44,7 +44,7 @@ _ENTRIES: Final = 64
 _RETRY_S: Final = 1.0
 _UNREAD: Final = ">"
 _OWN_PENDING: Final = "0"
-_log = logging.getLogger("server")
+_log = logging.getLogger("penstock.server")
 
 
 class Outcomes(Protocol):

@@ -14,14 +14,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from registry.errors import ConfigurationError, InvalidInput, UnknownModel
-from registry.package import SPEC_FILE, Package, PackageRef, discover, find, load_package
-from registry.queues import parse_name
-from registry.settings import LATEST, Settings
+from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
+from penstock.registry.package import SPEC_FILE, Package, PackageRef, discover, find, load_package
+from penstock.registry.queues import parse_name
+from penstock.registry.settings import LATEST, Settings
 
 __all__ = ["Library", "ModelsRoot", "Nothing"]
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 _REMEMBERED_S: Final = 2.0
 """How long a broken package is not read again, while its model.yaml is the same: jobs that name it come in floods."""

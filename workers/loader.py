@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import Final, NamedTuple
 
-from registry.errors import ConfigurationError
-from workers.batching.calibrate import calibrate
-from workers.device_memory import forward_probe, total_bytes
-from workers.runtime.base import Runtime
-from workers.served import ServedVersion, VersionState
+from penstock.registry.errors import ConfigurationError
+from penstock.workers.batching.calibrate import calibrate
+from penstock.workers.device_memory import forward_probe, total_bytes
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.served import ServedVersion, VersionState
 
 __all__ = ["Loaded", "Loader", "excess_bytes", "to_unload"]
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 _MIB: Final = 1024 * 1024
 _AT_A_TIME: Final = 2

@@ -27,17 +27,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from registry.errors import ConfigurationError
-from registry.settings import InferenceConfig
-from registry.tensors import STRING, Array
-from safety.golden_store import GoldenStore
-from safety.orchestrator import Gate, joined
-from safety.validators import Validator, changed_precision_validators, same_precision_validators
-from workers.compilation import CompilationRefused, TorchCompiler
-from workers.decisions import DecisionLog, Subject, environment
-from workers.observe.metrics import InferenceMetrics
-from workers.profiler import Profiler, trace
-from workers.progression import (
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import STRING, Array
+from penstock.safety.golden_store import GoldenStore
+from penstock.safety.orchestrator import Gate, joined
+from penstock.safety.validators import Validator, changed_precision_validators, same_precision_validators
+from penstock.workers.compilation import CompilationRefused, TorchCompiler
+from penstock.workers.decisions import DecisionLog, Subject, environment
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.profiler import Profiler, trace
+from penstock.workers.progression import (
     BATCHING,
     COMPILED,
     HIGHEST_LEVEL,
@@ -51,13 +51,13 @@ from workers.progression import (
     is_form,
     readiness,
 )
-from workers.runtime.base import Counted, Prepared, Runtime
-from workers.runtime.forms import Forward, Recorded, Tunable, twin_of
-from workers.runtime.tokeniser import TokenCache, Tokenising
+from penstock.workers.runtime.base import Counted, Prepared, Runtime
+from penstock.workers.runtime.forms import Forward, Recorded, Tunable, twin_of
+from penstock.workers.runtime.tokeniser import TokenCache, Tokenising
 
 __all__ = ["Action", "Audit", "Optimizer"]
 
-logger = logging.getLogger("runtime")
+logger = logging.getLogger("penstock.runtime")
 
 Action = Literal["compile", "optimise", "measure", "trace"]
 Audit: TypeAlias = Callable[[Mapping[str, object]], None]

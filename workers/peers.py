@@ -15,13 +15,13 @@ from typing import Final
 
 import msgspec
 
-from registry.broker.base import Broker
-from registry.errors import BrokerUnavailable
-from workers.served import is_name_of
+from penstock.registry.broker.base import Broker
+from penstock.registry.errors import BrokerUnavailable
+from penstock.workers.served import is_name_of
 
 __all__ = ["Peers"]
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 _LOOK_EVERY_S: Final = 1.0
 _SURE_AFTER_S: Final = 3.0

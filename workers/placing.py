@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from registry.envelope import Failure
-from workers.job import ClaimedJob
-from workers.peers import Peers
-from workers.served import ServedVersion, VersionState
-from workers.shelf import Shelf
+from penstock.registry.envelope import Failure
+from penstock.workers.job import ClaimedJob
+from penstock.workers.peers import Peers
+from penstock.workers.served import ServedVersion, VersionState
+from penstock.workers.shelf import Shelf
 
 __all__ = ["Placing"]
 

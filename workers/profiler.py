@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from registry.envelope import Failure
-from registry.tensors import STRING
-from safety.golden_store import GoldenStore
-from workers.executor import Work
-from workers.runtime.base import Prepared, Runtime
+from penstock.registry.envelope import Failure
+from penstock.registry.tensors import STRING
+from penstock.safety.golden_store import GoldenStore
+from penstock.workers.executor import Work
+from penstock.workers.runtime.base import Prepared, Runtime
 
 __all__ = ["Profile", "Profiler", "trace"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final, Literal
 
-from workers.runtime.forms import EAGER
+from penstock.workers.runtime.forms import EAGER
 
 __all__ = [
     "BATCHING",

@@ -16,23 +16,23 @@ from enum import Enum
 from math import inf
 from typing import Final, Protocol
 
-from registry.deployment import Deployment
-from registry.errors import InvalidInput
-from registry.package import ModelSpec, Package
-from registry.settings import InferenceConfig
-from registry.signature import Signature
-from registry.tensors import STRING, Tensor
-from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
-from workers.batching.controller import LatencyController
-from workers.executor import JobStream, TooLarge, Work
-from workers.job import ClaimedJob
-from workers.runtime.base import Runtime
-from workers.runtime.forms import Forms, Tunable
-from workers.runtime.open import open_runtime
+from penstock.registry.deployment import Deployment
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import ModelSpec, Package
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.signature import Signature
+from penstock.registry.tensors import STRING, Tensor
+from penstock.workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
+from penstock.workers.batching.controller import LatencyController
+from penstock.workers.executor import JobStream, TooLarge, Work
+from penstock.workers.job import ClaimedJob
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.forms import Forms, Tunable
+from penstock.workers.runtime.open import open_runtime
 
 __all__ = ["ENDPOINT", "Observer", "ServedModel", "ServedVersion", "VersionState", "batch_limits", "is_name_of"]
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 ENDPOINT: Final = "infer"
 """The endpoint label of jobs that are plain forwards."""

@@ -17,22 +17,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from registry.broker.base import Broker
-from registry.deployment import Deployment
-from registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput, UnknownModel
-from registry.package import Package
-from registry.settings import LATEST, InferenceConfig
-from registry.signed import Verifier
-from workers.deployments import Remembered, epoch_of
-from workers.library import Library
-from workers.loader import Loaded, Loader, excess_bytes, to_unload
-from workers.observe.metrics import InferenceMetrics
-from workers.served import ServedModel, ServedVersion, VersionState
-from workers.tuning import Tuner
+from penstock.registry.broker.base import Broker
+from penstock.registry.deployment import Deployment
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, InvalidInput, UnknownModel
+from penstock.registry.package import Package
+from penstock.registry.settings import LATEST, InferenceConfig
+from penstock.registry.signed import Verifier
+from penstock.workers.deployments import Remembered, epoch_of
+from penstock.workers.library import Library
+from penstock.workers.loader import Loaded, Loader, excess_bytes, to_unload
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.served import ServedModel, ServedVersion, VersionState
+from penstock.workers.tuning import Tuner
 
 __all__ = ["Shelf"]
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 _NOT_HERE: Final = {
     "state": "failed",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-from workers.runtime.base import Runtime
-from workers.served import Observer
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.served import Observer
 
 __all__ = ["Tuner", "Untuned"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from registry.tables import SCHEMA_TABLE, metadata
+from penstock.registry.tables import SCHEMA_TABLE, metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

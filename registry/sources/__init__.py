@@ -8,11 +8,11 @@ Files are found, hashed and inspected here; nothing is loaded and nothing in the
 
 from __future__ import annotations
 
-from registry.sources.base import Fetched, Source
-from registry.sources.huggingface import HubPackages, HubSource
-from registry.sources.local import LocalSource
-from registry.sources.mlflow import MlflowSource
-from registry.sources.reference import is_elsewhere, package_folder
+from penstock.registry.sources.base import Fetched, Source
+from penstock.registry.sources.huggingface import HubPackages, HubSource
+from penstock.registry.sources.local import LocalSource
+from penstock.registry.sources.mlflow import MlflowSource
+from penstock.registry.sources.reference import is_elsewhere, package_folder
 
 __all__ = [
     "Fetched",

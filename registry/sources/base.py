@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from registry.manifest import Manifest
+from penstock.registry.manifest import Manifest
 
 __all__ = ["Fetched", "Source"]
 

@@ -12,13 +12,13 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from registry.errors import ConfigurationError, shown
-from registry.hub_cache import check_hub, check_revision, find_snapshot
-from registry.inspection import inspect_transformers
-from registry.manifest import FileTree, hash_files
-from registry.package import SPEC_FILE
-from registry.sources.base import Fetched
-from registry.sources.placing import arriving, place
+from penstock.registry.errors import ConfigurationError, shown
+from penstock.registry.hub_cache import check_hub, check_revision, find_snapshot
+from penstock.registry.inspection import inspect_transformers
+from penstock.registry.manifest import FileTree, hash_files
+from penstock.registry.package import SPEC_FILE
+from penstock.registry.sources.base import Fetched
+from penstock.registry.sources.placing import arriving, place
 
 __all__ = ["HubPackages", "HubSource"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from registry.errors import ConfigurationError, shown
-from registry.package import SPEC_FILE, load_package
-from registry.sources.base import Fetched
+from penstock.registry.errors import ConfigurationError, shown
+from penstock.registry.package import SPEC_FILE, load_package
+from penstock.registry.sources.base import Fetched
 
 __all__ = ["LocalSource"]
 

@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from registry.errors import ConfigurationError, shown
-from registry.sources.base import Fetched
-from registry.sources.placing import arriving, place
+from penstock.registry.errors import ConfigurationError, shown
+from penstock.registry.sources.base import Fetched
+from penstock.registry.sources.placing import arriving, place
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

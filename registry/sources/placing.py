@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from registry.errors import ConfigurationError, shown
-from registry.inspection import PICKLES
-from registry.manifest import FileTree
-from registry.package import SPEC_FILE, load_package, read_spec
-from registry.sources.base import Fetched
+from penstock.registry.errors import ConfigurationError, shown
+from penstock.registry.inspection import PICKLES
+from penstock.registry.manifest import FileTree
+from penstock.registry.package import SPEC_FILE, load_package, read_spec
+from penstock.registry.sources.base import Fetched
 
 __all__ = ["arriving", "place"]
 

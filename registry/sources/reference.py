@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from registry.errors import ConfigurationError
-from registry.sources.huggingface import HubPackages
-from registry.sources.mlflow import MlflowSource
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.sources.huggingface import HubPackages
+from penstock.registry.sources.mlflow import MlflowSource
 
 __all__ = ["is_elsewhere", "package_folder"]
 

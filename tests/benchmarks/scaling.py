@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from producers import Client
+from penstock import Client
 from tests.benchmarks import mlp
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale

@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from producers import Client as PenstockClient
-from registry.settings import Settings
+from penstock import Client as PenstockClient
+from penstock.registry.settings import Settings
 from tests.benchmarks import meter, mlp
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, redis_binaries, require, wait_until
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from compose.doctor import Finding, examine, is_within
-from registry.queues import dead_key
-from safety.keys import OperatorKey
+from penstock.compose.doctor import Finding, examine, is_within
+from penstock.registry.queues import dead_key
+from penstock.safety.keys import OperatorKey
 from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package
 from tests.servers import RedisServer

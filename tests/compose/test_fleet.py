@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from compose.fleet import Device, choose, worker_patience, worker_program
-from registry.errors import ConfigurationError
-from registry.settings import Settings
+from penstock.compose.fleet import Device, choose, worker_patience, worker_program
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import Settings
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aaaaaaaa-0000-0000-0000-000000000000)
@@ -69,7 +69,7 @@ def test_a_gpu_worker_sees_its_gpu_only(tmp_path):
     assert program.environ["CUDA_VISIBLE_DEVICES"] == "GPU-bbbb"
     assert program.environ["PENSTOCK_INFERENCE_DEVICE"] == "cuda:0"
     assert program.environ["PENSTOCK_WORKER_INDEX"] == "1"
-    assert list(program.arguments[:6]) == [sys.executable, "-m", "celery", "-A", "workers.app", "worker"]
+    assert list(program.arguments[:6]) == [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker"]
     assert list(program.arguments[-2:]) == ["-n", "gpu1@%h"]
     assert program.beats
 

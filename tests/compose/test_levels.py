@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from compose.levels import draw_levels
-from registry.settings import InferenceConfig
+from penstock.compose.levels import draw_levels
+from penstock.registry.settings import InferenceConfig
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.optimizer import Optimizer
 from tests.workers.runtime.formats import MAX_TOKENS, answers, opened, write_encoder
-from workers.observe.metrics import InferenceMetrics
-from workers.optimizer import Optimizer
 
 
 def test_levels_tell_how_forms_were_made_and_what_was_counted(models_root: Path, tmp_path: Path):

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import redis
 
-from compose.fleet import Device
-from compose.local import LocalStack, redis_binary
-from producers import Client
-from registry import local_stack
-from registry.errors import ConfigurationError
-from registry.settings import Settings
+from penstock import Client
+from penstock.compose.fleet import Device
+from penstock.compose.local import LocalStack, redis_binary
+from penstock.registry import local_stack
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import Settings
 from tests.packages import write_double
 from tests.servers import ROOT, wait_until
 
@@ -215,7 +215,7 @@ def test_without_any_redis_the_error_says_what_to_install(monkeypatch):
 def test_penstock_up_leaves_no_process(home, models, number):
     """Killed, terminated or interrupted: nothing of the stack survives `penstock up`."""
     environ = environment(home, models)
-    up = [sys.executable, "-c", "from compose.cli import main; main()", "up"]
+    up = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "up"]
     with ExitStack() as ends:
         process = ends.enter_context(
             subprocess.Popen(up, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

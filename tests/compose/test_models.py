@@ -20,15 +20,15 @@ import pytest
 import redis
 import yaml
 
-from compose.deploy import Deployer, open_registry
-from compose.fleet import Device
-from compose.keys import operator_keys
-from compose.local import LocalStack
-from registry.catalog import Change
-from registry.errors import ConfigurationError, TransitionRefused
-from registry.package import load_package
-from registry.settings import Settings
-from safety.keys import OperatorKey
+from penstock.compose.deploy import Deployer, open_registry
+from penstock.compose.fleet import Device
+from penstock.compose.keys import operator_keys
+from penstock.compose.local import LocalStack
+from penstock.registry.catalog import Change
+from penstock.registry.errors import ConfigurationError, TransitionRefused
+from penstock.registry.package import load_package
+from penstock.registry.settings import Settings
+from penstock.safety.keys import OperatorKey
 from tests.compose.conftest import penstock
 from tests.conftest import StartWorker
 from tests.flow.hot_swap import write_multiplier

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 import redis
 
-from compose.supervisor import EXIT_CONFIGURATION
-from producers import Client
-from producers.client import JobHandle
-from registry.broker.base import State
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import Failure
-from registry.errors import Cancelled, DeadLettered
-from registry.local_stack import with_broker
-from registry.queues import WORKERS_KEY, Priority, dead_key, stream_key, worker_key
-from registry.settings import Settings
+from penstock import Client
+from penstock.compose.supervisor import EXIT_CONFIGURATION
+from penstock.producers.client import JobHandle
+from penstock.registry.broker.base import State
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import Failure
+from penstock.registry.errors import Cancelled, DeadLettered
+from penstock.registry.local_stack import with_broker
+from penstock.registry.queues import WORKERS_KEY, Priority, dead_key, stream_key, worker_key
+from penstock.registry.settings import Settings
+from penstock.workers.results import unrun_result
 from tests.compose.conftest import penstock
 from tests.packages import write_double
 from tests.servers import RedisServer, wait_until
-from workers.results import unrun_result
 
 KEYS = "k1:" + "A" * 43 + "="
 X = {"x": [[1.0, 2.0, 3.0, 4.0]]}

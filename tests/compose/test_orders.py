@@ -11,11 +11,11 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 
-from compose.orders import Orders
-from registry.control import CONTROL_COMMAND, Command, Obedience
-from registry.errors import BrokerUnavailable, PenstockError
-from registry.settings import Settings
-from safety.keys import OperatorKey, PublicKeys
+from penstock.compose.orders import Orders
+from penstock.registry.control import CONTROL_COMMAND, Command, Obedience
+from penstock.registry.errors import BrokerUnavailable, PenstockError
+from penstock.registry.settings import Settings
+from penstock.safety.keys import OperatorKey, PublicKeys
 from tests.servers import RedisServer, let_pass, wait_until
 
 

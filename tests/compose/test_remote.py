@@ -12,23 +12,30 @@ from typing import Any
 
 import pytest
 
-from compose.deploy import Deployer, deployed
-from compose.remote import Remote, RemoteFleet, RemoteLedger
-from registry import errands
-from registry.broker.memory import MemoryBroker
-from registry.catalog import ModelRegistryClient
-from registry.control import Command
-from registry.deployment import Deployment
-from registry.envelope import Keyring
-from registry.errors import BadSignature, ContentChanged, InvalidInput, ModelNotReady, TransitionConflict, UnknownModel
-from registry.ledger import Pages
-from registry.lineage import ModelLineage
-from registry.settings import Settings
-from registry.stages import ModelStage
-from safety.keys import OperatorKey, PublicKeys
+from penstock.compose.deploy import Deployer, deployed
+from penstock.compose.remote import Remote, RemoteFleet, RemoteLedger
+from penstock.registry import errands
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.catalog import ModelRegistryClient
+from penstock.registry.control import Command
+from penstock.registry.deployment import Deployment
+from penstock.registry.envelope import Keyring
+from penstock.registry.errors import (
+    BadSignature,
+    ContentChanged,
+    InvalidInput,
+    ModelNotReady,
+    TransitionConflict,
+    UnknownModel,
+)
+from penstock.registry.ledger import Pages
+from penstock.registry.lineage import ModelLineage
+from penstock.registry.settings import Settings
+from penstock.registry.stages import ModelStage
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.clerk import Clerk
 from tests.packages import write_package
 from tests.registry.catalogs import SOURCE, new_key
-from workers.clerk import Clerk
 
 WORKER = "gpu0@host"
 

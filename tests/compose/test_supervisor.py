@@ -13,11 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from compose.supervisor import EXIT_CONFIGURATION, Patience, Program, Supervisor, Vigil, restart_delay_s, stop_signal
+from penstock.compose.supervisor import (
+    EXIT_CONFIGURATION,
+    Patience,
+    Program,
+    Supervisor,
+    Vigil,
+    restart_delay_s,
+    stop_signal,
+)
 from tests.servers import ROOT, wait_until
 
 QUICK = Patience(first_beat_s=20, silence_s=2.5, warm_s=20, cold_s=1, first_delay_s=0.2, longest_delay_s=1, steady_s=60)
-HEARTBEAT = "import os, sys, time; from workers.heartbeat import start; fd = int(os.environ['PENSTOCK_HEARTBEAT_FD'])"
+HEARTBEAT = (
+    "import os, sys, time; from penstock.workers.heartbeat import start; fd = int(os.environ['PENSTOCK_HEARTBEAT_FD'])"
+)
 
 
 def is_alive(pid: int) -> bool:
@@ -231,7 +241,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path):
     """kill -9 of the supervising process leaves no child, though they run in sessions of their own."""
     code = (
         "import os, sys, time\n"
-        "from compose.supervisor import Program, Supervisor\n"
+        "from penstock.compose.supervisor import Program, Supervisor\n"
         "sleeper = Program('sleeper', [sys.executable, '-c', 'import time; time.sleep(600)'], dict(os.environ))\n"
         "supervisor = Supervisor([sleeper]); supervisor.start()\n"
         "while not supervisor.pids(): time.sleep(0.01)\n"
@@ -249,7 +259,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path):
 
 def test_heartbeat_without_a_supervisor_says_so():
     """A leftover PENSTOCK_HEARTBEAT_FD is named in one clear line."""
-    code = "from workers.heartbeat import start; start(99, lambda: None)"
+    code = "from penstock.workers.heartbeat import start; start(99, lambda: None)"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert "ConfigurationError: PENSTOCK_HEARTBEAT_FD=99 is not an open pipe" in ended.stderr
@@ -258,7 +268,7 @@ def test_heartbeat_without_a_supervisor_says_so():
 def test_worker_shuts_down_when_its_supervisor_is_gone():
     """Where the kernel does not kill it, a worker whose heartbeat nobody reads ends as on SIGTERM."""
     reading, writing = os.pipe()
-    code = f"from workers.heartbeat import start; import time; start({writing}, lambda: None); time.sleep(600)"
+    code = f"from penstock.workers.heartbeat import start; import time; start({writing}, lambda: None); time.sleep(600)"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ, pass_fds=(writing,)) as worker:
         os.close(writing)

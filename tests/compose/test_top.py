@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from compose.top import Look, compare, draw, line, take
-from registry.broker.base import Depth
-from registry.broker.redis_streams import RedisStreams
-from registry.queues import Priority
+from penstock.compose.top import Look, compare, draw, line, take
+from penstock.registry.broker.base import Depth
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.queues import Priority
 from tests.compose.conftest import penstock
 from tests.packages import write_double
 from tests.servers import ROOT, RedisServer, wait_until
@@ -170,7 +170,7 @@ def environ(redis_server: RedisServer, tmp_path: Path, slot: str) -> dict[str, s
     return {**there, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PATH": os.environ["PATH"]}
 
 
-_TOP = [sys.executable, "-c", "from compose.cli import main; main()", "top", "--interval"]
+_TOP = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "top", "--interval"]
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["lines", "json"])

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from compose.fleet import JournalWitness
-from compose.supervisor import Patience, Program, Supervisor
-from registry.broker.base import Delivery, Limits, Publication
-from registry.broker.redis_streams import RedisStreams
-from registry.queues import Priority, new_job_id
-from registry.settings import Settings
+from penstock.compose.fleet import JournalWitness
+from penstock.compose.supervisor import Patience, Program, Supervisor
+from penstock.registry.broker.base import Delivery, Limits, Publication
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.queues import Priority, new_job_id
+from penstock.registry.settings import Settings
+from penstock.workers.journal import journal_path
 from tests.servers import ROOT, RedisServer, wait_until
-from workers.journal import journal_path
 
 LIMIT_S = 1.0
 CONSUMER = "gpu0@test:1"
@@ -28,10 +28,10 @@ PATIENCE = Patience(silence_s=60, first_delay_s=60, longest_delay_s=60)
 PROCESS = """
 import ctypes, os, sys, time
 from pathlib import Path
-from registry.broker.base import Held
-from registry.queues import Priority
-from workers import heartbeat
-from workers.journal import FileJournal, journal_path
+from penstock.registry.broker.base import Held
+from penstock.registry.queues import Priority
+from penstock.workers import heartbeat
+from penstock.workers.journal import FileJournal, journal_path
 
 home, consumer, slot, entry, deed, limit_s = sys.argv[1:]
 journal = FileJournal(journal_path(Path(home), os.getpid()), consumer, 2)

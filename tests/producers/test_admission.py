@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import JobHeader, Keyring, open_job
-from registry.errors import IdempotencyConflict, QueueFull
-from registry.queues import Priority, stream_key
-from registry.settings import Settings
-from registry.tensors import decode
+from penstock import AsyncClient, Client
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import JobHeader, Keyring, open_job
+from penstock.registry.errors import IdempotencyConflict, QueueFull
+from penstock.registry.queues import Priority, stream_key
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import decode
 from tests.servers import RedisServer, wait_until
 
 INPUTS = {"x": np.ones((1, 4), np.float32)}

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Table, create_engine, insert, text
 from sqlalchemy.pool import NullPool
 
-from registry.catalog import ModelRegistryClient, ModelStage, Transition
-from registry.package import Package, load_package
-from safety.keys import OperatorKey
+from penstock.registry.catalog import ModelRegistryClient, ModelStage, Transition
+from penstock.registry.package import Package, load_package
+from penstock.safety.keys import OperatorKey
 from tests.packages import write_package
 
 SOURCE = """

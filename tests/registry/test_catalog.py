@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import DBAPIError
 
-from registry.catalog import (
+from penstock.registry.catalog import (
     HISTORY,
     Change,
     ModelLineage,
@@ -25,7 +25,7 @@ from registry.catalog import (
     RegisteredVersion,
     Transition,
 )
-from registry.errors import (
+from penstock.registry.errors import (
     ContentChanged,
     InvalidInput,
     PenstockError,
@@ -33,10 +33,10 @@ from registry.errors import (
     TransitionRefused,
     UnknownModel,
 )
-from registry.lineage import ModelLineage as Lineage
-from registry.manifest import Manifest
-from registry.package import Package, load_package
-from registry.stages import Action, check_step
+from penstock.registry.lineage import ModelLineage as Lineage
+from penstock.registry.manifest import Manifest
+from penstock.registry.package import Package, load_package
+from penstock.registry.stages import Action, check_step
 from tests.registry.catalogs import SOURCE, Shelf, productions
 from tests.servers import ROOT
 
@@ -263,7 +263,7 @@ def test_lineage_survives_a_restart(registry_url: str, models_root: Path, slot: 
     shelf = Shelf(registry_url, models_root, slot)
     shelf.client.register(shelf.package("1"), LINEAGE)
     program = (
-        "import sys; from registry.catalog import ModelRegistryClient as C; "
+        "import sys; from penstock.registry.catalog import ModelRegistryClient as C; "
         "print(C(sys.argv[1]).lineage(*sys.argv[2:]).model_dump_json())"
     )
     told = subprocess.run(

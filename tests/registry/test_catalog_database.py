@@ -15,10 +15,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-from registry.catalog import ModelRegistryClient, ModelStage
-from registry.database import REVISION
-from registry.errors import ConfigurationError, PenstockError, RegistryUnavailable
-from registry.tables import SCHEMA_TABLE, metadata
+from penstock.registry.catalog import ModelRegistryClient, ModelStage
+from penstock.registry.database import REVISION
+from penstock.registry.errors import ConfigurationError, PenstockError, RegistryUnavailable
+from penstock.registry.tables import SCHEMA_TABLE, metadata
 from tests.registry.catalogs import Shelf
 from tests.servers import ROOT, PostgresDatabase, free_port
 
@@ -53,13 +53,13 @@ def test_migrations_make_the_tables_that_the_code_uses(new_url: str):
 def test_revision_of_the_code_is_the_last_migration():
     """A new migration without a new REVISION would never run."""
     config = Config()
-    config.set_main_option("script_location", "registry:migrations")
+    config.set_main_option("script_location", "penstock.registry:migrations")
     assert ScriptDirectory.from_config(config).get_heads() == [REVISION]
 
 
 CROWD = """
 import os, sys
-from registry.catalog import ModelRegistryClient
+from penstock.registry.catalog import ModelRegistryClient
 
 gate, opened = os.pipe()
 for _ in range(20):
@@ -190,7 +190,7 @@ def test_refused_change_leaves_nothing_behind(registry_url: str, models_root: Pa
 def test_importing_the_catalogue_opens_nothing():
     """No connection and no file before the first use, and Alembic only where a schema is made."""
     program = (
-        "import sys; from registry.catalog import ModelRegistryClient as C; "
+        "import sys; from penstock.registry.catalog import ModelRegistryClient as C; "
         "C('sqlite:////nowhere/x.db'); print('alembic' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from registry.catalog import ModelLineage, ModelStage
-from registry.errors import BadSignature
-from registry.tables import versions
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.catalog import ModelLineage, ModelStage
+from penstock.registry.errors import BadSignature
+from penstock.registry.tables import versions
+from penstock.safety.keys import OperatorKey, PublicKeys
 from tests.registry.catalogs import Shelf, new_key
 
 ARCHIVED, PRODUCTION, STAGING = ModelStage.ARCHIVED, ModelStage.PRODUCTION, ModelStage.STAGING
@@ -51,7 +51,7 @@ def test_signed_records_are_believed(shelf: Shelf):
 
 def test_signatures_hold_beyond_the_end_of_the_history(shelf: Shelf, monkeypatch: pytest.MonkeyPatch):
     """A version whose last change is forgotten by now is still the one that was signed."""
-    monkeypatch.setattr("registry.ledger.HISTORY", 2)
+    monkeypatch.setattr("penstock.registry.ledger.HISTORY", 2)
     for version in ("4", "5"):
         shelf.put(version, PRODUCTION)
     history = shelf.client.history(shelf.name)

@@ -6,10 +6,17 @@ import base64
 
 import pytest
 
-from registry import errands
-from registry.envelope import Keyring
-from registry.errors import Corrupt, PenstockError, TransitionConflict, UndecodableEnvelope, UnknownModel, error_named
-from registry.ledger import Pages
+from penstock.registry import errands
+from penstock.registry.envelope import Keyring
+from penstock.registry.errors import (
+    Corrupt,
+    PenstockError,
+    TransitionConflict,
+    UndecodableEnvelope,
+    UnknownModel,
+    error_named,
+)
+from penstock.registry.ledger import Pages
 
 KEYRING = Keyring.parse("k1:" + base64.b64encode(b"a" * 32).decode())
 OTHER = Keyring.parse("k1:" + base64.b64encode(b"b" * 32).decode())

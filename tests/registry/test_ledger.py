@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from registry.catalog import ModelStage
-from registry.errands import Row
-from registry.errors import BadSignature, ContentChanged, InvalidInput, TransitionConflict
-from registry.ledger import Page, SqlLedger, enter
-from registry.package import load_package
-from registry.tables import open_transition, open_version, seal_row
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.catalog import ModelStage
+from penstock.registry.errands import Row
+from penstock.registry.errors import BadSignature, ContentChanged, InvalidInput, TransitionConflict
+from penstock.registry.ledger import Page, SqlLedger, enter
+from penstock.registry.package import load_package
+from penstock.registry.tables import open_transition, open_version, seal_row
+from penstock.safety.keys import OperatorKey, PublicKeys
 from tests.registry.catalogs import Shelf, new_key
 
 

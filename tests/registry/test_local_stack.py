@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from registry import local_stack
-from registry.errors import ConfigurationError
-from registry.local_stack import RunningStack
-from registry.settings import Settings
+from penstock.registry import local_stack
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.local_stack import RunningStack
+from penstock.registry.settings import Settings
 from tests.servers import ROOT, wait_until
 
 KEYS = "local:" + "QUFB" * 11
 HOLDER = (
-    "import sys, time; from pathlib import Path; from registry import local_stack\n"
+    "import sys, time; from pathlib import Path; from penstock.registry import local_stack\n"
     "with local_stack.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
 )
 
@@ -90,7 +90,7 @@ def test_readers_do_not_keep_a_stack_from_starting(tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys; from pathlib import Path; from registry import local_stack\n"
+            "import sys; from pathlib import Path; from penstock.registry import local_stack\n"
             "print('reading', flush=True)\n"
             "while True: local_stack.read(Path(sys.argv[1]))",
             str(tmp_path),

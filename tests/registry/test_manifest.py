@@ -18,10 +18,10 @@ from uuid import uuid4
 import pytest
 import yaml
 
-import registry.manifest
-from registry.errors import ConfigurationError
-from registry.manifest import FileTree, Manifest, hash_files
-from registry.package import Package, load_package
+from penstock.registry import manifest as manifest_module
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.manifest import FileTree, Manifest, hash_files
+from penstock.registry.package import Package, load_package
 from tests.packages import write_double
 from tests.threats.model_files import safetensors, write_encoder, write_encoder_files
 
@@ -170,14 +170,14 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkey
             (folder / "Readme").write_text("new")
         return digest
 
-    monkeypatch.setattr(registry.manifest, "file_digest", digest_and_write)
+    monkeypatch.setattr(manifest_module, "file_digest", digest_and_write)
     assert tree(folder).hash("Readme")[0] == hashlib.sha256(b"new").hexdigest()
     assert len(digests) == 2
 
 
 def test_a_file_that_never_rests_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Somebody is still writing it: the worker neither waits forever nor takes half of it."""
-    monkeypatch.setattr(registry.manifest, "_QUIET_WITHIN_S", 0.2)
+    monkeypatch.setattr(manifest_module, "_QUIET_WITHIN_S", 0.2)
     ended = threading.Event()
 
     def write() -> None:
@@ -248,10 +248,10 @@ def test_names_that_break_a_line_are_refused(folder: Path):
 
 def test_more_files_or_levels_than_any_package_has_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A folder that was named by mistake is not read through."""
-    monkeypatch.setattr(registry.manifest, "MAX_FILES", 5)
+    monkeypatch.setattr(manifest_module, "MAX_FILES", 5)
     with pytest.raises(ConfigurationError, match="found more than 5 files"):
         manifest(folder)
-    monkeypatch.setattr(registry.manifest, "MAX_FILES", 6)
+    monkeypatch.setattr(manifest_module, "MAX_FILES", 6)
     manifest(folder)
     folder.joinpath(*["d"] * 20).mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="found folders deeper than 16"):

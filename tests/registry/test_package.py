@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-import registry.schema
-from registry.errors import ConfigurationError, InvalidInput, UnknownModel
-from registry.package import FORMATS, ModelSpec, discover, find, load_package
-from registry.schema import schema_text
-from registry.sections import Knobs
+from penstock.registry import schema
+from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
+from penstock.registry.package import FORMATS, ModelSpec, discover, find, load_package
+from penstock.registry.schema import schema_text
+from penstock.registry.sections import Knobs
 
 SAMPLES = Path(__file__).parents[2] / "models"
 
@@ -710,9 +710,9 @@ def test_clients_do_not_count_the_tokens_of_a_text():
 
 
 def test_committed_schema_is_that_of_the_model():
-    """Editors check model.yaml with what `python -m registry.schema` writes."""
-    committed = Path(registry.schema.__file__).with_name("model.schema.json").read_text()
-    assert committed == schema_text(), "run: python -m registry.schema > registry/model.schema.json"
+    """Editors check model.yaml with what `python -m penstock.registry.schema` writes."""
+    committed = Path(schema.__file__).with_name("model.schema.json").read_text()
+    assert committed == schema_text(), "run: python -m penstock.registry.schema > registry/model.schema.json"
 
 
 def test_every_field_of_the_schema_is_described():

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from registry.errors import BrokerUnavailable
-from registry.reconciler import Reconciler, StateStore, Wish
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.reconciler import Reconciler, StateStore, Wish
+from penstock.safety.keys import OperatorKey, PublicKeys
 from tests.servers import RedisServer, wait_until
 
 

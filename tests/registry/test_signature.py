@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from registry.errors import InvalidInput, ModelError
-from registry.signature import Signature, TensorSpec
-from registry.tensors import DTYPES, STRING
+from penstock.registry.errors import InvalidInput, ModelError
+from penstock.registry.signature import Signature, TensorSpec
+from penstock.registry.tensors import DTYPES, STRING
 
 
 def tensor(name: str, dtype: str, *shape: int | str, **rest: object) -> TensorSpec:

@@ -13,10 +13,10 @@ from uuid import uuid4
 
 import pytest
 
-from registry.errors import ConfigurationError
-from registry.hub_cache import cache_folder, find_snapshot
-from registry.package import load_package
-from registry.sources import HubSource, LocalSource, MlflowSource, Source
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.hub_cache import cache_folder, find_snapshot
+from penstock.registry.package import load_package
+from penstock.registry.sources import HubSource, LocalSource, MlflowSource, Source
 from tests.packages import write_double
 from tests.threats.model_files import write_encoder, write_encoder_files
 

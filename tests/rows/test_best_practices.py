@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers import Client
-from registry.errors import Expired, InvalidInput, QueueFull, UnknownModel
-from registry.settings import Settings
+from penstock import Client
+from penstock.registry.errors import Expired, InvalidInput, QueueFull, UnknownModel
+from penstock.registry.settings import Settings
 from tests.packages import write_double, write_sleeper
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 

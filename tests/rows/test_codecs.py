@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.codecs import Codec, read_array, written
-from registry.errors import InvalidInput
-from registry.sections import Codecs
-from registry.tensors import DTYPES, MAX_BYTES, MAX_DIMS
+from penstock.registry.codecs import Codec, read_array, written
+from penstock.registry.errors import InvalidInput
+from penstock.registry.sections import Codecs
+from penstock.registry.tensors import DTYPES, MAX_BYTES, MAX_DIMS
 
 CODECS: tuple[Codec, ...] = get_args(Codec)
 NUMERIC = sorted(DTYPES.keys() - {"string"})

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from registry.broker.redis_streams import RedisStreams
+from penstock.registry.broker.redis_streams import RedisStreams
 from tests.packages import write_double
 from tests.servers import ROOT, RedisServer
 
 
 def _penstock(server: RedisServer, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from compose.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from penstock.compose.cli import main; main()", *arguments],
         env={"PYTHONPATH": str(ROOT), "PENSTOCK_HOME": str(home), "PENSTOCK_REDIS_URL": server.url},
         capture_output=True,
         text=True,

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from producers import AsyncClient, Client
-from registry.envelope import Keyring, open_job
-from registry.errors import UnknownModel
-from registry.queues import Priority, stream_key
-from registry.settings import Settings
+from penstock import AsyncClient, Client
+from penstock.registry.envelope import Keyring, open_job
+from penstock.registry.errors import UnknownModel
+from penstock.registry.queues import Priority, stream_key
+from penstock.registry.settings import Settings
 from tests.conftest import StartWorker
 from tests.packages import write_double
 from tests.servers import Process, RedisServer, WorkerProcess, free_port, wait_until

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from compose.cli import main
-from registry.envelope import Keyring
-from registry.settings import catalogue
+from penstock.compose.cli import main
+from penstock.registry.envelope import Keyring
+from penstock.registry.settings import catalogue
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.probe import Probe
 from tests.servers import ROOT, redis_binaries, require
 from tests.threats.roles import ROLES, GuardedServer
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.probe import Probe
 
 COMPOSE = ROOT / "compose"
 BASE: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
@@ -203,7 +203,7 @@ def test_every_command_exists():
     for name, *options in commands:
         main.commands[name].make_context(name, list(options), resilient_parsing=False)
     assert yaml.safe_load(dict(_stages(COMPOSE / "Dockerfile.flower")[""])["ENTRYPOINT"]) == [
-        *("celery", "-A", "workers.app", "flower")
+        *("celery", "-A", "penstock.workers.app", "flower")
     ]
     assert GPU["services"]["worker"]["build"]["target"] in _stages(worker)
 

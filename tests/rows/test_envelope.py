@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.envelope import (
+from penstock.registry.envelope import (
     MAX_HEADER_BYTES,
     EventHeader,
     Failure,
@@ -25,8 +25,8 @@ from registry.envelope import (
     open_result,
     seal,
 )
-from registry.errors import BadSignature, ConfigurationError, Corrupt, UndecodableEnvelope
-from registry.tensors import MAX_BYTES, Tensor
+from penstock.registry.errors import BadSignature, ConfigurationError, Corrupt, UndecodableEnvelope
+from penstock.registry.tensors import MAX_BYTES, Tensor
 
 
 def _key(name: str, letter: str) -> str:

@@ -12,14 +12,14 @@ from typing import Any
 
 import yaml
 
-from registry.settings import Settings
+from penstock.registry.settings import Settings
 from tests.registry.test_settings import READABLE, as_text, effective, nested, plain, walk
 from tests.servers import ROOT
 
 WALK = """
 import json, os, sys
 from pathlib import Path
-from registry.settings import Settings
+from penstock.registry.settings import Settings
 from tests.registry.test_settings import READABLE, effective
 
 def walked(**arguments):

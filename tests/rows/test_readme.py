@@ -13,9 +13,9 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from compose.cli import main
-from producers import Client
-from registry.settings import catalogue
+from penstock import Client
+from penstock.compose.cli import main
+from penstock.registry.settings import catalogue
 from tests.flow.conftest import Samples
 from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, wait_until
 

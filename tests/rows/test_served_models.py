@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from producers import Client, JobHandle
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import InvalidInput
+from penstock import Client, JobHandle
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import InvalidInput
 from tests.flow.conftest import amend, probe, snapshot
 from tests.packages import recorded_forwards, write_package, write_recorder, write_sleeper
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until

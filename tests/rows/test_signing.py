@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers import Client
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import JobHeader, Keyring, open_result, seal
-from registry.errors import BadSignature, DeadLettered
-from registry.queues import Priority, dead_key, new_job_id, record_key, stream_key
-from registry.tensors import encode
+from penstock import Client
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import JobHeader, Keyring, open_result, seal
+from penstock.registry.errors import BadSignature, DeadLettered
+from penstock.registry.queues import Priority, dead_key, new_job_id, record_key, stream_key
+from penstock.registry.tensors import encode
 from tests.packages import write_double
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.errors import InvalidInput, UndecodableEnvelope
-from registry.tensors import DTYPES, MAX_DIMS, MAX_TENSORS, Tensor, decode, encode, encoded_size
+from penstock.registry.errors import InvalidInput, UndecodableEnvelope
+from penstock.registry.tensors import DTYPES, MAX_DIMS, MAX_TENSORS, Tensor, decode, encode, encoded_size
 
 NUMERIC = sorted(DTYPES.keys() - {"string"})
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)

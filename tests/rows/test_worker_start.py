@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from producers import Client
+from penstock import Client
 from tests.conftest import StartWorker
 from tests.packages import recorded_forwards, write_double, write_package, write_recorder
 from tests.servers import RedisServer, WorkerProcess, free_port, wait_until

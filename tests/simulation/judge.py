@@ -17,13 +17,14 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from registry.broker.base import Limits, State
-from registry.broker.redis_scripts import REPLY_TTL_MS
-from registry.deployment import Deployment
-from registry.envelope import ResultHeader, open_result
-from registry.package import ModelSpec, Package
-from registry.settings import Settings
-from registry.tensors import decode
+from penstock.registry.broker.base import Limits, State
+from penstock.registry.broker.redis_scripts import REPLY_TTL_MS
+from penstock.registry.deployment import Deployment
+from penstock.registry.envelope import ResultHeader, open_result
+from penstock.registry.package import ModelSpec, Package
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import decode
+from penstock.workers.deployments import Remembered, epoch_of
 from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
 from tests.simulation.client import Client, Job
@@ -41,7 +42,6 @@ from tests.simulation.plan import (
 )
 from tests.simulation.worker import Machine, Seat, SteppedDrain, Supervisor, Worker, content_hash_of
 from tests.simulation.world import World
-from workers.deployments import Remembered, epoch_of
 
 __all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
 

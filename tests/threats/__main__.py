@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from producers import Client
+from penstock import Client
 from tests.packages import write_double
 from tests.servers import RedisServer, WorkerProcess, redis_binaries
 from tests.threats import fuzz

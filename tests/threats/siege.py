@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import redis
 
-from producers import Client
-from registry.queues import CELERY_QUEUE, CELERY_TASK, dead_key, stream_keys
+from penstock import Client
+from penstock.registry.queues import CELERY_QUEUE, CELERY_TASK, dead_key, stream_keys
 from tests.servers import WorkerProcess, wait_until
 from tests.threats import fuzz
 

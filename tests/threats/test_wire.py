@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from celery import Celery
 
-from registry.envelope import JobHeader
-from registry.errors import ModelError
-from registry.queues import CELERY_QUEUE, Priority, dead_key, new_job_id, record_key, stream_key
-from registry.tensors import DTYPES
+from penstock.registry.envelope import JobHeader
+from penstock.registry.errors import ModelError
+from penstock.registry.queues import CELERY_QUEUE, Priority, dead_key, new_job_id, record_key, stream_key
+from penstock.registry.tensors import DTYPES
+from penstock.workers.celery_bridge import OPEN_COMMANDS
 from tests.flow.test_celery import celery_of, consumes, outcome, send
 from tests.servers import ROOT, wait_until
 from tests.threats import siege
 from tests.threats.conftest import Besieged
-from workers.celery_bridge import OPEN_COMMANDS
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
 PACKAGES = ("compose", "producers", "registry", "safety", "workers")
@@ -140,7 +140,7 @@ def test_the_yaml_loader_is_a_safe_one():
     """It makes plain data only, whatever tags a document carries."""
     import yaml
 
-    from registry import documents
+    from penstock.registry import documents
 
     (loader,) = [getattr(documents, name) for name in _SAFE_LOADERS]
     assert issubclass(loader, yaml.SafeLoader)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from registry.broker.base import Delivery
-from registry.envelope import JobHeader
-from registry.package import ModelSpec
-from registry.queues import Priority
-from registry.tensors import Array
-from workers.batching.batcher import Batch, BatchKey, Pending
-from workers.compilation import TorchCompiler
-from workers.executor import Executor, Work
-from workers.job import ClaimedJob
-from workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
-from workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
+from penstock.registry.broker.base import Delivery
+from penstock.registry.envelope import JobHeader
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import Priority
+from penstock.registry.tensors import Array
+from penstock.workers.batching.batcher import Batch, BatchKey, Pending
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.executor import Executor, Work
+from penstock.workers.job import ClaimedJob
+from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
+from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
 

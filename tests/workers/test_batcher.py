@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from registry.errors import ConfigurationError
-from registry.queues import Priority
-from workers.batching import Batch, Batcher, BatchKey, BatchLimits, Pending
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.queues import Priority
+from penstock.workers.batching import Batch, Batcher, BatchKey, BatchLimits, Pending
 
 MLP = BatchKey("mlp", "1", "infer")
 MINILM = BatchKey("minilm", "1", "infer")

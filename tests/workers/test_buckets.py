@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.errors import InvalidInput
-from workers.batching.buckets import (
+from penstock.registry.errors import InvalidInput
+from penstock.workers.batching.buckets import (
     LengthBuckets,
     Load,
     Room,

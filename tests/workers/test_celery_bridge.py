@@ -19,14 +19,13 @@ from celery.worker.control import Panel
 from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
 
-from registry.broker.base import State
-from registry.envelope import Failure, JobHeader, Options
-from registry.errors import ModelError
-from registry.queues import new_job_id
-from registry.tensors import Tensor
-from tests.servers import RedisServer, wait_until
-from workers import celery_bridge
-from workers.celery_bridge import (
+from penstock.registry.broker.base import State
+from penstock.registry.envelope import Failure, JobHeader, Options
+from penstock.registry.errors import ModelError
+from penstock.registry.queues import new_job_id
+from penstock.registry.tensors import Tensor
+from penstock.workers import celery_bridge
+from penstock.workers.celery_bridge import (
     OPEN_COMMANDS,
     CeleryWatcher,
     EventSwitch,
@@ -35,7 +34,8 @@ from workers.celery_bridge import (
     show_drain,
     withdraw_commands,
 )
-from workers.observe.watcher import Ended, Failed
+from penstock.workers.observe.watcher import Ended, Failed
+from tests.servers import RedisServer, wait_until
 
 HOST = "cpu0@test"
 CANARY = "canary-payload"

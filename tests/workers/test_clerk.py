@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from registry import errands
-from registry.broker.memory import MemoryBroker
-from registry.control import Command
-from registry.deployment import Deployment
-from registry.errors import (
+from penstock.registry import errands
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.control import Command
+from penstock.registry.deployment import Deployment
+from penstock.registry.errors import (
     BadSignature,
     ConfigurationError,
     InvalidInput,
@@ -25,12 +25,12 @@ from registry.errors import (
     RegistryUnavailable,
     UndecodableEnvelope,
 )
-from registry.settings import Settings
-from safety.keys import PublicKeys
+from penstock.registry.settings import Settings
+from penstock.safety.keys import PublicKeys
+from penstock.workers.clerk import Clerk
 from tests.packages import write_double, write_package
 from tests.registry.catalogs import new_key
 from tests.servers import ROOT, wait_until
-from workers.clerk import Clerk
 
 KEY = "k1:" + base64.b64encode(b"a" * 32).decode()
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from registry.broker.memory import MemoryBroker
-from registry.deployment import Deployment
-from registry.signed import Verifier
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.deployment import Deployment
+from penstock.registry.signed import Verifier
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.deployments import DeploymentFiles, epoch_of
 from tests.servers import wait_until
 from tests.workers.test_versions import Stage, two_versions
-from workers.deployments import DeploymentFiles, epoch_of
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
+from penstock.workers import device
+from penstock.workers.device import Gpu, granted_threads, parse_listing, pin, select_visible
 from tests.servers import ROOT, wait_until
-from workers import device
-from workers.device import Gpu, granted_threads, parse_listing, pin, select_visible
 
 TWO_GPUS = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000-0000-0000-000000000000)
@@ -93,7 +93,7 @@ def test_the_supervisors_number_names_the_worker(tmp_path: Path, gpus: None):
 def test_a_worker_of_another_process_keeps_its_number_until_it_dies(tmp_path: Path):
     """CPU workers take the first free number; a killed worker's number is free at once."""
     code = (
-        "import pathlib, sys; from workers.device import pin; "
+        "import pathlib, sys; from penstock.workers.device import pin; "
         "print(pin('cpu', None, pathlib.Path(sys.argv[1]), {}).name, flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(

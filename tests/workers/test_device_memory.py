@@ -7,12 +7,12 @@ from pathlib import Path
 import yaml
 from tokenizers import Tokenizer
 
-from registry.package import load_package
+from penstock.registry.package import load_package
+from penstock.workers.device_memory import largest_example
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.open import open_runtime
 from tests.packages import write_package
 from tests.servers import ROOT
-from workers.device_memory import largest_example
-from workers.runtime.base import Runtime
-from workers.runtime.open import open_runtime
 
 _SOURCE = """
 def build():

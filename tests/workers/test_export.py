@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from registry.errors import ConfigurationError
-from registry.package import load_package
-from registry.settings import InferenceConfig
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import load_package
+from penstock.registry.settings import InferenceConfig
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.optimizer import Optimizer
+from penstock.workers.runtime import open_runtime
+from penstock.workers.runtime.export import Graph, export_onnx, open_exported
+from penstock.workers.runtime.forms import Forward
+from penstock.workers.runtime.pytorch import PyTorchRuntime
 from tests.packages import write_package
 from tests.servers import ROOT, wait_until
 from tests.workers.leveled import Clock, served
-from workers.observe.metrics import InferenceMetrics
-from workers.optimizer import Optimizer
-from workers.runtime import open_runtime
-from workers.runtime.export import Graph, export_onnx, open_exported
-from workers.runtime.forms import Forward
-from workers.runtime.pytorch import PyTorchRuntime
 
 pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -103,9 +103,9 @@ def test_torch_model_is_answered_by_a_graph_within_the_tolerance_only(
 ):
     """A classifier of format pytorch is offered as a graph: fp32 at the setting's tolerance, int8 at that of int8, as
     its logits move by a hundredth; where less is allowed the model goes on as it is (AR-056)."""
-    monkeypatch.setattr("safety.validators._INT8_DELTA", int8_delta)
+    monkeypatch.setattr("penstock.safety.validators._INT8_DELTA", int8_delta)
     monkeypatch.setattr(
-        "workers.runtime.pytorch.open_exported",
+        "penstock.workers.runtime.pytorch.open_exported",
         lambda _runtime, _threads, *, is_int8: graph_of((int8 if is_int8 else plain).session()),
     )
     runtime, clock = opened(ROOT / "models" / "mlp" / "1"), Clock()
@@ -212,7 +212,7 @@ def test_exporter_that_hangs_is_ended_with_what_it_started(mlp: Any, tmp_path: P
     )
     program.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(program))
-    monkeypatch.setattr("workers.runtime.export._TIMEOUT_S", 1.0)
+    monkeypatch.setattr("penstock.workers.runtime.export._TIMEOUT_S", 1.0)
     monkeypatch.setenv("PENSTOCK_SIGNING_KEYS", "main:c2VjcmV0")
     with pytest.raises(ConfigurationError, match=r"^mlp/1: the exporter's process took too long$"):
         open_exported(mlp, 1, is_int8=False)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from registry.errors import ConfigurationError
-from registry.package import load_package
-from registry.settings import Settings
-from registry.sources import is_elsewhere, package_folder
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import load_package
+from penstock.registry.settings import Settings
+from penstock.registry.sources import is_elsewhere, package_folder
+from penstock.workers.library import ModelsRoot
 from tests.registry.test_sources import COMMIT, MLFLOW_WARNINGS, HubShelf
 from tests.workers.runtime import formats
-from workers.library import ModelsRoot
 
 TEXT = np.array(["a pipe", "b"], object)
 

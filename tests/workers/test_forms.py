@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from registry.errors import OutOfMemory
-from registry.tensors import Array
-from workers.runtime.base import DeviceLost, Prepared
-from workers.runtime.forms import EAGER, Forms
+from penstock.registry.errors import OutOfMemory
+from penstock.registry.tensors import Array
+from penstock.workers.runtime.base import DeviceLost, Prepared
+from penstock.workers.runtime.forms import EAGER, Forms
 
 BATCH = Prepared(2, np.ones((2, 3), np.float32))
 Answer = Callable[[Prepared], dict[str, Array]]

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from registry.broker.base import Held, Limits, Publication
-from registry.broker.memory import MemoryBroker
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import BrokerUnavailable
-from registry.queues import Priority, new_job_id
+from penstock.registry.broker.base import Held, Limits, Publication
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.queues import Priority, new_job_id
+from penstock.workers.decisions import DecisionLog, Subject
+from penstock.workers.journal import MARGIN_S, FileJournal, hung, journal_path, report_crashes
 from tests.servers import ROOT, RedisServer, wait_until
-from workers.decisions import DecisionLog, Subject
-from workers.journal import MARGIN_S, FileJournal, hung, journal_path, report_crashes
 
 A_DAY_MS = 86_400_000
 
@@ -56,9 +56,9 @@ class Suspicions(MemoryBroker):
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from registry.broker.base import Held
-from registry.queues import Priority
-from workers.journal import FileJournal, FormInUse, journal_path
+from penstock.registry.broker.base import Held
+from penstock.registry.queues import Priority
+from penstock.workers.journal import FileJournal, FormInUse, journal_path
 
 home, consumer, deed = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 journal = FileJournal(journal_path(home, os.getpid()), consumer, 3)
@@ -159,9 +159,9 @@ def test_a_worker_that_shows_progress_never_looks_hung_meanwhile(path: Path):
 _BUSY_WRITER = """
 import sys, time
 from pathlib import Path
-from registry.broker.base import Held
-from registry.queues import Priority
-from workers.journal import FileJournal
+from penstock.registry.broker.base import Held
+from penstock.registry.queues import Priority
+from penstock.workers.journal import FileJournal
 
 journal = FileJournal(Path(sys.argv[1]), "gpu0@test:1", 1)
 jobs = [Held("mlp", Priority.HIGH, b"1-0", "mlp.0")]

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from registry.admission import Press
-from registry.envelope import ResultHeader
-from registry.package import find
+from penstock.registry.admission import Press
+from penstock.registry.envelope import ResultHeader
+from penstock.registry.package import find
+from penstock.workers.drain import Drain
+from penstock.workers.runtime.forms import Tunable
 from tests.packages import recorded_forwards, write_package, write_recorder
 from tests.servers import wait_until
 from tests.workers.runtime.formats import affine, write_pytorch
 from tests.workers.test_drain import ROOMY, UNSIGNED, Bench, Connect, StartBench, connect, start
 from tests.workers.test_versions import Stage, two_versions, write_scale
-from workers.drain import Drain
-from workers.runtime.forms import Tunable
 
 __all__ = ["connect", "start"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from registry.admission import Press, SpecCache
-from registry.broker.base import Claim, Commit, Delivery, Limits, State
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import Failure, JobHeader, Keyring, ResultHeader, open_job, seal
-from registry.errors import (
+from penstock.registry.admission import Press, SpecCache
+from penstock.registry.broker.base import Claim, Commit, Delivery, Limits, State
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import Failure, JobHeader, Keyring, ResultHeader, open_job, seal
+from penstock.registry.errors import (
     DeadlineExceeded,
     Forbidden,
     InvalidInput,
@@ -24,13 +24,13 @@ from registry.errors import (
     ResultGone,
     UnknownModel,
 )
-from registry.package import ModelSpec
-from registry.queues import lane_key, record_key
-from registry.signature import TensorSpec
-from registry.tensors import decode, encode
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import lane_key, record_key
+from penstock.registry.signature import TensorSpec
+from penstock.registry.tensors import decode, encode
+from penstock.workers import lane
+from penstock.workers.lane import LaneDoor, LaneReplies
 from tests.servers import RedisServer, wait_until
-from workers import lane
-from workers.lane import LaneDoor, LaneReplies
 
 UNSIGNED = Keyring.parse(None)
 SIGNED = Keyring.parse("k1:" + "A" * 43 + "=")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from registry.errors import ConfigurationError, InvalidInput, UnknownModel
-from registry.package import Package
-from registry.settings import Settings
+from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
+from penstock.registry.package import Package
+from penstock.registry.settings import Settings
+from penstock.workers.library import ModelsRoot, Nothing
 from tests.packages import write_package
-from workers.library import ModelsRoot, Nothing
 
 SOURCE = "def build():\n    return lambda inputs: {'y': inputs['x']}\n"
 
@@ -190,7 +190,7 @@ def test_broken_packages_are_not_read_for_every_job(models_root: Path, monkeypat
 
 def test_what_is_remembered_of_broken_packages_is_bounded(models_root: Path, monkeypatch: pytest.MonkeyPatch):
     """Past the bound all is forgotten, and read again when a job names it."""
-    monkeypatch.setattr("workers.library._MOST_REMEMBERED", 3)
+    monkeypatch.setattr("penstock.workers.library._MOST_REMEMBERED", 3)
     looks = Looks(models_root, monkeypatch)
     for label in "1234":
         half_copied(models_root, "one", label)

@@ -15,8 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from registry.metrics import METRICS
-from workers.observe import InferenceMetrics
+from penstock.registry.metrics import METRICS
+from penstock.workers.observe import InferenceMetrics
 
 BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 

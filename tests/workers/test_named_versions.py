@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from registry.broker.base import State
-from registry.broker.memory import MemoryBroker
-from registry.envelope import Failure
-from registry.errors import BrokerUnavailable
-from registry.package import Package, find, load_package
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.broker.base import State
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import Failure
+from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.package import Package, find, load_package
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers import peers
+from penstock.workers.drain import Drain
 from tests.packages import write_package
 from tests.servers import wait_until
 from tests.workers.test_drain import ROOMY
 from tests.workers.test_versions import Stage, two_versions, write_scale
-from workers import peers
-from workers.drain import Drain
 
 
 @pytest.fixture

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from registry.settings import InferenceConfig
-from registry.tensors import Array
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array
+from penstock.workers.compilation import CompilationRefused
+from penstock.workers.decisions import DecisionLog, Subject
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.optimizer import Optimizer
+from penstock.workers.profiler import Profiler
+from penstock.workers.progression import Decision, Readiness, Standing
 from tests.servers import wait_until
 from tests.workers.leveled import WIDTH, Clock, Form, Rotation, served
-from workers.compilation import CompilationRefused
-from workers.decisions import DecisionLog, Subject
-from workers.observe.metrics import InferenceMetrics
-from workers.optimizer import Optimizer
-from workers.profiler import Profiler
-from workers.progression import Decision, Readiness, Standing
 
 TOLERANCE = 1e-5
 ROWS = 32
@@ -525,7 +525,7 @@ def test_log_that_was_put_aside_is_still_read(make_bench: MakeBench, monkeypatch
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     bench.settle()
-    monkeypatch.setattr("workers.decisions._LARGEST_FILE", 0)
+    monkeypatch.setattr("penstock.workers.decisions._LARGEST_FILE", 0)
     again = make_bench({"compiled": GOOD}, max_level=1)
     again.optimizer.log.append(standing_subject(again), Decision("tokenizer-cache", "enabled"))
     assert (bench.home / "decisions" / "rotation.jsonl.old").exists()
@@ -571,7 +571,7 @@ def test_step_that_raises_ends_neither_the_thread_nor_an_answer(make_bench: Make
         raise MemoryError
 
     bench.serve(20)
-    monkeypatch.setattr("workers.optimizer.readiness", broken)
+    monkeypatch.setattr("penstock.workers.optimizer.readiness", broken)
     bench.optimizer.start()
     answer = bench.optimizer.ask("rotation", "optimise")
     assert answer.result(10) == "rotation/1: it failed: MemoryError"

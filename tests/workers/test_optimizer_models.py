@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from registry.package import load_package
-from registry.settings import InferenceConfig
-from registry.tensors import Array
+from penstock.registry.package import load_package
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.optimizer import Optimizer
+from penstock.workers.profiler import Profiler
+from penstock.workers.runtime import open_runtime
+from penstock.workers.runtime.cpu import has_fast_bf16
+from penstock.workers.runtime.forms import Forward
+from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.transformers import EncoderRuntime
 from tests.servers import ROOT
 from tests.workers.leveled import served
-from workers.compilation import TorchCompiler
-from workers.observe.metrics import InferenceMetrics
-from workers.optimizer import Optimizer
-from workers.profiler import Profiler
-from workers.runtime import open_runtime
-from workers.runtime.cpu import has_fast_bf16
-from workers.runtime.forms import Forward
-from workers.runtime.pytorch import PyTorchRuntime
-from workers.runtime.transformers import EncoderRuntime
 
 BATCH = 4
 JOBS = 20 * BATCH

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from registry.settings import InferenceConfig
-from registry.tensors import Array
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array
+from penstock.workers.compilation import CompilationRefused, TorchCompiler
+from penstock.workers.compilation.build_process import BuildProcess
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.optimizer import Optimizer
+from penstock.workers.runtime.base import Runtime
 from tests.workers.leveled import Form, served
 from tests.workers.runtime import formats
 from tests.workers.test_optimizer import MakeBench, make_bench, off_by
 from tests.workers.test_optimizer_models import hurried, settle
-from workers.compilation import CompilationRefused, TorchCompiler
-from workers.compilation.build_process import BuildProcess
-from workers.observe.metrics import InferenceMetrics
-from workers.optimizer import Optimizer
-from workers.runtime.base import Runtime
 
 __all__ = ["make_bench"]
 

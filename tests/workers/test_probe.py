@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from registry.errors import ConfigurationError
-from workers.observe import InferenceMetrics, Probe
+from penstock.registry.errors import ConfigurationError
+from penstock.workers.observe import InferenceMetrics, Probe
 
 
 class Worker:

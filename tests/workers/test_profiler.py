@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from registry.package import load_package
-from safety.golden_store import GoldenStore
+from penstock.registry.package import load_package
+from penstock.safety.golden_store import GoldenStore
+from penstock.workers.profiler import Profiler, trace
+from penstock.workers.runtime import Runtime, open_runtime
 from tests.packages import write_raiser, write_sleeper
 from tests.servers import ROOT
 from tests.workers.leveled import Clock, Rotation, served
-from workers.profiler import Profiler, trace
-from workers.runtime import Runtime, open_runtime
 
 ONE = {"x": np.ones((1, 4), np.float32)}
 TWO = {"x": np.ones((2, 4), np.float32)}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.progression import THRESHOLDS, Decision, Evidence, is_form, readiness, replay
+from penstock.workers.progression import THRESHOLDS, Decision, Evidence, is_form, readiness, replay
 
 PLENTY = Evidence(forwards=10**6, texts=10**6, golden_rows=10**6, forward_s=1e6, warmed_rows=2)
 SHORTFALLS = [

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import yaml
 
-from registry.broker.base import Delivery
-from registry.envelope import JobHeader
-from registry.errors import InvalidInput
-from registry.package import load_package
-from registry.queues import Priority, new_job_id
-from registry.settings import InferenceConfig
-from registry.tensors import Array, encode
+from penstock.registry.broker.base import Delivery
+from penstock.registry.envelope import JobHeader
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import load_package
+from penstock.registry.queues import Priority, new_job_id
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array, encode
+from penstock.workers.job import ClaimedJob
+from penstock.workers.served import ServedVersion
 from tests.packages import write_double
-from workers.job import ClaimedJob
-from workers.served import ServedVersion
 
 
 def claimed(inputs: dict[str, Array]) -> ClaimedJob:

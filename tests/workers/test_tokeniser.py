@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.runtime.tokeniser import TokenCache, Tokeniser
+from penstock.workers.runtime.tokeniser import TokenCache, Tokeniser
 
 tokenizers = pytest.importorskip("tokenizers")
 

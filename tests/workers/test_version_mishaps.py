@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from registry.broker.memory import MemoryBroker
-from registry.envelope import Failure
-from registry.errors import BrokerUnavailable, ConfigurationError
-from registry.package import ModelSpec, find, load_package
-from registry.settings import Settings
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import Failure
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.package import ModelSpec, find, load_package
+from penstock.registry.settings import Settings
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.library import ModelsRoot
+from penstock.workers.runtime.loading import PackageRuntime
 from tests.packages import write_package
 from tests.servers import wait_until
 from tests.workers.test_versions import Stage, two_versions, write_scale
-from workers.library import ModelsRoot
-from workers.runtime.loading import PackageRuntime
 
 
 @pytest.fixture
@@ -239,9 +239,9 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
     write_package(stage.root, stage.model, f"def build():\n    raise {raised}\n", version="3")
     stage.promote("3", epoch=1)
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
-    from workers.drain import Drain
-    from workers.observe.metrics import InferenceMetrics
-    from workers.observe.watcher import Unwatched
+    from penstock.workers.drain import Drain
+    from penstock.workers.observe.metrics import InferenceMetrics
+    from penstock.workers.observe.watcher import Unwatched
 
     drain = Drain(
         Settings.load(environ={}, cwd=stage.root),

@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from registry.admission import Press
-from registry.broker.base import Broker, Publication, State
-from registry.deployment import Deployment
-from registry.envelope import Failure, ResultHeader, open_result
-from registry.package import Package, find, load_package
-from registry.settings import Settings
-from registry.signed import Verifier
-from registry.tensors import decode
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.admission import Press
+from penstock.registry.broker.base import Broker, Publication, State
+from penstock.registry.deployment import Deployment
+from penstock.registry.envelope import Failure, ResultHeader, open_result
+from penstock.registry.package import Package, find, load_package
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Verifier
+from penstock.registry.tensors import decode
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.drain import Drain
+from penstock.workers.library import ModelsRoot
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.watcher import Unwatched
 from tests.packages import write_package
 from tests.servers import wait_until
 from tests.workers.test_drain import ROOMY, UNSIGNED, Connect, connect
-from workers.drain import Drain
-from workers.library import ModelsRoot
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Unwatched
 
 __all__ = ["connect"]
 

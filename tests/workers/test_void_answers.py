@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers.replies import open_outcome
-from registry.broker.base import Claim, State
-from registry.envelope import Retry
-from registry.tensors import Array
+from penstock.producers.replies import open_outcome
+from penstock.registry.broker.base import Claim, State
+from penstock.registry.envelope import Retry
+from penstock.registry.tensors import Array
+from penstock.workers.runtime.base import Prepared
+from penstock.workers.runtime.forms import Forms, Tunable
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
 from tests.workers.runtime.formats import affine, write_pytorch
 from tests.workers.test_guards import UNSIGNED, Bench, Worker, bench, open_bench
-from workers.runtime.base import Prepared
-from workers.runtime.forms import Forms, Tunable
 
 __all__ = ["bench"]
 

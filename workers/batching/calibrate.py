@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["Calibration", "MemoryReading", "calibrate"]
 

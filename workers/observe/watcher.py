@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from registry.broker.base import State
-from registry.envelope import Failure, JobHeader
+from penstock.registry.broker.base import State
+from penstock.registry.envelope import Failure, JobHeader
 
 __all__ = ["Ended", "Failed", "Unwatched", "Watcher"]
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 import yaml
 
-from registry.errors import ConfigurationError, ModelNotReady
-from registry.manifest import Manifest
-from registry.package import load_package
-from registry.tensors import Array
+from penstock.registry.errors import ConfigurationError, ModelNotReady
+from penstock.registry.manifest import Manifest
+from penstock.registry.package import load_package
+from penstock.registry.tensors import Array
+from penstock.workers.runtime import Runtime, open_runtime
+from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.pytorch import ModuleRuntime
 from tests.workers.runtime import formats
 from tests.workers.runtime.jobs import Listener, drained, received
-from workers.runtime import Runtime, open_runtime
-from workers.runtime.loading import Loading, PackageRuntime
-from workers.runtime.pytorch import ModuleRuntime
 
 SAMPLES = Path(__file__).parents[3] / "models"
 Job = Mapping[str, Array]

@@ -12,10 +12,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.errors import ConfigurationError, InvalidInput, ModelError
-from registry.package import load_package
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.package import load_package
+from penstock.workers.runtime.transformers import EncoderRuntime, slice_by_length
 from tests.workers.runtime.formats import opened
-from workers.runtime.transformers import EncoderRuntime, slice_by_length
 
 SAMPLES = Path(__file__).parents[3] / "models"
 TEXTS = [
