@@ -4,9 +4,9 @@ One process per device and no pool: CUDA does not survive a fork, and the drain 
 """
 
 from penstock.registry.celery_url import celery_url
-from penstock.registry.local_stack import with_broker
 from penstock.registry.queues import CELERY_QUEUE
 from penstock.registry.settings import Settings
+from penstock.registry.stack_file import with_broker
 
 _settings = with_broker(Settings.load())
 
@@ -18,7 +18,7 @@ result_expires = _settings.inference.queue.result_ttl_s
 worker_pool = "solo"
 worker_concurrency = 1
 worker_prefetch_multiplier = 1
-worker_consumer = "penstock.workers.celery_bridge:ForgivingConsumer"
+worker_consumer = "penstock.workers.celery_bridge.bridge:ForgivingConsumer"
 worker_send_task_events = _settings.inference.celery.events
 worker_hijack_root_logger = False
 worker_redirect_stdouts = False

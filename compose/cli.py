@@ -2,8 +2,8 @@
 
     up, worker, bench, demo                run things
     submit, status                         talk to what runs
-    models                                 which version of a model answers (compose/models.py)
-    dead, queue, workers, top, doctor      operate it (compose/operators.py)
+    models                                 which version of a model answers (compose/commands/models.py)
+    dead, queue, workers, top, doctor      operate it (compose/commands/operators.py)
 
 Frameworks, NumPy and the terminal library are imported by the commands that need them, so that --help is quick.
 A refusal is one line on stderr: exit status 1, or EXIT_CONFIGURATION for a setting or a machine that cannot work;
@@ -24,9 +24,9 @@ from typing import Any, Final
 
 import click
 
-from penstock.compose.models import models
-from penstock.compose.operators import dead, doctor, queue, top, workers
-from penstock.compose.supervisor import Supervisor
+from penstock.compose.commands.models import models
+from penstock.compose.commands.operators import dead, doctor, queue, top, workers
+from penstock.compose.stack.supervisor import Supervisor
 from penstock.compose.terminal import (
     Commands,
     as_json_option,
@@ -74,8 +74,8 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
     penstock up
     penstock up --device cpu --models minilm
     """
-    from penstock.compose.fleet import choose
-    from penstock.compose.local import LocalStack
+    from penstock.compose.stack.fleet import choose
+    from penstock.compose.stack.local import LocalStack
 
     settings = load_settings(environ, {"device": device, "worker.models": _names(models)})
     screen = console()
@@ -116,7 +116,7 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     penstock worker --device cuda:0 --models minilm,mlp
     penstock worker --device cpu --index 1
     """
-    from penstock.compose.fleet import choose, worker_patience, worker_program
+    from penstock.compose.stack.fleet import choose, worker_patience, worker_program
     from penstock.registry import logs
 
     settings = connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
@@ -202,7 +202,7 @@ def status(environ: Mapping[str, str], as_json: bool) -> None:
     penstock status
     penstock status --json
     """
-    from penstock.compose import overview
+    from penstock.compose.views import overview
 
     with open_broker(connected(environ)) as broker:
         state = overview.status(broker)

@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import Client
-from penstock.compose import fleet, overview
 from penstock.compose.docstrings import Passage, collect
-from penstock.compose.local import LocalStack, private_settings
+from penstock.compose.stack import fleet
+from penstock.compose.stack.local import LocalStack, private_settings
+from penstock.compose.views import overview
 from penstock.registry.settings import Settings
 
 __all__ = ["Answer", "Demonstration", "Hit", "demonstrate", "draw"]

@@ -22,15 +22,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from penstock.compose.files import Files, LocalFiles
-from penstock.compose.keys import OperatorKeys, operator_keys
-from penstock.compose.levels import await_answers, entries
-from penstock.compose.replicas import Tell, Watch, replicas
+from penstock.compose.rollout.files import Files, LocalFiles
+from penstock.compose.rollout.keys import OperatorKeys, operator_keys
+from penstock.compose.rollout.replicas import Tell, Watch, replicas
+from penstock.compose.views.levels import await_answers, entries
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog import ModelRegistryClient, Veto
+from penstock.registry.catalog.lineage import ModelLineage
+from penstock.registry.catalog.stages import Action, ModelStage, check_step, parse_stage
+from penstock.registry.catalog.tables import RegisteredVersion, Transition
 from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
+from penstock.registry.desired_state import StateStore, Wish
 from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -41,19 +45,15 @@ from penstock.registry.errors import (
     TransitionConflict,
     TransitionRefused,
 )
-from penstock.registry.lineage import ModelLineage
-from penstock.registry.local_stack import with_broker
 from penstock.registry.package import ModelSpec
-from penstock.registry.reconciler import StateStore, Wish
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Signer
-from penstock.registry.stages import Action, ModelStage, check_step, parse_stage
-from penstock.registry.tables import RegisteredVersion, Transition
+from penstock.registry.stack_file import with_broker
 from penstock.safety.audit import AuditLog
 
 if TYPE_CHECKING:
-    from penstock.compose.orders import Orders
-    from penstock.registry.ledger import Ledger
+    from penstock.compose.rollout.control_client import Orders
+    from penstock.registry.catalog.store import Ledger
 
 __all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry"]
 
@@ -132,8 +132,8 @@ class Deployer:
         ModelNotReady when no such worker listens.
         """
         # Celery takes a third of a second, which those who only look need not wait for.
-        from penstock.compose.orders import Orders
-        from penstock.compose.remote import Remote, RemoteFleet, RemoteLedger
+        from penstock.compose.rollout.control_client import Orders
+        from penstock.compose.rollout.remote import Remote, RemoteFleet, RemoteLedger
 
         settings = settings or Settings.load()
         if not (via and settings.celery_url):
@@ -406,7 +406,7 @@ class Deployer:
     ) -> list[dict[str, Any]]:
         """Has the workers of a model, or one, compile, optimise, measure or trace it now, beside their traffic.
 
-        Returns an entry of compose/levels.py per worker and version, with what came of it as its `answer`. Raises
+        Returns an entry of compose/views/levels.py per worker and version, with what came of it as its `answer`. Raises
         ModelNotReady when a worker refuses, or when the time is over.
         """
         serving = self._workers_of(name, worker)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from penstock.compose.supervisor import EXIT_CONFIGURATION
+from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
 from penstock.registry.errors import ConfigurationError, PenstockError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def load_settings(environ: Mapping[str, str], overrides: Mapping[str, object] | 
 
 def connected(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Settings:
     """The settings with a broker in them: a URL that was given, or the running stack's. Raises ConfigurationError."""
-    from penstock.registry.local_stack import with_broker
+    from penstock.registry.stack_file import with_broker
 
     return with_broker(load_settings(environ, overrides))
 

@@ -27,7 +27,7 @@ from penstock.producers.connection import (
 from penstock.producers.publish import accepted, cancellation, parcels
 from penstock.producers.replies import SILENCE_S, EventMerger, JobEvent, JobInfo, Outcome, missing, open_outcome
 from penstock.producers.rows import RowShape, Tracker
-from penstock.registry import local_stack
+from penstock.registry import stack_file
 from penstock.registry.admission import Press, SpecCache, limits_of
 from penstock.registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
@@ -83,7 +83,7 @@ class AsyncClient:
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> AsyncClient:
         """The broker that the settings name; without one, the embedded stack that runs on this home."""
-        settings = local_stack.with_broker(settings or Settings.load())
+        settings = stack_file.with_broker(settings or Settings.load())
         return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
 
     async def submit(

@@ -36,7 +36,7 @@ from penstock.producers.replies import (
     open_outcome,
 )
 from penstock.producers.rows import RowShape, Tracker
-from penstock.registry import local_stack
+from penstock.registry import stack_file
 from penstock.registry.admission import Press, SpecCache, limits_of
 from penstock.registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -95,7 +95,7 @@ class Client:
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> Client:
         """The broker that the settings name; without one, the embedded stack that runs on this home."""
-        settings = local_stack.with_broker(settings or Settings.load())
+        settings = stack_file.with_broker(settings or Settings.load())
         return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
 
     def submit(

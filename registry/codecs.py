@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from penstock.registry.errors import InvalidInput, UndecodableEnvelope, described, shown
-from penstock.registry.signature import Signature, TensorSpec
+from penstock.registry.package.signature import Signature, TensorSpec
 from penstock.registry.tensors import DTYPES, MAX_BYTES, MAX_DIMS, Array, Tensor, decode, encode
 
 __all__ = ["Codec", "read_array", "written"]

@@ -30,9 +30,9 @@ from pydantic import (
     field_validator,
 )
 
-from penstock.registry.documents import BadDocument, read_yaml
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import ConfigurationError, shown
+from penstock.registry.package.bounded_yaml import BadDocument, read_yaml
 from penstock.registry.queues import parse_name
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from penstock.registry.signature import TensorSpec
+from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import Array
 
 __all__ = [

@@ -28,7 +28,7 @@ from typing import Any, LiteralString, Protocol, TypeVar
 import pytest
 import redis
 
-from tests.nursery import Nursery
+from tests.fork_server import Nursery
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
@@ -39,7 +39,7 @@ _open: list[Nursery] = []
 
 @contextmanager
 def nursery(*further: str) -> Iterator[Nursery]:
-    """Inside the block workers, and what else says `_run`, are forks; see tests/nursery.py, also for `further`."""
+    """Inside the block workers, and what else says `_run`, are forks; see tests/fork_server.py, also for `further`."""
     _open.append(Nursery(*further))
     try:
         yield _open[-1]

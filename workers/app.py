@@ -27,27 +27,35 @@ from penstock.registry import logs
 from penstock.registry.admission import Press, SpecCache, limits_of
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, Obedience
+from penstock.registry.desired_state import StateStore
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, QueueFull, Rejected, UnknownModel
-from penstock.registry.local_stack import with_broker
 from penstock.registry.queues import CELERY_TASK
-from penstock.registry.reconciler import Reconciler, StateStore
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
+from penstock.registry.stack_file import with_broker
 from penstock.safety.audit import AuditLog
 from penstock.safety.keys import PublicKeys
-from penstock.workers import heartbeat
-from penstock.workers.boot import refuse
-from penstock.workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, obey, show_drain, withdraw_commands
-from penstock.workers.clerk import Clerk
+from penstock.workers.celery_bridge.bridge import (
+    CeleryWatcher,
+    EventSwitch,
+    ResultStore,
+    obey,
+    show_drain,
+    withdraw_commands,
+)
+from penstock.workers.celery_bridge.lane import LaneDoor, LaneReplies
 from penstock.workers.compilation import TorchCompiler
-from penstock.workers.device import Pin, granted_threads, pin
 from penstock.workers.drain import Drain
-from penstock.workers.journal import FileJournal, Journal, journal_path, report_crashes
-from penstock.workers.lane import LaneDoor, LaneReplies
-from penstock.workers.library import ModelsRoot
+from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
-from penstock.workers.optimizer import Optimizer
+from penstock.workers.process import heartbeat
+from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
+from penstock.workers.process.device import Pin, granted_threads, pin
+from penstock.workers.process.exit_status import refuse
+from penstock.workers.process.operator_rpc import Clerk
+from penstock.workers.versions.reconciler import Reconciler
+from penstock.workers.versions.repository import ModelsRoot
 
 __all__ = ["EXIT_UNHEALTHY", "DrainStep", "app"]
 
@@ -79,7 +87,7 @@ class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
     """`penstock.infer`: publishes the job and ends; the result comes when the job does."""
 
     name = CELERY_TASK
-    Request = "penstock.workers.celery_bridge:LaneRequest"
+    Request = "penstock.workers.celery_bridge.bridge:LaneRequest"
     throws = (Rejected,)
     door: LaneDoor | None = None
 

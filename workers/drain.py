@@ -42,25 +42,25 @@ from penstock.registry.package import Package
 from penstock.registry.queues import Priority
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
-from penstock.workers.account import Account
 from penstock.workers.cache import L1Cache, key_of
-from penstock.workers.deployments import DeploymentFiles, Forgotten, Remembered
 from penstock.workers.executor import Executor, Work, seats_for
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
-from penstock.workers.journal import Journal, Unwritten
 from penstock.workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
-from penstock.workers.library import Library, Nothing
-from penstock.workers.loader import Loader
+from penstock.workers.observe.listener import Failed, Watcher
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.observe.watcher import Failed, Watcher
-from penstock.workers.peers import Peers
-from penstock.workers.placing import Placing
+from penstock.workers.process.crash_journal import Journal, Unwritten
 from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
-from penstock.workers.served import ServedModel, ServedVersion, VersionState
-from penstock.workers.shelf import Shelf
 from penstock.workers.streaming import EventStream
-from penstock.workers.tuning import Tuner, Untuned
+from penstock.workers.telemetry import Account
+from penstock.workers.versions.deployment_store import DeploymentFiles, Forgotten, Remembered
+from penstock.workers.versions.handover import Placing
+from penstock.workers.versions.lifecycle import Shelf
+from penstock.workers.versions.loader import Loader
+from penstock.workers.versions.peers import Peers
+from penstock.workers.versions.repository import Library, Nothing
+from penstock.workers.versions.tuner import Tuner, Untuned
+from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
 __all__ = ["Drain"]
 

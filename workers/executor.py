@@ -30,7 +30,7 @@ from penstock.registry.errors import JobFailed
 from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch
 from penstock.workers.job import ClaimedJob
-from penstock.workers.journal import FormInUse, Journal, Unwritten
+from penstock.workers.process.crash_journal import FormInUse, Journal, Unwritten
 from penstock.workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
 from penstock.workers.runtime.forms import EAGER, Forms
 

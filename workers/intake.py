@@ -18,8 +18,8 @@ from penstock.registry.errors import BadSignature, Corrupt
 from penstock.registry.queues import is_job_id, is_reply_key
 from penstock.registry.tensors import decode
 from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.listener import Ended, Watcher
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.observe.watcher import Ended, Watcher
 from penstock.workers.results import unrun_result
 
 __all__ = ["Intake"]

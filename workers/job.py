@@ -11,7 +11,7 @@ from penstock.registry.envelope import JobHeader
 from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
-    from penstock.workers.served import ServedVersion
+    from penstock.workers.versions.version import ServedVersion
 
 __all__ = ["ClaimedJob"]
 

@@ -11,9 +11,9 @@ from penstock.registry.tensors import Tensor
 from penstock.workers.cache import L1Cache, key_of
 from penstock.workers.results import Packed
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Client, Sample, Stand
 from tests.benchmarks.report import Progress, Row, median
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Client, Sample, Stand
 
 __all__ = ["measure"]
 

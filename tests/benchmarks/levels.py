@@ -21,8 +21,8 @@ from penstock.registry.package import find, load_package
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
 from penstock.workers.compilation import TorchCompiler
+from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.optimizer import Optimizer
 from penstock.workers.runtime.base import Prepared
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.open import open_runtime
@@ -31,7 +31,7 @@ from penstock.workers.runtime.transformers import EncoderRuntime
 from tests.benchmarks import mlp
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from tests.workers.leveled import served
+from tests.workers.levels.fake_model import served
 
 __all__ = ["measure"]
 

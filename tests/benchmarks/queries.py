@@ -15,9 +15,9 @@ import pytest
 from penstock.registry.catalog import ModelRegistryClient, ModelStage
 from penstock.registry.package import load_package
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.servers import PostgresDatabase, wait_until
 
 __all__ = ["measure"]

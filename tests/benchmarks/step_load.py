@@ -18,9 +18,9 @@ from penstock import AsyncClient, Client
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import Priority
 from penstock.registry.settings import Settings
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.packages import write_package
 
 __all__ = ["measure"]

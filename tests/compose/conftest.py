@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.compose.cli import main
-from penstock.compose.fleet import Device
-from penstock.compose.local import LocalStack
+from penstock.compose.stack.fleet import Device
+from penstock.compose.stack.local import LocalStack
 from penstock.registry.settings import Settings
 from tests.packages import write_double
 from tests.servers import ROOT

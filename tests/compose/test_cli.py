@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.compose.cli import main
-from penstock.compose.supervisor import EXIT_CONFIGURATION
+from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
 from penstock.registry.package import load_package
 from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package

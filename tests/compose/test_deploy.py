@@ -16,10 +16,12 @@ import pytest
 import redis
 
 from penstock.compose.deploy import Deployer, deployed
-from penstock.compose.replicas import Tell, replicas
+from penstock.compose.rollout.replicas import Tell, replicas
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.catalog import Change, ModelRegistryClient
+from penstock.registry.catalog.stages import ModelStage
 from penstock.registry.deployment import Deployment
+from penstock.registry.desired_state import StateStore, Wish
 from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -30,15 +32,14 @@ from penstock.registry.errors import (
     TransitionRefused,
     UnknownModel,
 )
-from penstock.registry.reconciler import Reconciler, StateStore, Wish
 from penstock.registry.signed import Signer
-from penstock.registry.stages import ModelStage
 from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.drain import Drain
+from penstock.workers.versions.reconciler import Reconciler
 from tests.packages import write_package
-from tests.registry.catalogs import new_key
+from tests.registry.catalog.catalogs import new_key
 from tests.servers import RedisServer, wait_until
-from tests.workers.test_versions import Stage, write_scale
+from tests.workers.versions.test_lifecycle import Stage, write_scale
 
 TIMEOUT_S = 20.0
 

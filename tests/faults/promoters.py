@@ -27,9 +27,9 @@ from typing import Final
 from sqlalchemy import create_engine, func, select
 
 from penstock.registry.catalog import ModelRegistryClient, ModelStage, Transition
+from penstock.registry.catalog.tables import versions
 from penstock.registry.errors import PenstockError, TransitionRefused
 from penstock.registry.package import load_package
-from penstock.registry.tables import versions
 from tests.packages import write_package
 from tests.servers import ROOT
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import Client
 from penstock.registry.errors import DeadLettered
-from penstock.workers.journal import journal_path
+from penstock.workers.process.crash_journal import journal_path
 from tests.conftest import StartWorker
 from tests.packages import write_package
 from tests.servers import RedisServer, wait_until

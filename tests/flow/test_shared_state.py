@@ -14,7 +14,7 @@ from celery import Celery
 
 from penstock import Client
 from penstock.registry.control import CONTROL_COMMAND, Command
-from penstock.registry.reconciler import StateStore, Wish
+from penstock.registry.desired_state import StateStore, Wish
 from penstock.safety.keys import OperatorKey
 from tests.conftest import StartWorker
 from tests.packages import write_package

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from penstock.registry.signature import TensorSpec
+from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import Array
 from penstock.safety.validators import (
     EmbeddingValidator,

@@ -34,7 +34,7 @@ from penstock.registry.envelope import Keyring, open_job
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import Priority
 from tests.simulation.plan import LEASE_S, Plan
-from tests.simulation.world import World
+from tests.simulation.virtual_time import World
 
 __all__ = ["TTL_MS", "UNSIGNED", "Bystander", "Caller", "Entry", "Truth", "UnreliableEnd"]
 

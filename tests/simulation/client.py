@@ -22,7 +22,7 @@ from tests.simulation.broker import UNSIGNED, Bystander
 from tests.simulation.plan import Order
 
 if TYPE_CHECKING:
-    from tests.simulation.judge import Simulation
+    from tests.simulation.checker import Simulation
 
 __all__ = ["Client", "Job"]
 

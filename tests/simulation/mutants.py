@@ -31,14 +31,14 @@ from penstock.registry.envelope import Failure
 from penstock.registry.queues import Priority, slot_of
 from penstock.workers.batching.batcher import Batcher, Pending, _Lane
 from penstock.workers.cache import key_of
-from penstock.workers.deployments import Remembered
 from penstock.workers.executor import Work
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
 from penstock.workers.results import Conclusion
-from penstock.workers.served import ServedVersion
+from penstock.workers.versions.deployment_store import Remembered
+from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
-from tests.simulation.judge import Mutation
+from tests.simulation.checker import Mutation
 from tests.simulation.worker import SteppedDrain
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -10,7 +10,7 @@ from penstock.registry.errors import BrokerUnavailable
 from tests.simulation.broker import TTL_MS, UNSIGNED, Bystander, UnreliableEnd
 
 if TYPE_CHECKING:
-    from tests.simulation.judge import Simulation
+    from tests.simulation.checker import Simulation
 
 __all__ = ["Operator"]
 

@@ -23,24 +23,24 @@ from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
-from penstock.workers.deployments import epoch_of
 from penstock.workers.drain import Drain
 from penstock.workers.executor import Work
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.job import ClaimedJob
-from penstock.workers.journal import FormInUse
-from penstock.workers.loader import Loader
+from penstock.workers.observe.listener import Unwatched
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.observe.watcher import Unwatched
+from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.python_entrypoint import PythonRuntime
-from penstock.workers.served import ServedVersion
+from penstock.workers.versions.deployment_store import epoch_of
+from penstock.workers.versions.loader import Loader
+from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.plan import LEASE_S, Fault
-from tests.simulation.world import World
+from tests.simulation.virtual_time import World
 
 if TYPE_CHECKING:
-    from tests.simulation.judge import Simulation
+    from tests.simulation.checker import Simulation
 
 __all__ = ["Crash", "Machine", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from penstock import Client
-from penstock.registry import manifest
 from penstock.registry.errors import ConfigurationError, InvalidInput, PenstockError
-from penstock.registry.package import find, load_package
+from penstock.registry.package import find, load_package, manifest
 from penstock.registry.queues import parse_name, record_key
 from tests.packages import write_double
 

@@ -23,8 +23,8 @@ from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.drain import Drain
+from penstock.workers.observe.listener import Unwatched
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.observe.watcher import Unwatched
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import RedisServer, wait_until
 

@@ -19,9 +19,9 @@ from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
 from penstock.workers.executor import Executor, TooLarge, Work, seats_for
 from penstock.workers.job import ClaimedJob
-from penstock.workers.journal import FormInUse
+from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
-from penstock.workers.served import ServedVersion
+from penstock.workers.versions.version import ServedVersion
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
 

@@ -19,10 +19,10 @@ from penstock.registry.package import find, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.drain import Drain
-from penstock.workers.library import ModelsRoot
+from penstock.workers.observe.listener import Unwatched
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.observe.watcher import Unwatched
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.versions.repository import ModelsRoot
 from tests.packages import recorded_forwards, write_double, write_package, write_recorder
 from tests.servers import wait_until
 from tests.workers.batching.test_calibrate import GIB, Device
@@ -139,8 +139,8 @@ def test_calibration_leaves_the_headroom_that_is_set(
         assert (runtime.spec.name, name, concurrency) == ("double", "cuda:0", 1)
         return device.probe
 
-    monkeypatch.setattr("penstock.workers.loader.forward_probe", probe)
-    monkeypatch.setattr("penstock.workers.loader.total_bytes", lambda _: device.total_bytes)
+    monkeypatch.setattr("penstock.workers.versions.loader.forward_probe", probe)
+    monkeypatch.setattr("penstock.workers.versions.loader.total_bytes", lambda _: device.total_bytes)
     package = write_double(models_root)
     spec = yaml.safe_load((package / "model.yaml").read_text())
     (package / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}}))

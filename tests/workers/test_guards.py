@@ -24,12 +24,12 @@ from penstock.registry.settings import Settings
 from penstock.registry.tensors import Array, decode
 from penstock.workers.drain import Drain
 from penstock.workers.executor import Work
-from penstock.workers.journal import FormInUse
+from penstock.workers.observe.listener import Ended, Failed, Unwatched
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.observe.watcher import Ended, Failed, Unwatched
+from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import Prepared, Runtime
 from penstock.workers.runtime.forms import Forms, Forward
-from penstock.workers.served import VersionState
+from penstock.workers.versions.version import VersionState
 from tests.flow.conftest import amend
 from tests.packages import write_double, write_package, write_recorder
 from tests.servers import wait_until

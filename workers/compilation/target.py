@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from penstock.registry.package import Package
-from penstock.registry.sections import Precision
+from penstock.registry.package.spec_sections import Precision
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from penstock.registry.errors import ConfigurationError, shown
-from penstock.registry.manifest import Manifest
 from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
 
 __all__ = ["PackageModules"]
 

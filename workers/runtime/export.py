@@ -29,7 +29,7 @@ import numpy as np
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
-from penstock.registry.sections import Precision
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:

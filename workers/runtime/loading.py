@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.registry.errors import ConfigurationError, ModelError, ModelNotReady
-from penstock.registry.manifest import Manifest
 from penstock.registry.package import ModelSpec, Package
-from penstock.registry.sections import Precision
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 from penstock.workers.frameworks.adapters import Adapter
 from penstock.workers.frameworks.inference_proxy import InferenceProxy

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.errors import ConfigurationError, OutOfMemory, shown
-from penstock.registry.manifest import Manifest
 from penstock.registry.package import SPEC_FILE, Package
-from penstock.registry.signature import TensorSpec
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import Array
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import DeviceLost, Prepared, concatenate

@@ -7,7 +7,7 @@ from typing import Final
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
-from penstock.registry.sections import Precision
+from penstock.registry.package.spec_sections import Precision
 from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.loading import Loading

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
-from penstock.registry.manifest import Manifest
 from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
 from penstock.registry.tensors import DTYPES, Array
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared

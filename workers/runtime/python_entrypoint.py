@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from penstock.registry.errors import ConfigurationError, ModelError
-from penstock.registry.manifest import Manifest
 from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
 from penstock.registry.tensors import Array
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext, concatenate

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.errors import ConfigurationError, ModelError, shown
-from penstock.registry.manifest import Manifest
 from penstock.registry.package import Package
-from penstock.registry.sections import Precision
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import DTYPES, STRING, Array
 from penstock.workers.batching.buckets import row_bucket
 from penstock.workers.frameworks.adapters import adapt

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.errors import ConfigurationError, OutOfMemory
-from penstock.registry.sections import Precision
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import DeviceLost
 

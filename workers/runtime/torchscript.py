@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.registry.errors import ConfigurationError
-from penstock.registry.manifest import Manifest
+from penstock.registry.package.manifest import Manifest
 from penstock.workers.runtime.pytorch import ModuleRuntime
 from penstock.workers.runtime.torch_device import TorchDevice
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
-from penstock.registry.manifest import Manifest
 from penstock.registry.package import Package
-from penstock.registry.sections import Precision
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 from penstock.workers.batching.buckets import LengthBuckets, row_bucket
 from penstock.workers.frameworks.adapters import adapt

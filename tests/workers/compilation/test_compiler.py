@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
-from penstock.registry.sections import Precision
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.settings import CompilationConfig, Settings
 from penstock.workers.compilation import (
     Compilable,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from penstock import Client
-from penstock.compose.fleet import Device
-from penstock.compose.local import LocalStack
+from penstock.compose.stack.fleet import Device
+from penstock.compose.stack.local import LocalStack
 from penstock.registry.settings import Settings
 from tests.compose.conftest import penstock
 from tests.packages import write_double

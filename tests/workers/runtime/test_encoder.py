@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
 from penstock.registry.package import load_package
 from penstock.workers.runtime.transformers import EncoderRuntime, slice_by_length
+from tests.servers import ROOT
 from tests.workers.runtime.formats import opened
 
-SAMPLES = Path(__file__).parents[3] / "models"
+SAMPLES = ROOT / "models"
 TEXTS = [
     "Returns the date that a string stands for.",
     "",

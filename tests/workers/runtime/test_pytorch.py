@@ -18,9 +18,10 @@ from penstock.workers.runtime.forms import twin_of
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 from tests.packages import write_package
+from tests.servers import ROOT
 from tests.workers.runtime.formats import affine, answers, opened, write_pytorch
 
-SAMPLES = Path(__file__).parents[3] / "models"
+SAMPLES = ROOT / "models"
 
 
 @pytest.fixture(scope="module")
