@@ -25,8 +25,10 @@ from penstock.compose.stack.supervisor import (
 from tests.servers import ROOT, wait_until
 
 QUICK = Patience(first_beat_s=20, silence_s=2.5, warm_s=20, cold_s=1, first_delay_s=0.2, longest_delay_s=1, steady_s=60)
-HEARTBEAT = "import os, sys, time; from penstock.workers.process.heartbeat import start; "
+HEARTBEAT = (
+    "import os, sys, time; from penstock.workers.process.heartbeat import start; "
     "fd = int(os.environ['PENSTOCK_HEARTBEAT_FD'])"
+)
 
 
 def is_alive(pid: int) -> bool:
