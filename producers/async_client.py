@@ -29,7 +29,7 @@ from penstock.producers.replies import SILENCE_S, EventMerger, JobEvent, JobInfo
 from penstock.producers.rows import RowShape, Tracker
 from penstock.registry import stack_file
 from penstock.registry.admission import Press, SpecCache, limits_of
-from penstock.registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Publication, Receipt, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import (
@@ -289,24 +289,24 @@ class AsyncJobHandle:
         self.is_ours = is_ours
         """Whether this client will be told on its reply stream, and has not been yet."""
         self._is_known = is_ours
-        self._standing: Standing | None = None
+        self._job_record: JobRecord | None = None
         self._outcome: Outcome | None = None
 
     def __repr__(self) -> str:
         return f"<AsyncJobHandle {self.id}>"
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """The reply has come; see Recipient."""
-        self._standing = standing
+        self._job_record = job_record
         self.is_ours = False
         self._client._inbox.answered(self)
 
     async def status(self) -> str:
         """See JobHandle.status."""
-        if self._standing is None:
-            standing = await self._ask()
-            if standing.state is State.QUEUED:
-                return "running" if standing.is_claimed else "queued"
+        if self._job_record is None:
+            job_record = await self._ask()
+            if job_record.state is State.QUEUED:
+                return "running" if job_record.is_claimed else "queued"
         return self._opened().state.name.lower()
 
     async def result(self, timeout: float | None = None) -> dict[str, Array]:
@@ -324,8 +324,11 @@ class AsyncJobHandle:
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
-                standing = await self._ask(subscribe=True)
-                for event in (*merger.entries(await inbox.read_now(self.id, merger.last)), *merger.standing(standing)):
+                job_record = await self._ask(subscribe=True)
+                for event in (
+                    *merger.entries(await inbox.read_now(self.id, merger.last)),
+                    *merger.job_record(job_record),
+                ):
                     yield event
                 while not (merger.is_over or merger.awaits_record):
                     entries = await subscription.next(SILENCE_S)
@@ -350,55 +353,55 @@ class AsyncJobHandle:
     async def _follow(self) -> None:
         """Asks the record; of somebody else's job, reads the stream to its end."""
         await self._ask()
-        if self._standing is None:
+        if self._job_record is None:
             async for _ in self.stream():
                 pass
             await self._ask()
 
-    async def _ask(self, *, subscribe: bool = False) -> Standing:
-        standing = await self._stand(subscribe=subscribe)
-        if standing.state is not State.QUEUED:
-            self._outcome = self._open(standing)
-            self._standing = standing
-        elif standing.tenant != self.tenant:
+    async def _ask(self, *, subscribe: bool = False) -> JobRecord:
+        job_record = await self._stand(subscribe=subscribe)
+        if job_record.state is not State.QUEUED:
+            self._outcome = self._open(job_record)
+            self._job_record = job_record
+        elif job_record.tenant != self.tenant:
             raise self._missing()
         self._is_known = True
-        return standing
+        return job_record
 
-    async def _stand(self, *, subscribe: bool) -> Standing:
-        standing = await self._client._broker.standing(self.id, subscribe=subscribe)
-        if standing is None:
+    async def _stand(self, *, subscribe: bool) -> JobRecord:
+        job_record = await self._client._broker.job_record(self.id, subscribe=subscribe)
+        if job_record is None:
             raise self._missing()
-        return standing
+        return job_record
 
     def _missing(self) -> Exception:
         return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
 
     async def _ended(self, timeout: float | None) -> Outcome:
-        if self._standing is None:
+        if self._job_record is None:
             until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
             try:
                 if self.is_ours:
                     await self._client._inbox.reply_to(self, until)
-                if self._standing is None:
+                if self._job_record is None:
                     async with asyncio.timeout_at(None if until == inf else until):
                         await self._follow()
             except TimeoutError:
                 # Time is up; the record has the last word.
                 await self._ask()
-                if self._standing is None:
+                if self._job_record is None:
                     raise ResultTimeout(f"No result within {timeout:g} s; the job goes on") from None
         return self._opened()
 
     def _opened(self) -> Outcome:
         if self._outcome is None:
-            if self._standing is None:
+            if self._job_record is None:
                 raise self._missing()
-            self._outcome = self._open(self._standing)
+            self._outcome = self._open(self._job_record)
         return self._outcome
 
-    def _open(self, standing: Standing) -> Outcome:
-        outcome = open_outcome(self.id, standing, self._client._press.keyring)
+    def _open(self, job_record: JobRecord) -> Outcome:
+        outcome = open_outcome(self.id, job_record, self._client._press.keyring)
         if outcome.header.context.tenant != self.tenant:
             raise self._missing()
         return outcome

@@ -38,7 +38,7 @@ from penstock.producers.replies import (
 from penstock.producers.rows import RowShape, Tracker
 from penstock.registry import stack_file
 from penstock.registry.admission import Press, SpecCache, limits_of
-from penstock.registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Publication, Receipt, State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import (
@@ -298,15 +298,15 @@ class JobHandle:
         self._client = client
         self._is_ours = is_ours
         self._is_known = is_ours
-        self._standing: Standing | None = None
+        self._job_record: JobRecord | None = None
         self._outcome: Outcome | None = None
 
     def __repr__(self) -> str:
         return f"<JobHandle {self.id}>"
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """The reply has come; see Recipient."""
-        self._standing = standing
+        self._job_record = job_record
         self._is_ours = False
 
     def status(self) -> str:
@@ -314,10 +314,10 @@ class JobHandle:
 
         Raises UnknownJob, or ResultGone when the retention has ended.
         """
-        if self._standing is None:
-            standing = self._ask()
-            if standing.state is State.QUEUED:
-                return "running" if standing.is_claimed else "queued"
+        if self._job_record is None:
+            job_record = self._ask()
+            if job_record.state is State.QUEUED:
+                return "running" if job_record.is_claimed else "queued"
         return self._opened().state.name.lower()
 
     def result(self, timeout: float | None = None) -> dict[str, Array]:
@@ -346,9 +346,9 @@ class JobHandle:
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
-                standing = self._ask(subscribe=True)
+                job_record = self._ask(subscribe=True)
                 yield from merger.entries(inbox.read_now(self.id, merger.last))
-                yield from merger.standing(standing)
+                yield from merger.job_record(job_record)
                 while not (merger.is_over or merger.awaits_record):
                     if not inbox.wait(lambda: bool(subscription), SILENCE_S):
                         break
@@ -369,11 +369,11 @@ class JobHandle:
 
     def _await_end(self, deadline: float | None, timeout: float | None) -> None:
         inbox = self._client._inbox
-        while self._standing is None:
+        while self._job_record is None:
             left = _LONGEST_WATCH_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 self._ask()
-                if self._standing is None:
+                if self._job_record is None:
                     raise ResultTimeout(f"No result within {timeout:g} s; the job goes on")
             elif not (self._is_ours and inbox.expects(self.id)):
                 # Also a parent's job in a forked child: the reply goes to the parent.
@@ -390,53 +390,53 @@ class JobHandle:
         events = inbox.subscribe(self.id, 0)
         try:
             self._ask(subscribe=True)
-            if self._standing is None and inbox.wait(lambda: any(map(is_end, tuple(events))), seconds):
+            if self._job_record is None and inbox.wait(lambda: any(map(is_end, tuple(events))), seconds):
                 self._ask()
         finally:
             inbox.unsubscribe(self.id, events)
 
-    def _ask(self, *, subscribe: bool = False) -> Standing:
+    def _ask(self, *, subscribe: bool = False) -> JobRecord:
         """Reads the record; keeps it when it is terminal."""
-        standing = self._stand(subscribe=subscribe)
-        if standing.state is not State.QUEUED:
-            self._outcome = self._open(standing)
-            self._standing = standing
-        elif standing.tenant != self.tenant:
+        job_record = self._stand(subscribe=subscribe)
+        if job_record.state is not State.QUEUED:
+            self._outcome = self._open(job_record)
+            self._job_record = job_record
+        elif job_record.tenant != self.tenant:
             raise self._missing()
         self._is_known = True
-        return standing
+        return job_record
 
-    def _stand(self, *, subscribe: bool) -> Standing:
-        standing = self._client._broker.standing(self.id, subscribe=subscribe)
-        if standing is None:
+    def _stand(self, *, subscribe: bool) -> JobRecord:
+        job_record = self._client._broker.job_record(self.id, subscribe=subscribe)
+        if job_record is None:
             raise self._missing()
-        return standing
+        return job_record
 
     def _missing(self) -> Exception:
         return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
 
     def _ended(self, timeout: float | None) -> Outcome:
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._is_ours and self._standing is None:
+        if not self._is_ours and self._job_record is None:
             self._ask()
-        if self._standing is None:
+        if self._job_record is None:
             self._await_end(deadline, timeout)
         return self._opened()
 
     def _opened_or_asked(self) -> Outcome:
-        if self._standing is None:
+        if self._job_record is None:
             self._ask()
         return self._opened()
 
     def _opened(self) -> Outcome:
         if self._outcome is None:
-            if self._standing is None:
+            if self._job_record is None:
                 raise self._missing()
-            self._outcome = self._open(self._standing)
+            self._outcome = self._open(self._job_record)
         return self._outcome
 
-    def _open(self, standing: Standing) -> Outcome:
-        outcome = open_outcome(self.id, standing, self._client._press.keyring)
+    def _open(self, job_record: JobRecord) -> Outcome:
+        outcome = open_outcome(self.id, job_record, self._client._press.keyring)
         if outcome.header.context.tenant != self.tenant:
             raise self._missing()
         return outcome

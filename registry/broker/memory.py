@@ -30,12 +30,12 @@ from penstock.registry.broker.base import (
     Depth,
     Event,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     State,
     StreamEntry,
     Verdict,
@@ -103,25 +103,25 @@ class MemoryBroker:
             self._state.serve_armed(slot)
             return receipts
 
-    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.standings."""
         with self._changed:
             records = [self._state.records.get(job_id) for job_id in job_ids]
-            return [record.standing() if record else None for record in records]
+            return [record.job_record() if record else None for record in records]
 
-    def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+    def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.standing."""
         with self._changed:
             record = self._state.records.get(job_id)
             if record is None:
                 return None
             if record.state is not State.QUEUED:
-                return record.standing()
+                return record.job_record()
             record.is_followed |= subscribe
             lease = self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
             if lease is None:
-                return record.standing()
-            return structs.replace(record.standing(), is_claimed=lease.owner != _NOBODY, deliveries=lease.deliveries)
+                return record.job_record()
+            return structs.replace(record.job_record(), is_claimed=lease.owner != _NOBODY, deliveries=lease.deliveries)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -466,11 +466,11 @@ class _Record:
         """Whether this is the live record of a job that was accepted as that entry."""
         return (self.state, self.priority, self.entry_id) == (State.QUEUED, priority, entry_id)
 
-    def standing(self) -> Standing:
+    def job_record(self) -> JobRecord:
         """What the record says by itself. A terminal record's tenant is inside its sealed result."""
         if self.state is State.QUEUED:
-            return Standing(self.state, self.tenant, cancel_requested=self.is_cancel_requested)
-        return Standing(self.state, "", self.result)
+            return JobRecord(self.state, self.tenant, cancel_requested=self.is_cancel_requested)
+        return JobRecord(self.state, "", self.result)
 
     def encoded(self) -> bytes:
         """A terminal record as it travels in a reply: state, a dash, the sealed result."""

@@ -22,12 +22,12 @@ from penstock.registry.broker.base import (
     Depth,
     Event,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     State,
     StreamEntry,
     Verdict,
@@ -396,26 +396,26 @@ def cancelled(answer: bytes) -> CancelOutcome:
     return _CANCELS[answer]
 
 
-def standing(job_id: str, *, subscribe: bool) -> Call:
+def job_record(job_id: str, *, subscribe: bool) -> Call:
     """One call that reads a job's record."""
     return _call("standing", [*stream_keys(slot_of(job_id)), record_key(job_id)], [GROUP, int(subscribe)])
 
 
-def stood(answer: Sequence[Any] | None) -> Standing | None:
+def stood(answer: Sequence[Any] | None) -> JobRecord | None:
     """The answer of `standing`."""
     if answer is None:
         return None
     record, consumer, deliveries = answer
-    return structs.replace(record_standing(record), is_claimed=bool(consumer), deliveries=deliveries)
+    return structs.replace(parse_record(record), is_claimed=bool(consumer), deliveries=deliveries)
 
 
-def record_standing(record: bytes) -> Standing:
+def parse_record(record: bytes) -> JobRecord:
     """What a record says by itself. A terminal record's tenant is inside its sealed result."""
     letter = chr(record[0])
     if letter in "QK":
         tenant = record.split(b"\n", 2)[1].decode()
-        return Standing(State.QUEUED, tenant, cancel_requested=letter == "K")
-    return Standing(_STATES[letter], "", record[2:])
+        return JobRecord(State.QUEUED, tenant, cancel_requested=letter == "K")
+    return JobRecord(_STATES[letter], "", record[2:])
 
 
 def bury(

@@ -29,12 +29,12 @@ from penstock.registry.broker.base import (
     Depth,
     Event,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     StreamEntry,
     Verdict,
     Waiting,
@@ -142,16 +142,16 @@ class RedisStreams:
         """See ProducerEnd.publish."""
         return scripts.receipts(slot, jobs, self._run(scripts.publish(slot, jobs, limits)))
 
-    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.standings."""
         if not job_ids:
             return []
         records = self._run(["MGET", *map(record_key, job_ids)])
-        return [None if record is None else scripts.record_standing(record) for record in records]
+        return [None if record is None else scripts.parse_record(record) for record in records]
 
-    def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+    def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.standing."""
-        return scripts.stood(self._run(scripts.standing(job_id, subscribe=subscribe)))
+        return scripts.stood(self._run(scripts.job_record(job_id, subscribe=subscribe)))
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""

@@ -34,9 +34,9 @@ def test_claimed_job_is_the_published_one(broker: Broker, slot: str):
     assert (delivery.slot, delivery.priority, delivery.sealed) == (slot, Priority.LOW, job_id.encode())
     assert delivery.attempt == 1
     assert abs(delivery.accepted_ms - broker.now_ms()) < 2000
-    standing = broker.standing(job_id)
-    assert standing is not None
-    assert (standing.is_claimed, standing.deliveries) == (True, 1)
+    job_record = broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.is_claimed, job_record.deliveries) == (True, 1)
 
 
 def test_jobs_of_one_priority_are_claimed_in_order(broker: Broker, slot: str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from penstock.registry.broker.base import Broker, CancelOutcome, Delivery, Limits, Renewal, Standing, State, Verdict
+from penstock.registry.broker.base import Broker, CancelOutcome, Delivery, JobRecord, Limits, Renewal, State, Verdict
 from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
@@ -34,9 +34,9 @@ def test_lapsed_lease_passes_to_whoever_asks(brokerage: Brokerage, broker: Broke
     (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
     assert second == structs.replace(first, attempt=2)
     assert broker.take_over("w3", slot, LEASE_MS, 8) == []
-    standing = broker.standing(job_id)
-    assert standing is not None
-    assert (standing.is_claimed, standing.deliveries) == (True, 2)
+    job_record = broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.is_claimed, job_record.deliveries) == (True, 2)
 
 
 def test_renewed_lease_does_not_lapse(brokerage: Brokerage, broker: Broker, slot: str):
@@ -74,7 +74,7 @@ def test_late_commit_has_no_effect(brokerage: Brokerage, broker: Broker, slot: s
     assert settle(broker, "w1", commit_of(first, b"late")) == [Verdict.FENCED]
     assert settle(broker, "w2", commit_of(second, b"in time")) == [Verdict.COMMITTED]
     assert settle(broker, "w1", commit_of(first, b"later")) == [Verdict.FENCED]
-    assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"in time")]
+    assert broker.job_records([job_id]) == [JobRecord(State.COMPLETED, "", b"in time")]
 
 
 def test_lapsed_lease_still_commits_while_nobody_took_over(brokerage: Brokerage, broker: Broker, slot: str):
@@ -92,7 +92,7 @@ def test_first_commit_wins(broker: Broker, slot: str):
     assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
     assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
     assert settle(broker, "w", commit_of(delivery, b"2")) == [Verdict.FENCED]
-    assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"1")]
+    assert broker.job_records([job_id]) == [JobRecord(State.COMPLETED, "", b"1")]
 
 
 def test_repeated_commit_tells_nobody_twice(broker: Broker, slot: str):
@@ -112,10 +112,10 @@ def test_repetition_of_an_ended_job_frees_no_place(broker: Broker, slot: str):
     settle(broker, "w", commit_of(first, b"result"))
     repeated = structs.replace(commit_of(second, b"another"), job_id=ended)
     assert settle(broker, "w", repeated) == [Verdict.GONE]
-    assert broker.standings([ended]) == [Standing(State.COMPLETED, "", b"result")]
+    assert broker.job_records([ended]) == [JobRecord(State.COMPLETED, "", b"result")]
     limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
-    assert broker.standings([running]) == [Standing(State.QUEUED, "acme")]
+    assert broker.job_records([running]) == [JobRecord(State.QUEUED, "acme")]
 
 
 def test_another_boot_of_a_worker_is_another_consumer(broker: Broker, slot: str):
@@ -131,9 +131,9 @@ def test_released_job_is_taken_over_at_once(broker: Broker, slot: str):
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
     broker.release("w1", [held(delivery)])
-    standing = broker.standing(job_id)
-    assert standing is not None
-    assert (standing.state, standing.is_claimed) == (State.QUEUED, False)
+    job_record = broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.state, job_record.is_claimed) == (State.QUEUED, False)
     assert settle(broker, "w1", commit_of(delivery)) == [Verdict.FENCED]
     assert broker.take_over("w2", slot, 60_000, 8) == [delivery]
     assert settle(broker, "w2", commit_of(delivery)) == [Verdict.COMMITTED]
@@ -213,7 +213,7 @@ def test_commit_turns_the_record_into_the_result(broker: Broker, slot: str, stat
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
     assert settle(broker, "w", commit_of(delivery, b"result\x00\n\xff", state=state)) == [Verdict.COMMITTED]
-    assert broker.standing(job_id) == Standing(state, "", b"result\x00\n\xff")
+    assert broker.job_record(job_id) == JobRecord(state, "", b"result\x00\n\xff")
     assert queued(broker, slot) == 0
 
 
@@ -222,9 +222,9 @@ def test_result_is_readable_until_its_expiry(brokerage: Brokerage, broker: Broke
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
     settle(broker, "w", commit_of(delivery), result_ttl_ms=100)
-    assert broker.standing(job_id) is not None
+    assert broker.job_record(job_id) is not None
     brokerage.elapse(120)
-    assert broker.standing(job_id) is None
+    assert broker.job_record(job_id) is None
 
 
 def test_job_that_outlives_its_lifetime_while_it_runs_is_answered(brokerage: Brokerage, broker: Broker, slot: str):
@@ -247,7 +247,7 @@ def test_large_commit_is_one_step(broker: Broker, slot: str):
     verdicts = settle(broker, "w", *(commit_of(delivery) for delivery in [*deliveries, stranger]))
     assert verdicts == [Verdict.COMMITTED] * 1500 + [Verdict.FENCED]
     assert queued(broker, slot) == 0
-    assert all(standing and standing.result == b"result" for standing in broker.standings(published))
+    assert all(job_record and job_record.result == b"result" for job_record in broker.job_records(published))
 
 
 def test_commit_spans_moments_of_acceptance(brokerage: Brokerage, broker: Broker, slot: str):
@@ -281,9 +281,9 @@ def test_burial_ends_the_job_that_the_bytes_were_accepted_as(broker: Broker, slo
     normal, low = (job.job_id for job in jobs)
     mine, other = claim(broker, "w", slot)
     assert broker.bury("w", other, "bad", job_id=normal, sealed=b"forged")
-    assert broker.standings([normal, low]) == [Standing(State.QUEUED, "acme")] * 2
+    assert broker.job_records([normal, low]) == [JobRecord(State.QUEUED, "acme")] * 2
     assert broker.bury("w", mine, "bad", job_id=normal, sealed=b"why")
-    assert broker.standings([normal]) == [Standing(State.DEAD, "", b"why")]
+    assert broker.job_records([normal]) == [JobRecord(State.DEAD, "", b"why")]
 
 
 def test_entries_of_two_priorities_are_two_jobs(brokerage: Brokerage, broker: Broker, slot: str):

@@ -20,12 +20,12 @@ from penstock.registry.broker.base import (
     Commit,
     Delivery,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     StreamEntry,
     Verdict,
 )
@@ -201,9 +201,9 @@ class UnreliableEnd(MemoryBroker):
         """See ProducerEnd.read."""
         return self._call("read", lambda: super(UnreliableEnd, self).read(cursors, 0, count), may_recur=False)
 
-    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.standings."""
-        return self._call("standings", lambda: super(UnreliableEnd, self).standings(job_ids), may_recur=False)
+        return self._call("standings", lambda: super(UnreliableEnd, self).job_records(job_ids), may_recur=False)
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
         """See Broker.activate."""

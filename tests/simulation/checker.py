@@ -420,12 +420,12 @@ class Simulation:
                 history.accepted.add(job.number)
                 if not job.is_told and not self._replies_expired:
                     violate(f"its waiter was not told: {job.number}")
-            for job_id, standing in zip(job.job_ids, self._ends[0].standings(job.job_ids), strict=True):
-                if standing is not None and standing.result:
+            for job_id, job_record in zip(job.job_ids, self._ends[0].job_records(job.job_ids), strict=True):
+                if job_record is not None and job_record.result:
                     if job.number in history.records:
                         violate(f"two records of one idempotency key: {job.number}")
-                    history.records[job.number] = standing.result
-                    self._check_state(job, job_id, standing.state)
+                    history.records[job.number] = job_record.result
+                    self._check_state(job, job_id, job_record.state)
         for client in self._clients:
             for entry in client.replies():
                 for local_id, record in zip(entry.fields[::2], entry.fields[1::2], strict=True):

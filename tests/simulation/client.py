@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.producers.publish import accepted, cancellation
 from penstock.producers.replies import Postbox
 from penstock.registry.admission import Press
-from penstock.registry.broker.base import CancelOutcome, Limits, Publication, Standing, StreamEntry
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, StreamEntry
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import BrokerUnavailable, QueueFull
 from penstock.registry.package import ModelSpec
@@ -63,7 +63,7 @@ class Waiter:
     id: str
     job: Job
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """See Recipient."""
         self.job.is_told = True
 

@@ -77,16 +77,16 @@ class Bench:
 
     def state(self, job_id: str) -> State:
         """What the job's record says."""
-        standing = self.broker.standing(job_id)
-        assert standing is not None
-        return standing.state
+        job_record = self.broker.job_record(job_id)
+        assert job_record is not None
+        return job_record.state
 
     def result(self, job_id: str) -> tuple[ResultHeader, float | None]:
         """The result, once it is there: its header, and the first number of `y`."""
 
         def sealed() -> bytes:
-            standing = self.broker.standing(job_id)
-            return standing.result if standing else b""
+            job_record = self.broker.job_record(job_id)
+            return job_record.result if job_record else b""
 
         header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
         return header, None if header.error else float(decode(header.content, body)["y"][0, 0])

@@ -63,8 +63,8 @@ class Bench:
         """How the job ended, once it has: its header, and the first number of `y` or the failure."""
 
         def sealed() -> bytes:
-            standing = self._end.standing(job_id)
-            return standing.result if standing else b""
+            job_record = self._end.job_record(job_id)
+            return job_record.result if job_record else b""
 
         header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
         return header, header.error or float(decode(header.content, body)["y"][0, 0])

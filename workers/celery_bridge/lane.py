@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import redis
 
 from penstock.registry.admission import Press, SpecCache
-from penstock.registry.broker.base import Broker, Limits, ProducerEnd, Standing, State
+from penstock.registry.broker.base import Broker, JobRecord, Limits, ProducerEnd, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.errors import (
     Corrupt,
@@ -208,27 +208,27 @@ class LaneReplies:
         return [entry for key, entries in found for entry in _entries(slots[key], entries)]
 
     def _store(self, entry: _Entry) -> None:
-        for job_id, standing in zip(entry.job_ids, self._broker.standings(entry.job_ids), strict=True):
-            self._settle(job_id, standing)
+        for job_id, job_record in zip(entry.job_ids, self._broker.job_records(entry.job_ids), strict=True):
+            self._settle(job_id, job_record)
         key = lane_key(entry.slot)
         with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.xack(key, GROUP, entry.entry_id)
             pipeline.xdel(key, entry.entry_id)
             pipeline.execute()
 
-    def _settle(self, job_id: str, standing: Standing | None) -> None:
+    def _settle(self, job_id: str, job_record: JobRecord | None) -> None:
         slot, _, task_id = job_id.rpartition(".")
-        if standing is None:
+        if job_record is None:
             gone = "The job has ended, and its result has expired before Celery's result backend could take it"
             self._outcomes.failed(task_id, ResultGone(gone))
             return
         try:
-            header, body = open_result(standing.result, self._keyring)
+            header, body = open_result(job_record.result, self._keyring)
             outputs = {} if header.error else lists(decode(header.content, body))
         except Corrupt as error:
             self._outcomes.failed(task_id, JobFailed(f"The result cannot be read: {error}"))
             return
-        if standing.state is State.CANCELLED:
+        if job_record.state is State.CANCELLED:
             self._outcomes.revoked(task_id)
         elif header.error:
             self._outcomes.failed(task_id, job_failure(header.error.code, header.error.message))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.registry.queues import parse_name
-from penstock.workers.levels.progression import THRESHOLDS, Decision, Standing, replay
+from penstock.workers.levels.progression import THRESHOLDS, Decision, LevelState, replay
 from penstock.workers.process.device import granted_threads
 from penstock.workers.runtime.cpu import cpu_label
 
@@ -132,7 +132,7 @@ class DecisionLog:
             and record["time"] > since
         )
 
-    def replayed(self, subject: Subject, run: str) -> Standing:
+    def replayed(self, subject: Subject, run: str) -> LevelState:
         """Where the process that is marked `run` stood with the subject after its last decision."""
         return replay(self._decisions(subject.model, {"run": run, "content_hash": subject.content_hash}))
 

@@ -46,7 +46,7 @@ from penstock.workers.levels.progression import (
     TOKENIZER_POOL,
     Decision,
     Evidence,
-    Standing,
+    LevelState,
     is_form,
     readiness,
 )
@@ -119,7 +119,7 @@ class _Attached:
     max_level: int
     max_rows: int
     earlier: Mapping[str, Decision]
-    standing: Standing = field(default_factory=Standing)
+    level_state: LevelState = field(default_factory=LevelState)
     asked: frozenset[str] = frozenset()
     measured: dict[str, Decision] = field(default_factory=dict)
     """Trials of forms that may not be used."""
@@ -148,19 +148,19 @@ class _Attached:
             long_builds=self.long_builds,
             is_asked_for=step in self.asked,
             was_accepted=earlier is not None and earlier.action == "enabled",
-            form=self.standing.form,
-            form_gain=self.standing.form_gain,
+            form=self.level_state.form,
+            form_gain=self.level_state.form_gain,
         )
 
     def may_try(self, step: str) -> bool:
         """Whether nothing is known yet that speaks against a trial, or an operator wants one all the same."""
-        if step in self.standing.enabled:
+        if step in self.level_state.enabled:
             return False
         if step in self.asked:
             return True
         earlier = self.earlier.get(step)
         was_measured = earlier is not None and earlier.action == "refused" and bool(earlier.evidence)
-        return step not in self.standing.settled and not was_measured
+        return step not in self.level_state.settled and not was_measured
 
 
 class Optimizer:
@@ -357,7 +357,7 @@ class Optimizer:
                 # One record may have been written, and the other not.
                 with suppress(OSError):
                     self.log.append(subject, decision)
-        attached.standing = attached.standing.apply(decision)
+        attached.level_state = attached.level_state.apply(decision)
         logger.info(
             "decided",
             extra={
@@ -374,12 +374,12 @@ class Optimizer:
 
     def _show_level(self, attached: _Attached) -> None:
         subject = attached.subject
-        self._metrics.level(subject.model, subject.version, "", attached.standing.level)
+        self._metrics.level(subject.model, subject.version, "", attached.level_state.level)
 
     def _fell_back(self, attached: _Attached, form: str, reason: str) -> None:
         """A form failed at serving; called on a model thread. Its batch has the reference's answer already."""
         with self._lock:
-            if attached.standing.form == form and not attached.is_detached:
+            if attached.level_state.form == form and not attached.is_detached:
                 self._decide(attached, Decision(form, "disabled", "it failed at serving", reason))
 
     # Trials
@@ -511,7 +511,7 @@ class Optimizer:
 
     def _insist(self, attached: _Attached, step: str) -> str:
         """Tries a form at an operator's wish."""
-        if step in attached.standing.enabled:
+        if step in attached.level_state.enabled:
             return f"{step} is enabled already"
         attached.asked |= {step}
         found = readiness(step, attached.evidence(step), attached.max_level)
@@ -521,7 +521,7 @@ class Optimizer:
 
     def _measure(self, attached: _Attached, step: str) -> str:
         """Tries a form of whatever level, and uses it in no case."""
-        if step in attached.standing.enabled:
+        if step in attached.level_state.enabled:
             return f"{step} is enabled already"
         decision = self._try(attached, step).decision(step, "measured")
         attached.measured[step] = decision
@@ -550,14 +550,14 @@ class Optimizer:
 
 
 def _entry(attached: _Attached) -> dict[str, object]:
-    standing, profile = attached.standing, attached.profiler.profile
+    level_state, profile = attached.level_state, attached.profiler.profile
     goldens = attached.profiler.goldens
     return {
         "version": attached.subject.version,
         "content_hash": attached.subject.content_hash,
-        "level": standing.level,
+        "level": level_state.level,
         "max_level": attached.max_level,
-        "form": standing.form,
+        "form": level_state.form,
         "profile": {**asdict(profile), "rows_per_s": round(profile.rows_per_s, 1)},
         "goldens": {"jobs": len(goldens), "bytes": goldens.nbytes} if goldens else None,
         "answers": attached.answers,
@@ -569,11 +569,11 @@ def _entry(attached: _Attached) -> dict[str, object]:
 
 def _step_entry(attached: _Attached, step: str) -> dict[str, object]:
     """`state`: on, disabled, refused, waiting, not tried, or not allowed by max_level; `gain` None: not measured."""
-    standing = attached.standing
+    level_state = attached.level_state
     # What an earlier process measured counts until this one has.
-    decision = standing.settled.get(step) or attached.measured.get(step) or attached.earlier.get(step)
+    decision = level_state.settled.get(step) or attached.measured.get(step) or attached.earlier.get(step)
     found = readiness(step, attached.evidence(step), attached.max_level)
-    if step in standing.enabled:
+    if step in level_state.enabled:
         state = "on"
     elif THRESHOLDS[step].level > attached.max_level:
         state = "not allowed"

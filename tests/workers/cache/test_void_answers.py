@@ -214,7 +214,7 @@ def test_streams_of_kept_answers_have_no_start(bench: Bench, models_root: Path):
     worker.forwards()
     jobs += bench.publish("double", 7)
     worker.turn(4)
-    outcomes = [open_outcome(job_id, bench.standing(job_id), UNSIGNED) for job_id in jobs]
+    outcomes = [open_outcome(job_id, bench.job_record(job_id), UNSIGNED) for job_id in jobs]
     assert [(outcome.info().is_cached, outcome.has_run) for outcome in outcomes] == [(False, True), (True, False)]
 
 

@@ -22,7 +22,7 @@ from penstock.workers.compilation import CompilationRefused
 from penstock.workers.levels.decision_log import DecisionLog, Subject
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.levels.profiler import Profiler
-from penstock.workers.levels.progression import Decision, Readiness, Standing
+from penstock.workers.levels.progression import Decision, LevelState, Readiness
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.servers import wait_until
 from tests.workers.levels.fake_model import WIDTH, Clock, Form, Rotation, served
@@ -345,9 +345,9 @@ def test_how_a_form_was_compiled_goes_with_its_decision(make_bench: MakeBench):
     assert make_bench(forms).step("compiled")["made"] == made
 
 
-def standing_of(bench: Bench) -> Standing:
+def standing_of(bench: Bench) -> LevelState:
     (attached,) = bench.optimizer._attached.values()
-    return attached.standing
+    return attached.level_state
 
 
 def standing_subject(bench: Bench) -> Subject:

@@ -118,8 +118,8 @@ class Stage:
         """How the job ended, once it has: its header, and the first number of `y` or the failure."""
 
         def sealed() -> bytes:
-            standing = self.broker.standing(job_id)
-            return standing.result if standing else b""
+            job_record = self.broker.job_record(job_id)
+            return job_record.result if job_record else b""
 
         header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
         return header, header.error or float(decode(header.content, body)["y"][0, 0])
@@ -225,9 +225,9 @@ def test_a_worker_that_cannot_load_the_promoted_version_claims_nothing(stage: St
     wait_until(lambda: stage.state("1") == "failed", 5, "the load fails")
     problem = stage.drains[0].versions()[stage.model]["1"]["problem"]
     assert "were promoted" in problem or "promoted" in problem
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert standing.state is State.QUEUED
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert job_record.state is State.QUEUED
     assert "1" not in stage.loads()
     stage.promote("1", epoch=3)
     assert stage.result(job_id)[1] == 1.0
@@ -351,9 +351,9 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
     stage.promote("0.1", epoch=1, content_hash="ab" * 32)
     job_id = stage.submit()
     wait_until(lambda: stage.state("0.1") == "failed", 5, "the load has failed")
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert standing.state is State.QUEUED
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert job_record.state is State.QUEUED
 
 
 def test_what_is_wanted_and_missing_is_said_so(stage: Stage):

@@ -66,8 +66,8 @@ def failure_of(stage: Stage, job_id: str) -> str:
 
 def has_claimed(stage: Stage, drain: Drain, job_id: str) -> bool:
     """Whether the job is in that worker's memory."""
-    standing = stage.broker.standing(job_id)
-    return bool(standing and standing.is_claimed and drain.readiness[1]["in_memory"])
+    job_record = stage.broker.job_record(job_id)
+    return bool(job_record and job_record.is_claimed and drain.readiness[1]["in_memory"])
 
 
 def content_hash_of(package: Package) -> str:
@@ -203,9 +203,9 @@ def test_a_job_whose_time_runs_out_while_its_version_is_loaded_ends_in_time(stag
     begun = time.monotonic()
     (job_id,) = ask_for(stage, "0.1", deadline_s=0.5)
     stage.result(job_id)
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert standing.state is State.EXPIRED
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert job_record.state is State.EXPIRED
     assert time.monotonic() - begun < 2.0
 
 
@@ -215,9 +215,9 @@ def test_jobs_without_a_place_are_given_back_at_a_stop(stage: Stage):
     job_id = stage.submit(5.0, "1")
     wait_until(lambda: has_claimed(stage, drain, job_id), 5, "it is claimed")
     drain.stop(1.0)
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert (standing.is_claimed, standing.state) == (False, State.QUEUED)
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.is_claimed, job_record.state) == (False, State.QUEUED)
     stage.start()
     assert stage.result(job_id)[1] == 5.0
 

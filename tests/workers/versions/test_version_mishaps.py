@@ -52,9 +52,9 @@ def test_a_record_that_is_not_believed_promotes_nothing_at_a_start(stage: Stage,
     stage.start(verify=verify)
     job_id = stage.submit()
     time.sleep(0.7)
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert not standing.result, stage.result(job_id)
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert not job_record.result, stage.result(job_id)
 
 
 def test_a_worker_that_starts_beside_a_record_it_does_not_believe_leaves_the_spec_alone(stage: Stage, tmp_path: Path):
@@ -209,9 +209,9 @@ def test_a_follower_that_names_no_version_does_not_share_its_leaders_failure(sta
     named, unnamed = stage.submit(1.0, "0.5"), stage.submit(1.0)
     assert isinstance(stage.result(named)[1], Failure)
     time.sleep(0.5)
-    standing = stage.broker.standing(unnamed)
-    assert standing is not None
-    assert not standing.result
+    job_record = stage.broker.job_record(unnamed)
+    assert job_record is not None
+    assert not job_record.result
 
 
 def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(stage: Stage):
