@@ -35,7 +35,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from penstock.registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
+from penstock.registry.broker.base import Broker, Claim, Commit, CommitStatus, Delivery, Held, State
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
 from penstock.registry.package import Package
@@ -384,13 +384,13 @@ class Drain:
         if wishes:
             self._checkpoint("before-claim")
         begun = self._clock()
-        verdicts, deliveries = self._broker.exchange(
+        statuses, deliveries = self._broker.exchange(
             self.consumer, [commit for _, commit in pending], wishes, self._result_ttl_ms
         )
         self._uncommitted = []
         if pending:
             self._checkpoint("after-commit")
-            self._settle(pending, verdicts, begun)
+            self._settle(pending, statuses, begun)
         self._note_drained({wish.slot: wish.credit for wish in wishes}, deliveries)
         self._admit(deliveries)
 
@@ -935,15 +935,17 @@ class Drain:
             if version is not None and not self._joins_another(follower, version):
                 self._add(version, [follower])
 
-    def _settle(self, pending: Sequence[tuple[Conclusion, Commit]], verdicts: Sequence[Verdict], begun: float) -> None:
+    def _settle(
+        self, pending: Sequence[tuple[Conclusion, Commit]], statuses: Sequence[CommitStatus], begun: float
+    ) -> None:
         """The broker has answered: the jobs leave this worker's memory, and those who watch will be told."""
         now = self._clock()
         self._let_go([end.job for end, _ in pending])
         settled: list[tuple[Conclusion, State]] = []
-        for (end, commit), verdict in zip(pending, verdicts, strict=True):
-            if verdict is Verdict.COMMITTED:
+        for (end, commit), verdict in zip(pending, statuses, strict=True):
+            if verdict is CommitStatus.COMMITTED:
                 settled.append((end, commit.state))
-            elif verdict is Verdict.FENCED:
+            elif verdict is CommitStatus.FENCED:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
         self._account.settled(settled, now - begun, now)

@@ -49,7 +49,7 @@ __all__ = [
     "JobRecord",
     "State",
     "StreamEntry",
-    "Verdict",
+    "CommitStatus",
     "Waiting",
     "Withdrawal",
 ]
@@ -198,7 +198,7 @@ class Commit(msgspec.Struct, frozen=True, gc=False):
     once: str = ""
 
 
-class Verdict(Enum):
+class CommitStatus(Enum):
     """`COMMITTED`: this commit is the job's result, also when it is repeated. `FENCED`: the consumer no longer holds
     the job, and another result or none stands.
     `GONE`: it held the job, but the record had expired; there is nobody left to tell."""
@@ -306,7 +306,7 @@ class WorkerEnd(Protocol):
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """Commit and claim in one round trip; verdicts in the order of `commits`. A paused slot hands out nothing."""
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:

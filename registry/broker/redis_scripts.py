@@ -17,6 +17,7 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     DeadLetter,
     Delivery,
     Depth,
@@ -30,7 +31,6 @@ from penstock.registry.broker.base import (
     Replay,
     State,
     StreamEntry,
-    Verdict,
     Waiting,
     Withdrawal,
 )
@@ -97,7 +97,7 @@ _SHAS: Final = {
 }
 _PRIORITIES: Final = tuple(Priority)
 _STATES: Final = {state.value: state for state in State}
-_VERDICTS: Final = {ord("C"): Verdict.COMMITTED, ord("F"): Verdict.FENCED, ord("G"): Verdict.GONE}
+_VERDICTS: Final = {ord("C"): CommitStatus.COMMITTED, ord("F"): CommitStatus.FENCED, ord("G"): CommitStatus.GONE}
 _REFUSALS: Final = {b"f": "full", b"t": "tenant-full", b"m": "memory"}
 _REPLAYS: Final = {
     b"R": Replay.REPLAYED,
@@ -291,7 +291,7 @@ def _entry_order(entry_id: bytes) -> tuple[bytes, int, bytes]:
     return entry_id[:13], len(entry_id), entry_id
 
 
-def verdicts(answer: bytes) -> list[Verdict]:
+def statuses(answer: bytes) -> list[CommitStatus]:
     """The answer of `commit`."""
     return [_VERDICTS[letter] for letter in answer]
 

@@ -24,6 +24,7 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     DeadLetter,
     Delivery,
     Depth,
@@ -36,7 +37,6 @@ from penstock.registry.broker.base import (
     Renewal,
     Replay,
     StreamEntry,
-    Verdict,
     Waiting,
     Withdrawal,
 )
@@ -189,7 +189,7 @@ class RedisStreams:
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
         by_slot: defaultdict[str, list[int]] = defaultdict(list)
         for index, commit in enumerate(commits):
@@ -211,10 +211,10 @@ class RedisStreams:
             self.prepare([*by_slot, *(wish.slot for wish in claims)])
             for index, answer in zip(refused, self._run_all([calls[index] for index in refused]), strict=True):
                 answers[index] = answer
-        verdicts: list[Verdict] = [Verdict.FENCED] * len(commits)
+        statuses: list[CommitStatus] = [CommitStatus.FENCED] * len(commits)
         for (_, indices), answer in zip(chunks, answers, strict=False):
-            for index, verdict in zip(indices, scripts.verdicts(answer), strict=True):
-                verdicts[index] = verdict
+            for index, verdict in zip(indices, scripts.statuses(answer), strict=True):
+                statuses[index] = verdict
         deliveries: list[Delivery] = []
         for wish, answer in zip(claims, answers[len(chunks) :], strict=True):
             now_ms, is_paused, found = scripts.claimed(wish.slot, answer)
@@ -222,7 +222,7 @@ class RedisStreams:
                 self._paused ^= {wish.slot}
             self._note_clock(now_ms, begun)
             deliveries += found
-        return verdicts, deliveries
+        return statuses, deliveries
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""

@@ -94,8 +94,8 @@ def test_one_exchange_commits_and_claims_for_several_models(broker: Broker, slot
     mine, theirs = claim(broker, "w", slot, credit=1), claim(broker, "w", other, credit=1)
     stranger = commit_of(structs.replace(mine[0], entry_id=b"1-1"))
     commits = [commit_of(theirs[0]), stranger, commit_of(mine[0])]
-    verdicts, deliveries = broker.exchange("w", commits, [Claim(slot, 4, 0, 0), Claim(other, 4, 0, 0)], TTL_MS)
-    assert [verdict.value for verdict in verdicts] == ["committed", "fenced", "committed"]
+    statuses, deliveries = broker.exchange("w", commits, [Claim(slot, 4, 0, 0), Claim(other, 4, 0, 0)], TTL_MS)
+    assert [verdict.value for verdict in statuses] == ["committed", "fenced", "committed"]
     assert [delivery.slot for delivery in deliveries] == [slot, other]
 
 

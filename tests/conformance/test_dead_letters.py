@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.registry.broker.base import Broker, Event, JobRecord, Limits, Publication, Replay, State, Verdict
+from penstock.registry.broker.base import Broker, CommitStatus, Event, JobRecord, Limits, Publication, Replay, State
 from penstock.registry.queues import Priority, reply_key, stream_key
 from tests.conformance.conftest import DEAD_LETTERS_BYTES, Brokerage, OnRedis
 from tests.conformance.jobs import (
@@ -129,7 +129,7 @@ def test_replayed_job_runs_under_its_own_id(broker: Broker, slot: str):
     assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)
     (delivery,) = claim(broker, "w2", slot)
     assert (delivery.sealed, delivery.priority, delivery.attempt) == (job.sealed, Priority.HIGH, 1)
-    assert settle(broker, "w2", commit_of(delivery, reply=reply, once="key")) == [Verdict.COMMITTED]
+    assert settle(broker, "w2", commit_of(delivery, reply=reply, once="key")) == [CommitStatus.COMMITTED]
     assert broker.job_records([job.job_id]) == [JobRecord(State.COMPLETED, "", b"result")]
     told = broker.read({reply: "0-0"}, 0)
     assert [entry.fields[1] for entry in told] == [b"D-dead", b"C-result"]
@@ -266,7 +266,7 @@ def test_job_that_could_not_be_opened_comes_back(broker: Broker, slot: str):
     (letter,) = broker.dead_letters(slot)
     assert broker.replay(slot, letter.entry, job, 60_000) is Replay.REPLAYED
     (again,) = claim(broker, "w", slot)
-    assert settle(broker, "w", commit_of(again)) == [Verdict.COMMITTED]
+    assert settle(broker, "w", commit_of(again)) == [CommitStatus.COMMITTED]
     limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "accepted"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.registry.broker.base import Broker, JobRecord, Limits, State, Verdict, Withdrawal
+from penstock.registry.broker.base import Broker, CommitStatus, JobRecord, Limits, State, Withdrawal
 from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
@@ -72,7 +72,7 @@ def test_job_that_was_claimed_meanwhile_goes_on(broker: Broker, slot: str):
     depth = broker.depths(slot)[Priority.NORMAL]
     assert (depth.jobs, depth.running) == (1, 1)
     assert broker.renew("w", [held(running)]).cancelled == frozenset()
-    assert settle(broker, "w", commit_of(running)) == [Verdict.COMMITTED]
+    assert settle(broker, "w", commit_of(running)) == [CommitStatus.COMMITTED]
     states = [job_record.state for job_record in broker.job_records(published) if job_record]
     assert states == [State.COMPLETED, State.CANCELLED, State.CANCELLED]
     assert broker.take_over("w2", slot, 0, 8) == []

@@ -18,6 +18,7 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     Delivery,
     Held,
     JobRecord,
@@ -27,7 +28,6 @@ from penstock.registry.broker.base import (
     Renewal,
     Replay,
     StreamEntry,
-    Verdict,
 )
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring, open_job
@@ -220,7 +220,7 @@ class UnreliableEnd(MemoryBroker):
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
         if claims and self._caller.is_winding_up():
             self.world.violate(f"claimed after its stop: {self._caller.label}")
@@ -228,16 +228,16 @@ class UnreliableEnd(MemoryBroker):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """The broker's side of `exchange`."""
-        verdicts, deliveries = super().exchange(consumer, commits, claims, result_ttl_ms)
+        statuses, deliveries = super().exchange(consumer, commits, claims, result_ttl_ms)
         self._check_order(claims, deliveries)
-        if verdicts:
-            ended = [(commit.job_id[-4:], verdict.value) for commit, verdict in zip(commits, verdicts, strict=True)]
+        if statuses:
+            ended = [(commit.job_id[-4:], verdict.value) for commit, verdict in zip(commits, statuses, strict=True)]
             self.world.note(f"commit {self._caller.label} {ended}")
         if deliveries:
             self.world.note(f"claim {self._caller.label} {_shown(deliveries)}")
-        return verdicts, deliveries
+        return statuses, deliveries
 
     def _check_order(self, claims: Sequence[Claim], deliveries: Sequence[Delivery]) -> None:
         """No job is handed out while a more urgent one of its model waits; ageing is off in simulations."""

@@ -16,6 +16,7 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     Delivery,
     Held,
     Limits,
@@ -24,7 +25,6 @@ from penstock.registry.broker.base import (
     Renewal,
     Replay,
     State,
-    Verdict,
 )
 from penstock.registry.broker.memory import _Lease
 from penstock.registry.envelope import Failure
@@ -64,7 +64,7 @@ class _Popping(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         for commit in commits:
             record = self._state.records.get(commit.job_id)
             leases = self._state.queue(commit.slot, commit.priority).leases
@@ -78,10 +78,10 @@ class PopWithoutRecord(_Popping):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
-        verdicts, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
+        statuses, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         self.pop([_entry(delivery) for delivery in deliveries])
-        return verdicts, deliveries
+        return statuses, deliveries
 
     def _collected(self) -> list[Delivery]:
         deliveries = super()._collected()
@@ -105,7 +105,7 @@ class NoFence(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         for commit in commits:
             record = self._state.records.get(commit.job_id)
             if record is not None and record.result != commit.sealed:
@@ -214,14 +214,14 @@ class ToldTwice(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         held = [self._state.lease_of(consumer, each.slot, each.priority, each.entry_id) for each in commits]
-        verdicts, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
-        for commit, lease, verdict in zip(commits, held, verdicts, strict=True):
-            if lease is None and verdict is Verdict.COMMITTED:
+        statuses, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+        for commit, lease, verdict in zip(commits, held, statuses, strict=True):
+            if lease is None and verdict is CommitStatus.COMMITTED:
                 with self._changed:
                     self._tell_clients([commit])
-        return verdicts, deliveries
+        return statuses, deliveries
 
 
 class DeliveriesCountedAsCrashes(UnreliableEnd):
@@ -259,7 +259,7 @@ class CommitNotAtomic(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         places = [(self._state.queue(commit.slot, commit.priority).leases, commit.entry_id) for commit in commits]
         held = [(leases, entry_id, leases.get(entry_id)) for leases, entry_id in places]
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
@@ -274,7 +274,7 @@ class ReplyWithoutRecord(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         for commit in commits:
             record = self._state.records.get(commit.job_id)
@@ -288,7 +288,7 @@ class RecordWithoutReply(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         silent = [structs.replace(commit, reply="") for commit in commits]
         return super().serve_exchange(consumer, silent, claims, result_ttl_ms)
 
@@ -347,13 +347,13 @@ class LeastUrgentFirst(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
-        verdicts, found = super().serve_exchange(consumer, commits, (), result_ttl_ms)
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
+        statuses, found = super().serve_exchange(consumer, commits, (), result_ttl_ms)
         for wish in claims:
             for band in reversed(Priority):
                 found += self._state.hand_out(consumer, wish.slot, band, wish.credit - len(found))
         self._check_order(claims, found)
-        return verdicts, found
+        return statuses, found
 
 
 class LateJobsRun(SteppedDrain):
