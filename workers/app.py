@@ -36,7 +36,7 @@ from penstock.registry.stack_file import with_broker
 from penstock.safety.audit import AuditLog
 from penstock.safety.keys import PublicKeys
 from penstock.workers.celery_bridge.bridge import (
-    CeleryWatcher,
+    CeleryEventSender,
     EventSwitch,
     ResultStore,
     obey,
@@ -160,7 +160,7 @@ class WorkerParts:
         self._broker = RedisStreams.from_url(
             settings.redis_url or "", timeout_s=_REDIS_TIMEOUT_S, result_ttl_ms=int(queue.result_ttl_s * 1000)
         )
-        self._watcher = CeleryWatcher(
+        self._listener = CeleryEventSender(
             app, hostname, interval_s=celery.events_interval_ms / 1000, is_wanted=EventSwitch(worker)
         )
         metrics = InferenceMetrics(settings.inference.metrics_buckets)
@@ -183,7 +183,7 @@ class WorkerParts:
             name=hostname,
             device=device.device,
             threads=granted_threads(device.device, os.environ),
-            watcher=self._watcher,
+            listener=self._listener,
             metrics=metrics,
             probe_url=f"http://{settings.worker.metrics_host}:{self._probe.port}",
             journal=self._open_journal,
@@ -198,7 +198,7 @@ class WorkerParts:
         self._grace_s: float | None = None
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         lane_task.door = _lane_door(settings, self._broker)
-        show_drain(self._drain, self._watcher, hostname, settings=settings.inference.as_shown())
+        show_drain(self._drain, self._listener, hostname, settings=settings.inference.as_shown())
         self._clerk = Clerk(settings, self._broker, _verifier(settings))
         obey(Obedience(_verifier(settings), hostname), self._act)
         if not celery.remote_control:
@@ -212,7 +212,7 @@ class WorkerParts:
         if self._optimizer is not None:
             self._optimizer.start()
         _spare_the_collector()
-        self._watcher.start()
+        self._listener.start()
         self._drain.start()
         self._replies.start()
         if self._reconciler is not None:
@@ -321,7 +321,7 @@ class WorkerParts:
         if self._reconciler is not None:
             self._reconciler.stop()
         self._replies.stop()
-        self._watcher.stop()
+        self._listener.stop()
         self._probe.stop()
         self._broker.close()
 

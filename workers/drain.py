@@ -47,7 +47,7 @@ from penstock.workers.executor import Executor, Work, seats_for
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
-from penstock.workers.observe.listener import Failed, Watcher
+from penstock.workers.observe.listener import Failed, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal, Unwritten
 from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
@@ -106,7 +106,7 @@ class Drain:
         name: str,
         device: str,
         threads: int,
-        watcher: Watcher,
+        listener: JobListener,
         metrics: InferenceMetrics,
         probe_url: str = "",
         checkpoint: Callable[[str], None] = lambda _: None,
@@ -129,7 +129,7 @@ class Drain:
         self._broker = broker
         self._device = device
         self._threads = threads
-        self._watcher = watcher
+        self._listener = listener
         self._metrics = metrics
         self._probe_url = probe_url
         self._started_at = time.time()
@@ -170,7 +170,7 @@ class Drain:
         self._served = self._shelf.models
         self._turns = self._shelf.turns
         self._reports = 0
-        self._account = Account(watcher, metrics)
+        self._account = Account(listener, metrics)
         self._intake = Intake(
             broker,
             self.consumer,
@@ -179,7 +179,7 @@ class Drain:
             job_ttl_ms=self._job_ttl_ms,
             max_crashes=queue.max_crashes,
             version_of=self._label_of,
-            watcher=watcher,
+            listener=listener,
             metrics=metrics,
         )
         self._lower_share = LowerShare()
@@ -498,7 +498,7 @@ class Drain:
         now, broker_now = self._clock(), self._broker.now_ms()
         opened = [job for delivery in deliveries if (job := self._intake.open(delivery, now, broker_now)) is not None]
         self._holdings.take(opened)
-        self._watcher.received([job.header for job in opened], time.time())
+        self._listener.received([job.header for job in opened], time.time())
         runnable: defaultdict[ServedVersion, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
             model = self._served[job.delivery.slot]
@@ -551,7 +551,7 @@ class Drain:
         """Why the job must not run, if it must not; otherwise its version is settled, if that is to be had here."""
         if broker_now > job.expires_ms:
             return EXPIRED
-        if self._watcher.is_revoked(job.header.id):
+        if self._listener.is_revoked(job.header.id):
             return REVOKED
         if named := job.header.version:
             version = self._shelf.named(model.name, named)
@@ -633,7 +633,7 @@ class Drain:
         job.digest = key_of(job.header, job.delivery.sealed, version.label, tenant=tenant)
         if not (self._is_known(job, version) or self._joins_another(job, version)):
             return True
-        self._watcher.started([job.header], time.time())
+        self._listener.started([job.header], time.time())
         return False
 
     def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
@@ -718,7 +718,7 @@ class Drain:
             self._submit(work, is_idle=idle > 0)
 
     def _submit(self, work: Work, *, is_idle: bool) -> None:
-        self._watcher.started([item.job.header for item in work.batch.items], time.time())
+        self._listener.started([item.job.header for item in work.batch.items], time.time())
         self.executor.submit(work, prepare_apart=_version_of(work).tokenises and not is_idle)
 
     def _dispatch_suspects(self) -> None:
@@ -885,7 +885,7 @@ class Drain:
         pause_s = policy.pause_s(job.tries, self._jitter())
         if job.is_cancelled or self._broker.now_ms() + pause_s * 1000 > job.expires_ms:
             return False
-        self._watcher.retried([Failed(job.header, failure)], time.time())
+        self._listener.retried([Failed(job.header, failure)], time.time())
         self._metrics.retried(job.header.model)
         # A pause may be longer than its equals can wait: they go ahead.
         self._rejoin(self._end_flight(job))
@@ -909,7 +909,7 @@ class Drain:
             job = self._rouse()
             if job.is_lost or job.is_cancelled:
                 self._concluded.append(Conclusion(job, CANCELLED))
-            elif self._watcher.is_revoked(job.header.id):
+            elif self._listener.is_revoked(job.header.id):
                 self._concluded.append(Conclusion(job, REVOKED))
             elif job.version is not None and job.is_suspect:
                 self._add_suspect(job.version, job)

@@ -11,7 +11,7 @@ from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
 from penstock.workers.executor import Work
 from penstock.workers.job import ClaimedJob
-from penstock.workers.observe.listener import Ended, Watcher
+from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.results import Conclusion, Packed
 from penstock.workers.versions.version import ENDPOINT
@@ -28,9 +28,9 @@ class Account:
         batches: told so far.
     """
 
-    def __init__(self, watcher: Watcher, metrics: InferenceMetrics) -> None:
+    def __init__(self, listener: JobListener, metrics: InferenceMetrics) -> None:
         self.batches = 0
-        self._watcher = watcher
+        self._listener = listener
         self._metrics = metrics
         self._lookups: Counter[tuple[str, bool]] = Counter()
         self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
@@ -57,7 +57,7 @@ class Account:
                 by_work[id(work)].append(end)
                 runtime_s = max(0.0, now - (work.started if work else job.claimed))
                 ended.append(Ended(job.header, state, runtime_s, end.failure, job.label))
-            self._watcher.finished(ended, time.time())
+            self._listener.finished(ended, time.time())
             self._count(ended)
             for ends in by_work.values():
                 if (work := ends[0].work) is not None:

@@ -27,7 +27,7 @@ from penstock.workers.drain import Drain
 from penstock.workers.executor import Work
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.job import ClaimedJob
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import Runtime
@@ -427,7 +427,7 @@ class Worker:
             name=label,
             device="cpu",
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=_METRICS,
             checkpoint=self._checkpoint,
             clock=lambda: world.now,

@@ -23,7 +23,7 @@ from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.drain import Drain
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import RedisServer, wait_until
@@ -125,7 +125,7 @@ def start(connect: Connect, models_root: Path) -> Iterator[StartBench]:
             name=f"bench-{next(names)}",
             device="cpu",
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=metrics,
             checkpoint=checkpoint,
         )

@@ -19,7 +19,7 @@ from penstock.registry.package import find, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.drain import Drain
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.versions.repository import ModelsRoot
@@ -48,7 +48,7 @@ class Bench:
             name="bench",
             device=device,
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=InferenceMetrics((0.1, 1.0)),
             library=ModelsRoot(root, [root]),
         )

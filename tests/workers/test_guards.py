@@ -24,7 +24,7 @@ from penstock.registry.settings import Settings
 from penstock.registry.tensors import Array, decode
 from penstock.workers.drain import Drain
 from penstock.workers.executor import Work
-from penstock.workers.observe.listener import Ended, Failed, Unwatched
+from penstock.workers.observe.listener import Ended, Failed, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import Prepared, Runtime
@@ -41,7 +41,7 @@ A_DAY_MS = 86_400_000
 LIMITS = Limits(100_000, 0, A_DAY_MS)
 
 
-class Notes(Unwatched):
+class Notes(NullListener):
     """A watcher that remembers who was retried and who ended how."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Worker:
             name=f"bench-{len(bench.workers)}",
             device="cpu",
             threads=1,
-            watcher=self.notes,
+            listener=self.notes,
             metrics=self.metrics,
             clock=bench.clock,
             jitter=lambda: jitter,

@@ -21,7 +21,7 @@ from penstock.registry.signed import Verifier
 from penstock.registry.tensors import decode
 from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.drain import Drain
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.repository import ModelsRoot
 from tests.packages import write_package
@@ -90,7 +90,7 @@ class Stage:
             name=name,
             device="cpu",
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=InferenceMetrics((0.1, 1.0)),
             library=ModelsRoot(root, [root]),
             verify=verify,

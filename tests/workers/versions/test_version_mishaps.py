@@ -240,7 +240,7 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
     stage.promote("3", epoch=1)
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
     from penstock.workers.drain import Drain
-    from penstock.workers.observe.listener import Unwatched
+    from penstock.workers.observe.listener import NullListener
     from penstock.workers.observe.metrics import InferenceMetrics
 
     drain = Drain(
@@ -250,7 +250,7 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
         name="w",
         device="cpu",
         threads=1,
-        watcher=Unwatched(),
+        listener=NullListener(),
         metrics=InferenceMetrics((0.1, 1.0)),
         library=ModelsRoot(stage.root, [stage.root]),
     )
