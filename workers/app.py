@@ -55,7 +55,7 @@ from penstock.workers.process.device import Pin, granted_threads, pin
 from penstock.workers.process.exit_status import refuse
 from penstock.workers.process.operator_rpc import Clerk
 from penstock.workers.versions.reconciler import Reconciler
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 
 __all__ = ["EXIT_UNHEALTHY", "DrainStep", "app"]
 
@@ -166,8 +166,8 @@ class WorkerParts:
         metrics = InferenceMetrics(settings.inference.metrics_buckets)
         readiness = Readiness()
         self._optimizer = self._open_optimizer(device.device, metrics)
-        library = ModelsRoot.of(settings)
-        packages = library.answering(settings)
+        repository = DiskRepository.of(settings)
+        packages = repository.answering(settings)
         self._probe = Probe(
             metrics,
             readiness,
@@ -187,7 +187,7 @@ class WorkerParts:
             metrics=metrics,
             probe_url=f"http://{settings.worker.metrics_host}:{self._probe.port}",
             journal=self._open_journal,
-            library=library,
+            repository=repository,
             verify=_verifier(settings),
             tuner=self._optimizer,
         )

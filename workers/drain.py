@@ -58,7 +58,7 @@ from penstock.workers.versions.handover import Placing
 from penstock.workers.versions.lifecycle import Shelf
 from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.peers import Peers
-from penstock.workers.versions.repository import Library, Nothing
+from penstock.workers.versions.repository import EmptyRepository, ModelRepository
 from penstock.workers.versions.tuner import Tuner, Untuned
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
@@ -113,7 +113,7 @@ class Drain:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         journal: Callable[[str, int], Journal] = lambda _consumer, _seats: Unwritten(),
-        library: Library | None = None,
+        repository: ModelRepository | None = None,
         verify: Verifier | None = None,
         on_version_change: Callable[[str, str, str], None] = lambda _model, _old, _new: None,
         tuner: Tuner | None = None,
@@ -157,7 +157,7 @@ class Drain:
             packages,
             broker,
             self._loader,
-            library=library or Nothing(),
+            repository=repository or EmptyRepository(),
             tuner=self._tuner,
             metrics=metrics,
             verify=verify,

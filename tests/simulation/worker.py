@@ -92,7 +92,7 @@ class SteppedDrain(Drain):
             _put_in_place(model.active, self._double)
             model.active.has_loaded()
             self.executor.grow(model.active.concurrency)
-            for label in self._shelf._library.labels(model.name):
+            for label in self._shelf._repository.labels(model.name):
                 self._shelf.meet(model, label)
         self._note_offered()
 
@@ -213,7 +213,7 @@ class Shelf:
         self._further_threads = further_threads
 
     def package(self, name: str, label: str) -> Package:
-        """See Library.package."""
+        """See ModelRepository.package."""
         if label not in self._labels:
             raise UnknownModel(f"{name}/{label}")
         package = self._packages[name]
@@ -221,7 +221,7 @@ class Shelf:
         return replace(package, spec=package.spec.model_copy(update={"version": label, "concurrency": concurrency}))
 
     def labels(self, name: str) -> list[str]:
-        """See Library.labels."""
+        """See ModelRepository.labels."""
         return list(self._labels)
 
 
@@ -437,7 +437,7 @@ class Worker:
             hear_bell=lambda: self._io.rouse(),
             violate=world.violate,
             world=world,
-            library=Shelf(simulation.packages, simulation.labels_of(label), simulation.plan.further_threads),
+            repository=Shelf(simulation.packages, simulation.labels_of(label), simulation.plan.further_threads),
             remembered=simulation.mutation.remembered(simulation.machine),
         )
         self.drain.when_nowhere = partial(simulation.is_nowhere, self)

@@ -22,7 +22,7 @@ from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 from tests.packages import recorded_forwards, write_double, write_package, write_recorder
 from tests.servers import wait_until
 from tests.workers.batching.test_calibrate import GIB, Device
@@ -50,7 +50,7 @@ class Bench:
             threads=1,
             listener=NullListener(),
             metrics=InferenceMetrics((0.1, 1.0)),
-            library=ModelsRoot(root, [root]),
+            repository=DiskRepository(root, [root]),
         )
 
     def submit(self, model: str, *numbers: float) -> list[str]:

@@ -26,7 +26,7 @@ from penstock.registry.signed import Verifier
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.deployment_store import Remembered, epoch_of
 from penstock.workers.versions.loader import Loaded, Loader, excess_bytes, to_unload
-from penstock.workers.versions.repository import Library
+from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.tuner import Tuner
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
@@ -61,7 +61,7 @@ class Shelf:
         broker: Broker,
         loader: Loader,
         *,
-        library: Library,
+        repository: ModelRepository,
         tuner: Tuner,
         metrics: InferenceMetrics,
         verify: Verifier | None,
@@ -76,7 +76,7 @@ class Shelf:
         self.loader = loader
         self._config = config
         self._broker = broker
-        self._library = library
+        self._repository = repository
         self._tuner = tuner
         self._metrics = metrics
         self._verify = verify
@@ -382,7 +382,7 @@ class Shelf:
     def _find(self, name: str, label: str) -> ServedVersion | None:
         """A version as it lies under the models root now."""
         try:
-            return ServedVersion(self._library.package(name, label), self._config)
+            return ServedVersion(self._repository.package(name, label), self._config)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             # Jobs may name any version, so this is for those who look closely.
             logger.debug("version not found: %s", error, extra={"model": name, "version": label[:80]})
@@ -391,7 +391,7 @@ class Shelf:
     def _why_missing(self, name: str, label: str) -> str:
         """What is wrong with a version that an operator asks for and that is not to be had here, in one line."""
         try:
-            self._library.package(name, label)
+            self._repository.package(name, label)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             return str(error)
         return f"{name}/{label} is not under this worker's models root with the content that was asked for"
@@ -432,7 +432,7 @@ class Shelf:
     def _bring(self, name: str, label: str) -> ServedModel | None:
         """A model that came under the models root after this worker's start."""
         try:
-            package = self._library.package(name, label)
+            package = self._repository.package(name, label)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             logger.error("model not loaded: %s", error, extra={"model": name[:80], "version": label[:80]})
             return None
@@ -494,7 +494,7 @@ class Shelf:
         """The versions to try in the place of the one that answers, the highest first; none if somebody decided."""
         if self._is_pinned or model.deployment is not None:
             return []
-        labels = self._library.labels(model.name)
+        labels = self._repository.labels(model.name)
         return labels[: labels.index(model.label)][::-1] if model.label in labels else []
 
     def _answering(self) -> list[ServedVersion]:
@@ -519,6 +519,6 @@ class Shelf:
         """Clients check jobs against specs: that of the version that answers, and those of the ones they may name."""
         model = self.models[version.name]
         self._broker.put_spec(version.name, version.spec.to_json())
-        for label in self._library.labels(version.name):
+        for label in self._repository.labels(version.name):
             if (other := self.meet(model, label)) is not None:
                 self._broker.put_spec(other.name, other.spec.to_json(), label)

@@ -23,7 +23,7 @@ from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
 from tests.servers import wait_until
 from tests.workers.test_drain import ROOMY, UNSIGNED, Connect, connect
@@ -92,7 +92,7 @@ class Stage:
             threads=1,
             listener=NullListener(),
             metrics=InferenceMetrics((0.1, 1.0)),
-            library=ModelsRoot(root, [root]),
+            repository=DiskRepository(root, [root]),
             verify=verify,
             on_version_change=lambda *change: self.changes.append(change),
         )

@@ -17,7 +17,7 @@ from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.runtime.loading import PackageRuntime
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
 from tests.servers import wait_until
 from tests.workers.versions.test_lifecycle import Stage, two_versions, write_scale
@@ -252,7 +252,7 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
         threads=1,
         listener=NullListener(),
         metrics=InferenceMetrics((0.1, 1.0)),
-        library=ModelsRoot(stage.root, [stage.root]),
+        repository=DiskRepository(stage.root, [stage.root]),
     )
     stage.drains.append(drain)
     try:
