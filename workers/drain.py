@@ -43,7 +43,7 @@ from penstock.registry.queues import Priority
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.workers.cache import L1Cache, key_of
-from penstock.workers.executor import Executor, Work, seats_for
+from penstock.workers.executor import BatchRun, Executor, seats_for
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
@@ -717,7 +717,7 @@ class Drain:
                 return
             self._submit(work, is_idle=idle > 0)
 
-    def _submit(self, work: Work, *, is_idle: bool) -> None:
+    def _submit(self, work: BatchRun, *, is_idle: bool) -> None:
         self._listener.started([item.job.header for item in work.batch.items], time.time())
         self.executor.submit(work, prepare_apart=_version_of(work).tokenises and not is_idle)
 
@@ -732,7 +732,7 @@ class Drain:
         if work is not None or (work := self._next_work(is_idle=True)) is not None:
             self._submit(work, is_idle=True)
 
-    def _next_suspect(self) -> Work | None:
+    def _next_suspect(self) -> BatchRun | None:
         """The suspect that has been here longest, unless it is too late for it, or its version is not there yet."""
         for _ in range(len(self._suspects)):
             job = self._suspects.popleft()
@@ -746,7 +746,7 @@ class Drain:
                 self._add_suspect(version, job)
         return None
 
-    def _next_work(self, *, is_idle: bool) -> Work | None:
+    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
         """The next batch, model by model in turn, without the jobs whose deadline has passed meanwhile."""
         now = self._clock()
         for _ in range(len(self._turns)):
@@ -787,7 +787,7 @@ class Drain:
         if urgent and (work := self.executor.recall(more_urgent=min(urgent))) is not None:
             self._put_back(work)
 
-    def _put_back(self, work: Work) -> None:
+    def _put_back(self, work: BatchRun) -> None:
         version = _version_of(work)
         version.batcher.put_back(work.batch)
         version.in_flight -= 1
@@ -831,7 +831,7 @@ class Drain:
         late = [job for job in jobs if job.is_cancelled or job.is_lost or now > job.expires_ms]
         return {id(job): CANCELLED if job.is_cancelled or job.is_lost else EXPIRED for job in late}
 
-    def _conclude(self, work: Work) -> None:
+    def _conclude(self, work: BatchRun) -> None:
         version = _version_of(work)
         version.in_flight -= 1
         version.used_at = work.ended
@@ -1118,7 +1118,7 @@ def _remembered(settings: Settings, verify: Verifier | None) -> Remembered:
     return DeploymentFiles(settings.home / "deployments", verify) if verify is not None else Forgotten()
 
 
-def _version_of(work: Work) -> ServedVersion:
+def _version_of(work: BatchRun) -> ServedVersion:
     version = work.batch.items[0].job.version
     if version is None:
         raise RuntimeError("a batch was made of a job that no version answers")

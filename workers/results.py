@@ -10,7 +10,7 @@ from penstock.registry.broker.base import Commit, State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
 from penstock.registry.errors import InvalidInput
 from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode
-from penstock.workers.executor import Outputs, Work
+from penstock.workers.executor import BatchRun, Outputs
 from penstock.workers.job import ClaimedJob
 
 __all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "Packed", "commit_of", "unrun_result"]
@@ -37,7 +37,7 @@ class Conclusion(msgspec.Struct, frozen=True, gc=False):
 
     job: ClaimedJob
     answer: Outputs | Packed | Failure
-    work: Work | None = None
+    work: BatchRun | None = None
 
     @property
     def failure(self) -> Failure | None:
@@ -111,7 +111,7 @@ def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclu
     return end, commit
 
 
-def _timings(job: ClaimedJob, work: Work | None) -> Timings:
+def _timings(job: ClaimedJob, work: BatchRun | None) -> Timings:
     if work is None:
         return Timings(job.queue_ms)
     # A job that joined an equal one after that had begun did not wait for a batch.

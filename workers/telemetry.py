@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -88,7 +88,7 @@ class Account:
         if jobs and logger.isEnabledFor(logging.INFO):
             logger.info("answered as before", extra={"job_ids": [job.header.id for job in jobs]})
 
-    def _measure(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
+    def _measure(self, work: BatchRun, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
         name, version = work.batch.key.model, work.batch.key.version
         self.batches += 1
         self._metrics.batch(

@@ -31,7 +31,7 @@ from penstock.registry.envelope import Failure
 from penstock.registry.queues import Priority, slot_of
 from penstock.workers.batching.batcher import Batcher, Pending, _Lane
 from penstock.workers.cache import key_of
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
 from penstock.workers.results import Conclusion
@@ -92,7 +92,7 @@ class PopWithoutRecord(_Popping):
 class AckBeforeCommit(SteppedDrain):
     """The job leaves the queue when its batch is formed."""
 
-    def _next_work(self, *, is_idle: bool) -> Work | None:
+    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
         work = super()._next_work(is_idle=is_idle)
         if work is not None:
             assert isinstance(self._broker, _Popping)
@@ -408,7 +408,7 @@ class ClaimsWhileStopping(SteppedDrain):
 class NeighboursPay(SteppedDrain):
     """One bad job fails its whole batch."""
 
-    def _conclude(self, work: Work) -> None:
+    def _conclude(self, work: BatchRun) -> None:
         failure = next((answer for answer in work.answers if isinstance(answer, Failure)), None)
         if failure is not None:
             work.answers = [failure for _ in work.answers]
@@ -418,7 +418,7 @@ class NeighboursPay(SteppedDrain):
 class AnswersSwapped(SteppedDrain):
     """Within a batch each job gets the next one's answer."""
 
-    def _conclude(self, work: Work) -> None:
+    def _conclude(self, work: BatchRun) -> None:
         work.answers = work.answers[1:] + work.answers[:1]
         super()._conclude(work)
 

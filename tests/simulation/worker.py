@@ -24,7 +24,7 @@ from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownMode
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
 from penstock.workers.drain import Drain
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import NullListener
@@ -156,7 +156,7 @@ class SteppedDrain(Drain):
         super()._ring()
         self._hear_bell()
 
-    def _next_work(self, *, is_idle: bool) -> Work | None:
+    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
         """As ever, and checks that no more urgent job of the lane stays behind; ageing is off in simulations."""
         work = super()._next_work(is_idle=is_idle)
         if work is not None:
@@ -305,7 +305,7 @@ class Seat:
         self._worker = worker
         self._simulation = simulation
         self._number = number
-        self._work: Work | None = None
+        self._work: BatchRun | None = None
 
     @property
     def is_free(self) -> bool:

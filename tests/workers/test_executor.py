@@ -17,7 +17,7 @@ from penstock.registry.queues import Priority
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
-from penstock.workers.executor import Executor, TooLarge, Work, seats_for
+from penstock.workers.executor import BatchRun, Executor, TooLarge, seats_for
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
@@ -85,7 +85,7 @@ def fits(most: int, forward: Forward = lambda rows: rows * 2) -> Forward:
     return on_device
 
 
-def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16) -> Work:
+def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16) -> BatchRun:
     """A batch with one job per list of numbers, a row for each number."""
     items = []
     for order, numbers in enumerate(jobs):
@@ -95,10 +95,10 @@ def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16
         job = ClaimedJob(delivery, header, inputs, len(numbers), 0.0, 0.0, 0)
         items.append(Pending(KEY, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
     rows = sum(item.rows for item in items)
-    return Work(Batch(KEY, items, rows, rows, "full", 2), runtime, max_rows)
+    return BatchRun(Batch(KEY, items, rows, rows, "full", 2), runtime, max_rows)
 
 
-def run(work: Work, executor: Executor | None = None) -> list[list[float] | str]:
+def run(work: BatchRun, executor: Executor | None = None) -> list[list[float] | str]:
     """The forward of one batch, on this thread: the numbers of each job's answer, or the code of its failure."""
     executor = executor or executor_of()
     executor.submit(work, prepare_apart=False)

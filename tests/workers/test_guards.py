@@ -23,7 +23,7 @@ from penstock.registry.package import Package, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import Array, decode
 from penstock.workers.drain import Drain
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.observe.listener import Ended, Failed, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
@@ -114,11 +114,11 @@ class Worker:
         for _ in range(times):
             self.drain.step(0.0)
 
-    def begin(self, seat: str = "a") -> Work | None:
+    def begin(self, seat: str = "a") -> BatchRun | None:
         """A model thread takes its next work."""
         return self.drain.executor.begin(seat)
 
-    def end(self, work: Work, seat: str = "a") -> None:
+    def end(self, work: BatchRun, seat: str = "a") -> None:
         """The forward of that work, and its handing in."""
         self.drain.executor.run(work)
         self.drain.executor.finish(seat, work)
@@ -410,7 +410,7 @@ def test_a_suspect_runs_in_the_form_that_its_author_built(bench: Bench, models_r
     assert first.begin() is not None
     bench.crash(first)
     worker = bench.employ()
-    heard: list[Work] = []
+    heard: list[BatchRun] = []
     version = worker.drain._served["double"].active
     assert version is not None
     version.runtime = formed = Formed(version.runtime)

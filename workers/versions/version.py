@@ -24,7 +24,7 @@ from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import STRING, Tensor
 from penstock.workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
 from penstock.workers.batching.controller import LatencyController
-from penstock.workers.executor import JobStream, TooLarge, Work
+from penstock.workers.executor import BatchRun, JobStream, TooLarge
 from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.forms import Forms, Tunable
@@ -80,7 +80,7 @@ def is_name_of(name: str, label: str, content_hash: str) -> bool:
 class Observer(Protocol):
     """Learns from the batches of one loaded version."""
 
-    def observe(self, work: Work) -> None:
+    def observe(self, work: BatchRun) -> None:
         """Microseconds: this is the thread that claims and commits."""
 
 
@@ -324,7 +324,7 @@ class ServedVersion:
             self.batcher.discard(is_too_long)
         return found
 
-    def observe(self, work: Work, now: float) -> None:
+    def observe(self, work: BatchRun, now: float) -> None:
         """A batch was committed at `now`: what it took steers the next ones.
 
         The observer does not hear of those that ran as built: it would time the form in use by them, and try others on
@@ -379,9 +379,9 @@ class ServedVersion:
         open_stream: Callable[[ClaimedJob, Callable[[], None]], JobStream],
         *,
         is_as_built: bool = False,
-    ) -> Work:
+    ) -> BatchRun:
         """A batch ready for the model threads; is_as_built: see Work."""
-        return Work(
+        return BatchRun(
             batch,
             self.runtime,
             self._cap.rows,
