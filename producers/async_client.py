@@ -28,7 +28,7 @@ from penstock.producers.publish import accepted, cancellation, parcels
 from penstock.producers.replies import SILENCE_S, EventMerger, JobEvent, JobInfo, Outcome, missing, open_outcome
 from penstock.producers.rows import RowShape, Tracker
 from penstock.registry import stack_file
-from penstock.registry.admission import Press, SpecCache, limits_of
+from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.base import CancelOutcome, JobRecord, Publication, Receipt, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.envelope import Retry
@@ -71,7 +71,7 @@ class AsyncClient:
         self.tenant = settings.tenant_id
         self._result_ttl_s = queue.result_ttl_s
         self._limits = limits_of(queue)
-        self._press = Press.of(settings)
+        self._builder = JobBuilder.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._broker = AsyncRedisStreams.from_url(
             url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000)
@@ -101,7 +101,7 @@ class AsyncClient:
         retry: Retry | None = None,
     ) -> AsyncJobHandle:
         """Publishes one job; see Client.submit."""
-        publication = self._press.publication(
+        publication = self._builder.publication(
             (None if version else self._specs.fresh(model)) or await self._spec(model, version),
             inputs,
             priority=priority,
@@ -138,7 +138,7 @@ class AsyncClient:
         """Publishes one job per item and waits for room; see Client.submit_many."""
         spec, reply = await self._spec(model, version), self._inbox.address(model)
         publications = [
-            self._press.publication(
+            self._builder.publication(
                 spec,
                 inputs,
                 priority=priority,
@@ -320,7 +320,7 @@ class AsyncJobHandle:
     async def stream(self, after: int = 0) -> AsyncIterator[JobEvent]:
         """See JobHandle.stream."""
         inbox = self._client._inbox
-        merger = EventMerger(self.id, self._client._press.keyring, after)
+        merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
@@ -341,7 +341,7 @@ class AsyncJobHandle:
 
     async def cancel(self) -> bool:
         """See JobHandle.cancel."""
-        sealed = cancellation(self.id, self.tenant, self._client._press.keyring)
+        sealed = cancellation(self.id, self.tenant, self._client._builder.keyring)
         outcome = await self._client._broker.cancel(self.id, self.tenant, sealed)
         if outcome is CancelOutcome.UNKNOWN:
             raise self._missing()
@@ -401,7 +401,7 @@ class AsyncJobHandle:
         return self._outcome
 
     def _open(self, job_record: JobRecord) -> Outcome:
-        outcome = open_outcome(self.id, job_record, self._client._press.keyring)
+        outcome = open_outcome(self.id, job_record, self._client._builder.keyring)
         if outcome.header.context.tenant != self.tenant:
             raise self._missing()
         return outcome

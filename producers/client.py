@@ -37,7 +37,7 @@ from penstock.producers.replies import (
 )
 from penstock.producers.rows import RowShape, Tracker
 from penstock.registry import stack_file
-from penstock.registry.admission import Press, SpecCache, limits_of
+from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.base import CancelOutcome, JobRecord, Publication, Receipt, State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Retry
@@ -86,7 +86,7 @@ class Client:
         self.tenant = settings.tenant_id
         self._result_ttl_s = queue.result_ttl_s
         self._limits = limits_of(queue)
-        self._press = Press.of(settings)
+        self._builder = JobBuilder.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._broker = RedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000))
         self._inbox = Inbox(self._broker, new_client_id())
@@ -122,7 +122,7 @@ class Client:
         retry: how often to repeat a forward that fails, and after what pauses; None: a failure is the job's end.
         Raises a Rejected error before anything is written, QueueFull among them; BrokerUnavailable.
         """
-        publication = self._press.publication(
+        publication = self._builder.publication(
             self._spec(model, version),
             inputs,
             priority=priority,
@@ -161,7 +161,7 @@ class Client:
         """
         spec, reply = self._spec(model, version), self._inbox.address(model)
         publications = [
-            self._press.publication(
+            self._builder.publication(
                 spec,
                 inputs,
                 priority=priority,
@@ -342,7 +342,7 @@ class JobHandle:
         failed job: that is the last event.
         """
         inbox = self._client._inbox
-        merger = EventMerger(self.id, self._client._press.keyring, after)
+        merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
@@ -359,7 +359,7 @@ class JobHandle:
     def cancel(self) -> bool:
         """Whether the job will never run. A running job is asked to stop, which False does not promise."""
         client = self._client
-        sealed = cancellation(self.id, self.tenant, client._press.keyring)
+        sealed = cancellation(self.id, self.tenant, client._builder.keyring)
         outcome = client._broker.cancel(self.id, self.tenant, sealed)
         if outcome is CancelOutcome.UNKNOWN:
             raise self._missing()
@@ -436,7 +436,7 @@ class JobHandle:
         return self._outcome
 
     def _open(self, job_record: JobRecord) -> Outcome:
-        outcome = open_outcome(self.id, job_record, self._client._press.keyring)
+        outcome = open_outcome(self.id, job_record, self._client._builder.keyring)
         if outcome.header.context.tenant != self.tenant:
             raise self._missing()
         return outcome

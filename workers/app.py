@@ -24,7 +24,7 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import setup_logging, worker_shutting_down
 
 from penstock.registry import logs
-from penstock.registry.admission import Press, SpecCache, limits_of
+from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, Obedience
 from penstock.registry.desired_state import StateStore
@@ -353,7 +353,7 @@ def _redis_client(settings: Settings) -> redis.Redis:
 def _lane_door(settings: Settings, broker: RedisStreams) -> LaneDoor:
     return LaneDoor(
         broker,
-        Press.of(settings),
+        JobBuilder.of(settings),
         SpecCache(settings.inference.repo_root),
         limits_of(settings.inference.queue),
         is_open=settings.is_lane_open,

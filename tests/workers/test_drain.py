@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.base import Broker, Limits, Publication, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -63,11 +63,11 @@ class Bench:
         self.drain = drain
         self.metrics = metrics
         self._models = models
-        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
+        self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
 
     def sealed(self, model: str, number: float = 0, **how: Any) -> Publication:
         """A job on its way to the broker."""
-        return self._press.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how)
+        return self._builder.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how)
 
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""

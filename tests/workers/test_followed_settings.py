@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Failure, ResultHeader, open_result
 from penstock.registry.errors import ConfigurationError
@@ -39,7 +39,7 @@ class Bench:
         packages = {name: load_package(find(root, name).path) for name in models}
         self._specs = {name: package.spec for name, package in packages.items()}
         self._broker = MemoryBroker()
-        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
+        self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
         self._end = self._broker.connect()
         self.drain = Drain(
             Settings.load(overrides={"home": str(root.parent / "home"), **settings}, environ={}, cwd=root),
@@ -55,7 +55,7 @@ class Bench:
 
     def submit(self, model: str, *numbers: float) -> list[str]:
         """One job per number; their ids."""
-        jobs = [self._press.publication(self._specs[model], {"x": [[each, 0, 0, 0]]}) for each in numbers]
+        jobs = [self._builder.publication(self._specs[model], {"x": [[each, 0, 0, 0]]}) for each in numbers]
         assert {receipt.outcome for receipt in self._end.publish(model, jobs, ROOMY)} == {"accepted"}
         return [job.job_id for job in jobs]
 

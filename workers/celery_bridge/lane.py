@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import redis
 
-from penstock.registry.admission import Press, SpecCache
+from penstock.registry.admission import JobBuilder, SpecCache
 from penstock.registry.broker.base import Broker, JobRecord, Limits, ProducerEnd, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.errors import (
@@ -63,9 +63,11 @@ class Outcomes(Protocol):
 class LaneDoor:
     """Turns task messages into jobs. Closed where jobs must be signed by those who send them. One thread's."""
 
-    def __init__(self, broker: ProducerEnd, press: Press, specs: SpecCache, limits: Limits, *, is_open: bool) -> None:
+    def __init__(
+        self, broker: ProducerEnd, builder: JobBuilder, specs: SpecCache, limits: Limits, *, is_open: bool
+    ) -> None:
         self._broker = broker
-        self._press = press
+        self._builder = builder
         self._specs = specs
         self._limits = limits
         self._is_open = is_open
@@ -100,7 +102,7 @@ class LaneDoor:
         slot = slot_of(job_id)
         if slot != spec.name:
             raise InvalidInput(f"Bad task id {task_id!r:.80}. Expected letters, digits, '_', ':' or '-'")
-        job = self._press.publication(
+        job = self._builder.publication(
             spec,
             inputs,
             priority=priority,

@@ -232,7 +232,7 @@ class _Terminal:
             self.output += os.read(self.master, 65536)
         return text in self.output
 
-    def press(self, key: bytes) -> None:
+    def builder(self, key: bytes) -> None:
         os.write(self.master, key)
 
 
@@ -259,7 +259,7 @@ def test_screen_ends_cleanly(environ: dict[str, str], slot: str, end: bytes | si
         wait_until(lambda: terminal.shows(slot.encode()), 30, "the model is on the screen")
         assert terminal.output.startswith(_ENTER)
         if isinstance(end, bytes):
-            terminal.press(end)
+            terminal.builder(end)
         else:
             terminal.process.send_signal(end)
         status = terminal.process.wait(10)
@@ -278,7 +278,7 @@ def test_screen_follows_the_terminals_size(environ: dict[str, str], slot: str):
         drawn = len(terminal.output)
         wait_until(lambda: terminal.shows(b"") and len(terminal.output) > drawn, 5, "it is drawn anew")
         wait_until(lambda: _widest(terminal) <= 40, 5, "it is as wide as the terminal")
-        terminal.press(b"q")
+        terminal.builder(b"q")
         assert terminal.process.wait(10) == 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.registry.admission import Press, SpecCache
+from penstock.registry.admission import JobBuilder, SpecCache
 from penstock.registry.broker.base import Claim, Commit, Delivery, Limits, State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Failure, JobHeader, Keyring, ResultHeader, open_job, seal
@@ -58,8 +58,8 @@ def broker(shared_redis: RedisServer, slot: str) -> Iterator[RedisStreams]:
 
 
 def door(broker: RedisStreams, *, keyring: Keyring = UNSIGNED, is_open: bool = True) -> LaneDoor:
-    press = Press(tenant="default", keyring=keyring, max_bytes=1024)
-    return LaneDoor(broker, press, SpecCache(Path("nowhere")), LIMITS, is_open=is_open)
+    builder = JobBuilder(tenant="default", keyring=keyring, max_bytes=1024)
+    return LaneDoor(broker, builder, SpecCache(Path("nowhere")), LIMITS, is_open=is_open)
 
 
 def claim(broker: RedisStreams, slot: str) -> list[Delivery]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.base import Broker, Publication, State
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Failure, ResultHeader, open_result
@@ -72,7 +72,7 @@ class Stage:
         self._names = itertools.count()
         self.changes: list[tuple[str, str, str]] = []
         self.drains: list[Drain] = []
-        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
+        self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
 
     def start(
         self, *others: Package, verify: Verifier | None = None, root: Path | None = None, **settings: Any
@@ -109,7 +109,7 @@ class Stage:
     def submit(self, number: float = 1.0, version: str = "") -> str:
         """One job; its id."""
         spec = load_package(find(self.root, self.model, version or None).path).spec
-        job: Publication = self._press.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version)
+        job: Publication = self._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version)
         (receipt,) = self.broker.publish(self.model, [job], ROOMY)
         assert receipt.outcome == "accepted"
         return job.job_id

@@ -52,7 +52,9 @@ def ask_for(stage: Stage, *versions: str, number: float = 1.0, deadline_s: float
     jobs = []
     for version in versions:
         spec = known.model_copy(update={"version": version})
-        jobs.append(stage._press.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version, deadline_s=deadline_s))
+        jobs.append(
+            stage._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version, deadline_s=deadline_s)
+        )
     assert {receipt.outcome for receipt in stage.broker.publish(stage.model, jobs, ROOMY)} == {"accepted"}
     return [job.job_id for job in jobs]
 
