@@ -53,7 +53,7 @@ from penstock.safety.audit import AuditLog
 
 if TYPE_CHECKING:
     from penstock.compose.rollout.control_client import Orders
-    from penstock.registry.catalog.store import Ledger
+    from penstock.registry.catalog.store import RegistryStore
 
 __all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry"]
 
@@ -490,10 +490,10 @@ def open_registry(settings: Settings, keys: OperatorKeys) -> ModelRegistryClient
 
 
 def _registry(
-    settings: Settings, keys: OperatorKeys, ledger: Ledger | None = None, **options: Any
+    settings: Settings, keys: OperatorKeys, store: RegistryStore | None = None, **options: Any
 ) -> ModelRegistryClient:
     return ModelRegistryClient(
-        ledger or settings.registry_url,
+        store or settings.registry_url,
         sign=keys.sign,
         verify=keys.verify,
         actor=_actor(),

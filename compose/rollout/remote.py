@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from penstock.compose.rollout.control_client import Orders
 from penstock.registry import operator_rpc
-from penstock.registry.catalog.store import Page, Pages
+from penstock.registry.catalog.store import ModelRows, ModelTransaction
 from penstock.registry.catalog.tables import RegisteredVersion
 from penstock.registry.errors import ConfigurationError, ModelNotReady
 from penstock.registry.package import ModelSpec
@@ -75,38 +75,38 @@ class RemotePackage:
 
 
 class RemoteLedger:
-    """See Ledger of registry/catalog/store.py: the one that a worker reaches."""
+    """See RegistryStore of registry/catalog/store.py: the one that a worker reaches."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
     def names(self) -> tuple[str, ...]:
-        """See Ledger.names."""
+        """See RegistryStore.names."""
         names: tuple[str, ...] = self._remote.run(operator_rpc.Names(), tuple[str, ...])
         return names
 
-    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, Pages]:
-        """See Ledger.read."""
+    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, ModelRows]:
+        """See RegistryStore.read."""
         wanted = None if names is None else tuple(names)
-        found: dict[str, Pages] = self._remote.run(operator_rpc.Read(wanted, newest), dict[str, Pages])
+        found: dict[str, ModelRows] = self._remote.run(operator_rpc.Read(wanted, newest), dict[str, ModelRows])
         return found
 
     @contextmanager
-    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[Page]:
-        """See Ledger.changing. Nothing is locked meanwhile: a change that another one overtook is refused at its end.
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[ModelTransaction]:
+        """See RegistryStore.changing. Nothing is locked meanwhile: a change that another one overtook is refused at its end.
 
         A model that does not exist yet needs nothing beforehand, whatever `is_new` says.
         """
-        page = _Page(self.read((name,), newest)[name])
-        yield page
-        if page.transitions:
-            self._remote.run(operator_rpc.Enter(tuple(page.versions), tuple(page.transitions)))
+        transaction = _Page(self.read((name,), newest)[name])
+        yield transaction
+        if transaction.transitions:
+            self._remote.run(operator_rpc.Enter(tuple(transaction.versions), tuple(transaction.transitions)))
 
 
 class _Page:
     """Keeps what is put until the change is sent as a whole."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: ModelRows) -> None:
         self.pages: Final = pages
         self.versions: list[dict[str, Any]] = []
         self.transitions: list[dict[str, Any]] = []

@@ -30,7 +30,7 @@ from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 
 if TYPE_CHECKING:
-    from penstock.registry.catalog.store import Ledger
+    from penstock.registry.catalog.store import RegistryStore
     from penstock.registry.package.manifest import Manifest
 
 __all__ = ["Clerk"]
@@ -95,9 +95,9 @@ class Clerk:
     def _do(self, errand: operator_rpc.Errand) -> object:
         match errand:
             case operator_rpc.Names():
-                return self._ledger.names()
+                return self._store.names()
             case operator_rpc.Read(names, newest):
-                return self._ledger.read(names, newest)
+                return self._store.read(names, newest)
             case operator_rpc.Enter(versions, transitions):
                 self._enter(versions, transitions)
                 return None
@@ -125,11 +125,11 @@ class Clerk:
                 return self._broker.workers()
 
     @cached_property
-    def _ledger(self) -> Ledger:
+    def _store(self) -> RegistryStore:
         # SQLAlchemy costs a third of a second and 30 MB, for the first operator who asks.
-        from penstock.registry.catalog.store import SqlLedger
+        from penstock.registry.catalog.store import SqlStore
 
-        return SqlLedger(self._registry_url)
+        return SqlStore(self._registry_url)
 
     def _activate(self, errand: operator_rpc.Activate) -> bool:
         """Writes no decision that workers would not believe: it would keep them from answering."""
@@ -142,7 +142,7 @@ class Clerk:
         if self._verify is None:
             raise Forbidden("Errands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker")
         enter(
-            self._ledger,
+            self._store,
             versions,
             transitions,
             verify=self._verify,

@@ -19,7 +19,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.catalog import ModelRegistryClient
 from penstock.registry.catalog.lineage import ModelLineage
 from penstock.registry.catalog.stages import ModelStage
-from penstock.registry.catalog.store import Pages
+from penstock.registry.catalog.store import ModelRows
 from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Keyring
@@ -158,10 +158,10 @@ def test_a_worker_that_lies_is_not_believed(outpost: Outpost):
     deployer.promote("times", "2")
     now = deployer.registry._ledger.read(("times",))["times"]
     lies = [
-        Pages([{**now.versions[0], "stage": "draft"}, now.versions[1]], now.transitions),
-        Pages([old, now.versions[1]], now.transitions),
-        Pages(now.versions[:1], now.transitions),
-        Pages(now.versions, [*now.transitions[:-2], now.transitions[-1]]),
+        ModelRows([{**now.versions[0], "stage": "draft"}, now.versions[1]], now.transitions),
+        ModelRows([old, now.versions[1]], now.transitions),
+        ModelRows(now.versions[:1], now.transitions),
+        ModelRows(now.versions, [*now.transitions[:-2], now.transitions[-1]]),
     ]
     for lie in lies:
         post.replaced[operator_rpc.Read] = {"times": lie}
