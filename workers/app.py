@@ -37,13 +37,13 @@ from penstock.safety.audit import AuditLog
 from penstock.safety.keys import PublicKeys
 from penstock.workers.celery_bridge.bridge import (
     CeleryEventSender,
+    CeleryResultStore,
     EventSwitch,
-    ResultStore,
     obey,
     show_drain,
     withdraw_commands,
 )
-from penstock.workers.celery_bridge.lane import LaneDoor, LaneReplies
+from penstock.workers.celery_bridge.lane import TaskIngress, TaskResultForwarder
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.drain import Drain
 from penstock.workers.levels.optimizer import Optimizer
@@ -83,13 +83,13 @@ def _application() -> Celery:
 app = _application()
 
 
-class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
+class InferTask(Task):  # type: ignore[misc]  # Celery is untyped
     """`penstock.infer`: publishes the job and ends; the result comes when the job does."""
 
     name = CELERY_TASK
-    Request = "penstock.workers.celery_bridge.bridge:LaneRequest"
+    Request = "penstock.workers.celery_bridge.bridge:InferRequest"
     throws = (Rejected,)
-    door: LaneDoor | None = None
+    ingress: TaskIngress | None = None
 
     def run(
         self,
@@ -102,10 +102,10 @@ class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
         outputs: Sequence[str] = (),
     ) -> NoReturn:
         """Raises Rejected for a job that will never be accepted: that is the task's failure."""
-        if self.door is None:
+        if self.ingress is None:
             raise ConfigurationError(f"{CELERY_TASK} runs in a Penstock worker only. Expected send_task to its queue")
         try:
-            self.door.admit(
+            self.ingress.admit(
                 self.request.id,
                 model=model,
                 inputs=inputs,
@@ -123,7 +123,7 @@ class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
         raise Ignore
 
 
-lane_task = app.register_task(LaneTask())
+infer_task = app.register_task(InferTask())
 
 
 class Readiness:
@@ -191,13 +191,13 @@ class WorkerParts:
             verify=_verifier(settings),
             tuner=self._optimizer,
         )
-        self._replies = LaneReplies(
-            _redis_client(settings), self._broker, settings.keyring, ResultStore(app), worker=hostname
+        self._replies = TaskResultForwarder(
+            _redis_client(settings), self._broker, settings.keyring, CeleryResultStore(app), worker=hostname
         )
         self._reconciler = self._open_reconciler(hostname)
         self._grace_s: float | None = None
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        lane_task.door = _lane_door(settings, self._broker)
+        infer_task.ingress = _task_ingress(settings, self._broker)
         show_drain(self._drain, self._listener, hostname, settings=settings.inference.as_shown())
         self._clerk = Clerk(settings, self._broker, _verifier(settings))
         obey(Obedience(_verifier(settings), hostname), self._act)
@@ -350,8 +350,8 @@ def _redis_client(settings: Settings) -> redis.Redis:
     )
 
 
-def _lane_door(settings: Settings, broker: RedisStreams) -> LaneDoor:
-    return LaneDoor(
+def _task_ingress(settings: Settings, broker: RedisStreams) -> TaskIngress:
+    return TaskIngress(
         broker,
         JobBuilder.of(settings),
         SpecCache(settings.inference.repo_root),

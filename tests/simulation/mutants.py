@@ -29,7 +29,7 @@ from penstock.registry.broker.base import (
 from penstock.registry.broker.memory import _Lease
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import Priority, slot_of
-from penstock.workers.batching.batcher import Batcher, Pending, _Lane
+from penstock.workers.batching.batcher import Batcher, Pending, _SubQueue
 from penstock.workers.cache import key_of
 from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
@@ -376,7 +376,7 @@ class FollowerDropped(SteppedDrain):
 class _UpsideDown(Batcher[ClaimedJob]):
     """The least urgent job leads a batch."""
 
-    def _most_urgent(self) -> tuple[_Lane[ClaimedJob], Pending[ClaimedJob]]:
+    def _most_urgent(self) -> tuple[_SubQueue[ClaimedJob], Pending[ClaimedJob]]:
         lane, leader = super()._most_urgent()
         return lane, next((band[0] for band in reversed(lane.bands) if band), leader)
 

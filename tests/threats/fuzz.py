@@ -30,7 +30,7 @@ from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.queues import new_job_id
 from penstock.registry.settings import Settings, catalogue
 from penstock.registry.tensors import DTYPES, Tensor, decode, encode
-from penstock.workers.celery_bridge.lane import LaneDoor
+from penstock.workers.celery_bridge.lane import TaskIngress
 
 LIMIT_S: Final = 0.05
 """Within this a refusal must be there."""
@@ -423,7 +423,7 @@ class LaneTarget:
     def __init__(self, root: Path) -> None:
         broker = MemoryBroker()
         broker.put_spec(MODEL, MODEL_SPEC.to_json())
-        self._door = LaneDoor(broker, _PRESS, SpecCache(root), Limits(10**9, 0, 60_000), is_open=True)
+        self._door = TaskIngress(broker, _PRESS, SpecCache(root), Limits(10**9, 0, 60_000), is_open=True)
         self._count = 0
 
     def take(self, arguments: Any) -> None:

@@ -42,8 +42,8 @@ __all__ = [
     "DrainView",
     "EventSwitch",
     "ForgivingConsumer",
-    "LaneRequest",
-    "ResultStore",
+    "InferRequest",
+    "CeleryResultStore",
     "obey",
     "show_drain",
     "withdraw_commands",
@@ -422,7 +422,7 @@ class _FinishedJobs:
         return int(worker_state.all_total_count[index]) + self._listener.totals.total()
 
 
-class LaneRequest(Request):  # type: ignore[misc]  # Celery is untyped
+class InferRequest(Request):  # type: ignore[misc]  # Celery is untyped
     """The request of a `penstock.infer` task: its payload appears in no event, no `inspect` and no log line."""
 
     def __init__(self, message: Any, **options: Any) -> None:
@@ -469,7 +469,7 @@ class ForgivingConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
         return handle_or_drop
 
 
-class ResultStore:
+class CeleryResultStore:
     """Celery's result backend, for tasks whose jobs ended after their message was acknowledged."""
 
     def __init__(self, app: Celery) -> None:

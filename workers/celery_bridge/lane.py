@@ -1,7 +1,7 @@
 """Jobs that come through Celery's `send_task`, and their results on the way back.
 
-    task message --LaneDoor--> <model>.<task id> in the broker --> acknowledged; from then on it is a job like any
-    commit --> `{model}:lane` --LaneReplies--> Celery's result backend --> acknowledged
+    task message --TaskIngress--> <model>.<task id> in the broker --> acknowledged; from then on it is a job like any
+    commit --> `{model}:lane` --TaskResultForwarder--> Celery's result backend --> acknowledged
 
 A crash in between repeats a step and changes nothing: a job id is published once, and a result that is stored twice
 is the same result. The lane's reply streams are never trimmed: an entry leaves when its results are stored.
@@ -33,7 +33,7 @@ from penstock.registry.package import ModelSpec
 from penstock.registry.queues import GROUP, lane_key, slot_of
 from penstock.registry.tensors import decode, lists
 
-__all__ = ["LaneDoor", "LaneReplies", "Outcomes"]
+__all__ = ["TaskIngress", "TaskResultForwarder", "TaskResultBackend"]
 
 _BLOCK_MS: Final = 1_000
 _REFRESH_S: Final = 5.0
@@ -47,7 +47,7 @@ _OWN_PENDING: Final = "0"
 _log = logging.getLogger("penstock.server")
 
 
-class Outcomes(Protocol):
+class TaskResultBackend(Protocol):
     """Where the results of tasks are kept for `AsyncResult`."""
 
     def succeeded(self, task_id: str, result: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Outcomes(Protocol):
         """The task was withdrawn before it ran."""
 
 
-class LaneDoor:
+class TaskIngress:
     """Turns task messages into jobs. Closed where jobs must be signed by those who send them. One thread's."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _Entry(NamedTuple):
     job_ids: tuple[str, ...]
 
 
-class LaneReplies:
+class TaskResultForwarder:
     """The thread that carries finished jobs of the lane into Celery's result backend.
 
     The streams are shared by all workers through a consumer group. `worker` names this one, also after a restart,
@@ -134,7 +134,7 @@ class LaneReplies:
     """
 
     def __init__(
-        self, client: redis.Redis, broker: Broker, keyring: Keyring, outcomes: Outcomes, *, worker: str
+        self, client: redis.Redis, broker: Broker, keyring: Keyring, outcomes: TaskResultBackend, *, worker: str
     ) -> None:
         self._redis = client
         self._broker = broker

@@ -28,9 +28,9 @@ from penstock.workers.celery_bridge import bridge
 from penstock.workers.celery_bridge.bridge import (
     OPEN_COMMANDS,
     CeleryEventSender,
+    CeleryResultStore,
     EventSwitch,
-    LaneRequest,
-    ResultStore,
+    InferRequest,
     show_drain,
     withdraw_commands,
 )
@@ -356,7 +356,7 @@ def test_only_commands_that_look_or_revoke_stay_open():
         assert name not in Panel.data
 
 
-def request_of(app: Celery, payload: object) -> LaneRequest:
+def request_of(app: Celery, payload: object) -> InferRequest:
     """The request that a worker of `app` would make of a message with this payload."""
 
     def infer() -> None:
@@ -372,7 +372,7 @@ def request_of(app: Celery, payload: object) -> LaneRequest:
         delivery_info={},
         properties={},
     )
-    return LaneRequest(message, app=app, hostname=HOST, task=task)
+    return InferRequest(message, app=app, hostname=HOST, task=task)
 
 
 def test_the_request_of_a_lane_task_shows_nobody_its_payload(app: Celery):
@@ -393,7 +393,7 @@ def test_a_payload_that_is_no_task_is_an_invalid_task_and_no_crash(app: Celery, 
 
 def test_a_stored_result_is_what_get_returns(app: Celery):
     """The result backend holds successes, failures by class and text, and revocations, as AsyncResult expects."""
-    store = ResultStore(app)
+    store = CeleryResultStore(app)
     store.succeeded("t-done", {"outputs": {"y": [[1.0]]}})
     store.failed("t-failed", ModelError("ValueError: no"))
     store.revoked("t-revoked")
