@@ -277,10 +277,10 @@ class WorkerParts:
         if not self._drain.may_serve(command.model):
             raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
         if command.action == "load":
-            self._drain.want(command.model, command.version, content_hash=command.content_hash)
+            self._drain.request_load(command.model, command.version, content_hash=command.content_hash)
             return f"loading {command.model}/{command.version}"
         if command.action == "unload":
-            self._drain.let_go_of(command.model, command.version, content_hash=command.content_hash)
+            self._drain.request_unload(command.model, command.version, content_hash=command.content_hash)
             return f"letting go of {command.model}/{command.version}"
         if self._optimizer is None:
             raise Forbidden("Models answer here as their authors built them. Expected inference.enabled on the worker")

@@ -55,7 +55,7 @@ from penstock.workers.streaming import EventStream
 from penstock.workers.telemetry import Account
 from penstock.workers.versions.deployment_store import DeploymentFiles, Forgotten, Remembered
 from penstock.workers.versions.handover import Placing
-from penstock.workers.versions.lifecycle import Shelf
+from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.repository import EmptyRepository, ModelRepository
@@ -152,7 +152,7 @@ class Drain:
         )
         self._preloads = settings.inference.preload
         self._tuner = tuner or Untuned()
-        self._shelf = Shelf(
+        self._lifecycle = ModelLifecycle(
             settings.inference,
             packages,
             broker,
@@ -166,9 +166,11 @@ class Drain:
             takes_any=not settings.worker.models,
             remembered=remembered or _remembered(settings, verify),
         )
-        self._placing = Placing(self._shelf, Peers(broker, name, clock), clock, most_waiting=self._max_in_memory // 4)
-        self._served = self._shelf.models
-        self._turns = self._shelf.turns
+        self._placing = Placing(
+            self._lifecycle, Peers(broker, name, clock), clock, most_waiting=self._max_in_memory // 4
+        )
+        self._served = self._lifecycle.models
+        self._turns = self._lifecycle.turns
         self._reports = 0
         self._account = Account(listener, metrics)
         self._intake = Intake(
@@ -211,7 +213,7 @@ class Drain:
         self.leases: Final = LeaseKeeper(
             broker,
             self.consumer,
-            self._shelf.claimable,
+            self._lifecycle.claimable,
             self._holdings,
             lease_s=queue.lease_s,
             offered=self._offered,
@@ -235,8 +237,8 @@ class Drain:
     # Life
 
     def load(self) -> None:
-        """See Shelf.open. Raises ConfigurationError, BrokerUnavailable."""
-        self._shelf.open()
+        """See ModelLifecycle.open. Raises ConfigurationError, BrokerUnavailable."""
+        self._lifecycle.open()
         for version in self._turns:
             if version.is_ready:
                 self.executor.grow(version.concurrency)
@@ -258,7 +260,7 @@ class Drain:
             self.leases.stop(1.0)
             self.executor.stop()
             self._withdraw_report()
-        self._shelf.close()
+        self._lifecycle.close()
 
     def ask_to_stop(self, grace_s: float) -> None:
         """From now on the steps wind up, see `stop`; does not wait for them."""
@@ -273,7 +275,7 @@ class Drain:
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether jobs are being served, and the details for a probe."""
         problem = self.is_healthy() or (None if self.leases.is_in_touch else "the broker does not answer")
-        if problem is None and not self._shelf.claimable():
+        if problem is None and not self._lifecycle.claimable():
             problem = "no version that answers is to be had here"
         is_ready = self._is_ready and problem is None
         return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._holdings)}
@@ -341,7 +343,7 @@ class Drain:
     def _serve(self) -> None:
         self._take_in_done()
         self._follow_news()
-        self._shelf.tend()
+        self._lifecycle.run_requests()
         if self._loader.is_busy:
             self._take_in_loaded()
         self._look_for_hung_work()
@@ -424,7 +426,7 @@ class Drain:
         """
         if self._is_armed or self._is_stopping or not self._is_quiet:
             return
-        room, slots = self._max_in_memory - len(self._holdings), self._shelf.claimable()
+        room, slots = self._max_in_memory - len(self._holdings), self._lifecycle.claimable()
         if room <= 0 or not slots:
             return
         # COUNT holds for each of the queues, and several may answer at once; one job of each is always welcome.
@@ -452,7 +454,7 @@ class Drain:
             timeout_s = _SHORTEST_PAUSE_S if self.executor.running() else 0.0
         elif self._is_armed:
             timeout_s = min(timeout_s, max(0.0, self._armed_until - self._clock()))
-        elif not self.executor.running() and not self._loader.is_busy and self._shelf.claimable():
+        elif not self.executor.running() and not self._loader.is_busy and self._lifecycle.claimable():
             timeout_s = 0.001
         elif self._loader.is_busy or any(model.free > 0 for model in self._served.values()):
             # Other models must not wait for the long forward of the one whose queue is full.
@@ -503,7 +505,7 @@ class Drain:
         for job in opened:
             model = self._served[job.delivery.slot]
             if job.delivery.active != model.record:
-                self._shelf.follow(model, job.delivery.active)
+                self._lifecycle.follow(model, job.delivery.active)
             failure = self._refusal(job, model, broker_now)
             version = job.version
             if failure is not None:
@@ -523,14 +525,14 @@ class Drain:
 
     def _add(self, version: ServedVersion, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher of a version, which is loaded if it is not."""
-        self._shelf.load(version)
+        self._lifecycle.load(version)
         if version.state is VersionState.FAILED:
             self._part_with(version, jobs)
         else:
             version.add(jobs)
 
     def _add_suspect(self, version: ServedVersion, job: ClaimedJob) -> None:
-        self._shelf.load(version)
+        self._lifecycle.load(version)
         if version.state is VersionState.FAILED:
             self._part_with(version, [job])
             return
@@ -554,8 +556,8 @@ class Drain:
         if self._listener.is_revoked(job.header.id):
             return REVOKED
         if named := job.header.version:
-            version = self._shelf.named(model.name, named)
-            is_here = version is not None and version.room > 0 and self._shelf.is_offered(version)
+            version = self._lifecycle.named(model.name, named)
+            is_here = version is not None and version.room > 0 and self._lifecycle.is_offered(version)
         else:
             version = model.active
             is_here = version is not None and self._may_wait(version)
@@ -579,7 +581,7 @@ class Drain:
         if version.is_ready:
             return True
         if self._preloads:
-            self._shelf.load(version)
+            self._lifecycle.load(version)
             return False
         return version.room > 0
 
@@ -671,28 +673,28 @@ class Drain:
         logger.info("the version changed", extra={"model": model, "old": old, "new": new, "forgotten": forgotten})
         self._on_version_change(model, old, new)
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
-        """See Shelf.want. For any thread."""
-        self._shelf.want(name, label, content_hash=content_hash)
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
+        """See ModelLifecycle.want. For any thread."""
+        self._lifecycle.request_load(name, label, content_hash=content_hash)
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
-        """See Shelf.let_go_of. For any thread."""
-        self._shelf.let_go_of(name, label, content_hash=content_hash)
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
+        """See ModelLifecycle.let_go_of. For any thread."""
+        self._lifecycle.request_unload(name, label, content_hash=content_hash)
 
     def may_serve(self, name: str) -> bool:
-        """See Shelf.may_serve. For any thread."""
-        return self._shelf.may_serve(name)
+        """See ModelLifecycle.may_serve. For any thread."""
+        return self._lifecycle.may_serve(name)
 
     def versions(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """See Shelf.described. For any thread."""
-        return self._shelf.described()
+        """See ModelLifecycle.described. For any thread."""
+        return self._lifecycle.described()
 
     def _take_in_loaded(self) -> None:
         """Versions have been loaded, or cannot be: the jobs that waited for these end, or go elsewhere."""
         broker_now = self._broker.now_ms()
         for version in [each for each in self._turns if each.state is VersionState.LOADING]:
             self._drop_expired(version, broker_now)
-        for version, problem, _, _ in self._shelf.take_in_loaded():
+        for version, problem, _, _ in self._lifecycle.take_in_loaded():
             if not problem:
                 self.executor.grow(version.concurrency)
             else:
@@ -1000,15 +1002,15 @@ class Drain:
         """Twice a second, on the lease thread: a worker that claims nothing hears, too, which version answers."""
         for name, active in self._broker.actives(list(self._served)).items():
             if active != self._served[name].record:
-                self._shelf.order(partial(self._shelf.hear, name, active))
+                self._lifecycle.request(partial(self._lifecycle.on_record, name, active))
 
     def _report(self) -> None:
         """Once a second, on the lease thread: pauses, queue metrics, this worker's entry for `penstock status`,
         decisions to remember."""
         names = list(self._served)
         self._reports += 1
-        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._shelf.claimable()) < len(names):
-            self._shelf.order(self._shelf.try_again)
+        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._lifecycle.claimable()) < len(names):
+            self._lifecycle.request(self._lifecycle.try_again)
         paused = self._broker.paused(names)
         if paused != self._paused:
             logger.info("paused", extra={"models": sorted(paused)})
@@ -1024,7 +1026,7 @@ class Drain:
             "pid": os.getpid(),
             "device": self._device,
             "models": {name: self._served[name].label for name in names},
-            "versions": self._shelf.described(),
+            "versions": self._lifecycle.described(),
             "ready": self.readiness[0],
             "in_memory": len(self._holdings),
             "batches": self._account.batches,
@@ -1035,10 +1037,10 @@ class Drain:
             "levels": self._tuner.report(),
         }
         self._broker.report(self.name, json.dumps(report).encode(), _REPORT_TTL_MS)
-        self._shelf.remember()
+        self._lifecycle.remember()
 
     def _offered(self) -> dict[str, dict[str, int]]:
-        return {name: self._shelf.offered(name) for name in tuple(self._served)}
+        return {name: self._lifecycle.offered(name) for name in tuple(self._served)}
 
     def _withdraw_report(self) -> None:
         """After the last one: the lease thread reports until it ends. Without a broker the report expires."""

@@ -305,7 +305,7 @@ def test_other_files_in_a_worker_are_refused(town: Town):
 def test_other_files_that_answer_nothing_are_replaced(town: Town):
     """What is loaded beside the version that answers is loaded again, from the files that were registered since."""
     drain = town.start()
-    drain.want(town.model, "1")
+    drain.request_load(town.model, "1")
     wait_until(lambda: town.state(drain, "1") == "ready", 10, "the old files are loaded")
     _change(town, "1")
     town.register("1")

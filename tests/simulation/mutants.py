@@ -545,8 +545,10 @@ class AnotherVersionAnswers(SteppedDrain):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        named = self._shelf.named
-        object.__setattr__(self._shelf, "named", lambda name, wanted: named(name, wanted) or self._served[name].active)
+        named = self._lifecycle.named
+        object.__setattr__(
+            self._lifecycle, "named", lambda name, wanted: named(name, wanted) or self._served[name].active
+        )
 
 
 class _ForgetfulMachine:

@@ -84,16 +84,16 @@ class SteppedDrain(Drain):
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
-        self._loader = self._shelf.loader = _SteppedLoader(self._world, self._double, self._ring)
+        self._loader = self._lifecycle.loader = _SteppedLoader(self._world, self._double, self._ring)
         for name, active in self._broker.actives(list(self._served)).items():
-            self._shelf._follow_at_start(self._served[name], active)
+            self._lifecycle._follow_at_start(self._served[name], active)
         for model in self._served.values():
             assert model.active is not None
             _put_in_place(model.active, self._double)
             model.active.has_loaded()
             self.executor.grow(model.active.concurrency)
-            for label in self._shelf._repository.labels(model.name):
-                self._shelf.meet(model, label)
+            for label in self._lifecycle._repository.labels(model.name):
+                self._lifecycle.resolve(model, label)
         self._note_offered()
 
     def step(self, longest_wait_s: float = 0.0) -> float | None:
@@ -105,7 +105,7 @@ class SteppedDrain(Drain):
         return pause_s
 
     def _note_offered(self) -> None:
-        offered = [version for version in self._turns if version.room and self._shelf.is_offered(version)]
+        offered = [version for version in self._turns if version.room and self._lifecycle.is_offered(version)]
         self._offered_since = {version: self._offered_since.get(version, self._world.now) for version in offered}
 
     def epoch_of(self, slot: str) -> int:
@@ -126,7 +126,9 @@ class SteppedDrain(Drain):
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """As ever, of a worker whose threads are the scheduler's."""
-        is_ready = not (self._is_stopping or self.ails) and self.leases.is_in_touch and bool(self._shelf.claimable())
+        is_ready = (
+            not (self._is_stopping or self.ails) and self.leases.is_in_touch and bool(self._lifecycle.claimable())
+        )
         return is_ready, {}
 
     @property
@@ -137,7 +139,7 @@ class SteppedDrain(Drain):
     @property
     def serves_all(self) -> bool:
         """Whether every version that answers is to be had here."""
-        return len(self._shelf.claimable()) == len(self._served)
+        return len(self._lifecycle.claimable()) == len(self._served)
 
     def patience_s(self) -> float:
         """For how long the I/O thread would sleep now."""
@@ -204,7 +206,7 @@ def content_hash_of(version: str) -> str:
     return version * 64
 
 
-class Shelf:
+class ModelLifecycle:
     """The other versions of the models; `labels` are those of all of them."""
 
     def __init__(self, packages: Sequence[Package], labels: Sequence[str], further_threads: int) -> None:
@@ -437,7 +439,9 @@ class Worker:
             hear_bell=lambda: self._io.rouse(),
             violate=world.violate,
             world=world,
-            repository=Shelf(simulation.packages, simulation.labels_of(label), simulation.plan.further_threads),
+            repository=ModelLifecycle(
+                simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
+            ),
             remembered=simulation.mutation.remembered(simulation.machine),
         )
         self.drain.when_nowhere = partial(simulation.is_nowhere, self)

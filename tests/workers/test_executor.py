@@ -313,7 +313,7 @@ def test_model_threads_are_added_while_it_runs():
     """For a version that may run more forwards at a time than those before it; never fewer, nor beyond the seats."""
     meeting = threading.Barrier(3)
 
-    def meet(rows: Array) -> Array:
+    def resolve(rows: Array) -> Array:
         meeting.wait(5.0)
         return rows
 
@@ -325,7 +325,7 @@ def test_model_threads_are_added_while_it_runs():
         executor.grow(3)
         executor.grow(1)
         assert (executor.threads, executor.idle) == (3, 3)
-        works = [work_of(Device(meet), [[float(number)]]) for number in range(3)]
+        works = [work_of(Device(resolve), [[float(number)]]) for number in range(3)]
         for work in works:
             executor.submit(work, prepare_apart=False)
         for _ in works:

@@ -202,7 +202,7 @@ def test_the_worker_goes_on_serving_beside_a_version_that_is_wrong(
         described = bench.drain.versions()["double"].get("2", {})
         return str(described.get("problem", "")) if described.get("state") == "failed" else ""
 
-    bench.drain.want("double", "2")
+    bench.drain.request_load("double", "2")
     line = wait_until(problem, 5, "the version has failed")
     assert text in line
     assert "\n" not in line

@@ -30,7 +30,7 @@ from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.tuner import Tuner
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
-__all__ = ["Shelf"]
+__all__ = ["ModelLifecycle"]
 
 logger = logging.getLogger("penstock.server")
 
@@ -45,7 +45,7 @@ _UNLOADED: Final = (VersionState.COLD, VersionState.FAILED)
 _IN_MEMORY: Final = (VersionState.READY, VersionState.LOADING)
 
 
-class Shelf:
+class ModelLifecycle:
     """The models of one worker; it begins with `packages`, which answer until another version was promoted.
 
     verify: the operators' signatures on records; None: none are asked for. on_version_change: called with a model and
@@ -88,7 +88,7 @@ class Shelf:
         """By model, the decision that is remembered; empty for one that could not be written."""
         self._is_pinned = config.model_version != LATEST
         """Whether one version answers whatever is promoted."""
-        self._orders: deque[Callable[[], None]] = deque()
+        self._requests: deque[Callable[[], None]] = deque()
         """What other threads ask of this one."""
         self._missing: dict[tuple[str, str], str] = {}
         """What operators want and is not to be found, and why."""
@@ -105,18 +105,18 @@ class Shelf:
 
     # For any thread
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Load a version and keep it loaded; `described` tells how it went. content_hash: what it must hash to."""
-        self.order(partial(self._want, name, label, content_hash))
+        self.request(partial(self._load_requested, name, label, content_hash))
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Unload a version once it is idle, unless it is the one that answers. content_hash: what jobs that name it may
         have loaded all the same, where operators sign."""
-        self.order(partial(self._let_go_of, name, label, content_hash))
+        self.request(partial(self._unload_requested, name, label, content_hash))
 
-    def order(self, order: Callable[[], None]) -> None:
+    def request(self, request: Callable[[], None]) -> None:
         """Have something done on the I/O thread."""
-        self._orders.append(order)
+        self._requests.append(request)
         self._ring()
 
     def may_serve(self, name: str) -> bool:
@@ -222,17 +222,17 @@ class Shelf:
         for version in [version for version in self.turns if version.is_ready]:
             self._unload(version)
 
-    def tend(self) -> None:
+    def run_requests(self) -> None:
         """Does what other threads have asked for."""
-        while self._orders:
+        while self._requests:
             # An order that the broker was away for is still there when it is back; any other error is its end.
             try:
-                self._orders[0]()
+                self._requests[0]()
             except BrokerUnavailable:
                 raise
             except Exception:
                 logger.exception("an order could not be followed")
-            self._orders.popleft()
+            self._requests.popleft()
         if self._is_over_memory:
             self._give_memory_back()
         for version in [version for version in self._unwanted if self._may_go(version)]:
@@ -302,7 +302,7 @@ class Shelf:
             # Something was promoted, and nobody here knows what: the highest version on disk may be a draft.
             model.active = None
 
-    def hear(self, name: str, active: bytes) -> None:
+    def on_record(self, name: str, active: bytes) -> None:
         """A record that no claim has brought: the model is idle, and has time to load what answers from now on."""
         model = self.models[name]
         if active != model.record:
@@ -324,9 +324,9 @@ class Shelf:
     def named(self, name: str, wanted: str) -> ServedVersion | None:
         """The version of a model that a job calls `wanted`: met already, or lying under the models root."""
         model = self.models[name]
-        return model.named(wanted) or self.meet(model, wanted)
+        return model.named(wanted) or self.resolve(model, wanted)
 
-    def meet(self, model: ServedModel, label: str) -> ServedVersion | None:
+    def resolve(self, model: ServedModel, label: str) -> ServedVersion | None:
         """A version of this label, loaded or not, if it lies under the models root."""
         if (version := model.versions.get(label)) is not None:
             return version
@@ -346,7 +346,7 @@ class Shelf:
 
     def _copy_of(self, model: ServedModel, label: str, content_hash: str) -> ServedVersion | None:
         """The version, with this content and no other; None while it is not to be had here."""
-        version = self._reread(model, self.meet(model, label))
+        version = self._reread(model, self.resolve(model, label))
         if version is None or not content_hash:
             return version
         if version.content_hash == content_hash:
@@ -410,7 +410,7 @@ class Shelf:
             model.active = found
         return found
 
-    def _want(self, name: str, label: str, content_hash: str) -> None:
+    def _load_requested(self, name: str, label: str, content_hash: str) -> None:
         model = self.models.get(name) or self._bring(name, label)
         if model is not None and model.label == label:
             # What answers is for promotions to change; `described` tells of any difference.
@@ -444,7 +444,7 @@ class Shelf:
             self._announce(model.active)
         return model
 
-    def _let_go_of(self, name: str, label: str, content_hash: str) -> None:
+    def _unload_requested(self, name: str, label: str, content_hash: str) -> None:
         self._missing.pop((name, label), None)
         self._wished.pop((name, label), None)
         is_registered = bool(content_hash) and self._verify is not None
@@ -475,7 +475,7 @@ class Shelf:
         highest, problem = model.active, ""
         candidates = [highest.label, *self._lower_labels(model)] if highest is not None else []
         for label in candidates:
-            version = self.meet(model, label)
+            version = self.resolve(model, label)
             if version is None:
                 continue
             try:
@@ -520,5 +520,5 @@ class Shelf:
         model = self.models[version.name]
         self._broker.put_spec(version.name, version.spec.to_json())
         for label in self._repository.labels(version.name):
-            if (other := self.meet(model, label)) is not None:
+            if (other := self.resolve(model, label)) is not None:
                 self._broker.put_spec(other.name, other.spec.to_json(), label)

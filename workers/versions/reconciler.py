@@ -34,10 +34,10 @@ class Host(Protocol):
     def may_serve(self, name: str) -> bool:
         """Whether the model is one that this worker serves."""
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Load a version and keep it."""
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Unload a version once it is idle, unless it answers; jobs that name it may have this content loaded."""
 
     def versions(self) -> Mapping[str, object]:
@@ -99,9 +99,9 @@ class Reconciler:
         if wish.reference != reference or not self._host.may_serve(wish.model):
             return
         if wish.is_wanted:
-            self._host.want(wish.model, wish.version, content_hash=wish.content_hash)
+            self._host.request_load(wish.model, wish.version, content_hash=wish.content_hash)
         else:
-            self._host.let_go_of(wish.model, wish.version, content_hash=wish.content_hash)
+            self._host.request_unload(wish.model, wish.version, content_hash=wish.content_hash)
 
     def _run(self) -> None:
         while not self._is_stopping:

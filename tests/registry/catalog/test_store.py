@@ -17,7 +17,7 @@ from penstock.registry.errors import BadSignature, ContentChanged, InvalidInput,
 from penstock.registry.operator_rpc import Row
 from penstock.registry.package import load_package
 from penstock.safety.keys import OperatorKey, PublicKeys
-from tests.registry.catalog.catalogs import Shelf, new_key
+from tests.registry.catalog.catalogs import ModelLifecycle, new_key
 
 
 class Overheard:
@@ -51,7 +51,7 @@ class Desk:
     def __init__(self, url: str, root: Path, slot: str) -> None:
         self.key = new_key()
         self.verify = PublicKeys.parse(self.key.public_text).verify
-        self.shelf = Shelf(url, root, slot, {"sign": self.key.sign, "verify": self.verify})
+        self.shelf = ModelLifecycle(url, root, slot, {"sign": self.key.sign, "verify": self.verify})
         self.shelf.put("1", ModelStage.PRODUCTION)
         self.shelf.put("2", ModelStage.STAGING)
         self.shelf.put("3")

@@ -131,7 +131,7 @@ def test_what_a_form_said_before_the_model_was_loaded_anew(bench: Bench, models_
     assert work is not None
     worker.end(work)
     (version,) = worker.drain._turns
-    worker.drain._shelf._unload(version)
+    worker.drain._lifecycle._unload(version)
     bench.publish("m", 0.0)
 
     def is_loaded() -> bool:

@@ -257,15 +257,15 @@ def test_loading_has_a_limit(stage: Stage):
 def test_load_and_unload_on_demand(stage: Stage):
     """What operators want is loaded without a job, and let go of; the version that answers is never unloaded."""
     drain = stage.start()
-    drain.want(stage.model, "1")
+    drain.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
-    drain.let_go_of(stage.model, "1")
-    drain.let_go_of(stage.model, "2")
+    drain.request_unload(stage.model, "1")
+    drain.request_unload(stage.model, "2")
     wait_until(lambda: stage.state("1") == "cold", 5, "the version is let go")
     assert stage.answer() == ("2", 10.0)
     assert stage.state("2") == "ready"
-    drain.want(stage.model, "no-such")
-    drain.want("../../etc", "1")
+    drain.request_load(stage.model, "no-such")
+    drain.request_load("../../etc", "1")
     assert stage.answer() == ("2", 10.0)
 
 
@@ -294,7 +294,7 @@ def test_a_decision_that_comes_late_changes_nothing(stage: Stage):
     stage.promote("1", epoch=5)
     assert stage.answer() == ("1", 1.0)
     older = Deployment(4, stage.model, "2", "0" * 64).seal()
-    drain._shelf.follow(drain._served[stage.model], b"4 " + older)
+    drain._lifecycle.follow(drain._served[stage.model], b"4 " + older)
     assert stage.answer() == ("1", 1.0)
 
 
@@ -334,7 +334,7 @@ def test_idle_workers_hear_of_a_change_within_two_seconds(stage: Stage):
 def test_a_copy_that_was_mended_on_disk_answers_in_the_end(stage: Stage):
     """Loaded before the promotion with other files under its label, it is loaded anew, never served as it was."""
     drain = stage.start()
-    drain.want(stage.model, "1")
+    drain.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
     source = stage.root / stage.model / "1" / "model.py"
     source.write_text(source.read_text().replace("* 1", "* 7"))
@@ -346,7 +346,7 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
     """What ends loading with other content than was promoted meanwhile does not serve."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
     drain = stage.start()
-    drain.want(stage.model, "0.1")
+    drain.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
     stage.promote("0.1", epoch=1, content_hash="ab" * 32)
     job_id = stage.submit()
@@ -359,14 +359,14 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
 def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
     """An operator who waits for it reads why it will not come; when the folder has come, it loads."""
     drain = stage.start()
-    drain.want(stage.model, "7")
+    drain.request_load(stage.model, "7")
     wait_until(lambda: stage.state("7") == "failed", 5, "the worker says that it has no such version")
     write_scale(stage.root, stage.model, "7", 70)
-    drain.want(stage.model, "7")
+    drain.request_load(stage.model, "7")
     wait_until(lambda: stage.state("7") == "ready", 5, "it is loaded")
-    drain.want(stage.model, "8")
+    drain.request_load(stage.model, "8")
     wait_until(lambda: stage.state("8") == "failed", 5, "the next")
-    drain.let_go_of(stage.model, "8")
+    drain.request_unload(stage.model, "8")
     wait_until(lambda: stage.state("8") == "", 5, "nobody wants it any more")
 
 
@@ -374,9 +374,9 @@ def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: 
     """The operator gave up waiting: the load ends, and its memory is given back."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.4)
     drain = stage.start()
-    drain.want(stage.model, "0.1")
+    drain.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
-    drain.let_go_of(stage.model, "0.1")
+    drain.request_unload(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") != "loading", 5, "the load ends")
     wait_until(lambda: stage.state("0.1") == "cold", 2, "it is unloaded")
 
@@ -384,7 +384,7 @@ def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: 
 def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(stage: Stage):
     """The wish may come before the worker hears of the flip; every answer of its last batches says what it was."""
     drain = stage.start()
-    drain.let_go_of(stage.model, "2")
+    drain.request_unload(stage.model, "2")
     jobs = [stage.submit(float(number)) for number in range(40)]
     stage.promote("1", epoch=1)
     jobs += [stage.submit(float(number)) for number in range(40)]

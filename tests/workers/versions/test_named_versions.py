@@ -123,7 +123,7 @@ def test_a_version_may_be_named_by_its_content_wherever_it_is(stage: Stage):
     (job_id,) = ask_for(stage, content_hash_of(package)[:12], number=4.0)
     wait_until(lambda: has_claimed(stage, without, job_id), 5, "it is claimed where version 1 is not")
     having = stage.start()
-    having.want(stage.model, "1")
+    having.request_load(stage.model, "1")
     header, value = stage.result(job_id)
     assert (header.version, value) == ("1", 4.0)
 
@@ -139,7 +139,7 @@ def test_a_job_does_not_push_out_what_a_worker_needs_while_another_has_its_versi
     assert stage.answer(1.0) == ("2", 10.0)
     wait_until(lambda: stage.state("1", full) == "cold", 5, "the other goes")
     having = stage.start()
-    having.want(stage.model, "1")
+    having.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1", having) == "ready", 5, "the other worker has it")
     wait_until(lambda: any(b'"is_offered": true' in each for each in stage.broker.workers()), 5, "and says so")
     time.sleep(1.1)
@@ -159,9 +159,9 @@ def test_jobs_have_nothing_loaded_that_the_operators_did_not_ask_for(stage: Stag
     assert "no operator has registered, promoted or asked for this content. Expected one of: 2" in message
     assert stage.loads() == ["2"]
     package = load_package(find(stage.root, stage.model, "1").path)
-    drain.want(stage.model, "1", content_hash=content_hash_of(package))
+    drain.request_load(stage.model, "1", content_hash=content_hash_of(package))
     assert stage.answer(1.0, "1") == ("1", 1.0)
-    drain.let_go_of(stage.model, "1")
+    drain.request_unload(stage.model, "1")
     wait_until(lambda: stage.state("1") == "cold", 5, "it is let go of")
     source = stage.root / stage.model / "1" / "model.py"
     good = source.read_text()
@@ -179,10 +179,10 @@ def test_jobs_have_loaded_what_operators_have_registered(stage: Stage, tmp_path:
     registered = content_hash_of(load_package(find(stage.root, stage.model, "1").path))
     write_scale(stage.root, stage.model, "1.5", 7)
     later = write_scale(stage.root.parent / "to come", stage.model, "1.7", 9)
-    drain.let_go_of(stage.model, "1.7", content_hash=content_hash_of(later))
-    drain.let_go_of(stage.model, "2", content_hash=registered)
-    drain.let_go_of(stage.model, "1", content_hash=registered)
-    drain.let_go_of(stage.model, "1.5", content_hash=registered)
+    drain.request_unload(stage.model, "1.7", content_hash=content_hash_of(later))
+    drain.request_unload(stage.model, "2", content_hash=registered)
+    drain.request_unload(stage.model, "1", content_hash=registered)
+    drain.request_unload(stage.model, "1.5", content_hash=registered)
     assert stage.answer(1.0, "1") == ("1", 1.0)
     assert "promoted" in failure_of(stage, stage.submit(1.0, "1.5")), "other content than was registered"
     shutil.copytree(stage.root.parent / "to come" / stage.model / "1.7", stage.root / stage.model / "1.7")

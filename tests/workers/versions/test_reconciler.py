@@ -29,10 +29,10 @@ class Worker:
     def may_serve(self, name: str) -> bool:
         return name in self.models
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
         self.told.append(("want", f"{name}/{label}", content_hash))
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         self.told.append(("let go", f"{name}/{label}", content_hash))
 
     def versions(self) -> Mapping[str, object]:
