@@ -53,7 +53,7 @@ from penstock.workers.process import heartbeat
 from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
 from penstock.workers.process.device import Pin, granted_threads, pin
 from penstock.workers.process.exit_status import refuse
-from penstock.workers.process.operator_rpc import Clerk
+from penstock.workers.process.operator_rpc import OperatorRpcServer
 from penstock.workers.versions.reconciler import Reconciler
 from penstock.workers.versions.repository import DiskRepository
 
@@ -199,7 +199,7 @@ class WorkerParts:
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         infer_task.ingress = _task_ingress(settings, self._broker)
         show_drain(self._drain, self._listener, hostname, settings=settings.inference.as_shown())
-        self._clerk = Clerk(settings, self._broker, _verifier(settings))
+        self._rpc_server = OperatorRpcServer(settings, self._broker, _verifier(settings))
         obey(Obedience(_verifier(settings), hostname), self._act)
         if not celery.remote_control:
             withdraw_commands()
@@ -268,7 +268,7 @@ class WorkerParts:
     def _act(self, command: Command) -> str:
         """Obeys an operator, on Celery's thread. Raises Rejected for what this worker cannot do."""
         if command.action == "errand":
-            return self._clerk.attend(command)
+            return self._rpc_server.handle(command)
         if command.action == "reconcile":
             if self._reconciler is None:
                 raise Forbidden("This worker keeps a state of its own. Expected load or unload")

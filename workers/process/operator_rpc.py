@@ -1,6 +1,6 @@
 """Does errands: what operators without a way to the database or the broker ask of a worker (registry/operator_rpc.py).
 
-    a signed Command, on Celery's thread -> Clerk.attend -> a thread of its own -> registry, files, broker
+    a signed Command, on Celery's thread -> OperatorRpcServer.attend -> a thread of its own -> registry, files, broker
     asked again, until it is done        -> the answer, sealed
 
 A worker signs nothing of it: rows and active versions come with the operator's signature, and are checked before they
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.registry.catalog.store import RegistryStore
     from penstock.registry.package.manifest import Manifest
 
-__all__ = ["Clerk"]
+__all__ = ["OperatorRpcServer"]
 
 _PATIENCE_S: Final = 0.2
 """How long Celery's thread waits for an errand before it says that it is not done yet."""
@@ -45,7 +45,7 @@ _PLAIN: Final = re.compile(r"\w[\w.-]{0,127}\Z")
 _log = logging.getLogger("penstock.server")
 
 
-class Clerk:
+class OperatorRpcServer:
     """Does errands one after the other, or a few at a time where they take long. verify: the operators' signatures."""
 
     def __init__(self, settings: Settings, broker: FleetEnd, verify: Verifier | None) -> None:
@@ -59,7 +59,7 @@ class Clerk:
         self._done: OrderedDict[str, Future[Any]] = OrderedDict()
         self._running = threading.Semaphore(_AT_ONCE)
 
-    def attend(self, command: Command) -> str:
+    def handle(self, command: Command) -> str:
         """Begins the errand of a command, or looks for one that was begun; the sealed answer.
 
         Raises UndecodableEnvelope, and ModelNotReady when too many are under way.

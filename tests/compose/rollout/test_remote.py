@@ -33,7 +33,7 @@ from penstock.registry.errors import (
 )
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
-from penstock.workers.process.operator_rpc import Clerk
+from penstock.workers.process.operator_rpc import OperatorRpcServer
 from tests.packages import write_package
 from tests.registry.catalog.catalogs import SOURCE, new_key
 
@@ -43,8 +43,8 @@ WORKER = "gpu0@host"
 class Post:
     """Orders without Celery: sealed answers of a clerk in this process, one of which may be replaced on its way."""
 
-    def __init__(self, clerk: Clerk, keyring: Keyring) -> None:
-        self._clerk = clerk
+    def __init__(self, rpc_server: OperatorRpcServer, keyring: Keyring) -> None:
+        self._rpc_server = rpc_server
         self._keyring = keyring
         self.replaced: dict[type, object] = {}
         self.asked: list[str] = []
@@ -61,7 +61,7 @@ class Post:
         self.asked.append(type(errand).__name__)
         command = Command("errand", errand=secrets.token_hex(8), body=operator_rpc.encode(errand))
         while not (
-            answer := operator_rpc.open_answer(command.errand, self._clerk.attend(command), self._keyring)
+            answer := operator_rpc.open_answer(command.errand, self._rpc_server.handle(command), self._keyring)
         ).is_done:
             pass
         return self.replaced.get(type(errand), None) or answer.read(kind)
@@ -82,12 +82,12 @@ class Outpost:
         self.root = folder / "models"
         for version in ("1", "2"):
             write_package(self.root, "times", SOURCE, version=version)
-        self.clerk = Clerk(self.settings, self.broker, self._verify(self.key))
+        self.rpc_server = OperatorRpcServer(self.settings, self.broker, self._verify(self.key))
 
     def operator(self, key: OperatorKey | None = None) -> tuple[Deployer, Post]:
         """One more operator, and what is between them and the worker."""
         key = key or self.key
-        post = Post(self.clerk, self.settings.keyring)
+        post = Post(self.rpc_server, self.settings.keyring)
         remote = Remote(post)  # type: ignore[arg-type]
         registry = ModelRegistryClient(
             RemoteLedger(remote), sign=key.sign, verify=self._verify(self.key), rehash=remote.rehash, actor="far"
@@ -203,8 +203,8 @@ def test_a_new_key_takes_over_while_both_are_believed(outpost: Outpost):
     _prepare(deployer)
     new = new_key()
     both = PublicKeys.parse(f"{outpost.key.public_text},{new.public_text}").verify
-    outpost.clerk = Clerk(outpost.settings, outpost.broker, both)
-    post = Post(outpost.clerk, outpost.settings.keyring)
+    outpost.rpc_server = OperatorRpcServer(outpost.settings, outpost.broker, both)
+    post = Post(outpost.rpc_server, outpost.settings.keyring)
     remote = Remote(post)  # type: ignore[arg-type]
     registry = ModelRegistryClient(RemoteLedger(remote), sign=new.sign, verify=both, rehash=remote.rehash)
     before = registry.history("times")
