@@ -52,7 +52,7 @@ from penstock.registry.stack_file import with_broker
 from penstock.safety.audit import AuditLog
 
 if TYPE_CHECKING:
-    from penstock.compose.rollout.control_client import Orders
+    from penstock.compose.rollout.control_client import ControlClient
     from penstock.registry.catalog.store import RegistryStore
 
 __all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry"]
@@ -93,7 +93,7 @@ class Deployer:
         fleet: FleetEnd,
         *,
         states: StateStore | None = None,
-        orders: Orders | None = None,
+        control: ControlClient | None = None,
         files: Files | None = None,
         sign: Signer | None = None,
         load_timeout_s: float = 300.0,
@@ -105,7 +105,7 @@ class Deployer:
         self.fleet: Final = fleet
         self.files: Final[Files] = files or LocalFiles()
         self._states = states
-        self._orders = orders
+        self._control = control
         self._sign = sign
         self._load_timeout_s = load_timeout_s
         self._sweep_s = sweep_s
@@ -132,7 +132,7 @@ class Deployer:
         ModelNotReady when no such worker listens.
         """
         # Celery takes a third of a second, which those who only look need not wait for.
-        from penstock.compose.rollout.control_client import Orders
+        from penstock.compose.rollout.control_client import ControlClient
         from penstock.compose.rollout.remote import Remote, RemoteFleet, RemoteLedger
 
         settings = settings or Settings.load()
@@ -140,12 +140,12 @@ class Deployer:
             settings = with_broker(settings)
         keys = operator_keys(settings, for_changes=True)
         with ExitStack() as exits:
-            orders = Orders(settings, keys.sign) if keys.sign else None
-            if orders is not None:
-                exits.callback(orders.close)
+            control = ControlClient(settings, keys.sign) if keys.sign else None
+            if control is not None:
+                exits.callback(control.close)
             where: dict[str, Any]
             if via:
-                remote = Remote(_needed(orders), via)
+                remote = Remote(_needed(control), via)
                 registry = _registry(
                     settings, keys, RemoteLedger(remote), rehash=remote.rehash, approve=approve, gate=gate
                 )
@@ -161,7 +161,7 @@ class Deployer:
             deployer = cls(
                 registry,
                 **where,
-                orders=orders,
+                control=control,
                 sign=keys.sign,
                 load_timeout_s=settings.inference.load_timeout_s,
                 sweep_s=settings.inference.state_reconcile_interval_s,
@@ -458,12 +458,12 @@ class Deployer:
     def _nudge(self, name: str) -> None:
         """Workers look by themselves every few seconds; those that obey commands look at once."""
         workers = self._workers_of(name, None)
-        if self._orders is not None and workers:
+        if self._control is not None and workers:
             with suppress(BrokerUnavailable):
-                self._orders.mention(Command("reconcile"), workers)
+                self._control.notify(Command("reconcile"), workers)
 
     def _command(self, command: Command, workers: list[str]) -> None:
-        refusals = _needed(self._orders).give(command, workers) if workers else {}
+        refusals = _needed(self._control).give(command, workers) if workers else {}
         for worker, problem in refusals.items():
             raise ModelNotReady(f"{worker}: {problem}")
 
@@ -517,10 +517,10 @@ def _auditor(settings: Settings) -> Callable[[Transition], None] | None:
     return record if privacy.audit_log_enabled else None
 
 
-def _needed(orders: Orders | None) -> Orders:
-    if orders is None:
+def _needed(control: ControlClient | None) -> ControlClient:
+    if control is None:
         raise ConfigurationError("Control commands are signed. Expected an operator's key, see `penstock doctor`")
-    return orders
+    return control
 
 
 def _state_store(settings: Settings) -> StateStore | None:

@@ -26,7 +26,7 @@ from celery.signals import setup_logging, worker_shutting_down
 from penstock.registry import logs
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.redis_streams import RedisStreams
-from penstock.registry.control import Command, Obedience
+from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, QueueFull, Rejected, UnknownModel
 from penstock.registry.queues import CELERY_TASK
@@ -39,7 +39,7 @@ from penstock.workers.celery_bridge.bridge import (
     CeleryEventSender,
     CeleryResultStore,
     EventSwitch,
-    obey,
+    register_control_command,
     show_drain,
     withdraw_commands,
 )
@@ -200,7 +200,7 @@ class WorkerParts:
         infer_task.ingress = _task_ingress(settings, self._broker)
         show_drain(self._drain, self._listener, hostname, settings=settings.inference.as_shown())
         self._rpc_server = OperatorRpcServer(settings, self._broker, _verifier(settings))
-        obey(Obedience(_verifier(settings), hostname), self._act)
+        register_control_command(CommandVerifier(_verifier(settings), hostname), self._act)
         if not celery.remote_control:
             withdraw_commands()
 

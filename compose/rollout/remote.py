@@ -1,7 +1,7 @@
 """The registry, the files and the broker of a worker, for operators who reach nothing but Celery's broker.
 
     ModelRegistryClient -- RemoteLedger --\\
-    Deployer            -- RemoteFleet  ---> Orders.run -> a worker's clerk
+    Deployer            -- RemoteFleet  ---> ControlClient.run -> a worker's clerk
                         -- packages, exports --/
 
 What is decided is decided and signed here, from rows whose signatures are checked here: the worker lends its
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.compose.rollout.control_client import Orders
+from penstock.compose.rollout.control_client import ControlClient
 from penstock.registry import operator_rpc
 from penstock.registry.catalog.store import ModelRows, ModelTransaction
 from penstock.registry.catalog.tables import RegisteredVersion
@@ -33,13 +33,13 @@ ANY: Final = "any"
 class Remote:
     """One worker that does errands; Files on its machine. Raises ModelNotReady when no worker of that name listens."""
 
-    def __init__(self, orders: Orders, worker: str = ANY) -> None:
-        self._orders = orders
-        self.worker: Final = orders.listener(None if worker == ANY else worker)
+    def __init__(self, control: ControlClient, worker: str = ANY) -> None:
+        self._control = control
+        self.worker: Final = control.listener(None if worker == ANY else worker)
 
     def run(self, errand: operator_rpc.Errand, kind: Any = None) -> Any:
-        """See Orders.run."""
-        return self._orders.run(errand, self.worker, kind)
+        """See ControlClient.run."""
+        return self._control.run(errand, self.worker, kind)
 
     def package(self, path: Path) -> RemotePackage:
         """The package at a path on the worker's machine, below its models root. Raises ConfigurationError."""

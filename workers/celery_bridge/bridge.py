@@ -31,7 +31,7 @@ from celery.worker.request import Request
 from kombu.messaging import Producer
 
 from penstock.registry.broker.base import State
-from penstock.registry.control import CONTROL_COMMAND, Command, Obedience
+from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import PenstockError
 from penstock.registry.queues import CELERY_TASK
@@ -364,7 +364,7 @@ def show_drain(view: DrainView, listener: CeleryEventSender, hostname: str, *, s
     heartbeat.all_total_count = _FinishedJobs(listener)
 
 
-def obey(obedience: Obedience, act: Callable[[Command], str]) -> None:
+def register_control_command(obedience: CommandVerifier, act: Callable[[Command], str]) -> None:
     """Take signed commands through Celery's remote control: `act` says what was done, or raises PenstockError."""
 
     def command(state: Any, command: object = None) -> dict[str, str]:

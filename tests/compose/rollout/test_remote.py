@@ -41,7 +41,7 @@ WORKER = "gpu0@host"
 
 
 class Post:
-    """Orders without Celery: sealed answers of a clerk in this process, one of which may be replaced on its way."""
+    """ControlClient without Celery: sealed answers of a clerk in this process, one of which may be replaced on its way."""
 
     def __init__(self, rpc_server: OperatorRpcServer, keyring: Keyring) -> None:
         self._rpc_server = rpc_server
@@ -56,7 +56,7 @@ class Post:
         return WORKER
 
     def run(self, errand: operator_rpc.Errand, worker: str, kind: Any) -> Any:
-        """See Orders.run."""
+        """See ControlClient.run."""
         assert worker == WORKER
         self.asked.append(type(errand).__name__)
         command = Command("errand", errand=secrets.token_hex(8), body=operator_rpc.encode(errand))
