@@ -34,7 +34,7 @@ from penstock.registry.catalog.stages import Action, ModelStage, check_step, par
 from penstock.registry.catalog.tables import RegisteredVersion, Transition
 from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
-from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -420,8 +420,10 @@ class Deployer:
     def _ask(self, version: RegisteredVersion, *, is_wanted: bool, worker: str | None = None) -> None:
         if worker is None and self._states is not None:
             # Also of one that is let go of: jobs may name what is registered, and workers know its content by this.
-            wish = Wish(version.name, version.version, is_wanted, version.content_hash, time.time())
-            self._states.put(wish, self._sign)
+            desired_version = DesiredVersion(
+                version.name, version.version, is_wanted, version.content_hash, time.time()
+            )
+            self._states.put(desired_version, self._sign)
             self._nudge(version.name)
             return
         action: Literal["load", "unload"] = "load" if is_wanted else "unload"
@@ -441,17 +443,17 @@ class Deployer:
     def _is_wanted(self, version: RegisteredVersion) -> bool:
         if self._states is None:
             return any(replica.state == "ready" for replica in self._watch(version.name, version.version).look())
-        record = self._states.wishes().get(version.reference)
+        record = self._states.desired().get(version.reference)
         try:
-            return record is not None and Wish.open(record, None).is_wanted
+            return record is not None and DesiredVersion.open(record, None).is_wanted
         except Corrupt:
             return False
 
     def _is_known(self, version: RegisteredVersion) -> bool:
         """Whether workers have been told of this content, wanted or not."""
-        record = self._states.wishes().get(version.reference) if self._states is not None else None
+        record = self._states.desired().get(version.reference) if self._states is not None else None
         try:
-            return record is not None and Wish.open(record, None).content_hash == version.content_hash
+            return record is not None and DesiredVersion.open(record, None).content_hash == version.content_hash
         except Corrupt:
             return False
 

@@ -375,25 +375,25 @@ class Drain:
         for work in self.executor.take_done():
             self._conclude(work)
 
-    def _exchange(self, wishes: list[Claim]) -> None:
+    def _exchange(self, desired: list[Claim]) -> None:
         """Commits what is done and claims what there is room for."""
         self._seal_concluded()
-        if not (wishes or self._uncommitted):
+        if not (desired or self._uncommitted):
             return
         pending = self._uncommitted
         if pending:
             self._checkpoint("before-commit")
-        if wishes:
+        if desired:
             self._checkpoint("before-claim")
         begun = self._clock()
         statuses, deliveries = self._broker.exchange(
-            self.consumer, [commit for _, commit in pending], wishes, self._result_ttl_ms
+            self.consumer, [commit for _, commit in pending], desired, self._result_ttl_ms
         )
         self._uncommitted = []
         if pending:
             self._checkpoint("after-commit")
             self._settle(pending, statuses, begun)
-        self._note_drained({wish.slot: wish.credit for wish in wishes}, deliveries)
+        self._note_drained({wish.slot: wish.credit for wish in desired}, deliveries)
         self._admit(deliveries)
 
     def _note_drained(self, asked: Mapping[str, int], deliveries: Sequence[Delivery]) -> None:
@@ -411,13 +411,13 @@ class Drain:
         if self._is_armed or self._is_stopping or self._is_quiet:
             return []
         room = self._max_in_memory - len(self._holdings)
-        wishes = []
+        desired = []
         for model in self._served.values():
             credit = min(model.free, room)
             if credit > 0:
                 room -= credit
-                wishes.append(Claim(model.name, credit, self._lower_share.of(credit), self._ageing_ms))
-        return wishes
+                desired.append(Claim(model.name, credit, self._lower_share.of(credit), self._ageing_ms))
+        return desired
 
     def _arm(self) -> None:
         """Leaves a blocking claim for all queues, once all were seen empty.

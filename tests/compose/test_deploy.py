@@ -21,7 +21,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.catalog import Change, ModelRegistryClient
 from penstock.registry.catalog.stages import ModelStage
 from penstock.registry.deployment import Deployment
-from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -67,10 +67,10 @@ class FadingStore(StateStore):
 
     is_away = False
 
-    def wishes(self) -> dict[str, bytes]:
+    def desired(self) -> dict[str, bytes]:
         if self.is_away:
             raise BrokerUnavailable("The store of model states does not answer (ConnectionError)")
-        return super().wishes()
+        return super().desired()
 
 
 class Town:
@@ -116,8 +116,8 @@ class Town:
 
     def is_wanted(self, label: str) -> bool | None:
         """What the newest wish says of a version; None when there was none."""
-        record = self.store.wishes().get(f"{self.model}/{label}")
-        return None if record is None else Wish.open(record, None).is_wanted
+        record = self.store.desired().get(f"{self.model}/{label}")
+        return None if record is None else DesiredVersion.open(record, None).is_wanted
 
     def active(self) -> str:
         """The label that the broker hands out; empty before the first decision."""
