@@ -50,7 +50,7 @@ from penstock.workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
 from penstock.workers.observe.listener import Failed, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal, Unwritten
-from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
+from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, EncodedOutputs, JobOutcome, commit_of
 from penstock.workers.streaming import EventStream
 from penstock.workers.telemetry import Account
 from penstock.workers.versions.deployment_store import DeploymentFiles, Forgotten, Remembered
@@ -190,8 +190,8 @@ class Drain:
         self._isolates_tenants = settings.inference.privacy.cache_tenant_isolation
         self._on_version_change = on_version_change
         self._leaders: dict[bytes, ClaimedJob] = {}
-        self._concluded: list[Conclusion] = []
-        self._uncommitted: list[tuple[Conclusion, Commit]] = []
+        self._concluded: list[JobOutcome] = []
+        self._uncommitted: list[tuple[JobOutcome, Commit]] = []
         self._to_release: list[ClaimedJob] = []
         self._resting: list[tuple[float, int, ClaimedJob]] = []
         """Jobs whose forward failed and that wait for the next, by when that is due; no batch has room for them."""
@@ -509,7 +509,7 @@ class Drain:
             failure = self._refusal(job, model, broker_now)
             version = job.version
             if failure is not None:
-                self._concluded.append(Conclusion(job, failure))
+                self._concluded.append(JobOutcome(job, failure))
             elif version is None and job.header.version:
                 self._placing.add([job])
             elif version is None:
@@ -595,13 +595,13 @@ class Drain:
         going: defaultdict[tuple[str, str], list[ClaimedJob]] = defaultdict(list)
         for job in self._placing.due():
             if job.is_lost or job.is_cancelled or broker_now > job.expires_ms:
-                self._concluded.append(Conclusion(job, EXPIRED if broker_now > job.expires_ms else CANCELLED))
+                self._concluded.append(JobOutcome(job, EXPIRED if broker_now > job.expires_ms else CANCELLED))
                 continue
             place = self._find_place(job)
             if isinstance(place, ServedVersion):
                 self._take(job, place)
             elif isinstance(place, Failure):
-                self._concluded.append(Conclusion(job, place))
+                self._concluded.append(JobOutcome(job, place))
             elif place is None:
                 self._placing.wait(job)
             else:
@@ -621,7 +621,7 @@ class Drain:
 
     def _take(self, job: ClaimedJob, version: ServedVersion) -> None:
         if (failure := self._fit(job, version)) is not None:
-            self._concluded.append(Conclusion(job, failure))
+            self._concluded.append(JobOutcome(job, failure))
         elif job.is_suspect:
             self._add_suspect(version, job)
         elif self._needs_forward(job, version):
@@ -648,7 +648,7 @@ class Drain:
         if kept is None or not is_hit:
             return False
         version.used_at = self._clock()
-        self._concluded.append(Conclusion(job, kept))
+        self._concluded.append(JobOutcome(job, kept))
         return True
 
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
@@ -703,7 +703,7 @@ class Drain:
                 self._suspects = deque(job for job in self._suspects if job.version is not version)
                 self._part_with(version, waiting)
             for job, error in [] if problem else version.misfits():
-                self._concluded.append(Conclusion(job, Failure("ModelError", f"InvalidInput: {error}")))
+                self._concluded.append(JobOutcome(job, Failure("ModelError", f"InvalidInput: {error}")))
 
     # Batch and execute
 
@@ -740,7 +740,7 @@ class Drain:
             job = self._suspects.popleft()
             version = job.version
             if self._broker.now_ms() > job.expires_ms:
-                self._concluded.append(Conclusion(job, EXPIRED))
+                self._concluded.append(JobOutcome(job, EXPIRED))
             elif version is not None and version.is_ready:
                 version.in_flight += 1
                 return version.work(version.alone(job), self._open_stream, is_as_built=True)
@@ -775,7 +775,7 @@ class Drain:
 
     def _drop_expired(self, version: ServedVersion, broker_now: float) -> None:
         late = version.batcher.discard(lambda item: broker_now > item.job.expires_ms)
-        self._concluded += [Conclusion(item.job, EXPIRED) for item in late]
+        self._concluded += [JobOutcome(item.job, EXPIRED) for item in late]
 
     def _recall_for_urgent(self) -> None:
         """A batch that is ready but has not begun is dissolved when a more urgent job has come."""
@@ -842,7 +842,7 @@ class Drain:
             if (too_large := work.too_large) is not None:
                 version.learn(too_large, self._clock())
         self._concluded += [
-            Conclusion(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
+            JobOutcome(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
             for item, answer in zip(work.batch.items, work.answers, strict=True)
         ]
 
@@ -865,12 +865,12 @@ class Drain:
                 self._rejoin(followers)
                 continue
             for follower in followers:
-                self._uncommitted.append(self._commit_of(Conclusion(follower, end.answer, end.work)))
+                self._uncommitted.append(self._commit_of(JobOutcome(follower, end.answer, end.work)))
 
-    def _keep(self, end: Conclusion) -> None:
+    def _keep(self, end: JobOutcome) -> None:
         """What a forward answered is the answer to equal jobs, while the version answers in the same form."""
         job, answer, version = end.job, end.answer, end.job.version
-        if not job.digest or version is None or not version.cache_ttl_s or not isinstance(answer, Packed):
+        if not job.digest or version is None or not version.cache_ttl_s or not isinstance(answer, EncodedOutputs):
             return
         # A batch may end after another version has begun to answer.
         is_asked_for = bool(job.header.version) or version is self._served[version.name].active
@@ -878,7 +878,7 @@ class Drain:
         if end.work is not None and is_asked_for and is_as_now:
             self._cache.put(job.digest, answer, version.cache_ttl_s)
 
-    def _runs_again(self, end: Conclusion) -> bool:
+    def _runs_again(self, end: JobOutcome) -> bool:
         """Whether the job's retry policy gives it another forward, after a pause or elsewhere."""
         job, failure = end.job, end.failure
         policy = job.header.options.retry
@@ -910,9 +910,9 @@ class Drain:
         while self._resting and self._resting[0][0] <= self._clock():
             job = self._rouse()
             if job.is_lost or job.is_cancelled:
-                self._concluded.append(Conclusion(job, CANCELLED))
+                self._concluded.append(JobOutcome(job, CANCELLED))
             elif self._listener.is_revoked(job.header.id):
-                self._concluded.append(Conclusion(job, REVOKED))
+                self._concluded.append(JobOutcome(job, REVOKED))
             elif job.version is not None and job.is_suspect:
                 self._add_suspect(job.version, job)
             elif job.version is not None:
@@ -925,7 +925,7 @@ class Drain:
         followers, job.followers = job.followers or [], None
         return followers
 
-    def _commit_of(self, end: Conclusion) -> tuple[Conclusion, Commit]:
+    def _commit_of(self, end: JobOutcome) -> tuple[JobOutcome, Commit]:
         return commit_of(end, worker=self.name, keyring=self._keyring)
 
     def _label_of(self, name: str) -> str:
@@ -938,12 +938,12 @@ class Drain:
                 self._add(version, [follower])
 
     def _settle(
-        self, pending: Sequence[tuple[Conclusion, Commit]], statuses: Sequence[CommitStatus], begun: float
+        self, pending: Sequence[tuple[JobOutcome, Commit]], statuses: Sequence[CommitStatus], begun: float
     ) -> None:
         """The broker has answered: the jobs leave this worker's memory, and those who watch will be told."""
         now = self._clock()
         self._let_go([end.job for end, _ in pending])
-        settled: list[tuple[Conclusion, State]] = []
+        settled: list[tuple[JobOutcome, State]] = []
         for (end, commit), verdict in zip(pending, statuses, strict=True):
             if verdict is CommitStatus.COMMITTED:
                 settled.append((end, commit.state))
@@ -989,10 +989,10 @@ class Drain:
                 is_unwanted(item.job)
         for version in self._turns:
             for item in version.batcher.discard(lambda item: is_unwanted(item.job)):
-                self._concluded.append(Conclusion(item.job, CANCELLED))
+                self._concluded.append(JobOutcome(item.job, CANCELLED))
         for job in self._placing:
             is_unwanted(job)
-        self._concluded += [Conclusion(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
+        self._concluded += [JobOutcome(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
         self._suspects = deque(job for job in self._suspects if not (job.is_lost or job.is_cancelled))
         if self._resting:
             self._resting = [(0.0 if is_unwanted(job) else due, number, job) for due, number, job in self._resting]

@@ -13,7 +13,7 @@ from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import Conclusion, Packed
+from penstock.workers.results import EncodedOutputs, JobOutcome
 from penstock.workers.versions.version import ENDPOINT
 
 __all__ = ["Account"]
@@ -33,13 +33,13 @@ class Account:
         self._listener = listener
         self._metrics = metrics
         self._lookups: Counter[tuple[str, bool]] = Counter()
-        self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
+        self._settled: list[tuple[list[tuple[JobOutcome, State]], float, float]] = []
 
     def looked_up(self, model: str, *, is_hit: bool) -> None:
         """A job's answer was looked for among those that are kept."""
         self._lookups[model, is_hit] += 1
 
-    def settled(self, ends: list[tuple[Conclusion, State]], commit_s: float, now: float) -> None:
+    def settled(self, ends: list[tuple[JobOutcome, State]], commit_s: float, now: float) -> None:
         """These jobs are committed since `now`, monotonic; that took `commit_s` seconds."""
         self._settled.append((ends, commit_s, now))
 
@@ -51,7 +51,7 @@ class Account:
         settlements, self._settled = self._settled, []
         for settled, commit_s, now in settlements:
             ended: list[Ended] = []
-            by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
+            by_work: defaultdict[int, list[JobOutcome]] = defaultdict(list)
             for end, state in settled:
                 work, job = end.work, end.job
                 by_work[id(work)].append(end)
@@ -65,7 +65,7 @@ class Account:
                     if (version := ends[0].job.version) is not None:
                         version.observe(work, now)
                 else:
-                    self._time_kept([end.job for end in ends if isinstance(end.answer, Packed)], now)
+                    self._time_kept([end.job for end in ends if isinstance(end.answer, EncodedOutputs)], now)
 
     def _count(self, ended: Sequence[Ended]) -> None:
         # Counted when they end: a job that runs again after a crash is still one request.

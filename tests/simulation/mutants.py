@@ -34,7 +34,7 @@ from penstock.workers.cache import key_of
 from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
-from penstock.workers.results import Conclusion
+from penstock.workers.results import JobOutcome
 from penstock.workers.versions.deployment_store import Remembered
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
@@ -471,7 +471,7 @@ class VersionsShareAnswers(SteppedDrain):
         job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
         if (kept := self._cache.get(job.digest)) is None:
             return False
-        self._concluded.append(Conclusion(job, kept))
+        self._concluded.append(JobOutcome(job, kept))
         return True
 
 
