@@ -46,7 +46,7 @@ from penstock.workers.cache import L1Cache, key_of
 from penstock.workers.executor import BatchRun, Executor, seats_for
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
-from penstock.workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
+from penstock.workers.leases import AgeingReserve, LeasedJobs, LeaseKeeper, LeaseUpdate
 from penstock.workers.observe.listener import Failed, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal, Unwritten
@@ -184,8 +184,8 @@ class Drain:
             listener=listener,
             metrics=metrics,
         )
-        self._lower_share = LowerShare()
-        self._holdings = Holdings()
+        self._lower_share = AgeingReserve()
+        self._leased = LeasedJobs()
         self._cache = L1Cache(settings.inference.cache.l1_size, settings.inference.cache.l1_max_bytes, clock)
         self._isolates_tenants = settings.inference.privacy.cache_tenant_isolation
         self._on_version_change = on_version_change
@@ -203,7 +203,7 @@ class Drain:
         self._paused: frozenset[str] = frozenset()
         self._ailment = ""
         """Why this process can only be replaced; empty while all is well."""
-        self._news: deque[LeaseNews] = deque()
+        self._news: deque[LeaseUpdate] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Not before the last model thread, hung ones included, has let go of the drain: it may still ring.
         weakref.finalize(self, os.close, self._wake).atexit = False
@@ -214,7 +214,7 @@ class Drain:
             broker,
             self.consumer,
             self._lifecycle.claimable,
-            self._holdings,
+            self._leased,
             lease_s=queue.lease_s,
             offered=self._offered,
             room=self._room_to_take_over,
@@ -278,7 +278,7 @@ class Drain:
         if problem is None and not self._lifecycle.claimable():
             problem = "no version that answers is to be had here"
         is_ready = self._is_ready and problem is None
-        return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._holdings)}
+        return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._leased)}
 
     def is_healthy(self) -> str | None:
         """None, or why this process should be replaced: a thread has died or hangs."""
@@ -410,7 +410,7 @@ class Drain:
         """What to claim now; nothing when the queues were empty a moment ago: the blocking claim will tell."""
         if self._is_armed or self._is_stopping or self._is_quiet:
             return []
-        room = self._max_in_memory - len(self._holdings)
+        room = self._max_in_memory - len(self._leased)
         desired = []
         for model in self._served.values():
             credit = min(model.free, room)
@@ -426,7 +426,7 @@ class Drain:
         """
         if self._is_armed or self._is_stopping or not self._is_quiet:
             return
-        room, slots = self._max_in_memory - len(self._holdings), self._lifecycle.claimable()
+        room, slots = self._max_in_memory - len(self._leased), self._lifecycle.claimable()
         if room <= 0 or not slots:
             return
         # COUNT holds for each of the queues, and several may answer at once; one job of each is always welcome.
@@ -499,7 +499,7 @@ class Drain:
         self._checkpoint("after-claim")
         now, broker_now = self._clock(), self._broker.now_ms()
         opened = [job for delivery in deliveries if (job := self._intake.open(delivery, now, broker_now)) is not None]
-        self._holdings.take(opened)
+        self._leased.take(opened)
         self._listener.received([job.header for job in opened], time.time())
         runnable: defaultdict[ServedVersion, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
@@ -956,14 +956,14 @@ class Drain:
         for job in jobs:
             if job.version is not None:
                 job.version.make_room(job)
-        self._holdings.drop(jobs)
+        self._leased.drop(jobs)
 
     # Leases
 
     def _room_to_take_over(self) -> int:
-        return 0 if self._is_stopping or self._ailment else self._max_in_memory - len(self._holdings)
+        return 0 if self._is_stopping or self._ailment else self._max_in_memory - len(self._leased)
 
-    def _hear(self, news: LeaseNews) -> None:
+    def _hear(self, news: LeaseUpdate) -> None:
         self._news.append(news)
         self._ring()
 
@@ -1028,7 +1028,7 @@ class Drain:
             "models": {name: self._served[name].label for name in names},
             "versions": self._lifecycle.described(),
             "ready": self.readiness[0],
-            "in_memory": len(self._holdings),
+            "in_memory": len(self._leased),
             "batches": self._account.batches,
             "probe": self._probe_url,
             "host": socket.gethostname(),
