@@ -80,8 +80,8 @@ class ControlClient:
         deadline = time.monotonic() + timeout_s
         destination = None if worker is None else [worker]
         while time.monotonic() < deadline:
-            if heard := self._ping(destination, limit=1):
-                return heard[0]
+            if on_heartbeat := self._ping(destination, limit=1):
+                return on_heartbeat[0]
         who = "No worker" if worker is None else f"No worker {worker[:80]!r}"
         listening = ", ".join(self._ping(None)) or "none"
         raise ModelNotReady(f"{who} listens on Celery's broker. Expected one of: {listening}")

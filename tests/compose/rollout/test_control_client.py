@@ -71,11 +71,11 @@ def test_a_worker_that_listens_late_is_asked_again(redis_server: RedisServer, tm
     obedience = _obedience(key, name)
     refusals: list[dict[str, str]] = []
     asking = threading.Thread(target=lambda: refusals.append(control.give(Command("load", "m", "1"), [name], 20)))
-    with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as heard:
-        heard.psubscribe("*celery.pidbox*")
-        heard.get_message(timeout=5)
+    with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as on_heartbeat:
+        on_heartbeat.psubscribe("*celery.pidbox*")
+        on_heartbeat.get_message(timeout=5)
         asking.start()
-        wait_until(lambda: heard.get_message(timeout=0.1), 10, "the first order")
+        wait_until(lambda: on_heartbeat.get_message(timeout=0.1), 10, "the first order")
     with _listening(redis_server, name, obedience) as obeyed:
         asking.join(20)
     control.close()
