@@ -49,17 +49,17 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import AgeingReserve, LeasedJobs, LeaseKeeper, LeaseUpdate
 from penstock.workers.observe.listener import Failed, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.process.crash_journal import Journal, Unwritten
+from penstock.workers.process.crash_journal import Journal, NullJournal
 from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, EncodedOutputs, JobOutcome, commit_of
 from penstock.workers.streaming import EventStream
 from penstock.workers.telemetry import Account
-from penstock.workers.versions.deployment_store import DeploymentFiles, Forgotten, Remembered
+from penstock.workers.versions.deployment_store import DeploymentStore, FileDeploymentStore, NullDeploymentStore
 from penstock.workers.versions.handover import Placing
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.repository import EmptyRepository, ModelRepository
-from penstock.workers.versions.tuner import Tuner, Untuned
+from penstock.workers.versions.tuner import NullTuner, Tuner
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
 __all__ = ["Drain"]
@@ -112,12 +112,12 @@ class Drain:
         checkpoint: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
-        journal: Callable[[str, int], Journal] = lambda _consumer, _seats: Unwritten(),
+        journal: Callable[[str, int], Journal] = lambda _consumer, _seats: NullJournal(),
         repository: ModelRepository | None = None,
         verify: Verifier | None = None,
         on_version_change: Callable[[str, str, str], None] = lambda _model, _old, _new: None,
         tuner: Tuner | None = None,
-        remembered: Remembered | None = None,
+        deployments: DeploymentStore | None = None,
     ) -> None:
         if not packages:
             raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
@@ -151,7 +151,7 @@ class Drain:
             clock=clock,
         )
         self._preloads = settings.inference.preload
-        self._tuner = tuner or Untuned()
+        self._tuner = tuner or NullTuner()
         self._lifecycle = ModelLifecycle(
             settings.inference,
             packages,
@@ -164,7 +164,7 @@ class Drain:
             on_version_change=self._change_version,
             ring=self._ring,
             takes_any=not settings.worker.models,
-            remembered=remembered or _remembered(settings, verify),
+            deployments=deployments or _deployments(settings, verify),
         )
         self._placing = Placing(
             self._lifecycle, Peers(broker, name, clock), clock, most_waiting=self._max_in_memory // 4
@@ -1116,8 +1116,8 @@ class Drain:
         self._let_go(jobs)
 
 
-def _remembered(settings: Settings, verify: Verifier | None) -> Remembered:
-    return DeploymentFiles(settings.home / "deployments", verify) if verify is not None else Forgotten()
+def _deployments(settings: Settings, verify: Verifier | None) -> DeploymentStore:
+    return FileDeploymentStore(settings.home / "deployments", verify) if verify is not None else NullDeploymentStore()
 
 
 def _version_of(work: BatchRun) -> ServedVersion:

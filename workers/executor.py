@@ -30,7 +30,7 @@ from penstock.registry.errors import JobFailed
 from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch
 from penstock.workers.job import ClaimedJob
-from penstock.workers.process.crash_journal import FormInUse, Journal, Unwritten
+from penstock.workers.process.crash_journal import FormInUse, Journal, NullJournal
 from penstock.workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
 from penstock.workers.runtime.forms import EAGER, Forms
 
@@ -88,7 +88,7 @@ class BatchRun:
     is_as_built: bool = False
     """Whether no other form of the model may run it: for what was on the model when a process died, see `forward`."""
     clock: Callable[[], float] = time.monotonic
-    journal: Journal = field(default_factory=Unwritten)
+    journal: Journal = field(default_factory=NullJournal)
     """Both are its executor's."""
     seat: int = 0
     """The model thread that runs it."""
@@ -178,7 +178,7 @@ class Executor:
         self._too_late = too_late
         self._checkpoint = checkpoint
         self._clock = clock
-        self._journal = journal or Unwritten()
+        self._journal = journal or NullJournal()
         self._seats: dict[Hashable, int] = {}
         self.device_lost = ""
         """Why no forward can succeed in this process any more; empty while all is well."""

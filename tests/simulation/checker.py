@@ -24,7 +24,7 @@ from penstock.registry.envelope import ResultHeader, open_result
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.versions.deployment_store import Remembered, epoch_of
+from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
 from tests.simulation.client import Client, Job
@@ -71,7 +71,7 @@ class Mutation:
     name: str
     end: type[UnreliableEnd] = UnreliableEnd
     drain: type[SteppedDrain] = SteppedDrain
-    remembered: Callable[[Remembered], Remembered] = lambda machine: machine
+    deployments: Callable[[DeploymentStore], DeploymentStore] = lambda machine: machine
 
 
 SOUND: Final = Mutation("sound")

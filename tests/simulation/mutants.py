@@ -35,7 +35,7 @@ from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
 from penstock.workers.results import JobOutcome
-from penstock.workers.versions.deployment_store import Remembered
+from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
 from tests.simulation.checker import Mutation
@@ -554,7 +554,7 @@ class AnotherVersionAnswers(SteppedDrain):
 class _ForgetfulMachine:
     """Decisions are written down, and no start reads them."""
 
-    def __init__(self, machine: Remembered) -> None:
+    def __init__(self, machine: DeploymentStore) -> None:
         self._machine = machine
 
     def last(self, model: str) -> bytes:
@@ -653,5 +653,5 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(AnotherVersionAnswers, "answered by another version than it named"),
     _misled(PlacelessForgotten, "left with"),
     _misled(TooFewThreads, "fewer model threads"),
-    Mutant(Mutation("DecisionsForgotten", remembered=_ForgetfulMachine), "answered by a version of before"),
+    Mutant(Mutation("DecisionsForgotten", deployments=_ForgetfulMachine), "answered by a version of before"),
 )

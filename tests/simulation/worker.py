@@ -234,11 +234,11 @@ class Machine:
         self._decisions: dict[str, bytes] = {}
 
     def last(self, model: str) -> bytes:
-        """See Remembered.last."""
+        """See DeploymentStore.last."""
         return self._decisions.get(model, b"")
 
     def keep(self, model: str, active: bytes) -> None:
-        """See Remembered.keep."""
+        """See DeploymentStore.keep."""
         self._decisions[model] = max(active, self.last(model), key=epoch_of)
 
 
@@ -442,7 +442,7 @@ class Worker:
             repository=ModelLifecycle(
                 simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
             ),
-            remembered=simulation.mutation.remembered(simulation.machine),
+            deployments=simulation.mutation.deployments(simulation.machine),
         )
         self.drain.when_nowhere = partial(simulation.is_nowhere, self)
         self.drain.load()

@@ -24,7 +24,7 @@ from penstock.registry.package import Package
 from penstock.registry.settings import LATEST, InferenceConfig
 from penstock.registry.signed import Verifier
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.versions.deployment_store import Remembered, epoch_of
+from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from penstock.workers.versions.loader import Loaded, Loader, excess_bytes, to_unload
 from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.tuner import Tuner
@@ -68,7 +68,7 @@ class ModelLifecycle:
         on_version_change: Callable[[str, str, str], None],
         ring: Callable[[], None],
         takes_any: bool,
-        remembered: Remembered,
+        deployments: DeploymentStore,
     ) -> None:
         self.models: Final[dict[str, ServedModel]] = {}
         self.turns: Final[deque[ServedVersion]] = deque()
@@ -83,7 +83,7 @@ class ModelLifecycle:
         self._on_version_change = on_version_change
         self._ring = ring
         self._takes_any = takes_any
-        self._remembered = remembered
+        self._deployments = deployments
         self._kept: dict[str, bytes] = {}
         """By model, the decision that is remembered; empty for one that could not be written."""
         self._is_pinned = config.model_version != LATEST
@@ -162,7 +162,7 @@ class ModelLifecycle:
             if not decided or decided == kept:
                 continue
             try:
-                self._remembered.keep(name, decided)
+                self._deployments.keep(name, decided)
             except BlockingIOError:
                 # Another worker of this machine is at it.
                 continue
@@ -287,7 +287,7 @@ class ModelLifecycle:
 
     def _follow_at_start(self, model: ServedModel, active: bytes) -> None:
         """What the broker has, unless this machine has obeyed a later decision."""
-        last = self._remembered.last(model.name)
+        last = self._deployments.last(model.name)
         if last != active:
             self.follow(model, last)
         self.follow(model, active)
