@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from penstock.compose.rollout.files import Files, LocalFiles
 from penstock.compose.rollout.keys import OperatorKeys, operator_keys
-from penstock.compose.rollout.replicas import Tell, Watch, replicas
+from penstock.compose.rollout.replicas import ProgressCallback, Watch, replicas
 from penstock.compose.views.levels import await_answers, entries
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -99,7 +99,7 @@ class Deployer:
         load_timeout_s: float = 300.0,
         sweep_s: float = 5.0,
         poll_s: float = 0.05,
-        tell: Tell = lambda line: None,
+        tell: ProgressCallback = lambda line: None,
     ) -> None:
         self.registry: Final = registry
         self.fleet: Final = fleet
@@ -121,7 +121,7 @@ class Deployer:
         via: str = "",
         approve: Veto | None = None,
         gate: Veto | None = None,
-        tell: Tell = lambda line: None,
+        tell: ProgressCallback = lambda line: None,
     ) -> Deployer:
         """With the broker, the registry and the operator's key of these settings, or of this process's environment.
 

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from penstock.compose.deploy import Deployer, deployed
-from penstock.compose.rollout.replicas import Tell, replicas
+from penstock.compose.rollout.replicas import ProgressCallback, replicas
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.catalog import Change, ModelRegistryClient
 from penstock.registry.catalog.stages import ModelStage
@@ -90,7 +90,7 @@ class Town:
         self._make_store = make_store
         self._ends = ends
 
-    def operator(self, tell: Tell = lambda line: None, *, sign: Signer | None = None) -> Deployer:
+    def operator(self, tell: ProgressCallback = lambda line: None, *, sign: Signer | None = None) -> Deployer:
         """Another operator of the same registry and the same workers."""
         return self._deployer(self._open_registry(), tell, sign)
 
@@ -124,7 +124,7 @@ class Town:
         decision = deployed(self.stage.broker, self.model)
         return decision.version if decision else ""
 
-    def _deployer(self, registry: ModelRegistryClient, tell: Tell, sign: Signer | None = None) -> Deployer:
+    def _deployer(self, registry: ModelRegistryClient, tell: ProgressCallback, sign: Signer | None = None) -> Deployer:
         return Deployer(
             registry, self.broker, states=self.store, sign=sign, load_timeout_s=TIMEOUT_S, sweep_s=0.05, tell=tell
         )
@@ -153,7 +153,7 @@ def town(shared_redis: RedisServer, tmp_path: Path) -> Iterator[Town]:
             drain.stop(1.0)
 
 
-def once_ready(act: Callable[[], object]) -> Tell:
+def once_ready(act: Callable[[], object]) -> ProgressCallback:
     """Does something when a worker has the version, which is before it is decided on."""
     done: list[str] = []
 

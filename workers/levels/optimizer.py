@@ -34,7 +34,7 @@ from penstock.safety.golden_store import GoldenStore
 from penstock.safety.orchestrator import Gate, joined
 from penstock.safety.validators import Validator, changed_precision_validators, same_precision_validators
 from penstock.workers.compilation import CompilationRefused, TorchCompiler
-from penstock.workers.levels.decision_log import DecisionLog, Subject, environment
+from penstock.workers.levels.decision_log import DecisionKey, DecisionLog, environment
 from penstock.workers.levels.profiler import Profiler, trace
 from penstock.workers.levels.progression import (
     BATCHING,
@@ -111,7 +111,7 @@ class _Request(NamedTuple):
 class _Attached:
     """One loaded version. The optimizer's thread owns it, but for `standing`, which changes under the lock only."""
 
-    subject: Subject
+    key: DecisionKey
     runtime: Runtime
     profiler: Profiler
     steps: tuple[str, ...]
@@ -221,18 +221,18 @@ class Optimizer:
         spec = runtime.spec
         compilation = self._config.compilation
         judged = f"compiled by {compilation.backend} within {compilation.tolerance:g}"
-        subject = Subject(spec.name, spec.version, content_hash, environment(self._device, judged))
+        key = DecisionKey(spec.name, spec.version, content_hash, environment(self._device, judged))
         keeps_inputs = "hashes_only" not in (self._config.privacy.mode, self._config.cache.privacy_mode)
         has_goldens = keeps_inputs and spec.deterministic and not spec.streams
         profiler = Profiler(runtime, GoldenStore(seed=secrets.randbits(32)) if has_goldens else None)
         attached = _Attached(
-            subject,
+            key,
             runtime,
             profiler,
             self._steps_of(runtime, max_rows, keeps_inputs=keeps_inputs),
             self._max_level_of(spec.max_level),
             max_rows,
-            self.log.earlier(subject),
+            self.log.earlier(key),
         )
         if isinstance(runtime, Tunable):
             runtime.forms.on_fallback = partial(self._fell_back, attached)
@@ -248,8 +248,8 @@ class Optimizer:
             attached = self._attached.pop(key, None)
             if attached is not None:
                 attached.is_detached = True
-                subject = attached.subject
-                self._metrics.level(subject.model, subject.version, "", 0)
+                key = attached.key
+                self._metrics.level(key.model, key.version, "", 0)
 
     def ask(self, name: str, action: Action) -> Future[str]:
         """Has this done to every version of a model here; the text says what came of it.
@@ -345,24 +345,24 @@ class Optimizer:
 
     def _decide(self, attached: _Attached, decision: Decision) -> bool:
         """Records a decision; False when it cannot be recorded: nothing is turned on that nobody can trace."""
-        subject = attached.subject
+        key = attached.key
         try:
-            self._audit(self.log.append(subject, decision))
+            self._audit(self.log.append(key, decision))
             is_recorded = True
         except Exception:
-            logger.exception("a decision could not be recorded", extra={"model": subject.model, "step": decision.step})
+            logger.exception("a decision could not be recorded", extra={"model": key.model, "step": decision.step})
             is_recorded = False
             if decision.action == "enabled":
                 decision = replace(decision, action="refused", reason="it could not be recorded")
                 # One record may have been written, and the other not.
                 with suppress(OSError):
-                    self.log.append(subject, decision)
+                    self.log.append(key, decision)
         attached.level_state = attached.level_state.apply(decision)
         logger.info(
             "decided",
             extra={
-                "model": subject.model,
-                "version": subject.version,
+                "model": key.model,
+                "version": key.version,
                 "step": decision.step,
                 "action": decision.action,
                 "gain": decision.gain,
@@ -373,8 +373,8 @@ class Optimizer:
         return is_recorded
 
     def _show_level(self, attached: _Attached) -> None:
-        subject = attached.subject
-        self._metrics.level(subject.model, subject.version, "", attached.level_state.level)
+        key = attached.key
+        self._metrics.level(key.model, key.version, "", attached.level_state.level)
 
     def _fell_back(self, attached: _Attached, form: str, reason: str) -> None:
         """A form failed at serving; called on a model thread. Its batch has the reference's answer already."""
@@ -389,7 +389,7 @@ class Optimizer:
         runtime = attached.runtime
         attached.long_builds += step not in _QUICK_BUILD
         if not isinstance(runtime, Tunable):
-            raise ConfigurationError(f"{attached.subject.model} has no other forms")
+            raise ConfigurationError(f"{attached.key.model} has no other forms")
         batches, served = self._golden_batches(attached)
         as_built = twin_of(runtime.forms.reference)
         reference = [as_built(batch) for batch in batches]
@@ -416,8 +416,8 @@ class Optimizer:
         if step in _SAME_PRECISION:
             validators = same_precision_validators(outputs, self._config.compilation.tolerance)
         verdict = self._gate.judge([forward(batch) for batch in batches], reference, validators)
-        subject = attached.subject
-        self._metrics.gate(subject.model, subject.version, "", "accepted" if verdict.accepted else "refused")
+        key = attached.key
+        self._metrics.gate(key.model, key.version, "", "accepted" if verdict.accepted else "refused")
         evidence = {name: value for name, value in verdict.evidence.items() if math.isfinite(value)}
         if not verdict.accepted:
             return _Trial("; ".join(verdict.reasons), None, evidence)
@@ -483,13 +483,13 @@ class Optimizer:
         if not request.answer.set_running_or_notify_cancel():
             return
         with self._lock:
-            attached = [each for each in self._attached.values() if each.subject.model == request.model]
+            attached = [each for each in self._attached.values() if each.key.model == request.model]
         if not attached:
             request.answer.set_result(f"{request.model} is not loaded here")
             return
         lines: list[str] = []
         for each in attached:
-            prefix = f"{each.subject.model}/{each.subject.version}"
+            prefix = f"{each.key.model}/{each.key.version}"
             try:
                 done = self._carry_out(each, request.action)
             except Exception as error:
@@ -545,7 +545,7 @@ class Optimizer:
             attached = list(self._attached.values())
         entries: dict[str, list[dict[str, object]]] = {}
         for each in attached:
-            entries.setdefault(each.subject.model, []).append(_entry(each))
+            entries.setdefault(each.key.model, []).append(_entry(each))
         return entries
 
 
@@ -553,8 +553,8 @@ def _entry(attached: _Attached) -> dict[str, object]:
     level_state, profile = attached.level_state, attached.profiler.profile
     goldens = attached.profiler.goldens
     return {
-        "version": attached.subject.version,
-        "content_hash": attached.subject.content_hash,
+        "version": attached.key.version,
+        "content_hash": attached.key.content_hash,
         "level": level_state.level,
         "max_level": attached.max_level,
         "form": level_state.form,
