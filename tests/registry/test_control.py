@@ -50,7 +50,7 @@ def test_a_command_is_for_those_whom_it_names(operator: OperatorKey, verify: Ver
 
 @pytest.mark.parametrize("lag_s", [-301, 301])
 def test_a_command_is_good_for_five_minutes(operator: OperatorKey, verify: Verifier, lag_s: float):
-    """Recorded and played back later, or dated ahead, it is refused."""
+    """WithProvenance and played back later, or dated ahead, it is refused."""
     sealed = LOAD.given([WORKER]).seal(operator.sign)
     with pytest.raises(BadSignature, match="300 s"):
         CommandVerifier(verify, WORKER, clock=lambda: time.time() + lag_s).open(sealed)

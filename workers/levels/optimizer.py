@@ -52,7 +52,7 @@ from penstock.workers.levels.progression import (
 )
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Counted, Prepared, Runtime
-from penstock.workers.runtime.forms import Forward, Recorded, Tunable, twin_of
+from penstock.workers.runtime.forms import Forward, Tunable, WithProvenance, twin_of
 from penstock.workers.runtime.tokeniser import TokenCache, Tokenising
 
 __all__ = ["Action", "Audit", "Optimizer"]
@@ -395,7 +395,7 @@ class Optimizer:
         reference = [as_built(batch) for batch in batches]
         forward = runtime.candidates(self._compiler)[step]()
         trial = self._judge(attached, step, forward, batches, reference, served)
-        return trial._replace(made=forward.made) if isinstance(forward, Recorded) else trial
+        return trial._replace(made=forward.made) if isinstance(forward, WithProvenance) else trial
 
     def _judge(
         self,

@@ -213,7 +213,7 @@ class ServedVersion:
     @property
     def form(self) -> int:
         """The form in which it answers the next batch; see Forms.stamp."""
-        return self._forms.stamp if self._forms is not None else 0
+        return self._forms.generation if self._forms is not None else 0
 
     @property
     def tokenises(self) -> bool:

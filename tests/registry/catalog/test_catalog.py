@@ -100,9 +100,9 @@ def test_content_has_one_label(shelf: ModelLifecycle):
     first = shelf.client.find(shelf.name, "1")
     package = shelf.package("2")
     manifest = replace(package.manifest(), content_hash=first.content_hash)
-    twin = _Fixed(package, manifest)
+    thread_copy = _Fixed(package, manifest)
     with pytest.raises(InvalidInput, match="registered already, as version 1"):
-        shelf.client.register(twin)  # no two folders have the same content
+        shelf.client.register(thread_copy)  # no two folders have the same content
     assert shelf.stages() == {"1": DRAFT}
 
 

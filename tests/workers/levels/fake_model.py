@@ -17,7 +17,7 @@ from penstock.workers.compilation import TorchCompiler
 from penstock.workers.executor import BatchRun, Executor
 from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
-from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
+from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
 
@@ -114,7 +114,7 @@ class Rotation:
         def forward(prepared: Prepared) -> dict[str, Array]:
             return self._answered(prepared, form.change, form.cost_s)
 
-        return forward if form.made is None else Recorded(forward, form.made, dict)
+        return forward if form.made is None else WithProvenance(forward, form.made, dict)
 
     def _answered(self, prepared: Prepared, change: Callable[[Array], Array], cost_s: float) -> dict[str, Array]:
         self.calls += 1
