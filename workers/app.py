@@ -38,7 +38,7 @@ from penstock.safety.keys import PublicKeys
 from penstock.workers.celery_bridge.bridge import (
     CeleryEventSender,
     CeleryResultStore,
-    EventSwitch,
+    TaskEventsFlag,
     register_control_command,
     show_drain,
     withdraw_commands,
@@ -52,7 +52,7 @@ from penstock.workers.observe.probe import Probe
 from penstock.workers.process import heartbeat
 from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
 from penstock.workers.process.device import Pin, granted_threads, pin
-from penstock.workers.process.exit_status import refuse
+from penstock.workers.process.exit_status import exit_with
 from penstock.workers.process.operator_rpc import OperatorRpcServer
 from penstock.workers.versions.reconciler import Reconciler
 from penstock.workers.versions.repository import DiskRepository
@@ -74,7 +74,7 @@ def _application() -> Celery:
     try:
         from penstock import celeryconfig
     except ConfigurationError as error:
-        refuse(error)
+        exit_with(error)
     application = Celery("penstock")
     application.config_from_object(celeryconfig)
     return application
@@ -136,7 +136,7 @@ class Readiness:
         return self.drain.readiness if self.drain else (False, {"problem": "starting"})
 
 
-def _spare_the_collector() -> None:
+def _freeze_gc() -> None:
     """Leaves the framework's half a million objects out of every garbage collection from now on.
 
     Jobs allocate a few thousand containers a second and free them by reference count; with the default thresholds
@@ -161,7 +161,7 @@ class WorkerParts:
             settings.redis_url or "", timeout_s=_REDIS_TIMEOUT_S, result_ttl_ms=int(queue.result_ttl_s * 1000)
         )
         self._listener = CeleryEventSender(
-            app, hostname, interval_s=celery.events_interval_ms / 1000, is_wanted=EventSwitch(worker)
+            app, hostname, interval_s=celery.events_interval_ms / 1000, is_wanted=TaskEventsFlag(worker)
         )
         metrics = InferenceMetrics(settings.inference.metrics_buckets)
         readiness = Readiness()
@@ -211,7 +211,7 @@ class WorkerParts:
         self._drain.load()
         if self._optimizer is not None:
             self._optimizer.start()
-        _spare_the_collector()
+        _freeze_gc()
         self._listener.start()
         self._drain.start()
         self._replies.start()
@@ -369,7 +369,7 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         try:
             self._parts = _parts(worker)
         except (ConfigurationError, BrokerUnavailable) as error:
-            refuse(error)
+            exit_with(error)
         worker_shutting_down.connect(self._on_signal, weak=False)
 
     def start(self, worker: Any) -> None:
@@ -377,7 +377,7 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         try:
             self._parts.start()
         except (ConfigurationError, BrokerUnavailable) as error:
-            refuse(error)
+            exit_with(error)
 
     def stop(self, worker: Any) -> None:
         """Warm shutdown: within the grace period of the settings."""

@@ -360,9 +360,9 @@ class Drain:
         self._dispatch()
         self._arm()
         self._account.tell()
-        self._bury_aside()
+        self._dead_letter_deferred()
 
-    def _bury_aside(self) -> None:
+    def _dead_letter_deferred(self) -> None:
         """Once nobody waits for this thread, or when that has been so for too long."""
         if not self._intake.is_behind:
             self._aside_since = self._clock()

@@ -40,8 +40,8 @@ from penstock.workers.observe.listener import Ended, Failed
 __all__ = [
     "CeleryEventSender",
     "DrainView",
-    "EventSwitch",
-    "ForgivingConsumer",
+    "TaskEventsFlag",
+    "ResilientConsumer",
     "InferRequest",
     "CeleryResultStore",
     "obey",
@@ -317,7 +317,7 @@ def _described(job: JobHeader) -> str:
     return repr({"tenant": job.tenant, "priority": job.priority, **inputs})
 
 
-class EventSwitch:
+class TaskEventsFlag:
     """Whether task events are on, as `enable_events` and `disable_events` leave it."""
 
     def __init__(self, worker: Any) -> None:
@@ -445,7 +445,7 @@ class InferRequest(Request):  # type: ignore[misc]  # Celery is untyped
 _UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError)
 
 
-class ForgivingConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
+class ResilientConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
     """Celery's consumer, that takes a message nobody can read for a lost connection, not for its own end.
 
     Celery would end the worker, and the drain with it. kombu has removed such a message before it fails to read it.

@@ -29,8 +29,8 @@ from penstock.workers.celery_bridge.bridge import (
     OPEN_COMMANDS,
     CeleryEventSender,
     CeleryResultStore,
-    EventSwitch,
     InferRequest,
+    TaskEventsFlag,
     show_drain,
     withdraw_commands,
 )
@@ -287,7 +287,7 @@ def test_disable_events_is_believed_although_the_dispatcher_stays_enabled(app: C
     with app.connection_for_write() as connection:
         dispatcher = app.events.Dispatcher(connection, hostname=HOST, groups=None)
         consumer = SimpleNamespace(event_dispatcher=None)
-        switch = EventSwitch(SimpleNamespace(task_events=True, consumer=consumer))
+        switch = TaskEventsFlag(SimpleNamespace(task_events=True, consumer=consumer))
         assert switch()
         consumer.event_dispatcher = dispatcher
         assert switch()
