@@ -536,14 +536,14 @@ class Drain:
         if version.state is VersionState.FAILED:
             self._part_with(version, [job])
             return
-        version.hold(job)
+        version.reserve(job)
         self._suspects.append(job)
 
     def _part_with(self, version: ServedVersion, jobs: Iterable[ClaimedJob]) -> None:
         """The version cannot be loaded here: its jobs are for a worker that has it."""
         for job in [each for leader in jobs for each in (leader, *self._end_flight(leader))]:
             if job.header.version:
-                version.make_room(job)
+                version.release(job)
                 job.version = None
                 self._placing.add([job])
             else:
@@ -756,7 +756,7 @@ class Drain:
             self._turns.rotate(-1)
             if not version.is_ready:
                 continue
-            version.relax(now)
+            version.raise_cap(now)
             if version.may_start <= 0 and (is_idle or not self._may_form_ahead(version)):
                 continue
             while (batch := version.batcher.next(now, device_idle=is_idle)) is not None:
@@ -840,7 +840,7 @@ class Drain:
         if work.misfits:
             self._metrics.out_of_memory(version.name)
             if (too_large := work.too_large) is not None:
-                version.learn(too_large, self._clock())
+                version.cap_batches(too_large, self._clock())
         self._concluded += [
             JobOutcome(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
             for item, answer in zip(work.batch.items, work.answers, strict=True)
@@ -896,7 +896,7 @@ class Drain:
             # Too many rest already: they would keep out jobs that nothing is wrong with.
             pause_s = 0.0
         if job.version is not None:
-            job.version.make_room(job)
+            job.version.release(job)
         self._rested += 1
         heapq.heappush(self._resting, (self._clock() + pause_s, self._rested, job))
         return True
@@ -955,7 +955,7 @@ class Drain:
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
             if job.version is not None:
-                job.version.make_room(job)
+                job.version.release(job)
         self._leased.drop(jobs)
 
     # Leases

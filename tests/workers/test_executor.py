@@ -256,29 +256,29 @@ def model(models_root, **batching: int) -> ServedVersion:
 def test_a_cap_of_rows_is_half_of_what_did_not_fit_and_is_relaxed_step_by_step(models_root):
     """8 of 16 rows did not fit: batches of 4, of 8 after five quiet minutes, of 16 after ten; not a moment earlier."""
     served = model(models_root)
-    served.learn(TooLarge(8, 0), 1000.0)
+    served.cap_batches(TooLarge(8, 0), 1000.0)
     assert served.max_rows == 4
-    served.relax(1299.9)
+    served.raise_cap(1299.9)
     assert served.max_rows == 4
-    served.relax(1300.0)
+    served.raise_cap(1300.0)
     assert (served.max_rows, served.is_capped) == (8, True)
-    served.relax(1600.0)
+    served.raise_cap(1600.0)
     assert (served.max_rows, served.is_capped) == (16, False)
-    served.relax(9999.0)
+    served.raise_cap(9999.0)
     assert served.max_rows == 16
 
 
 def test_another_misfit_tightens_the_cap_and_begins_the_wait_anew(models_root):
     """A smaller misfit halves again; a larger one loosens nothing."""
     served = model(models_root)
-    served.learn(TooLarge(8, 0), 0.0)
-    served.learn(TooLarge(4, 0), 200.0)
+    served.cap_batches(TooLarge(8, 0), 0.0)
+    served.cap_batches(TooLarge(4, 0), 200.0)
     assert served.max_rows == 2
-    served.learn(TooLarge(16, 0), 250.0)
+    served.cap_batches(TooLarge(16, 0), 250.0)
     assert served.max_rows == 2
-    served.relax(549.0)
+    served.raise_cap(549.0)
     assert served.max_rows == 2
-    served.relax(550.0)
+    served.raise_cap(550.0)
     assert served.max_rows == 4
 
 
@@ -287,13 +287,13 @@ def test_a_cap_of_tokens_leaves_short_texts_their_full_batches(models_root):
     root = models_root
     write_package(root, "texts", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
     served = ServedVersion(load_package(root / "texts" / "1"), InferenceConfig())
-    served.learn(TooLarge(8, 800), 0.0)
+    served.cap_batches(TooLarge(8, 800), 0.0)
     assert served.max_rows == 16
     assert [batch_rows(served, length) for length in (20, 50, 100, 500)] == [16, 8, 4, 1]
-    served.relax(300.0)
+    served.raise_cap(300.0)
     assert batch_rows(served, 100) == 8
     for minutes in range(10, 100, 5):
-        served.relax(60.0 * minutes)
+        served.raise_cap(60.0 * minutes)
     assert not served.is_capped
     assert batch_rows(served, 500) == 16
 

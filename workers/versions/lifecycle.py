@@ -145,7 +145,7 @@ class ModelLifecycle:
         """Whether a job may have it loaded; see above for what operators sign."""
         model = self.models[version.name]
         is_decided = bool(model.record or model.decided) and not self._is_pinned
-        return self._verify is None or not is_decided or version is model.active or version.is_vouched_for
+        return self._verify is None or not is_decided or version is model.active or version.is_approved
 
     def _fits(self, version: ServedVersion) -> bool:
         """Whether there is memory for it beside what answers or is wanted; the rest would go."""
@@ -339,7 +339,7 @@ class ModelLifecycle:
             version.calibrated_rows = rows
             version.resize(rows)
         if content_hash := self._registered.get((model.name, label)):
-            version.promise(content_hash)
+            version.pin_content(content_hash)
         model.versions[label] = version
         self.turns.append(version)
         return version
@@ -350,7 +350,7 @@ class ModelLifecycle:
         if version is None or not content_hash:
             return version
         if version.content_hash == content_hash:
-            version.promise(content_hash)
+            version.pin_content(content_hash)
             return version
         if version.is_ready:
             # The files may have been made right since it was loaded.
@@ -361,7 +361,7 @@ class ModelLifecycle:
                 )
                 return None
             self._unload(version)
-        version.promise(content_hash)
+        version.pin_content(content_hash)
         return version
 
     # Into memory and out of it
@@ -457,7 +457,7 @@ class ModelLifecycle:
         version.is_wanted = False
         if version is not model.active and (is_registered or version.state is VersionState.FAILED):
             # Whoever names it next may have what was registered, or else what is there then.
-            version.promise(content_hash if is_registered else "")
+            version.pin_content(content_hash if is_registered else "")
         self._unwanted.add(version)
 
     def _load_at_start(self) -> None:
@@ -511,7 +511,7 @@ class ModelLifecycle:
         version.unload()
         if content_hash := self._registered.get((version.name, version.label)):
             # Also where it was registered while it answered: jobs may name it later.
-            version.promise(content_hash)
+            version.pin_content(content_hash)
         self._metrics.loaded(version.name, version.label, False)
         logger.info("model unloaded", extra={"model": version.name, "version": version.label})
 

@@ -105,7 +105,7 @@ class ServedVersion:
         self.name: Final = package.spec.name
         self.label: Final = package.spec.version
         self.signature: Final[Signature] = package.spec.signature
-        self.promised_hash = ""
+        self.pinned_hash = ""
         """The content that was promoted under this label; empty: whatever lies on disk will do."""
         self._config = config
         knobs = self.spec.policy_for(ENDPOINT)
@@ -221,9 +221,9 @@ class ServedVersion:
         return self.spec.format == "transformers"
 
     @property
-    def is_vouched_for(self) -> bool:
+    def is_approved(self) -> bool:
         """Whether operators have promoted it, or asked for it to be loaded: this content of it, where they said."""
-        return bool(self.promised_hash) or self.is_wanted
+        return bool(self.pinned_hash) or self.is_wanted
 
     @property
     def room(self) -> int:
@@ -241,20 +241,20 @@ class ServedVersion:
     def _open(self) -> Runtime:
         return open_runtime(
             self.package,
-            self.promised_hash,
+            self.pinned_hash,
             frameworks=self._config.frameworks,
             precision=self._precision,
             warmup_requests=self._config.compilation.warmup_requests,
         )
 
-    def promise(self, content_hash: str) -> None:
+    def pin_content(self, content_hash: str) -> None:
         """This content, and no other, was promoted under the version's label."""
-        self.promised_hash = content_hash
+        self.pinned_hash = content_hash
         if self.state in (VersionState.COLD, VersionState.FAILED):
             self.state = VersionState.COLD
             self._renew()
 
-    def learn(self, too_large: TooLarge, now: float) -> None:
+    def cap_batches(self, too_large: TooLarge, now: float) -> None:
         """Some forward did not fit the device: half of it is the cap of batches, until it has held for a while.
 
         Where forwards have tokens these are what did not fit: short texts may still come in full batches.
@@ -267,7 +267,7 @@ class ServedVersion:
         self._set_cap(rows, tokens, now)
         logger.warning("batches are capped", extra={"model": self.name, "max_rows": rows, "max_tokens": tokens})
 
-    def relax(self, now: float) -> None:
+    def raise_cap(self, now: float) -> None:
         """Doubles a learnt cap that has held: what filled the device may have left it."""
         if now >= self._raise_cap_at:
             rows, tokens = self._cap
@@ -338,12 +338,12 @@ class ServedVersion:
         if self.observer is not None and not work.is_as_built:
             self.observer.observe(work)
 
-    def hold(self, job: ClaimedJob) -> None:
+    def reserve(self, job: ClaimedJob) -> None:
         """The job waits or runs here."""
         self.in_memory += not job.takes_room
         job.takes_room = True
 
-    def make_room(self, job: ClaimedJob) -> None:
+    def release(self, job: ClaimedJob) -> None:
         """The job no longer waits or runs here."""
         self.in_memory -= job.takes_room
         job.takes_room = False
@@ -351,7 +351,7 @@ class ServedVersion:
     def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
         for job in jobs:
-            self.hold(job)
+            self.reserve(job)
         self.batcher.extend([self._pending(job) for job in jobs])
 
     def alone(self, job: ClaimedJob) -> Batch[ClaimedJob]:

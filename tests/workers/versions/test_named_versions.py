@@ -188,7 +188,7 @@ def test_jobs_have_loaded_what_operators_have_registered(stage: Stage, tmp_path:
     shutil.copytree(stage.root.parent / "to come" / stage.model / "1.7", stage.root / stage.model / "1.7")
     assert stage.answer(1.0, "1.7") == ("1.7", 9.0)
     assert stage.answer() == ("2", 10.0)
-    assert drain._served[stage.model].versions["2"].promised_hash != registered, "what answers is for promotions"
+    assert drain._served[stage.model].versions["2"].pinned_hash != registered, "what answers is for promotions"
 
 
 def test_before_a_promotion_the_disk_decides_what_jobs_may_name(stage: Stage, tmp_path: Path):
