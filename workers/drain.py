@@ -399,12 +399,12 @@ class Drain:
     def _note_drained(self, asked: Mapping[str, int], deliveries: Sequence[Delivery]) -> None:
         found = Counter(delivery.slot for delivery in deliveries)
         for slot, credit in asked.items():
-            self._served[slot].is_drained = found[slot] < credit
+            self._served[slot].is_empty = found[slot] < credit
 
     @property
     def _is_quiet(self) -> bool:
         """Whether every queue was seen empty, with room for more: time to wait instead of asking."""
-        return all(model.is_drained and model.free > 0 for model in self._served.values() if model.is_claimable)
+        return all(model.is_empty and model.free > 0 for model in self._served.values() if model.is_claimable)
 
     def _wishes(self) -> list[Claim]:
         """What to claim now; nothing when the queues were empty a moment ago: the blocking claim will tell."""

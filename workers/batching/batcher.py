@@ -24,7 +24,7 @@ import msgspec
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.queues import Priority
-from penstock.workers.batching.buckets import Load, Room, most_efficient_run, padded_tokens, padding_ratio
+from penstock.workers.batching.buckets import BatchLoad, Room, most_efficient_run, padded_tokens, padding_ratio
 
 __all__ = ["Batch", "BatchKey", "BatchLimits", "Batcher", "Pending", "Reason"]
 
@@ -367,8 +367,8 @@ class _Draft(Generic[T]):
         self.rows, self.longest, self.nbytes = leader.rows, leader.length, leader.nbytes
         self.room = room
 
-    def load(self) -> Load:
-        return Load(self.rows, self.longest, self.nbytes, sum(item.rows * item.length for item in self.items))
+    def load(self) -> BatchLoad:
+        return BatchLoad(self.rows, self.longest, self.nbytes, sum(item.rows * item.length for item in self.items))
 
     def take(self, items: list[Pending[T]]) -> None:
         """Add jobs that are known to fit."""

@@ -30,7 +30,7 @@ from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.entrypoint import PackageModules
 from penstock.workers.runtime.export import Exportable, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _MOST_NAMES: Final = 4
 class ModuleRuntime(PackageRuntime):
     """Runs a module on tensors, in inference mode. Subclasses say where the module comes from."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._names = tuple(spec.name for spec in package.spec.inputs)
         self._outputs = {spec.name: spec.dtype for spec in package.spec.outputs}
@@ -137,7 +137,7 @@ class ModuleRuntime(PackageRuntime):
 class PyTorchRuntime(ModuleRuntime):
     """Runs the module that a package's own Python builds."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._modules: PackageModules | None = None
         self.forms: Final = Forms(_AsBuilt(self), finite_outputs(package.spec))

@@ -33,7 +33,7 @@ from penstock.workers.runtime.base import Prepared
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.export import Exportable, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.tokeniser import Ids, Tokeniser
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
 
@@ -74,7 +74,7 @@ _Embed: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 class EncoderRuntime(PackageRuntime):
     """Runs a transformers encoder on text: `text` string (batch,) -> one float32 vector a row."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._input = package.spec.inputs[0].name
         self._output = package.spec.outputs[0].name

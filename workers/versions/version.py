@@ -414,7 +414,7 @@ class ServedModel:
         """What that says; None before the first promotion: then the highest version on disk that loads answers."""
         self.decided = b""
         """The record that says so, as it was believed."""
-        self.is_drained = False
+        self.is_empty = False
         """Whether the last claim found fewer jobs than it asked for."""
 
     @property
