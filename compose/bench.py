@@ -35,7 +35,7 @@ from penstock.registry.package.signature import TensorSpec
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import DTYPES, STRING, Array
 
-__all__ = ["Figures", "draw", "measure", "stack_for"]
+__all__ = ["BenchReport", "draw", "measure", "stack_for"]
 
 _WARM_UP: Final = 512
 _ALONE: Final = 200

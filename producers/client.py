@@ -290,7 +290,7 @@ class Client:
 class JobHandle:
     """One job: `id`, and what became of it."""
 
-    __slots__ = ("__weakref__", "_client", "_is_known", "_is_ours", "_outcome", "_standing", "id", "tenant")
+    __slots__ = ("__weakref__", "_client", "_is_known", "_is_ours", "_job_record", "_outcome", "id", "tenant")
 
     def __init__(self, client: Client, job_id: str, tenant: str, *, is_ours: bool) -> None:
         self.id = job_id

@@ -34,7 +34,7 @@ from penstock.workers.process.crash_journal import FormInUse, Journal, NullJourn
 from penstock.workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
 from penstock.workers.runtime.forms import EAGER, Forms
 
-__all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "Work", "seats_for"]
+__all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "BatchRun", "seats_for"]
 
 logger = logging.getLogger("penstock.runtime")
 

@@ -93,7 +93,7 @@ class RemoteLedger:
 
     @contextmanager
     def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[ModelTransaction]:
-        """See RegistryStore.changing. Nothing is locked meanwhile: a change that another one overtook is refused at its end.
+        """See RegistryStore.changing. Nothing is locked: a change is refused at its end if another one overtook it.
 
         A model that does not exist yet needs nothing beforehand, whatever `is_new` says.
         """

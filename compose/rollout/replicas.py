@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.errors import ModelNotReady
 
-__all__ = ["ABSENT", "Replica", "Tell", "Watch", "replicas"]
+__all__ = ["ABSENT", "Replica", "ProgressCallback", "Watch", "replicas"]
 
 ABSENT: Final = "absent"
 """The state of a version that a worker has not met."""

@@ -103,7 +103,7 @@ class JournalProbe:
         self._looked = self._judges_from = 0.0
 
     def hung(self, pid: int, now: float) -> str | None:
-        """See LivenessProbe.hung. Where this process stood still its worker may have, too: that gets time to come round."""
+        """See LivenessProbe.hung. After this process stood still, its worker gets time to recover: it may have, too."""
         if now - self._looked > _STOOD_STILL_S:
             self._judges_from = now + _STOOD_STILL_S
         self._looked = now

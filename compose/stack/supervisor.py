@@ -2,8 +2,8 @@
 
     Program --start--> child --lines on the heartbeat pipe--> ChildHealth --(hung | ended)--> kill, wait, start again
 
-The decisions (`ChildHealth`, `restart_delay_s`, `stop_signal`) are pure: time and randomness are arguments. `Supervisor`
-acts on them, in one thread. A child is started again for ever, ever more slowly, except when it exits with
+The decisions (`ChildHealth`, `restart_delay_s`, `stop_signal`) are pure: time and randomness are arguments.
+`Supervisor` acts on them, in one thread. A child is started again for ever, ever more slowly, except when it exits with
 EXIT_CONFIGURATION: another start would end the same way, so the supervisor stops all and passes that status on.
 Children die with the thread that runs the supervisor (compose/stack/launch.py), also when that is killed.
 """
@@ -92,7 +92,8 @@ def restart_delay_s(failures: int, timeouts: SupervisorTimeouts, jitter: float) 
     Doubles up to the longest delay; between half and all of it, so that children that failed together do not
     return together.
 
-    >>> [restart_delay_s(n, SupervisorTimeouts(first_delay_s=1, longest_delay_s=5), jitter=0) for n in (1, 2, 3, 4, 5000)]
+    >>> timeouts = SupervisorTimeouts(first_delay_s=1, longest_delay_s=5)
+    >>> [restart_delay_s(n, timeouts, jitter=0) for n in (1, 2, 3, 4, 5000)]
     [0.5, 1.0, 2.0, 2.5, 2.5]
     """
     # The exponent is bounded, because a child may fail for months.

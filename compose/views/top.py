@@ -29,7 +29,7 @@ from penstock.compose.views import overview
 from penstock.registry.broker.base import Broker, Depth
 from penstock.registry.errors import BrokerUnavailable
 
-__all__ = ["Look", "compare", "draw", "line", "look", "show_screen", "take", "write_lines"]
+__all__ = ["Snapshot", "compare", "draw", "line", "look", "show_screen", "take", "write_lines"]
 
 _LEAVE: Final = frozenset(b"qQ\x03\x04\x1b")
 """Keys that end the screen: q, Ctrl-C, Ctrl-D, Escape."""

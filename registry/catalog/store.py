@@ -31,7 +31,7 @@ from penstock.registry.operator_rpc import Row
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.signed import Verifier
 
-__all__ = ["RegistryStore", "Page", "Pages", "SqlStore", "check_files", "enter"]
+__all__ = ["RegistryStore", "ModelTransaction", "ModelRows", "SqlStore", "check_files", "enter"]
 
 _HASHED: Final = (Action.REGISTER, Action.PROMOTE, Action.ROLLBACK)
 

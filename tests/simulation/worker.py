@@ -148,11 +148,11 @@ class SteppedDrain(Drain):
     def holds(self, entry: Entry) -> bool:
         """Whether the job is in memory."""
         slot, priority, entry_id = entry
-        return (slot, int(priority), entry_id) in self._holdings._held
+        return (slot, int(priority), entry_id) in self._leased._held
 
     def has_jobs(self) -> bool:
         """Whether any are in memory, or running on after they were given back."""
-        return bool(len(self._holdings) or self.executor.running())
+        return bool(len(self._leased) or self.executor.running())
 
     def _ring(self) -> None:
         super()._ring()

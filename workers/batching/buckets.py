@@ -17,7 +17,7 @@ from penstock.registry.errors import InvalidInput
 
 __all__ = [
     "LengthBuckets",
-    "Load",
+    "BatchLoad",
     "Measured",
     "Room",
     "most_efficient_run",

@@ -44,7 +44,7 @@ __all__ = [
     "ResilientConsumer",
     "InferRequest",
     "CeleryResultStore",
-    "obey",
+    "register_control_command",
     "show_drain",
     "withdraw_commands",
 ]

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 from penstock.registry.errors import ConfigurationError, PenstockError
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "refuse"]
+__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "exit_with"]
 
 EXIT_CONFIGURATION: Final = 78
 """EX_CONFIG of sysexits.h."""

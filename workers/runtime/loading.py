@@ -27,7 +27,7 @@ from penstock.workers.frameworks.adapters import Adapter
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext
 
-__all__ = ["Loading", "PackageRuntime"]
+__all__ = ["LoadOptions", "PackageRuntime"]
 
 _EXAMPLE_LENGTH: Final = 8
 

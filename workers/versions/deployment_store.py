@@ -59,7 +59,7 @@ class FileDeploymentStore:
         self._verify = verify
 
     def last(self, model: str) -> bytes:
-        """See DeploymentStore.last. What cannot be read, and what no operator of today has signed, counts as nothing."""
+        """See DeploymentStore.last. Unreadable files, and records without a trusted signature, count as none."""
         try:
             active = _read(self._folder / f"{model}{_SUFFIX}")
             Deployment.open(active, model, self._verify)

@@ -19,7 +19,7 @@ from penstock.registry.package import SPEC_FILE, Package, PackageRef, discover, 
 from penstock.registry.queues import parse_name
 from penstock.registry.settings import LATEST, Settings
 
-__all__ = ["ModelRepository", "DiskRepository", "Nothing"]
+__all__ = ["ModelRepository", "DiskRepository", "EmptyRepository"]
 
 logger = logging.getLogger("penstock.server")
 

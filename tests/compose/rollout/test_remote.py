@@ -41,7 +41,7 @@ WORKER = "gpu0@host"
 
 
 class Post:
-    """ControlClient without Celery: sealed answers of a clerk in this process, one of which may be replaced on its way."""
+    """ControlClient without Celery: sealed answers of a server in this process; a test may replace one of them."""
 
     def __init__(self, rpc_server: OperatorRpcServer, keyring: Keyring) -> None:
         self._rpc_server = rpc_server
@@ -139,7 +139,7 @@ def test_of_two_operators_one_is_told_that_the_other_came_first(outpost: Outpost
     """Nothing is locked while an operator thinks: what was overtaken is refused, and nothing of it written."""
     (one, _), (other, post) = outpost.operator(), outpost.operator()
     _prepare(one)
-    seen = other.registry._ledger.read(("times",))["times"]
+    seen = other.registry._store.read(("times",))["times"]
     one.registry.promote("times", "2", "production")
     post.replaced[operator_rpc.Read] = {"times": seen}
     with pytest.raises(TransitionConflict, match="changed meanwhile"):
@@ -153,10 +153,10 @@ def test_a_worker_that_lies_is_not_believed(outpost: Outpost):
     """Rows that no operator signed, an older state of one of them, one left out, another content: refused (S0.3)."""
     deployer, post = outpost.operator()
     _prepare(deployer)
-    true = deployer.registry._ledger.read(("times",))["times"]
+    true = deployer.registry._store.read(("times",))["times"]
     old = true.versions[0]
     deployer.promote("times", "2")
-    now = deployer.registry._ledger.read(("times",))["times"]
+    now = deployer.registry._store.read(("times",))["times"]
     lies = [
         ModelRows([{**now.versions[0], "stage": "draft"}, now.versions[1]], now.transitions),
         ModelRows([old, now.versions[1]], now.transitions),

@@ -217,7 +217,7 @@ def test_a_version_that_jobs_name_has_answers_of_its_own(stage: Stage):
 def _unload(stage: Stage, drain: Drain, label: str) -> None:
     """As the limit of memory does."""
     (version,) = [version for version in drain._turns if version.label == label]
-    drain._lifecycle.order(lambda: drain._lifecycle._unload(version))
+    drain._lifecycle.request(lambda: drain._lifecycle._unload(version))
     wait_until(lambda: stage.state(label, drain) == "cold", 5, "it is unloaded")
 
 

@@ -97,7 +97,7 @@ def test_a_load_that_hangs_is_not_tried_beside_itself(stage: Stage):
     drain = stage.start(load_timeout_s=0.1)
     stage.promote("0.1", epoch=1)
     for _ in range(4):
-        drain._lifecycle.order(drain._lifecycle.try_again)
+        drain._lifecycle.request(drain._lifecycle.try_again)
         wait_until(lambda: stage.state("0.1") == "failed", 5, "it takes too long")
         time.sleep(0.1)
     assert len(_loading_threads(stage)) <= 1
@@ -142,7 +142,7 @@ def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
     stage.promote("1", epoch=1)
     job_id = stage.submit()
     wait_until(lambda: stage.state("1") in ("ready", "failed"), 5, "the load ends")
-    drain._lifecycle.order(drain._lifecycle.try_again)
+    drain._lifecycle.request(drain._lifecycle.try_again)
     assert stage.result(job_id)[1] == 1.0, drain.versions()[stage.model]["1"]["problem"]
 
 
@@ -225,7 +225,7 @@ def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(sta
     drain = stage.start()
     stage.promote("0.5", epoch=1)
     wait_until(lambda: stage.state("0.5") == "failed", 10, "the load fails")
-    drain._lifecycle.order(drain._lifecycle.try_again)
+    drain._lifecycle.request(drain._lifecycle.try_again)
     wait_until(lambda: stage.state("0.5") == "loading", 5, "it is tried again")
     stage.submit()
     time.sleep(0.7)
@@ -287,7 +287,7 @@ def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage
     assert "z" in drain.versions()["another"]["1"]["problem"]
     assert drain._lifecycle.claimable() == [stage.model]
     (broken / "model.yaml").write_text((broken / "model.yaml").read_text().replace("name: y", "name: z"))
-    drain._lifecycle.order(drain._lifecycle.try_again)
+    drain._lifecycle.request(drain._lifecycle.try_again)
     wait_until(lambda: drain._lifecycle.claimable() == [stage.model, "another"], 5, "it is loaded")
 
 
