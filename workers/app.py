@@ -35,6 +35,7 @@ from penstock.registry.signed import Verifier
 from penstock.registry.stack_file import with_broker
 from penstock.safety.audit import AuditLog
 from penstock.safety.keys import PublicKeys
+from penstock.workers.assembly import build_drain
 from penstock.workers.celery_bridge.bridge import (
     CeleryEventSender,
     CeleryResultStore,
@@ -176,7 +177,7 @@ class WorkerParts:
             bearer_file=settings.worker.metrics_bearer_file,
         )
         self._probe.start()
-        self._drain = readiness.drain = Drain(
+        self._drain = readiness.drain = build_drain(
             settings,
             self._broker,
             packages,
@@ -259,7 +260,7 @@ class WorkerParts:
         url = inference.state_redis_url or self._settings.redis_url or ""
         return Reconciler(
             StateStore.from_url(url, inference.state_prefix),
-            self._drain,
+            self._drain.lifecycle,
             worker=worker,
             interval_s=inference.state_reconcile_interval_s,
             verify=_verifier(self._settings),
@@ -274,13 +275,13 @@ class WorkerParts:
                 raise Forbidden("This worker keeps a state of its own. Expected load or unload")
             self._reconciler.nudge()
             return "sweeping"
-        if not self._drain.may_serve(command.model):
+        if not self._drain.lifecycle.may_serve(command.model):
             raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
         if command.action == "load":
-            self._drain.request_load(command.model, command.version, content_hash=command.content_hash)
+            self._drain.lifecycle.request_load(command.model, command.version, content_hash=command.content_hash)
             return f"loading {command.model}/{command.version}"
         if command.action == "unload":
-            self._drain.request_unload(command.model, command.version, content_hash=command.content_hash)
+            self._drain.lifecycle.request_unload(command.model, command.version, content_hash=command.content_hash)
             return f"letting go of {command.model}/{command.version}"
         if self._optimizer is None:
             raise Forbidden("Models answer here as their authors built them. Expected inference.enabled on the worker")
@@ -328,7 +329,7 @@ class WorkerParts:
     def _ailment(self) -> str | None:
         if self._guard.is_alive() and self._grace_s is None and not self._replies.is_alive():
             return "the thread of lane results has ended"
-        return self._drain.is_healthy()
+        return self._drain.unhealthy_reason()
 
 
 def _verifier(settings: Settings) -> Verifier | None:
