@@ -15,7 +15,7 @@ from tests.workers.stepped import (
 
 @pytest.fixture
 def harness(models_root: Path) -> Iterator[SteppedHarness]:
-    """A harness with models that the test has written, or writes before it employs anybody."""
+    """A harness with models that the test has written, or writes before it starts a worker."""
     yield from open_harness(models_root)
 
 
