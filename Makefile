@@ -43,7 +43,7 @@ chaos: $(VENV)/.dev ## break everything, often, and print a table of what was lo
 
 test-celery56: $(OLD_CELERY)/.tests ## run what Celery takes part in on the oldest Celery that is supported
 	$(OLD_CELERY)/bin/python -m pytest -p no:cacheprovider \
-	  tests/workers/test_celery_bridge.py tests/workers/test_lane.py tests/flow/test_celery.py
+	  tests/workers/celery_bridge tests/flow/test_celery.py
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) $(OLD_CELERY) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

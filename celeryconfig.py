@@ -1,12 +1,12 @@
-"""Celery's settings: values only, derived from registry/settings.py. `celery -A workers.app` reads them.
+"""Celery's settings: values only, derived from registry/settings.py. `celery -A penstock.workers.app` reads them.
 
 One process per device and no pool: CUDA does not survive a fork, and the drain has threads of its own.
 """
 
-from registry.local_stack import with_broker
-from registry.queues import CELERY_QUEUE
-from registry.settings import Settings
-from workers.boot import celery_url
+from penstock.registry.celery_url import celery_url
+from penstock.registry.queues import CELERY_QUEUE
+from penstock.registry.settings import Settings
+from penstock.registry.stack_file import with_broker
 
 _settings = with_broker(Settings.load())
 
@@ -18,7 +18,7 @@ result_expires = _settings.inference.queue.result_ttl_s
 worker_pool = "solo"
 worker_concurrency = 1
 worker_prefetch_multiplier = 1
-worker_consumer = "workers.celery_bridge:ForgivingConsumer"
+worker_consumer = "penstock.workers.celery_bridge.bridge:ForgivingConsumer"
 worker_send_task_events = _settings.inference.celery.events
 worker_hijack_root_logger = False
 worker_redirect_stdouts = False

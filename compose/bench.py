@@ -23,17 +23,17 @@ import redis
 from rich.table import Table
 from rich.text import Text
 
-from compose import fleet
-from compose.local import LocalStack, private_settings
-from compose.overview import worker_pids
-from producers import Client, JobHandle
-from registry import local_stack
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import UnknownModel
-from registry.package import ModelSpec
-from registry.settings import Settings
-from registry.signature import TensorSpec
-from registry.tensors import DTYPES, STRING, Array
+from penstock import Client, JobHandle
+from penstock.compose.stack import fleet
+from penstock.compose.stack.local import LocalStack, private_settings
+from penstock.compose.views.overview import worker_pids
+from penstock.registry import stack_file
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import UnknownModel
+from penstock.registry.package import ModelSpec
+from penstock.registry.package.signature import TensorSpec
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import DTYPES, STRING, Array
 
 __all__ = ["Figures", "draw", "measure", "stack_for"]
 
@@ -79,13 +79,13 @@ class _Spent(NamedTuple):
 def stack_for(environ: Mapping[str, str], model: str, on_progress: Callable[[str], None]) -> Iterator[Settings]:
     """Settings that lead to the configured broker or the running stack; to a private stack when there is neither."""
     settings = Settings.load(environ=environ)
-    if settings.redis_url or local_stack.read(settings.home):
-        yield local_stack.with_broker(settings)
+    if settings.redis_url or stack_file.read(settings.home):
+        yield stack_file.with_broker(settings)
         return
     with private_settings(environ, [model]) as (private, own):
         devices = fleet.choose(private, own)
         with LocalStack(private, devices, environ=own, with_flower=False, on_progress=on_progress):
-            yield local_stack.with_broker(private)
+            yield stack_file.with_broker(private)
 
 
 def measure(settings: Settings, model: str, count: int, outstanding: int) -> Figures:

@@ -2,8 +2,8 @@
 
     up, worker, bench, demo                run things
     submit, status                         talk to what runs
-    models                                 which version of a model answers (compose/models.py)
-    dead, queue, workers, top, doctor      operate it (compose/operators.py)
+    models                                 which version of a model answers (compose/commands/models.py)
+    dead, queue, workers, top, doctor      operate it (compose/commands/operators.py)
 
 Frameworks, NumPy and the terminal library are imported by the commands that need them, so that --help is quick.
 A refusal is one line on stderr: exit status 1, or EXIT_CONFIGURATION for a setting or a machine that cannot work;
@@ -24,11 +24,19 @@ from typing import Any, Final
 
 import click
 
-from compose.models import models
-from compose.operators import dead, doctor, queue, top, workers
-from compose.supervisor import Supervisor
-from compose.terminal import Commands, as_json_option, connected, console, load_settings, open_broker, terminable
-from registry.errors import ConfigurationError
+from penstock.compose.commands.models import models
+from penstock.compose.commands.operators import dead, doctor, queue, top, workers
+from penstock.compose.stack.supervisor import Supervisor
+from penstock.compose.terminal import (
+    Commands,
+    as_json_option,
+    connected,
+    console,
+    load_settings,
+    open_broker,
+    terminable,
+)
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["main"]
 
@@ -66,8 +74,8 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
     penstock up
     penstock up --device cpu --models minilm
     """
-    from compose.fleet import choose
-    from compose.local import LocalStack
+    from penstock.compose.stack.fleet import choose
+    from penstock.compose.stack.local import LocalStack
 
     settings = load_settings(environ, {"device": device, "worker.models": _names(models)})
     screen = console()
@@ -108,8 +116,8 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     penstock worker --device cuda:0 --models minilm,mlp
     penstock worker --device cpu --index 1
     """
-    from compose.fleet import choose, worker_patience, worker_program
-    from registry import logs
+    from penstock.compose.stack.fleet import choose, worker_patience, worker_program
+    from penstock.registry import logs
 
     settings = connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
     children = {**environ, "PENSTOCK_REDIS_URL": settings.redis_url or ""}
@@ -160,8 +168,8 @@ def submit(
     penstock submit minilm --input text='["two", "sentences"]' --priority high
     penstock submit mlp --inputs batch.json --wait --json
     """
-    from compose import tensors
-    from producers import Client
+    from penstock import Client
+    from penstock.compose import tensors
 
     given = tensors.read({**_read_inputs(file), **dict(map(_parse_input, inputs))})
     settings = load_settings(environ)
@@ -194,7 +202,7 @@ def status(environ: Mapping[str, str], as_json: bool) -> None:
     penstock status
     penstock status --json
     """
-    from compose import overview
+    from penstock.compose.views import overview
 
     with open_broker(connected(environ)) as broker:
         state = overview.status(broker)
@@ -217,7 +225,7 @@ def bench(environ: Mapping[str, str], model: str, count: int, outstanding: int, 
     penstock bench
     penstock bench --model minilm --count 1000 --outstanding 64
     """
-    from compose import bench as measuring
+    from penstock.compose import bench as measuring
 
     with terminable(), measuring.stack_for(environ, model, _steps(as_json)) as settings:
         figures = measuring.measure(settings, model, count, outstanding)
@@ -242,7 +250,7 @@ def demo(environ: Mapping[str, str], ask: tuple[str, ...], count: int, stay: boo
     penstock demo
     penstock demo --ask "how do I read a zip file?"
     """
-    from compose.demo import demonstrate
+    from penstock.compose.demo import demonstrate
 
     screen = console(quiet=as_json)
     wait = _until_interrupted if stay else lambda: None

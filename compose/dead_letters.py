@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from registry.broker.base import Broker, DeadLetter, Publication, Replay
-from registry.envelope import MAX_HEADER_BYTES, PROTOCOL, JobHeader, Keyring, open_job
-from registry.errors import BadSignature, Corrupt, InvalidInput, UndecodableEnvelope
-from registry.queues import is_job_id, is_reply_key, parse_name, parse_priority
+from penstock.registry.broker.base import Broker, DeadLetter, Publication, Replay
+from penstock.registry.envelope import MAX_HEADER_BYTES, PROTOCOL, JobHeader, Keyring, open_job
+from penstock.registry.errors import BadSignature, Corrupt, InvalidInput, UndecodableEnvelope
+from penstock.registry.queues import is_job_id, is_reply_key, parse_name, parse_priority
 
 __all__ = [
     "Replayed",

@@ -19,11 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from compose import fleet, overview
-from compose.docstrings import Passage, collect
-from compose.local import LocalStack, private_settings
-from producers import Client
-from registry.settings import Settings
+from penstock import Client
+from penstock.compose.docstrings import Passage, collect
+from penstock.compose.stack import fleet
+from penstock.compose.stack.local import LocalStack, private_settings
+from penstock.compose.views import overview
+from penstock.registry.settings import Settings
 
 __all__ = ["Answer", "Demonstration", "Hit", "demonstrate", "draw"]
 

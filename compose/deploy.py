@@ -22,16 +22,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from compose.files import Files, LocalFiles
-from compose.keys import OperatorKeys, operator_keys
-from compose.levels import await_answers, entries
-from compose.replicas import Tell, Watch, replicas
-from registry.broker.base import FleetEnd
-from registry.broker.redis_streams import RedisStreams
-from registry.catalog import ModelRegistryClient, Veto
-from registry.control import Command
-from registry.deployment import Deployment
-from registry.errors import (
+from penstock.compose.rollout.files import Files, LocalFiles
+from penstock.compose.rollout.keys import OperatorKeys, operator_keys
+from penstock.compose.rollout.replicas import Tell, Watch, replicas
+from penstock.compose.views.levels import await_answers, entries
+from penstock.registry.broker.base import FleetEnd
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.catalog import ModelRegistryClient, Veto
+from penstock.registry.catalog.lineage import ModelLineage
+from penstock.registry.catalog.stages import Action, ModelStage, check_step, parse_stage
+from penstock.registry.catalog.tables import RegisteredVersion, Transition
+from penstock.registry.control import Command
+from penstock.registry.deployment import Deployment
+from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
     Corrupt,
@@ -41,19 +45,15 @@ from registry.errors import (
     TransitionConflict,
     TransitionRefused,
 )
-from registry.lineage import ModelLineage
-from registry.local_stack import with_broker
-from registry.package import ModelSpec
-from registry.reconciler import StateStore, Wish
-from registry.settings import Settings
-from registry.signed import Signer
-from registry.stages import Action, ModelStage, check_step, parse_stage
-from registry.tables import RegisteredVersion, Transition
-from safety.audit import AuditLog
+from penstock.registry.package import ModelSpec
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Signer
+from penstock.registry.stack_file import with_broker
+from penstock.safety.audit import AuditLog
 
 if TYPE_CHECKING:
-    from compose.orders import Orders
-    from registry.ledger import Ledger
+    from penstock.compose.rollout.control_client import Orders
+    from penstock.registry.catalog.store import Ledger
 
 __all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry"]
 
@@ -132,8 +132,8 @@ class Deployer:
         ModelNotReady when no such worker listens.
         """
         # Celery takes a third of a second, which those who only look need not wait for.
-        from compose.orders import Orders
-        from compose.remote import Remote, RemoteFleet, RemoteLedger
+        from penstock.compose.rollout.control_client import Orders
+        from penstock.compose.rollout.remote import Remote, RemoteFleet, RemoteLedger
 
         settings = settings or Settings.load()
         if not (via and settings.celery_url):
@@ -406,7 +406,7 @@ class Deployer:
     ) -> list[dict[str, Any]]:
         """Has the workers of a model, or one, compile, optimise, measure or trace it now, beside their traffic.
 
-        Returns an entry of compose/levels.py per worker and version, with what came of it as its `answer`. Raises
+        Returns an entry of compose/views/levels.py per worker and version, with what came of it as its `answer`. Raises
         ModelNotReady when a worker refuses, or when the time is over.
         """
         serving = self._workers_of(name, worker)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from compose.dead_letters import peek
-from registry.broker.base import Broker, Waiting, Withdrawal
-from registry.envelope import MAX_HEADER_BYTES, Failure, JobHeader, Keyring, ResultHeader, seal
-from registry.errors import ConfigurationError
-from registry.queues import Priority, is_job_id
+from penstock.compose.dead_letters import peek
+from penstock.registry.broker.base import Broker, Waiting, Withdrawal
+from penstock.registry.envelope import MAX_HEADER_BYTES, Failure, JobHeader, Keyring, ResultHeader, seal
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.queues import Priority, is_job_id
 
 __all__ = ["purge"]
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from registry import codecs
-from registry.admission import SpecCache
-from registry.broker.base import FleetEnd
-from registry.tensors import Array
+from penstock.registry import codecs
+from penstock.registry.admission import SpecCache
+from penstock.registry.broker.base import FleetEnd
+from penstock.registry.tensors import Array
 
 __all__ = ["codec_of", "read", "written"]
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from compose.supervisor import EXIT_CONFIGURATION
-from registry.errors import ConfigurationError, PenstockError
+from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
+from penstock.registry.errors import ConfigurationError, PenstockError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from registry.broker.redis_streams import RedisStreams
-    from registry.settings import Settings
+    from penstock.registry.broker.redis_streams import RedisStreams
+    from penstock.registry.settings import Settings
 
 __all__ = [
     "Commands",
@@ -54,14 +54,14 @@ class Commands(click.Group):
 
 def load_settings(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Settings:
     """The settings of this shell. Raises ConfigurationError."""
-    from registry.settings import Settings
+    from penstock.registry.settings import Settings
 
     return Settings.load(environ=environ, overrides=overrides)
 
 
 def connected(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Settings:
     """The settings with a broker in them: a URL that was given, or the running stack's. Raises ConfigurationError."""
-    from registry.local_stack import with_broker
+    from penstock.registry.stack_file import with_broker
 
     return with_broker(load_settings(environ, overrides))
 
@@ -69,7 +69,7 @@ def connected(environ: Mapping[str, str], overrides: Mapping[str, object] | None
 @contextmanager
 def open_broker(settings: Settings, *, timeout_s: float = 5.0) -> Iterator[RedisStreams]:
     """The broker of `connected` settings, closed at the end of the block."""
-    from registry.broker.redis_streams import RedisStreams
+    from penstock.registry.broker.redis_streams import RedisStreams
 
     result_ttl_ms = int(settings.inference.queue.result_ttl_s * 1000)
     url = settings.redis_url or ""

@@ -19,28 +19,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from producers.async_replies import AsyncInbox, Outbox
-from producers.connection import (
+from penstock.producers.async_replies import AsyncInbox, Outbox
+from penstock.producers.connection import (
     LONGEST_PAUSE_S,
     client_settings,
 )
-from producers.publish import accepted, cancellation, parcels
-from producers.replies import SILENCE_S, EventMerger, JobEvent, JobInfo, Outcome, missing, open_outcome
-from producers.rows import RowShape, Tracker
-from registry import local_stack
-from registry.admission import Press, SpecCache, limits_of
-from registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
-from registry.broker.redis_async import AsyncRedisStreams
-from registry.envelope import Retry
-from registry.errors import BrokerUnavailable, ConfigurationError, JobFailed, PenstockError, QueueFull, ResultTimeout
-from registry.package import ModelSpec
-from registry.queues import slot_of
-from registry.settings import Settings
-from registry.tensors import Array
+from penstock.producers.publish import accepted, cancellation, parcels
+from penstock.producers.replies import SILENCE_S, EventMerger, JobEvent, JobInfo, Outcome, missing, open_outcome
+from penstock.producers.rows import RowShape, Tracker
+from penstock.registry import stack_file
+from penstock.registry.admission import Press, SpecCache, limits_of
+from penstock.registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
+from penstock.registry.broker.redis_async import AsyncRedisStreams
+from penstock.registry.envelope import Retry
+from penstock.registry.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    JobFailed,
+    PenstockError,
+    QueueFull,
+    ResultTimeout,
+)
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import slot_of
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import Array
 
 __all__ = ["AsyncClient", "AsyncJobHandle"]
 
-logger = logging.getLogger("client")
+logger = logging.getLogger("penstock.client")
 
 Inputs = Mapping[str, object]
 _MAP_WINDOW = 512
@@ -76,7 +83,7 @@ class AsyncClient:
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> AsyncClient:
         """The broker that the settings name; without one, the embedded stack that runs on this home."""
-        settings = local_stack.with_broker(settings or Settings.load())
+        settings = stack_file.with_broker(settings or Settings.load())
         return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
 
     async def submit(

@@ -10,13 +10,13 @@ from itertools import chain
 from math import inf
 from typing import Final, NamedTuple, Protocol
 
-from producers.connection import new_client_id
-from producers.publish import parcels
-from producers.replies import RECORDS_AT_ONCE, SILENCE_S, Postbox
-from registry.broker.base import Limits, Publication, Receipt, Standing, State, StreamEntry
-from registry.broker.redis_async import AsyncRedisStreams
-from registry.errors import BrokerUnavailable
-from registry.queues import events_key
+from penstock.producers.connection import new_client_id
+from penstock.producers.publish import parcels
+from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S, Postbox
+from penstock.registry.broker.base import Limits, Publication, Receipt, Standing, State, StreamEntry
+from penstock.registry.broker.redis_async import AsyncRedisStreams
+from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.queues import events_key
 
 __all__ = ["AsyncInbox", "Awaited", "Outbox", "Subscription"]
 

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from registry.settings import Settings
+from penstock.registry.settings import Settings
 
 __all__ = ["LONGEST_PAUSE_S", "client_settings", "new_client_id"]
 

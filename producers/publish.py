@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from registry.broker.base import Publication, Receipt
-from registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
-from registry.errors import IdempotencyConflict, QueueFull
+from penstock.registry.broker.base import Publication, Receipt
+from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
+from penstock.registry.errors import IdempotencyConflict, QueueFull
 
 __all__ = ["accepted", "cancellation", "parcels"]
 

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from registry.broker.base import ProducerEnd, Standing, State, StreamEntry
-from registry.broker.redis_scripts import record_standing
-from registry.envelope import Keyring, ResultHeader, open_event, open_result
-from registry.errors import BadSignature, ResultGone, UnknownJob, job_failure
-from registry.queues import events_key, job_time_ms, reply_key, slot_of
-from registry.tensors import Array, decode
+from penstock.registry.broker.base import ProducerEnd, Standing, State, StreamEntry
+from penstock.registry.broker.redis_scripts import record_standing
+from penstock.registry.envelope import Keyring, ResultHeader, open_event, open_result
+from penstock.registry.errors import BadSignature, ResultGone, UnknownJob, job_failure
+from penstock.registry.queues import events_key, job_time_ms, reply_key, slot_of
+from penstock.registry.tensors import Array, decode
 
 __all__ = [
     "RECORDS_AT_ONCE",

@@ -7,9 +7,9 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-from registry.errors import InvalidInput
-from registry.package import ModelSpec
-from registry.tensors import Array
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import ModelSpec
+from penstock.registry.tensors import Array
 
 __all__ = ["RowShape", "Tracker"]
 

@@ -1,32 +1,5 @@
-"""What exists: the contracts that every process shares, and the models there are. Imports nothing from above."""
+"""What exists: the contracts that every process shares, and the models. Imports nothing from the rooms above."""
 
-__all__ = [
-    "admission",
-    "broker",
-    "catalog",
-    "codecs",
-    "database",
-    "deployment",
-    "envelope",
-    "errors",
-    "hub_cache",
-    "inspection",
-    "lineage",
-    "local_stack",
-    "logs",
-    "manifest",
-    "metrics",
-    "migrations",
-    "package",
-    "queues",
-    "registered",
-    "schema",
-    "sections",
-    "settings",
-    "signature",
-    "signed",
-    "sources",
-    "stages",
-    "tables",
-    "tensors",
-]
+from __future__ import annotations
+
+__all__: list[str] = []

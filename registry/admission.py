@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from registry.broker.base import Limits, Publication
-from registry.envelope import JobHeader, Keyring, Options, Retry, seal
-from registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
-from registry.package import ModelSpec, find, load_package
-from registry.queues import new_job_id, parse_name, parse_priority
-from registry.settings import QueueConfig, Settings
-from registry.tensors import encode, encoded_size
+from penstock.registry.broker.base import Limits, Publication
+from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
+from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
+from penstock.registry.package import ModelSpec, find, load_package
+from penstock.registry.queues import new_job_id, parse_name, parse_priority
+from penstock.registry.settings import QueueConfig, Settings
+from penstock.registry.tensors import encode, encoded_size
 
 __all__ = ["Press", "SpecCache", "limits_of"]
 

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from registry.errors import InvalidInput, UndecodableEnvelope, described, shown
-from registry.signature import Signature, TensorSpec
-from registry.tensors import DTYPES, MAX_BYTES, MAX_DIMS, Array, Tensor, decode, encode
+from penstock.registry.errors import InvalidInput, UndecodableEnvelope, described, shown
+from penstock.registry.package.signature import Signature, TensorSpec
+from penstock.registry.tensors import DTYPES, MAX_BYTES, MAX_DIMS, Array, Tensor, decode, encode
 
 __all__ = ["Codec", "read_array", "written"]
 

@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from registry.errors import BadSignature, Forbidden, UndecodableEnvelope
-from registry.signed import Signer, Verifier, open_record, seal_record
+from penstock.registry.errors import BadSignature, Forbidden, UndecodableEnvelope
+from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
 __all__ = ["CONTROL_COMMAND", "Command", "Obedience"]
 
@@ -28,7 +28,7 @@ _GOOD_FOR_S: Final = 300.0
 _NONCES: Final = 10_000
 
 Action = Literal["load", "unload", "reconcile", "compile", "optimise", "measure", "trace", "errand"]
-"""`errand`: something of registry/errands.py, on the operator's behalf; the others are about this worker's models."""
+"""`errand`: a request of registry/operator_rpc.py; the others are about this worker's models."""
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from registry.errors import BadSignature, UndecodableEnvelope
-from registry.signed import Signer, Verifier, open_record, seal_record
+from penstock.registry.errors import BadSignature, UndecodableEnvelope
+from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
 __all__ = ["Deployment"]
 

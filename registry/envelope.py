@@ -21,8 +21,8 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
-from registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
+from penstock.registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
+from penstock.registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
 __all__ = [
     "MAX_HEADER_BYTES",

@@ -2,9 +2,10 @@
 
     {"ts": "2026-11-20T18:00:00.123456Z", "level": "info", "logger": "server", "msg": "batch done", "model": "mlp"}
 
-Our loggers are `server` (the worker), `runtime` (models) and `client` (producers). What a caller passes in
-`extra={"job_id": ...}` becomes a key of the object; an exception becomes one key with its traceback. A worker
-writes one line per batch, so the formatter is part of the job path.
+Our loggers are one family, `penstock.*`: `penstock.server` (the worker), `penstock.runtime` (models),
+`penstock.client` (producers). The field `logger` leaves the family's name out. A key of `extra={"job_id": ...}` becomes
+a key of the object; an exception becomes one key with its traceback. A worker writes one line per batch, so the
+formatter is part of the job path.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 
 __all__ = ["JsonFormatter", "configure"]
 
+_FAMILY: Final = "penstock."
 _OF_LOGGING: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -44,7 +46,7 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, object] = {
             "ts": ts.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
-            "logger": record.name,
+            "logger": record.name.removeprefix(_FAMILY),
             "msg": record.getMessage(),
         }
         for name, value in vars(record).items():

@@ -13,7 +13,7 @@ import time
 from enum import IntEnum
 from typing import Final
 
-from registry.errors import InvalidInput, described
+from penstock.registry.errors import InvalidInput, described
 
 __all__ = [
     "CELERY_QUEUE",

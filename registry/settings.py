@@ -30,10 +30,10 @@ from pydantic import (
     field_validator,
 )
 
-from registry.documents import BadDocument, read_yaml
-from registry.envelope import Keyring
-from registry.errors import ConfigurationError, shown
-from registry.queues import parse_name
+from penstock.registry.envelope import Keyring
+from penstock.registry.errors import ConfigurationError, shown
+from penstock.registry.package.bounded_yaml import BadDocument, read_yaml
+from penstock.registry.queues import parse_name
 
 __all__ = [
     "BatchingConfig",

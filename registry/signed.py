@@ -13,7 +13,7 @@ import binascii
 from collections.abc import Callable
 from typing import Final
 
-from registry.errors import BadSignature
+from penstock.registry.errors import BadSignature
 
 __all__ = ["Signer", "Verifier", "open_record", "seal_record"]
 

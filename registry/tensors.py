@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from registry.errors import InvalidInput, UndecodableEnvelope
+from penstock.registry.errors import InvalidInput, UndecodableEnvelope
 
 __all__ = [
     "DTYPES",

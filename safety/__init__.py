@@ -5,4 +5,4 @@ Only audit.py and keys.py touch files. Nothing here imports a framework, a broke
 
 from __future__ import annotations
 
-__all__ = ["keys"]
+__all__: list[str] = []

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from registry.tensors import Array
+from penstock.registry.tensors import Array
 
 __all__ = ["Golden", "GoldenStore"]
 

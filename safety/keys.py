@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["OperatorKey", "PublicKeys"]
 

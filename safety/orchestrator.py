@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from registry.tensors import Array
-from safety.validators import Validator
+from penstock.registry.tensors import Array
+from penstock.safety.validators import Validator
 
 __all__ = ["Gate", "Verdict", "joined"]
 

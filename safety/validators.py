@@ -14,8 +14,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from registry.signature import TensorSpec
-from registry.tensors import Array
+from penstock.registry.package.signature import TensorSpec
+from penstock.registry.tensors import Array
 
 __all__ = [
     "Comparison",

@@ -16,7 +16,7 @@ from typing import Final
 __all__ = ["main"]
 
 _HERE: Final = Path(__file__).parent
-_START_PROGRAMS: Final = frozenset({"benchmarks", "compose", "rows", "threats"})
+_START_PROGRAMS: Final = frozenset({"architecture", "benchmarks", "compose", "threats"})
 _COMPUTE: Final = frozenset({"conformance", "registry", "workers"})
 _NOTHING_COLLECTED: Final = 5
 

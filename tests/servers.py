@@ -28,7 +28,7 @@ from typing import Any, LiteralString, Protocol, TypeVar
 import pytest
 import redis
 
-from tests.nursery import Nursery
+from tests.fork_server import Nursery
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
@@ -39,7 +39,7 @@ _open: list[Nursery] = []
 
 @contextmanager
 def nursery(*further: str) -> Iterator[Nursery]:
-    """Inside the block workers, and what else says `_run`, are forks; see tests/nursery.py, also for `further`."""
+    """Inside the block workers, and what else says `_run`, are forks; see tests/fork_server.py, also for `further`."""
     _open.append(Nursery(*further))
     try:
         yield _open[-1]
@@ -324,7 +324,7 @@ class PostgresDatabase:
 
 
 class WorkerProcess(Process):
-    """`celery -A workers.app worker` for the models of one root, with its log lines kept."""
+    """`celery -A penstock.workers.app worker` for the models of one root, with its log lines kept."""
 
     def __init__(
         self,
@@ -362,7 +362,7 @@ class WorkerProcess(Process):
 
     def launch(self) -> None:
         """Start it without waiting, for a worker that is expected to refuse."""
-        arguments = ["-A", "workers.app", "worker", "-P", "solo", "-c", "1", "-n", self.name]
+        arguments = ["-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1", "-n", self.name]
         self._run("celery", arguments, self._environment)
 
     def is_ready(self) -> bool:

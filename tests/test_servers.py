@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 
-from tests.nursery import Nursery
+from tests.fork_server import Nursery
 from tests.servers import PostgresDatabase, RedisServer, free_port, require, wait_until
 
 

@@ -1,23 +1,5 @@
-"""How work leaves: drain.py follows a job from its claim to its commit; app.py is the process around it."""
+"""How work leaves: `drain.py` follows a job from its claim to its commit; `app.py` is the process around it."""
 
 from __future__ import annotations
 
-__all__ = [
-    "app",
-    "batching",
-    "boot",
-    "celery_bridge",
-    "device",
-    "drain",
-    "executor",
-    "frameworks",
-    "heartbeat",
-    "job",
-    "lane",
-    "leases",
-    "observe",
-    "results",
-    "runtime",
-    "served",
-    "streaming",
-]
+__all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The Celery application of a worker, and what a worker process consists of: `celery -A workers.app worker`.
+"""The Celery application of a worker, and what a worker process consists of: `celery -A penstock.workers.app worker`.
 
     settings -> device and its lock -> drain, probe, lane, task events -> Celery's own loop
     SIGTERM -> no new claim; the running batch ends or is released -> what is left is told -> exit
@@ -23,31 +23,39 @@ from celery.concurrency.solo import TaskPool
 from celery.exceptions import Ignore, Reject
 from celery.signals import setup_logging, worker_shutting_down
 
-from registry import logs
-from registry.admission import Press, SpecCache, limits_of
-from registry.broker.redis_streams import RedisStreams
-from registry.control import Command, Obedience
-from registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, QueueFull, Rejected, UnknownModel
-from registry.local_stack import with_broker
-from registry.queues import CELERY_TASK
-from registry.reconciler import Reconciler, StateStore
-from registry.settings import Settings
-from registry.signed import Verifier
-from safety.audit import AuditLog
-from safety.keys import PublicKeys
-from workers import heartbeat
-from workers.boot import refuse
-from workers.celery_bridge import CeleryWatcher, EventSwitch, ResultStore, obey, show_drain, withdraw_commands
-from workers.clerk import Clerk
-from workers.compilation import TorchCompiler
-from workers.device import Pin, granted_threads, pin
-from workers.drain import Drain
-from workers.journal import FileJournal, Journal, journal_path, report_crashes
-from workers.lane import LaneDoor, LaneReplies
-from workers.library import ModelsRoot
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.probe import Probe
-from workers.optimizer import Optimizer
+from penstock.registry import logs
+from penstock.registry.admission import Press, SpecCache, limits_of
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.control import Command, Obedience
+from penstock.registry.desired_state import StateStore
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, QueueFull, Rejected, UnknownModel
+from penstock.registry.queues import CELERY_TASK
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Verifier
+from penstock.registry.stack_file import with_broker
+from penstock.safety.audit import AuditLog
+from penstock.safety.keys import PublicKeys
+from penstock.workers.celery_bridge.bridge import (
+    CeleryWatcher,
+    EventSwitch,
+    ResultStore,
+    obey,
+    show_drain,
+    withdraw_commands,
+)
+from penstock.workers.celery_bridge.lane import LaneDoor, LaneReplies
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.drain import Drain
+from penstock.workers.levels.optimizer import Optimizer
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.probe import Probe
+from penstock.workers.process import heartbeat
+from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
+from penstock.workers.process.device import Pin, granted_threads, pin
+from penstock.workers.process.exit_status import refuse
+from penstock.workers.process.operator_rpc import Clerk
+from penstock.workers.versions.reconciler import Reconciler
+from penstock.workers.versions.repository import ModelsRoot
 
 __all__ = ["EXIT_UNHEALTHY", "DrainStep", "app"]
 
@@ -59,13 +67,12 @@ _HEALTH_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 0.25
 """How long one lane message may keep Celery's thread waiting for room; remote control waits with it."""
 _REDIS_TIMEOUT_S: Final = 5.0
-_OWN_LOGGERS: Final = ("server", "runtime", "client")
-_log = logging.getLogger("server")
+_log = logging.getLogger("penstock.server")
 
 
 def _application() -> Celery:
     try:
-        import celeryconfig
+        from penstock import celeryconfig
     except ConfigurationError as error:
         refuse(error)
     application = Celery("penstock")
@@ -80,7 +87,7 @@ class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
     """`penstock.infer`: publishes the job and ends; the result comes when the job does."""
 
     name = CELERY_TASK
-    Request = "workers.celery_bridge:LaneRequest"
+    Request = "penstock.workers.celery_bridge.bridge:LaneRequest"
     throws = (Rejected,)
     door: LaneDoor | None = None
 
@@ -404,9 +411,8 @@ def _parts(worker: Any) -> WorkerParts:
 
 def _configure_logs(loglevel: int, **_: Any) -> None:
     logs.configure(logging.getLevelName(loglevel))
-    for name in _OWN_LOGGERS:
-        # Celery's default is WARNING, and with it no job could be followed.
-        logging.getLogger(name).setLevel(min(loglevel, logging.INFO))
+    # Celery's default is WARNING, and with it no job could be followed.
+    logging.getLogger("penstock").setLevel(min(loglevel, logging.INFO))
     for handler in logging.getLogger().handlers:
         handler.addFilter(_drop_payload)
 

@@ -35,36 +35,36 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
-from registry.envelope import Failure, JobHeader
-from registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
-from registry.package import Package
-from registry.queues import Priority
-from registry.settings import Settings
-from registry.signed import Verifier
-from workers.account import Account
-from workers.cache import L1Cache, key_of
-from workers.deployments import DeploymentFiles, Forgotten, Remembered
-from workers.executor import Executor, Work, seats_for
-from workers.intake import Intake
-from workers.job import ClaimedJob
-from workers.journal import Journal, Unwritten
-from workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
-from workers.library import Library, Nothing
-from workers.loader import Loader
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Failed, Watcher
-from workers.peers import Peers
-from workers.placing import Placing
-from workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
-from workers.served import ServedModel, ServedVersion, VersionState
-from workers.shelf import Shelf
-from workers.streaming import EventStream
-from workers.tuning import Tuner, Untuned
+from penstock.registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
+from penstock.registry.envelope import Failure, JobHeader
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
+from penstock.registry.package import Package
+from penstock.registry.queues import Priority
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Verifier
+from penstock.workers.cache import L1Cache, key_of
+from penstock.workers.executor import Executor, Work, seats_for
+from penstock.workers.intake import Intake
+from penstock.workers.job import ClaimedJob
+from penstock.workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
+from penstock.workers.observe.listener import Failed, Watcher
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.process.crash_journal import Journal, Unwritten
+from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
+from penstock.workers.streaming import EventStream
+from penstock.workers.telemetry import Account
+from penstock.workers.versions.deployment_store import DeploymentFiles, Forgotten, Remembered
+from penstock.workers.versions.handover import Placing
+from penstock.workers.versions.lifecycle import Shelf
+from penstock.workers.versions.loader import Loader
+from penstock.workers.versions.peers import Peers
+from penstock.workers.versions.repository import Library, Nothing
+from penstock.workers.versions.tuner import Tuner, Untuned
+from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
 __all__ = ["Drain"]
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 _BLOCK_MS: Final = 1000
 _ANSWER_S: Final = 0.25

@@ -24,19 +24,19 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from registry.broker.base import Held
-from registry.envelope import Failure
-from registry.errors import JobFailed
-from registry.tensors import Array
-from workers.batching.batcher import Batch
-from workers.job import ClaimedJob
-from workers.journal import FormInUse, Journal, Unwritten
-from workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
-from workers.runtime.forms import EAGER, Forms
+from penstock.registry.broker.base import Held
+from penstock.registry.envelope import Failure
+from penstock.registry.errors import JobFailed
+from penstock.registry.tensors import Array
+from penstock.workers.batching.batcher import Batch
+from penstock.workers.job import ClaimedJob
+from penstock.workers.process.crash_journal import FormInUse, Journal, Unwritten
+from penstock.workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
+from penstock.workers.runtime.forms import EAGER, Forms
 
 __all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "Work", "seats_for"]
 
-logger = logging.getLogger("runtime")
+logger = logging.getLogger("penstock.runtime")
 
 Outputs: TypeAlias = dict[str, Array]
 _MOST_THREADS: Final = 16

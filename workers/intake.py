@@ -12,22 +12,22 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from registry.broker.base import Delivery, State, WorkerEnd
-from registry.envelope import Failure, JobHeader, Keyring, open_job
-from registry.errors import BadSignature, Corrupt
-from registry.queues import is_job_id, is_reply_key
-from registry.tensors import decode
-from workers.job import ClaimedJob
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Ended, Watcher
-from workers.results import unrun_result
+from penstock.registry.broker.base import Delivery, State, WorkerEnd
+from penstock.registry.envelope import Failure, JobHeader, Keyring, open_job
+from penstock.registry.errors import BadSignature, Corrupt
+from penstock.registry.queues import is_job_id, is_reply_key
+from penstock.registry.tensors import decode
+from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.listener import Ended, Watcher
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.results import unrun_result
 
 __all__ = ["Intake"]
 
 _MOST_ASIDE: Final = 16
 _MOST_ASIDE_BYTES: Final = 16 * 1024 * 1024
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 
 class Intake:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from registry.broker.base import Delivery, Held
-from registry.envelope import JobHeader
-from registry.tensors import Array
+from penstock.registry.broker.base import Delivery, Held
+from penstock.registry.envelope import JobHeader
+from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
-    from workers.served import ServedVersion
+    from penstock.workers.versions.version import ServedVersion
 
 __all__ = ["ClaimedJob"]
 

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from registry.broker.base import Delivery, Held, Renewal, WorkerEnd
-from registry.errors import BrokerUnavailable
-from workers.job import ClaimedJob
+from penstock.registry.broker.base import Delivery, Held, Renewal, WorkerEnd
+from penstock.registry.errors import BrokerUnavailable
+from penstock.workers.job import ClaimedJob
 
 __all__ = ["LOWER_SHARE", "Holdings", "LeaseKeeper", "LeaseNews", "LowerShare"]
 
@@ -29,7 +29,7 @@ _RELEASED_MS: Final = 3_600_000
 
 _OUT_OF_TOUCH_S: Final = 3.0
 
-logger = logging.getLogger("server")
+logger = logging.getLogger("penstock.server")
 
 
 class LowerShare:

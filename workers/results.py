@@ -6,12 +6,12 @@ from typing import Final
 
 import msgspec
 
-from registry.broker.base import Commit, State
-from registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
-from registry.errors import InvalidInput
-from registry.tensors import MAX_RESULT_BYTES, Tensor, encode
-from workers.executor import Outputs, Work
-from workers.job import ClaimedJob
+from penstock.registry.broker.base import Commit, State
+from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
+from penstock.registry.errors import InvalidInput
+from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode
+from penstock.workers.executor import Outputs, Work
+from penstock.workers.job import ClaimedJob
 
 __all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "Packed", "commit_of", "unrun_result"]
 

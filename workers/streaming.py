@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from registry.broker.base import Event, WorkerEnd
-from registry.envelope import EventHeader, Keyring, seal
-from registry.errors import BrokerUnavailable, InvalidInput
-from registry.tensors import Array, encode
-from workers.job import ClaimedJob
+from penstock.registry.broker.base import Event, WorkerEnd
+from penstock.registry.envelope import EventHeader, Keyring, seal
+from penstock.registry.errors import BrokerUnavailable, InvalidInput
+from penstock.registry.tensors import Array, encode
+from penstock.workers.job import ClaimedJob
 
 __all__ = ["EventStream"]
 

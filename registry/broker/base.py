@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from registry.queues import Priority
+from penstock.registry.queues import Priority
 
 __all__ = [
     "Broker",

@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from msgspec import structs
 
-from registry.broker.base import (
+from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
@@ -42,7 +42,7 @@ from registry.broker.base import (
     Waiting,
     Withdrawal,
 )
-from registry.broker.redis_scripts import (
+from penstock.registry.broker.redis_scripts import (
     DEAD_LETTERS_BYTES,
     DEAD_LETTERS_CAP,
     EVENTS_CAP,
@@ -50,7 +50,7 @@ from registry.broker.redis_scripts import (
     REPLY_CAP,
     REPLY_TTL_MS,
 )
-from registry.queues import Priority, crashes_key, events_key, idempotency_key, lane_key, slot_of
+from penstock.registry.queues import Priority, crashes_key, events_key, idempotency_key, lane_key, slot_of
 
 __all__ = ["MemoryBroker"]
 

@@ -18,11 +18,17 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from registry.broker import redis_scripts as scripts
-from registry.broker.base import CancelOutcome, Limits, Publication, Receipt, Standing, StreamEntry
-from registry.broker.redis_streams import LOST_CONNECTION, RETRY_PAUSE_S, connection_options, refusal, unanswered
-from registry.errors import ConfigurationError
-from registry.queues import record_key
+from penstock.registry.broker import redis_scripts as scripts
+from penstock.registry.broker.base import CancelOutcome, Limits, Publication, Receipt, Standing, StreamEntry
+from penstock.registry.broker.redis_streams import (
+    LOST_CONNECTION,
+    RETRY_PAUSE_S,
+    connection_options,
+    refusal,
+    unanswered,
+)
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.queues import record_key
 
 __all__ = ["AsyncRedisStreams"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import structs
 
-from registry.broker.base import (
+from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
@@ -34,7 +34,7 @@ from registry.broker.base import (
     Waiting,
     Withdrawal,
 )
-from registry.queues import (
+from penstock.registry.queues import (
     GROUP,
     Priority,
     active_key,
@@ -83,7 +83,7 @@ DEAD_LETTERS_BYTES: Final = 256 * 1024 * 1024
 
 _FILES: Final[dict[str, str]] = {
     path.name.removesuffix(".lua"): path.read_text()
-    for path in (resources.files("registry.broker") / "lua").iterdir()
+    for path in (resources.files("penstock.registry.broker") / "lua").iterdir()
     if path.name.endswith(".lua")
 }
 _ENDING: Final = _FILES.pop("ending")

@@ -19,8 +19,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.retry import Retry
 
-from registry.broker import redis_scripts as scripts
-from registry.broker.base import (
+from penstock.registry.broker import redis_scripts as scripts
+from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
@@ -40,8 +40,8 @@ from registry.broker.base import (
     Waiting,
     Withdrawal,
 )
-from registry.errors import BrokerUnavailable, ConfigurationError
-from registry.queues import (
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.queues import (
     GROUP,
     MODELS_KEY,
     WORKERS_KEY,

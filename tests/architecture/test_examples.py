@@ -11,7 +11,7 @@ from tests.servers import ROOT
 
 PACKAGES = ("compose", "producers", "registry", "safety", "workers")
 MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    ".".join(("penstock", *path.relative_to(ROOT).with_suffix("").parts))
     for package in PACKAGES
     for path in (ROOT / package).rglob("*.py")
     if ">>> " in path.read_text()

@@ -41,18 +41,18 @@ def test_imports_only_point_down():
 @pytest.mark.parametrize(
     ("module", "line", "broken"),
     [
-        ("registry/queues.py", "import producers", "Imports only point down"),
-        ("producers/__init__.py", "import workers", "Imports only point down"),
-        ("workers/__init__.py", "import compose", "Imports only point down"),
+        ("registry/queues.py", "import penstock.producers", "Imports only point down"),
+        ("producers/__init__.py", "import penstock.workers", "Imports only point down"),
+        ("workers/__init__.py", "import penstock.compose", "Imports only point down"),
         ("producers/__init__.py", "import torch", "loads no framework"),
         ("workers/__init__.py", "import flower", "does not import dashboards"),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path: Path, module: str, line: str, broken: str):
     """Each contract catches the import that it is there for."""
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-        (tmp_path / package / "__init__.py").touch()
+    for folder in (*PACKAGES, "penstock"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "celeryconfig.py", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     with (tmp_path / module).open("a") as source:
         source.write(f"\n{line}\n")

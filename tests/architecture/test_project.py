@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -30,7 +31,7 @@ def test_project_says_who_it_is():
     """Name, versions of Python, the command, and that it is not to be uploaded."""
     assert PROJECT["name"] == "penstock"
     assert PROJECT["requires-python"] == ">=3.11"
-    assert PROJECT["scripts"] == {"penstock": "compose.cli:main"}
+    assert PROJECT["scripts"] == {"penstock": "penstock.compose.cli:main"}
     assert "Private :: Do Not Upload" in PROJECT["classifiers"]
 
 
@@ -63,8 +64,8 @@ def test_torch_is_pinned_exactly():
 
 def test_package_list_is_what_is_there():
     """The wheel contains every package of the tree and the settings of Celery, and nothing that does not exist."""
-    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["only-include"]
-    assert included == sorted(included)
-    assert [entry for entry in included if not (ROOT / entry).exists()] == []
-    tops = {init.parent.name for init in ROOT.glob("*/__init__.py")} - {"tests"}
-    assert tops == {entry for entry in included if not entry.endswith(".py")}
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert targets["wheel"]["packages"] == ["penstock"]
+    tops = {init.parent.name for init in ROOT.glob("*/__init__.py")} - {"penstock", "tests"}
+    links = {link.name: link.readlink() for link in (ROOT / "penstock").iterdir() if link.is_symlink()}
+    assert links == {name: Path("..") / name for name in (*tops, "celeryconfig.py")}

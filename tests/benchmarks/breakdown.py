@@ -7,10 +7,10 @@ import sys
 from typing import Final
 
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Stage
 from tests.benchmarks.scale import Scale
 from tests.benchmarks.staged_worker import STAGES, STAGES_FILE
-from tests.benchmarks.stand import Stand
 from tests.benchmarks.throughput import OUTSTANDING
 from tests.servers import WorkerProcess
 

@@ -25,7 +25,7 @@ import redis
 from celery import Celery
 from celery.result import AsyncResult
 
-from producers import AsyncClient, Client
+from penstock import AsyncClient, Client
 from tests.benchmarks import meter, mlp
 from tests.benchmarks.celery_mlp import CLASSIFY
 from tests.benchmarks.mlp import Float32Array

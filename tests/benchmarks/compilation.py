@@ -18,18 +18,18 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from compose import docstrings
-from registry.package import find, load_package
-from registry.settings import CompilationConfig
-from registry.tensors import STRING, Array
+from penstock.compose import docstrings
+from penstock.registry.package import find, load_package
+from penstock.registry.settings import CompilationConfig
+from penstock.registry.tensors import STRING, Array
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.forms import Tunable
+from penstock.workers.runtime.open import open_runtime
 from tests.benchmarks import mlp
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.servers import ROOT
-from workers.compilation import TorchCompiler
-from workers.runtime.base import Runtime
-from workers.runtime.forms import Tunable
-from workers.runtime.open import open_runtime
 
 __all__ = ["Speed", "Start", "measure", "measure_speed", "measure_starts"]
 

@@ -9,14 +9,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from compose import docstrings
-from registry.package import find, load_package
+from penstock.compose import docstrings
+from penstock.registry.package import find, load_package
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.open import open_runtime
 from tests.benchmarks import meter, mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
-from workers.runtime.base import Runtime
-from workers.runtime.open import open_runtime
 
 __all__ = ["measure"]
 

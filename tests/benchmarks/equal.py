@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from registry.envelope import JobHeader, Keyring, seal
-from registry.tensors import Tensor
+from penstock.registry.envelope import JobHeader, Keyring, seal
+from penstock.registry.tensors import Tensor
+from penstock.workers.cache import L1Cache, key_of
+from penstock.workers.results import Packed
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Client, Sample, Stand
 from tests.benchmarks.report import Progress, Row, median
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Client, Sample, Stand
-from workers.cache import L1Cache, key_of
-from workers.results import Packed
 
 __all__ = ["measure"]
 

@@ -25,24 +25,24 @@ import click
 import numpy as np
 import yaml
 
-from compose import docstrings
-from registry.package import load_package
-from registry.sections import Precision
-from registry.settings import CompilationConfig
-from safety.orchestrator import Gate
-from safety.validators import changed_precision_validators
+from penstock.compose import docstrings
+from penstock.registry.package import load_package
+from penstock.registry.package.spec_sections import Precision
+from penstock.registry.settings import CompilationConfig
+from penstock.safety.orchestrator import Gate
+from penstock.safety.validators import changed_precision_validators
+from penstock.workers.batching.calibrate import Calibration, calibrate
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.process.device import visible_gpus
+from penstock.workers.runtime.base import Prepared, Runtime
+from penstock.workers.runtime.forms import Forward, Tunable
+from penstock.workers.runtime.open import open_runtime
+from penstock.workers.versions.device_memory import forward_probe, largest_example, peak_used_bytes, total_bytes
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import FAILED, Progress, Row, as_data, machine, markdown, median, verdict
-from tests.benchmarks.stand import Stand
 from tests.packages import write_package
 from tests.servers import ROOT
-from workers.batching.calibrate import Calibration, calibrate
-from workers.compilation import TorchCompiler
-from workers.device import visible_gpus
-from workers.device_memory import forward_probe, largest_example, peak_used_bytes, total_bytes
-from workers.runtime.base import Prepared, Runtime
-from workers.runtime.forms import Forward, Tunable
-from workers.runtime.open import open_runtime
 
 __all__ = ["CHECKS", "Check", "main", "measure"]
 
@@ -63,8 +63,8 @@ _TIMEOUT_S: Final = 120.0
 
 _HOLD_A_DEVICE: Final = """
 import os, pathlib, sys
-from registry.errors import ConfigurationError
-from workers.device import pin
+from penstock.registry.errors import ConfigurationError
+from penstock.workers.process.device import pin
 try:
     pin("cuda", None, pathlib.Path(sys.argv[1]), os.environ)
 except ConfigurationError as refusal:

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from compose.deploy import Deployer, Rollout
-from registry.settings import Settings
-from registry.stages import ModelStage
-from safety.keys import OperatorKey
+from penstock.compose.deploy import Deployer, Rollout
+from penstock.registry.catalog.stages import ModelStage
+from penstock.registry.settings import Settings
+from penstock.safety.keys import OperatorKey
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.flow.hot_swap import SwapLoad, SwapReport, judge, release, write_multiplier
 
 __all__ = ["measure"]

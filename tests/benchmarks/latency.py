@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from producers import Client
-from registry.broker.redis_streams import RedisStreams
+from penstock import Client
+from penstock.registry.broker.redis_streams import RedisStreams
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.servers import RedisServer, wait_until
 
 __all__ = ["measure_alone", "measure_urgent"]

@@ -16,22 +16,22 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from compose import docstrings
-from registry.package import find, load_package
-from registry.settings import InferenceConfig
-from registry.tensors import Array
+from penstock.compose import docstrings
+from penstock.registry.package import find, load_package
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.levels.optimizer import Optimizer
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime.base import Prepared
+from penstock.workers.runtime.cpu import has_fast_bf16
+from penstock.workers.runtime.open import open_runtime
+from penstock.workers.runtime.tokeniser import TokenCache, Tokeniser
+from penstock.workers.runtime.transformers import EncoderRuntime
 from tests.benchmarks import mlp
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from tests.workers.leveled import served
-from workers.compilation import TorchCompiler
-from workers.observe.metrics import InferenceMetrics
-from workers.optimizer import Optimizer
-from workers.runtime.base import Prepared
-from workers.runtime.cpu import has_fast_bf16
-from workers.runtime.open import open_runtime
-from workers.runtime.tokeniser import TokenCache, Tokeniser
-from workers.runtime.transformers import EncoderRuntime
+from tests.workers.levels.fake_model import served
 
 __all__ = ["measure"]
 

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.servers import RedisServer
 
 __all__ = ["measure_per_job", "retention"]

@@ -10,9 +10,9 @@ from http.client import HTTPConnection
 from typing import Final
 
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Client, Sample, Stand
 from tests.benchmarks.report import Progress, Row, median
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Client, Sample, Stand
 from tests.servers import free_port, wait_until
 
 __all__ = ["measure"]

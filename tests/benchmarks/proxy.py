@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from workers.frameworks.inference_proxy import InferenceProxy
 
 __all__ = ["measure", "overhead_us"]
 

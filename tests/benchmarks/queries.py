@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import pytest
 
-from registry.catalog import ModelRegistryClient, ModelStage
-from registry.package import load_package
+from penstock.registry.catalog import ModelRegistryClient, ModelStage
+from penstock.registry.package import load_package
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.servers import PostgresDatabase, wait_until
 
 __all__ = ["measure"]

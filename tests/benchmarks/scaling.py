@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from producers import Client
+from penstock import Client
 from tests.benchmarks import mlp
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.packages import write_sleeper
 
 __all__ = ["measure"]

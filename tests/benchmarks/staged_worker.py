@@ -25,20 +25,20 @@ STAGES_FILE: Final = "BENCH_STAGES_FILE"
 """The environment variable that names the file."""
 
 STAGES: Final = (
-    ("workers.drain", "Drain._admit", "open: verify, decode, check"),
-    ("workers.drain", "Drain._dispatch", "batch"),
-    ("workers.executor", "_answer", "forward: join rows, model, split answers"),
-    ("workers.drain", "Drain._seal_concluded", "seal results"),
-    ("registry.broker.redis_scripts", "commit", "write commits"),
-    ("registry.broker.redis_streams", "RedisStreams.exchange", "commit and claim: round trip"),
-    ("registry.broker.redis_streams", "RedisStreams.arm", "blocking claim: round trip"),
-    ("registry.broker.redis_streams", "RedisStreams.collect", "blocking claim: round trip"),
-    ("workers.observe.metrics", "InferenceMetrics.batch", "metrics"),
+    ("penstock.workers.drain", "Drain._admit", "open: verify, decode, check"),
+    ("penstock.workers.drain", "Drain._dispatch", "batch"),
+    ("penstock.workers.executor", "_answer", "forward: join rows, model, split answers"),
+    ("penstock.workers.drain", "Drain._seal_concluded", "seal results"),
+    ("penstock.registry.broker.redis_scripts", "commit", "write commits"),
+    ("penstock.registry.broker.redis_streams", "RedisStreams.exchange", "commit and claim: round trip"),
+    ("penstock.registry.broker.redis_streams", "RedisStreams.arm", "blocking claim: round trip"),
+    ("penstock.registry.broker.redis_streams", "RedisStreams.collect", "blocking claim: round trip"),
+    ("penstock.workers.observe.metrics", "InferenceMetrics.batch", "metrics"),
     ("logging", "Logger.info", "log"),
-    ("workers.drain", "Drain._settle", "settle: let go, note events"),
-    ("workers.drain", "Drain._run", "drain: rest of the loop"),
-    ("workers.celery_bridge", "CeleryWatcher._flush", "events: encode and send"),
-    ("workers.leases", "LeaseKeeper._run", "leases and report"),
+    ("penstock.workers.drain", "Drain._settle", "settle: let go, note events"),
+    ("penstock.workers.drain", "Drain._run", "drain: rest of the loop"),
+    ("penstock.workers.celery_bridge.bridge", "CeleryWatcher._flush", "events: encode and send"),
+    ("penstock.workers.leases", "LeaseKeeper._run", "leases and report"),
 )
 """Module, callable, and the name of the stage."""
 
@@ -77,10 +77,10 @@ class Stages:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the worker that `celery -A workers.app` runs, and leaves the figures behind."""
+    """Runs the worker that `celery -A penstock.workers.app` runs, and leaves the figures behind."""
     from celery.signals import worker_shutdown
 
-    from workers.app import app
+    from penstock.workers.app import app
 
     stages, report = Stages(), Path(os.environ[STAGES_FILE])
 

@@ -14,13 +14,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from producers import AsyncClient, Client
-from registry.broker.redis_streams import RedisStreams
-from registry.queues import Priority
-from registry.settings import Settings
+from penstock import AsyncClient, Client
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.queues import Priority
+from penstock.registry.settings import Settings
+from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Stand
 from tests.packages import write_package
 
 __all__ = ["measure"]

@@ -17,7 +17,7 @@ from tests.benchmarks.__main__ import SECTIONS, measure
 from tests.benchmarks.gpu import Check
 from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, markdown, verdict
 from tests.benchmarks.scale import SMOKE
-from tests.nursery import Nursery
+from tests.fork_server import Nursery
 from tests.servers import ROOT, nursery, wait_until
 
 TOO_LONG = {"compilation", "levels", "swap"}

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 from tests.benchmarks import mlp
 from tests.benchmarks.events import EventListener
+from tests.benchmarks.harness import Client, Sample, Stand
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
-from tests.benchmarks.stand import Client, Sample, Stand
 
 __all__ = ["measure"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from compose.cli import main
-from compose.fleet import Device
-from compose.local import LocalStack
-from registry.settings import Settings
+from penstock.compose.cli import main
+from penstock.compose.stack.fleet import Device
+from penstock.compose.stack.local import LocalStack
+from penstock.registry.settings import Settings
 from tests.packages import write_double
 from tests.servers import ROOT
 

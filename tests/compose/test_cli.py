@@ -13,9 +13,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from compose.cli import main
-from compose.supervisor import EXIT_CONFIGURATION
-from registry.package import load_package
+from penstock.compose.cli import main
+from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
+from penstock.registry.package import load_package
 from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package
 from tests.servers import ROOT, RedisServer, wait_until
@@ -40,7 +40,7 @@ def test_every_command_shows_an_example(path):
 def test_help_is_quick():
     """Help loads no framework, no NumPy and no broker."""
     code = (
-        "import sys; import compose.cli\n"
+        "import sys; import penstock.compose.cli\n"
         "print(sorted({'celery', 'numpy', 'pydantic', 'redis', 'rich', 'torch'} & set(sys.modules)))"
     )
     ended = subprocess.run(
@@ -202,7 +202,7 @@ def test_worker_command_serves_and_drains(shared_redis: RedisServer, tmp_path, s
         "PENSTOCK_INFERENCE_REPO_ROOT": str(tmp_path / "models"),
         "PENSTOCK_METRICS_PORT": "0",
     }
-    code = "from compose.cli import main; main()"
+    code = "from penstock.compose.cli import main; main()"
     command = [sys.executable, "-c", code, "worker", "--device", "cpu", "--models", slot, "--index", "3"]
     with (
         (tmp_path / "log").open("wb") as log,
@@ -234,7 +234,7 @@ def test_worker_command_passes_a_refusal_on(shared_redis: RedisServer, tmp_path)
         "PENSTOCK_REDIS_URL": shared_redis.url,
         "PENSTOCK_METRICS_PORT": "0",
     }
-    command = [sys.executable, "-c", "from compose.cli import main; main()", "worker", "--models", "nonesuch"]
+    command = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "worker", "--models", "nonesuch"]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == EXIT_CONFIGURATION
     assert "nonesuch" in ended.stderr

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from compose.dead_letters import describe, older_than_ms, peek, replay
-from registry.broker.base import Claim, DeadLetter, Limits, Publication
-from registry.broker.memory import MemoryBroker
-from registry.envelope import PROTOCOL, JobHeader, Keyring, seal
-from registry.errors import InvalidInput
-from registry.queues import Priority, new_job_id, reply_key
+from penstock.compose.dead_letters import describe, older_than_ms, peek, replay
+from penstock.registry.broker.base import Claim, DeadLetter, Limits, Publication
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import PROTOCOL, JobHeader, Keyring, seal
+from penstock.registry.errors import InvalidInput
+from penstock.registry.queues import Priority, new_job_id, reply_key
 
 KEYS = Keyring.parse("k1:" + "A" * 43 + "=")
 OTHER_KEYS = Keyring.parse("k2:" + "B" * 43 + "=")

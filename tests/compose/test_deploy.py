@@ -15,12 +15,14 @@ from uuid import uuid4
 import pytest
 import redis
 
-from compose.deploy import Deployer, deployed
-from compose.replicas import Tell, replicas
-from registry.broker.memory import MemoryBroker
-from registry.catalog import Change, ModelRegistryClient
-from registry.deployment import Deployment
-from registry.errors import (
+from penstock.compose.deploy import Deployer, deployed
+from penstock.compose.rollout.replicas import Tell, replicas
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.catalog import Change, ModelRegistryClient
+from penstock.registry.catalog.stages import ModelStage
+from penstock.registry.deployment import Deployment
+from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
     ContentChanged,
@@ -30,15 +32,14 @@ from registry.errors import (
     TransitionRefused,
     UnknownModel,
 )
-from registry.reconciler import Reconciler, StateStore, Wish
-from registry.signed import Signer
-from registry.stages import ModelStage
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.signed import Signer
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.drain import Drain
+from penstock.workers.versions.reconciler import Reconciler
 from tests.packages import write_package
-from tests.registry.catalogs import new_key
+from tests.registry.catalog.catalogs import new_key
 from tests.servers import RedisServer, wait_until
-from tests.workers.test_versions import Stage, write_scale
-from workers.drain import Drain
+from tests.workers.versions.test_lifecycle import Stage, write_scale
 
 TIMEOUT_S = 20.0
 

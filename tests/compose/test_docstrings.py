@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from compose.docstrings import Passage
+from penstock.compose.docstrings import Passage
 from tests.servers import ROOT
 
 COUNT = 3_000
@@ -16,7 +16,7 @@ COUNT = 3_000
 
 def collected(hash_seed: str) -> list[Passage]:
     """What a fresh process collects; this one has replaced parts of the library, as pytest does."""
-    code = f"import json; from compose.docstrings import collect; print(json.dumps(collect({COUNT})))"
+    code = f"import json; from penstock.compose.docstrings import collect; print(json.dumps(collect({COUNT})))"
     environ = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
     ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     return [Passage(*each) for each in json.loads(ended.stdout)]
@@ -73,7 +73,7 @@ def test_the_same_passages_on_every_run(passages):
 def test_parsing_imports_no_module_of_the_library():
     """Source files are read, not imported: nothing of what they do at import happens."""
     code = (
-        "import sys; from compose.docstrings import collect; collect(9999)\n"
+        "import sys; from penstock.compose.docstrings import collect; collect(9999)\n"
         "print('antigravity' in sys.modules, 'tkinter' in sys.modules)"
     )
     environ = {"PYTHONPATH": str(ROOT)}

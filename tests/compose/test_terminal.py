@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compose.terminal import console
+from penstock.compose.terminal import console
 
 
 @pytest.mark.parametrize("text", ["/srv/[prod]/logs", "/srv/[/prod]/logs", "worker :smile: [bold]1[/]"])

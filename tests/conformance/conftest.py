@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from registry.broker.base import Broker
-from registry.broker.memory import MemoryBroker
-from registry.broker.redis_streams import RedisStreams
+from penstock.registry.broker.base import Broker
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.broker.redis_streams import RedisStreams
 from tests.servers import RedisServer, redis_binaries, require, wait_until
 
 RESULT_TTL_MS = 60_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from registry.broker.base import Broker, Claim, Commit, Delivery, Held, Limits, Publication, State, Verdict
-from registry.queues import Priority, new_job_id
+from penstock.registry.broker.base import Broker, Claim, Commit, Delivery, Held, Limits, Publication, State, Verdict
+from penstock.registry.queues import Priority, new_job_id
 
 ROOMY = Limits(max_depth=100_000, tenant_max_in_flight=0, job_ttl_ms=60_000)
 TTL_MS = 60_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from registry.broker.base import Broker
+from penstock.registry.broker.base import Broker
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import LEASE_MS, claim, held, publish
 from tests.servers import wait_until

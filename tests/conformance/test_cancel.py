@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from registry.broker.base import Broker, CancelOutcome, Renewal, Standing, State
-from registry.queues import reply_key
+from penstock.registry.broker.base import Broker, CancelOutcome, Renewal, Standing, State
+from penstock.registry.queues import reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import ROOMY, claim, commit_of, held, ids, publication, publish, queued, settle
 

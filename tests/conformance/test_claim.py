@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from msgspec import structs
 
-from registry.broker.base import Broker, Claim
-from registry.queues import Priority
+from penstock.registry.broker.base import Broker, Claim
+from penstock.registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import TTL_MS, claim, commit_of, held, ids, publish, queued, settle
 

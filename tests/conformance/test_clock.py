@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from registry.broker.base import Claim
-from registry.broker.redis_streams import RedisStreams
+from penstock.registry.broker.base import Claim
+from penstock.registry.broker.redis_streams import RedisStreams
 from tests.servers import RedisServer, let_pass
 
 FROZEN_S = 0.3

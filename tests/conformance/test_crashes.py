@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from registry.broker.base import Broker, Held
-from registry.queues import Priority
+from penstock.registry.broker.base import Broker, Held
+from penstock.registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import LEASE_MS, TTL_MS, claim, commit_of, held, publish, settle
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from registry.broker.base import Broker, Event, Limits, Publication, Replay, Standing, State, Verdict
-from registry.queues import Priority, reply_key, stream_key
+from penstock.registry.broker.base import Broker, Event, Limits, Publication, Replay, Standing, State, Verdict
+from penstock.registry.queues import Priority, reply_key, stream_key
 from tests.conformance.conftest import DEAD_LETTERS_BYTES, Brokerage, OnRedis
 from tests.conformance.jobs import (
     LEASE_MS,

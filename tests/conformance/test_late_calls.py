@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from registry.broker import redis_scripts
-from registry.broker.redis_streams import RedisStreams
+from penstock.registry.broker import redis_scripts
+from penstock.registry.broker.redis_streams import RedisStreams
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import claim, held, publish
 

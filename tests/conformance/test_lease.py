@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from registry.broker.base import Broker, CancelOutcome, Delivery, Limits, Renewal, Standing, State, Verdict
-from registry.queues import Priority, reply_key
+from penstock.registry.broker.base import Broker, CancelOutcome, Delivery, Limits, Renewal, Standing, State, Verdict
+from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
     LEASE_MS,

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from registry.broker.base import Broker, Standing, State, Verdict
-from registry.errors import BrokerUnavailable
-from registry.queues import Priority
+from penstock.registry.broker.base import Broker, Standing, State, Verdict
+from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.queues import Priority
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import LEASE_MS, ROOMY, TTL_MS, claim, commit_of, held, publication, publish, queued, settle
 from tests.servers import wait_until

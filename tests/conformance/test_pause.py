@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from registry.broker.base import Broker, Claim, Verdict
+from penstock.registry.broker.base import Broker, Claim, Verdict
 from tests.conformance.conftest import Brokerage, OnRedis
 from tests.conformance.jobs import LEASE_MS, TTL_MS, claim, commit_of, held, ids, publish, queued, settle
 from tests.servers import wait_until

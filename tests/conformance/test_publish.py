@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from registry.broker.base import Broker, Limits, Standing, State
-from registry.queues import Priority
+from penstock.registry.broker.base import Broker, Limits, Standing, State
+from penstock.registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import ROOMY, claim, commit_of, ids, publication, publish, queued, settle
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import BrokerUnavailable
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import ROOMY, claim, commit_of, publication, publish, settle
 

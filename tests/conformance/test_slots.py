@@ -7,9 +7,9 @@ from binascii import crc_hqx
 
 import pytest
 
-from registry.broker import redis_scripts
-from registry.broker.base import Claim, Event, Withdrawal
-from registry.queues import Priority, reply_key
+from penstock.registry.broker import redis_scripts
+from penstock.registry.broker.base import Claim, Event, Withdrawal
+from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import ROOMY, TTL_MS, claim, commit_of, held, ids, publication, settle
 

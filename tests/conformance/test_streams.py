@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from registry.broker.base import Broker, CancelOutcome, Event, StreamEntry
-from registry.queues import events_key, lane_key, reply_key
+from penstock.registry.broker.base import Broker, CancelOutcome, Event, StreamEntry
+from penstock.registry.queues import events_key, lane_key, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import TTL_MS, claim, commit_of, held, publish, settle
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from registry.broker.base import Broker, Limits, Standing, State, Verdict, Withdrawal
-from registry.queues import Priority, reply_key
+from penstock.registry.broker.base import Broker, Limits, Standing, State, Verdict, Withdrawal
+from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
     ROOMY,

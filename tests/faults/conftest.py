@@ -153,7 +153,9 @@ class SupervisedWorker(WorkerProcess):
 
     def launch(self) -> None:
         """Start it without waiting."""
-        self._spawn([sys.executable, "-c", "from compose.cli import main; main()", "worker"], self._environment)
+        self._spawn(
+            [sys.executable, "-c", "from penstock.compose.cli import main; main()", "worker"], self._environment
+        )
 
     def report(self) -> dict[str, Any]:
         """What the worker that runs now last said about itself; empty when none has."""

@@ -12,7 +12,7 @@ import threading
 from functools import partial
 from typing import Final
 
-from workers.drain import Drain
+from penstock.workers.drain import Drain
 
 __all__ = ["POINTS", "FailPoint"]
 
@@ -49,7 +49,7 @@ class FailPoint:
 def main(how: str, point: str, nth: str, name: str) -> None:
     """Runs the worker until its fail point or a signal ends it."""
     # Importing it needs a broker's URL, which tests that only want POINTS do not have.
-    from workers import app as worker_app
+    from penstock.workers import app as worker_app
 
     checkpoint = FailPoint(how, point, int(nth))
     worker_app.Drain = partial(Drain, checkpoint=checkpoint)  # type: ignore[assignment,attr-defined]  # nothing else differs

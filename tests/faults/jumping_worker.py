@@ -43,7 +43,7 @@ def main(file: str, name: str) -> None:
     clock = Clock(Path(file))
     # Before anything that keeps a reference to them is imported.
     time.time, time.time_ns = clock.time, clock.time_ns
-    from workers import app as worker_app
+    from penstock.workers import app as worker_app
 
     worker_app.app.worker_main(["worker", "-P", "solo", "-c", "1", "-n", name])
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from producers import Client, JobHandle
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import Keyring, ResultHeader, open_result
-from registry.errors import BrokerUnavailable, QueueFull
-from registry.queues import job_time_ms
-from registry.tensors import decode
+from penstock import Client, JobHandle
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import Keyring, ResultHeader, open_result
+from penstock.registry.errors import BrokerUnavailable, QueueFull
+from penstock.registry.queues import job_time_ms
+from penstock.registry.tensors import decode
 from tests.faults.history import Effect, History
 from tests.packages import recorded_forwards
 from tests.servers import RedisServer, wait_until

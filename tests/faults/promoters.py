@@ -26,10 +26,10 @@ from typing import Final
 
 from sqlalchemy import create_engine, func, select
 
-from registry.catalog import ModelRegistryClient, ModelStage, Transition
-from registry.errors import PenstockError, TransitionRefused
-from registry.package import load_package
-from registry.tables import versions
+from penstock.registry.catalog import ModelRegistryClient, ModelStage, Transition
+from penstock.registry.catalog.tables import versions
+from penstock.registry.errors import PenstockError, TransitionRefused
+from penstock.registry.package import load_package
 from tests.packages import write_package
 from tests.servers import ROOT
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from producers import Client
+from penstock import Client
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.load import row
 from tests.faults.rounds import seeds

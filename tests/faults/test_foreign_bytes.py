@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from registry.admission import Press
-from registry.envelope import PROTOCOL, Keyring
-from registry.metrics import QUARANTINED
-from registry.package import ModelSpec
-from registry.queues import GROUP, Priority, dead_key, stream_key
-from registry.tensors import MAX_BYTES
+from penstock.registry.admission import Press
+from penstock.registry.envelope import PROTOCOL, Keyring
+from penstock.registry.metrics import QUARANTINED
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import GROUP, Priority, dead_key, stream_key
+from penstock.registry.tensors import MAX_BYTES
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.load import row
 from tests.faults.rounds import seeds

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from registry.errors import DeadLettered
-from registry.queues import dead_key
+from penstock.registry.errors import DeadLettered
+from penstock.registry.queues import dead_key
 from tests.faults.conftest import OpenStage, StartLoad, Trial
 from tests.faults.models import HANGING, write_poisonable
 from tests.faults.rounds import seeds

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from registry.broker.base import Claim
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import BrokerUnavailable
+from penstock.registry.broker.base import Claim
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.load import Load
 from tests.faults.proxy import Direction, Proxy

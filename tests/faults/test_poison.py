@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import DeadLettered
-from registry.package import load_package
-from registry.queues import Priority, dead_key, stream_key
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import DeadLettered
+from penstock.registry.package import load_package
+from penstock.registry.queues import Priority, dead_key, stream_key
 from tests.faults.conftest import OpenStage, StartLoad, Trial
 from tests.faults.models import DEADLY, write_poisonable
 from tests.faults.rounds import seeds

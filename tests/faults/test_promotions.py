@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from registry.catalog import ModelRegistryClient, ModelStage
+from penstock.registry.catalog import ModelRegistryClient, ModelStage
 from tests.faults.promoters import MODEL, moments_of, race, stock
 from tests.faults.rounds import is_full, seeds
 from tests.servers import PostgresDatabase, let_pass, wait_until

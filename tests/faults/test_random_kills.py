@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from registry.queues import dead_key
+from penstock.registry.queues import dead_key
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.rounds import seeds
 from tests.servers import let_pass, wait_until

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from registry.queues import GROUP, Priority, flow_key, stream_key
+from penstock.registry.queues import GROUP, Priority, flow_key, stream_key
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.load import Load
 from tests.faults.rounds import seeds

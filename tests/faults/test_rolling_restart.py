@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from registry.envelope import ResultHeader
+from penstock.registry.envelope import ResultHeader
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.load import Load
 from tests.faults.rounds import seeds

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from producers import Client, JobEvent, JobHandle
+from penstock import Client, JobEvent, JobHandle
 from tests.faults.conftest import OpenStage, Stage, Trial
 from tests.faults.proxy import Proxy
 from tests.faults.rounds import seeds

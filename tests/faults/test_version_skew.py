@@ -7,14 +7,14 @@ import uuid
 import msgspec
 import pytest
 
-from producers import Client
-from registry.admission import Press
-from registry.broker.base import Claim, Commit, Limits, Publication, State
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import PROTOCOL, Keyring, RequestContext, ResultHeader, seal
-from registry.errors import DeadLettered, UndecodableEnvelope
-from registry.package import ModelSpec
-from registry.queues import Priority, dead_key, spec_key
+from penstock import Client
+from penstock.registry.admission import Press
+from penstock.registry.broker.base import Claim, Commit, Limits, Publication, State
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import PROTOCOL, Keyring, RequestContext, ResultHeader, seal
+from penstock.registry.errors import DeadLettered, UndecodableEnvelope
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import Priority, dead_key, spec_key
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.load import row
 from tests.faults.rounds import seeds

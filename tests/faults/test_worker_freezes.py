@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from registry.metrics import FENCED
-from registry.queues import GROUP, Priority, stream_key
+from penstock.registry.metrics import FENCED
+from penstock.registry.queues import GROUP, Priority, stream_key
 from tests.faults.conftest import StartFailing, StartLoad, Trial
 from tests.faults.history import check
 from tests.faults.load import Load

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from producers import Client
+from penstock import Client
 from tests.packages import write_double, write_raiser, write_recorder, write_sleeper
 from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require
 

@@ -15,11 +15,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from compose.deploy import Deployer, Rollout
-from producers import AsyncClient
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import Keyring, ResultHeader, open_result
-from registry.queues import job_time_ms
+from penstock import AsyncClient
+from penstock.compose.deploy import Deployer, Rollout
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import Keyring, ResultHeader, open_result
+from penstock.registry.queues import job_time_ms
 from tests.packages import write_package
 
 __all__ = ["Answer", "SwapLoad", "SwapReport", "judge", "release", "write_multiplier"]

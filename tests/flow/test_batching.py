@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers import Client, JobHandle
-from registry.broker.redis_streams import RedisStreams
+from penstock import Client, JobHandle
+from penstock.registry.broker.redis_streams import RedisStreams
 from tests.conftest import StartWorker
 from tests.flow.conftest import Fleet, Samples, amend, snapshot
 from tests.packages import recorded_forwards, write_package, write_recorder, write_sleeper

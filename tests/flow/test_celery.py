@@ -22,11 +22,11 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from producers import Client
-from registry.envelope import Keyring
-from registry.errors import Cancelled, ModelError
-from registry.package import load_package
-from registry.queues import lane_key
+from penstock import Client
+from penstock.registry.envelope import Keyring
+from penstock.registry.errors import Cancelled, ModelError
+from penstock.registry.package import load_package
+from penstock.registry.queues import lane_key
 from tests.conftest import StartWorker
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, free_port, require, wait_until
@@ -174,7 +174,7 @@ class FlowerProcess(Process):
 
     def start(self) -> FlowerProcess:
         """Start it and wait until it answers."""
-        arguments = ["-A", "workers.app", "flower", "--address=127.0.0.1", f"--port={self._port}"]
+        arguments = ["-A", "penstock.workers.app", "flower", "--address=127.0.0.1", f"--port={self._port}"]
         arguments += [f"--basic-auth={self._access}", "--inspect_timeout=2000"]
         environment = {
             **os.environ,
@@ -547,7 +547,7 @@ def test_a_port_in_use_a_device_in_use_and_a_pool_are_refused(
 
 
 def test_a_bare_celery_worker_needs_no_options(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
-    """`celery -A workers.app worker` takes pool, concurrency and name from the settings and the device."""
+    """`celery -A penstock.workers.app worker` takes pool, concurrency and name from the settings and the device."""
     write_double(models_root, "bare-double")
     folder = tmp_path / "bare"
     folder.mkdir()
@@ -572,7 +572,7 @@ class _BareWorker(WorkerProcess):
 
     def launch(self) -> None:
         """Without -P, -c and -n."""
-        self._spawn([sys.executable, "-m", "celery", "-A", "workers.app", "worker"], self._environment)
+        self._spawn([sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker"], self._environment)
 
 
 def test_the_worker_refuses_a_pool_of_its_own_accord(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
@@ -580,7 +580,7 @@ def test_the_worker_refuses_a_pool_of_its_own_accord(shared_redis: RedisServer, 
     write_double(models_root, "pool-double")
     worker = _BareWorker(shared_redis, models_root, tmp_path)
     ended = subprocess.run(
-        [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-P", "threads"],
+        [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker", "-P", "threads"],
         env=worker._environment,
         cwd=tmp_path,
         capture_output=True,

@@ -12,7 +12,7 @@ import pytest
 
 from tests.servers import ROOT
 
-COMMAND = [sys.executable, "-c", "from compose.cli import main; main()", "demo"]
+COMMAND = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "demo"]
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

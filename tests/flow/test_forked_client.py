@@ -10,7 +10,7 @@ from tests.servers import ROOT
 
 PROGRAM = """
 import os, sys, threading, time
-from producers import Client
+from penstock import Client
 
 def ask(number):
     return client.submit("double", {"x": [[number, 0, 0, 0]]}).result(10)["y"][0, 0]
@@ -46,7 +46,7 @@ def test_parent_and_children_go_on(fleet: Fleet):
 
 ASYNC_PROGRAM = """
 import asyncio, os, sys
-from producers import AsyncClient
+from penstock import AsyncClient
 
 client = AsyncClient(sys.argv[1])
 

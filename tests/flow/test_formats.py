@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from producers import Client
+from penstock import Client
 from tests.conftest import StartWorker
 from tests.servers import RedisServer, wait_until
 from tests.workers.runtime.formats import LABELS, WRITERS, affine

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from compose.deploy import Deployer, Rollout
-from registry.errors import TransitionRefused
-from registry.settings import Settings
-from safety.keys import OperatorKey
+from penstock.compose.deploy import Deployer, Rollout
+from penstock.registry.errors import TransitionRefused
+from penstock.registry.settings import Settings
+from penstock.safety.keys import OperatorKey
 from tests.flow.hot_swap import Answer, SwapLoad, _allowed, judge, release, write_multiplier
 from tests.packages import write_package
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until

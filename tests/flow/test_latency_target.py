@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers import Client
+from penstock import Client
 from tests.conftest import StartWorker
 from tests.packages import write_package
 from tests.servers import RedisServer, WorkerProcess

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers import Client
-from registry.errors import DeadLettered
+from penstock import Client
+from penstock.registry.errors import DeadLettered
+from penstock.workers.process.crash_journal import journal_path
 from tests.conftest import StartWorker
 from tests.packages import write_package
 from tests.servers import RedisServer, wait_until
-from workers.journal import journal_path
 
 LIMIT_S = 0.4
 EXIT_UNHEALTHY = 70

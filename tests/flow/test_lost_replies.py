@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from producers import AsyncClient, Client
-from registry.queues import reply_key
+from penstock import AsyncClient, Client
+from penstock.registry.queues import reply_key
 from tests.flow.conftest import Fleet
 from tests.servers import wait_until
 

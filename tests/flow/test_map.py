@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client
-from registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock import AsyncClient, Client
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
 from tests.flow.conftest import Fleet
 
 ROWS = [np.array([number, 0, 0, 0], np.float32) for number in range(300)]

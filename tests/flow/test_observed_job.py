@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers import Client
-from registry.envelope import Keyring, open_result
-from registry.errors import ModelError
-from registry.queues import record_key
+from penstock import Client
+from penstock.registry.envelope import Keyring, open_result
+from penstock.registry.errors import ModelError
+from penstock.registry.queues import record_key
 from tests.conftest import StartWorker
 from tests.flow.conftest import Fleet, Samples, probe
 from tests.packages import write_package
@@ -22,8 +22,8 @@ from tests.servers import ROOT, RedisServer, free_port, wait_until
 
 SUBMIT = """
 import sys
-from producers import Client
-from registry import logs
+from penstock import Client
+from penstock.registry import logs
 logs.configure("DEBUG")
 job = Client(sys.argv[1]).submit("double", {"x": [[float(sys.argv[2]), 2, 3, 4]]})
 job.result(10)

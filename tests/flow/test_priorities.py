@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from producers import Client
+from penstock import Client
 from tests.conftest import StartWorker
 from tests.flow.conftest import Fleet
 from tests.packages import recorded_forwards, write_sleeper

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from producers import Client, Retry
-from registry import envelope
-from registry.errors import ModelError
+from penstock import Client, Retry
+from penstock.registry import envelope
+from penstock.registry.errors import ModelError
 from tests.conftest import StartWorker
 from tests.flow.conftest import Samples
 from tests.packages import write_package

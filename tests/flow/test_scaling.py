@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers import Client, JobHandle
-from registry.envelope import Keyring, open_result
-from registry.errors import ModelError
-from registry.queues import record_key
+from penstock import Client, JobHandle
+from penstock.registry.envelope import Keyring, open_result
+from penstock.registry.errors import ModelError
+from penstock.registry.queues import record_key
 from tests.conftest import StartWorker
 from tests.flow.conftest import Samples
 from tests.packages import write_package, write_sleeper

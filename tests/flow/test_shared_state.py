@@ -12,10 +12,10 @@ import pytest
 import redis
 from celery import Celery
 
-from producers import Client
-from registry.control import CONTROL_COMMAND, Command
-from registry.reconciler import StateStore, Wish
-from safety.keys import OperatorKey
+from penstock import Client
+from penstock.registry.control import CONTROL_COMMAND, Command
+from penstock.registry.desired_state import StateStore, Wish
+from penstock.safety.keys import OperatorKey
 from tests.conftest import StartWorker
 from tests.packages import write_package
 from tests.servers import RedisServer, WorkerProcess, wait_until

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client, JobEvent, JobHandle
-from registry.errors import Cancelled, ModelError
+from penstock import AsyncClient, Client, JobEvent, JobHandle
+from penstock.registry.errors import Cancelled, ModelError
 from tests.conftest import StartWorker
 from tests.flow.conftest import Fleet
 from tests.servers import ROOT, RedisServer, wait_until
@@ -129,7 +129,7 @@ def test_stream_is_followed_in_another_process(client: Client, fleet: Fleet):
     """A process that has only the id follows the running job to its end."""
     job = _count(client, 30, delay_ms=50)
     program = f"""
-from producers import Client
+from penstock import Client
 for event in Client({fleet.server.url!r}).job({job.id!r}).stream():
     print(event.seq, event.type)
 """

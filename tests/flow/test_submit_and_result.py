@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client, JobInfo
-from registry.envelope import Keyring, open_result
-from registry.errors import Expired, IdempotencyConflict, ModelError, ResultTimeout
-from registry.queues import job_time_ms, record_key
+from penstock import AsyncClient, Client, JobInfo
+from penstock.registry.envelope import Keyring, open_result
+from penstock.registry.errors import Expired, IdempotencyConflict, ModelError, ResultTimeout
+from penstock.registry.queues import job_time_ms, record_key
 from tests.flow.conftest import Fleet
 from tests.packages import recorded_forwards
 from tests.servers import ROOT, wait_until
@@ -103,7 +103,7 @@ def test_result_is_read_in_another_process(client: Client, fleet: Fleet):
     """An id is enough, before the job has ended and after, and the job may be awaited there."""
     job = client.submit("napper", _row(21))
     program = f"""
-from producers import Client
+from penstock import Client
 job = Client({fleet.server.url!r}).job({job.id!r})
 print(job.result(10)["y"][0, 0], job.status(), [event.type for event in job.stream()])
 """

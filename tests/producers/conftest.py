@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from producers import Client
-from registry.broker.redis_streams import RedisStreams
-from registry.package import ModelSpec
+from penstock import Client
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.package import ModelSpec
 from tests.servers import RedisServer
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client
-from registry.errors import ConfigurationError, DeadlineExceeded, InvalidInput, Rejected, UnknownModel
+from penstock import AsyncClient, Client
+from penstock.registry.errors import ConfigurationError, DeadlineExceeded, InvalidInput, Rejected, UnknownModel
 from tests.servers import RedisServer
 
 X = np.ones((2, 4), np.float32)

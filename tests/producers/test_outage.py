@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client, JobHandle
-from registry.broker.redis_streams import RedisStreams
-from registry.errors import BrokerUnavailable, ResultTimeout
+from penstock import AsyncClient, Client, JobHandle
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable, ResultTimeout
 from tests.producers.conftest import announce
 from tests.servers import RedisServer
 

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import Keyring, open_job
-from registry.errors import Cancelled, PenstockError, ResultGone, ResultTimeout, UnknownJob
-from registry.queues import Priority, job_time_ms, new_job_id, stream_key
-from registry.settings import Settings
+from penstock import AsyncClient, Client
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import Keyring, open_job
+from penstock.registry.errors import Cancelled, PenstockError, ResultGone, ResultTimeout, UnknownJob
+from penstock.registry.queues import Priority, job_time_ms, new_job_id, stream_key
+from penstock.registry.settings import Settings
 from tests.servers import ROOT, RedisServer, wait_until
 
 INPUTS = {"x": np.ones((1, 4), np.float32)}
@@ -137,7 +137,7 @@ def test_a_process_that_submits_loads_no_framework(shared_redis: RedisServer, pa
     """Submitting, asking and withdrawing need neither torch nor Celery."""
     program = f"""
 import sys
-from producers import Client
+from penstock import Client
 client = Client({shared_redis.url!r})
 job = client.submit({parked!r}, {{"x": [[1, 2, 3, 4]]}})
 assert job.status() == "queued" and job.cancel()

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers import AsyncClient, Client, Retry
-from registry.broker.base import Claim
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import Keyring, open_job
-from registry.errors import InvalidInput
-from registry.package import ModelSpec
+from penstock import AsyncClient, Client, Retry
+from penstock.registry.broker.base import Claim
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import Keyring, open_job
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import ModelSpec
 from tests.servers import RedisServer
 
 X = np.ones((1, 4), np.float32)

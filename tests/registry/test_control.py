@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from registry.control import Command, Obedience
-from registry.deployment import Deployment
-from registry.errors import BadSignature, Corrupt, Forbidden, UndecodableEnvelope
-from registry.signed import Verifier
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.control import Command, Obedience
+from penstock.registry.deployment import Deployment
+from penstock.registry.errors import BadSignature, Corrupt, Forbidden, UndecodableEnvelope
+from penstock.registry.signed import Verifier
+from penstock.safety.keys import OperatorKey, PublicKeys
 
 WORKER = "gpu0@host"
 LOAD = Command("load", "minilm", "2")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 
-from registry import logs
+from penstock.registry import logs
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def run_python(code: str) -> list[dict[str, object]]:
 
 def test_line_carries_time_level_logger_and_message(lines: Lines):
     """Every line has ts in UTC, level, logger and the formatted message, and nothing that was not asked for."""
-    logging.getLogger("server").info("loaded %s in %.1f s", "mlp", 0.25)
+    logging.getLogger("penstock.server").info("loaded %s in %.1f s", "mlp", 0.25)
     line = lines.one()
     assert line | {"ts": ""} == {"ts": "", "level": "info", "logger": "server", "msg": "loaded mlp in 0.2 s"}
     assert list(line) == ["ts", "level", "logger", "msg"]
@@ -58,14 +58,18 @@ def test_line_carries_time_level_logger_and_message(lines: Lines):
 
 def test_extras_are_keys_of_the_line(lines: Lines):
     """A job can be followed by its id: extras are top-level keys, values of any type become text."""
-    logging.getLogger("runtime").info("batch", extra={"job_id": "mlp.1", "batch": 64, "share": np.float32(0.5)})
+    logging.getLogger("penstock.runtime").info(
+        "batch", extra={"job_id": "mlp.1", "batch": 64, "share": np.float32(0.5)}
+    )
     line = lines.one()
     assert (line["job_id"], line["batch"], line["share"]) == ("mlp.1", 64, "0.5")
 
 
 def test_extras_do_not_replace_our_fields(lines: Lines):
     """An extra called like one of the four fields, leaves them as they are."""
-    logging.getLogger("client").info("real", extra={"ts": 0, "level": "none", "logger": "else", "event": "seen"})
+    logging.getLogger("penstock.client").info(
+        "real", extra={"ts": 0, "level": "none", "logger": "else", "event": "seen"}
+    )
     line = lines.one()
     assert (line["level"], line["logger"], line["msg"], line["event"]) == ("info", "client", "real", "seen")
 
@@ -75,7 +79,7 @@ def test_exception_is_one_field_of_one_line(lines: Lines):
     try:
         raise KeyError("weights")
     except KeyError:
-        logging.getLogger("server").exception("load failed")
+        logging.getLogger("penstock.server").exception("load failed")
     line = lines.one()
     assert line["level"] == "error"
     assert "Traceback" in str(line["exception"])
@@ -92,30 +96,30 @@ def test_libraries_write_json_too(lines: Lines):
 
 def test_warnings_are_lines_too():
     """Python's warnings are logged instead of printed."""
-    (line,) = run_python("from registry import logs; logs.configure(); import warnings; warnings.warn('old')")
+    (line,) = run_python("from penstock.registry import logs; logs.configure(); import warnings; warnings.warn('old')")
     assert line["logger"] == "py.warnings"
     assert "old" in str(line["msg"])
 
 
 def test_level_filters(lines: Lines):
     """Lines below the level are not written, and not formatted."""
-    logging.getLogger("server").debug("quiet")
+    logging.getLogger("penstock.server").debug("quiet")
     assert lines.read() == []
     logs.configure("DEBUG", lines.stream)
-    logging.getLogger("server").debug("loud")
+    logging.getLogger("penstock.server").debug("loud")
     assert lines.one()["msg"] == "loud"
 
 
 def test_configuring_twice_writes_each_line_once(lines: Lines):
     """A second configure replaces the first."""
     logs.configure("INFO", lines.stream)
-    logging.getLogger("server").info("once")
+    logging.getLogger("penstock.server").info("once")
     assert lines.one()["msg"] == "once"
 
 
 def test_text_that_is_not_unicode_is_still_one_line(lines: Lines):
     """A file name with undecodable bytes does not cost us the line."""
-    logging.getLogger("server").info("bad name %s", "caf\udce9")
+    logging.getLogger("penstock.server").info("bad name %s", "caf\udce9")
     assert lines.one()["msg"] == "bad name caf\udce9"
 
 
@@ -124,12 +128,12 @@ def test_celery_leaves_the_configuration_alone():
     code = (
         "import logging\n"
         "from celery import Celery, signals\n"
-        "from registry import logs\n"
+        "from penstock.registry import logs\n"
         "signals.setup_logging.connect(lambda **_: logs.configure(), weak=False)\n"
         "app = Celery('t')\n"
         "app.log.setup(loglevel='INFO', redirect_stdouts=False)\n"
         "logging.getLogger('celery.worker').info('from celery')\n"
-        "logging.getLogger('server').info('from us')\n"
+        "logging.getLogger('penstock.server').info('from us')\n"
     )
     assert [(line["logger"], line["msg"]) for line in run_python(code)] == [
         ("celery.worker", "from celery"),

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from registry import metrics
-from registry.metrics import METRICS, Metric
+from penstock.registry import metrics
+from penstock.registry.metrics import METRICS, Metric
 
 PROMISED = {
     "infer_requests_total": ("counter", ("model", "route")),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from registry.errors import ConfigurationError
-from registry.settings import METRICS_PORT, InferenceConfig, PrivacyConfig, Setting, Settings, catalogue
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import METRICS_PORT, InferenceConfig, PrivacyConfig, Setting, Settings, catalogue
 
 SETTINGS = {setting.key: setting for setting in catalogue()}
 READABLE = [setting for setting in SETTINGS.values() if not setting.is_secret]
@@ -271,7 +271,7 @@ def test_a_process_reads_its_own_environment_and_folder(tmp_path: Path):
         [
             sys.executable,
             "-c",
-            "from registry.settings import Settings; settings = Settings.load();"
+            "from penstock.registry.settings import Settings; settings = Settings.load();"
             "print(settings.inference.device, settings.inference.preload, settings.tenant_id)",
         ],
         cwd=tmp_path,
@@ -589,6 +589,6 @@ def test_sections_can_be_constructed_alone():
 
 def test_importing_settings_loads_no_framework():
     """A backend that only submits jobs pays neither for torch nor for Celery."""
-    code = "import registry.settings, sys; print(sorted({'torch', 'celery', 'redis'} & set(sys.modules)))"
+    code = "import penstock.registry.settings, sys; print(sorted({'torch', 'celery', 'redis'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout.strip() == "[]"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from registry.errors import BadSignature
-from registry.signed import open_record, seal_record
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.errors import BadSignature
+from penstock.registry.signed import open_record, seal_record
+from penstock.safety.keys import OperatorKey, PublicKeys
 
 PAYLOAD = b'{"epoch":3}\nand a second line'
 

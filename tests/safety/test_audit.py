@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from registry.errors import ConfigurationError
-from safety.audit import AuditLog
+from penstock.registry.errors import ConfigurationError
+from penstock.safety.audit import AuditLog
 
 
 def test_each_record_is_one_line_with_its_time(tmp_path: Path):

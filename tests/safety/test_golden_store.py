@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.tensors import Array
-from safety.golden_store import GoldenStore
+from penstock.registry.tensors import Array
+from penstock.safety.golden_store import GoldenStore
 
 
 def job(rows: int = 1, value: float = 1.0) -> tuple[dict[str, Array], dict[str, Array]]:

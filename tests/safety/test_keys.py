@@ -13,8 +13,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 
-from registry.errors import ConfigurationError
-from safety.keys import OperatorKey, PublicKeys
+from penstock.registry.errors import ConfigurationError
+from penstock.safety.keys import OperatorKey, PublicKeys
 
 
 @pytest.fixture

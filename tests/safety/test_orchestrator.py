@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from registry.tensors import Array
-from safety.orchestrator import Gate, joined
-from safety.validators import EmbeddingValidator, ExactValidator, TensorValidator
+from penstock.registry.tensors import Array
+from penstock.safety.orchestrator import Gate, joined
+from penstock.safety.validators import EmbeddingValidator, ExactValidator, TensorValidator
 
 TOLERANCE = 1e-5
 STRICT = {"y": TensorValidator(TOLERANCE, TOLERANCE)}

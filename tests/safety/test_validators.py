@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from registry.signature import TensorSpec
-from registry.tensors import Array
-from safety.validators import (
+from penstock.registry.package.signature import TensorSpec
+from penstock.registry.tensors import Array
+from penstock.safety.validators import (
     EmbeddingValidator,
     ExactValidator,
     LogitsValidator,

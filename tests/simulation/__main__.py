@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from tests.simulation.judge import Outcome
+from tests.simulation.checker import Outcome
 from tests.simulation.runs import command_for, outcomes
 
 _PROGRESS_EVERY_S: Final = 5.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
-from registry.broker.base import (
+from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
@@ -29,12 +29,12 @@ from registry.broker.base import (
     StreamEntry,
     Verdict,
 )
-from registry.broker.memory import MemoryBroker
-from registry.envelope import Keyring, open_job
-from registry.errors import BrokerUnavailable
-from registry.queues import Priority
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import Keyring, open_job
+from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.queues import Priority
 from tests.simulation.plan import LEASE_S, Plan
-from tests.simulation.world import World
+from tests.simulation.virtual_time import World
 
 __all__ = ["TTL_MS", "UNSIGNED", "Bystander", "Caller", "Entry", "Truth", "UnreliableEnd"]
 

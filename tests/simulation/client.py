@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from producers.publish import accepted, cancellation
-from producers.replies import Postbox
-from registry.admission import Press
-from registry.broker.base import CancelOutcome, Limits, Publication, Standing, StreamEntry
-from registry.envelope import Retry
-from registry.errors import BrokerUnavailable, QueueFull
-from registry.package import ModelSpec
+from penstock.producers.publish import accepted, cancellation
+from penstock.producers.replies import Postbox
+from penstock.registry.admission import Press
+from penstock.registry.broker.base import CancelOutcome, Limits, Publication, Standing, StreamEntry
+from penstock.registry.envelope import Retry
+from penstock.registry.errors import BrokerUnavailable, QueueFull
+from penstock.registry.package import ModelSpec
 from tests.simulation.broker import UNSIGNED, Bystander
 from tests.simulation.plan import Order
 
 if TYPE_CHECKING:
-    from tests.simulation.judge import Simulation
+    from tests.simulation.checker import Simulation
 
 __all__ = ["Client", "Job"]
 

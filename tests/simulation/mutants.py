@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from registry.broker.base import (
+from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
@@ -26,20 +26,20 @@ from registry.broker.base import (
     State,
     Verdict,
 )
-from registry.broker.memory import _Lease
-from registry.envelope import Failure
-from registry.queues import Priority, slot_of
+from penstock.registry.broker.memory import _Lease
+from penstock.registry.envelope import Failure
+from penstock.registry.queues import Priority, slot_of
+from penstock.workers.batching.batcher import Batcher, Pending, _Lane
+from penstock.workers.cache import key_of
+from penstock.workers.executor import Work
+from penstock.workers.job import ClaimedJob
+from penstock.workers.leases import LeaseKeeper
+from penstock.workers.results import Conclusion
+from penstock.workers.versions.deployment_store import Remembered
+from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
-from tests.simulation.judge import Mutation
+from tests.simulation.checker import Mutation
 from tests.simulation.worker import SteppedDrain
-from workers.batching.batcher import Batcher, Pending, _Lane
-from workers.cache import key_of
-from workers.deployments import Remembered
-from workers.executor import Work
-from workers.job import ClaimedJob
-from workers.leases import LeaseKeeper
-from workers.results import Conclusion
-from workers.served import ServedVersion
 
 __all__ = ["MUTANTS", "Mutant"]
 

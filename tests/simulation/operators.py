@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from compose import dead_letters
-from registry.errors import BrokerUnavailable
+from penstock.compose import dead_letters
+from penstock.registry.errors import BrokerUnavailable
 from tests.simulation.broker import TTL_MS, UNSIGNED, Bystander, UnreliableEnd
 
 if TYPE_CHECKING:
-    from tests.simulation.judge import Simulation
+    from tests.simulation.checker import Simulation
 
 __all__ = ["Operator"]
 

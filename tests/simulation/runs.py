@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from tests.simulation.judge import SOUND, Mutation, Outcome, simulate
+from tests.simulation.checker import SOUND, Mutation, Outcome, simulate
 
 __all__ = ["command_for", "outcomes"]
 

@@ -18,29 +18,29 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from registry.broker.base import Held
-from registry.envelope import Failure
-from registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
-from registry.package import Package
-from registry.settings import Settings
+from penstock.registry.broker.base import Held
+from penstock.registry.envelope import Failure
+from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
+from penstock.registry.package import Package
+from penstock.registry.settings import Settings
+from penstock.workers.drain import Drain
+from penstock.workers.executor import Work
+from penstock.workers.frameworks.inference_proxy import InferenceProxy
+from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.process.crash_journal import FormInUse
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.python_entrypoint import PythonRuntime
+from penstock.workers.versions.deployment_store import epoch_of
+from penstock.workers.versions.loader import Loader
+from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.plan import LEASE_S, Fault
-from tests.simulation.world import World
-from workers.deployments import epoch_of
-from workers.drain import Drain
-from workers.executor import Work
-from workers.frameworks.inference_proxy import InferenceProxy
-from workers.job import ClaimedJob
-from workers.journal import FormInUse
-from workers.loader import Loader
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Unwatched
-from workers.runtime.base import Runtime
-from workers.runtime.python_entrypoint import PythonRuntime
-from workers.served import ServedVersion
+from tests.simulation.virtual_time import World
 
 if TYPE_CHECKING:
-    from tests.simulation.judge import Simulation
+    from tests.simulation.checker import Simulation
 
 __all__ = ["Crash", "Machine", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
 

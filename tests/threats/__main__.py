@@ -15,11 +15,11 @@ from random import Random
 
 import pytest
 
-from producers import Client
+from penstock import Client
 from tests.packages import write_double
 from tests.servers import RedisServer, WorkerProcess, redis_binaries
 from tests.threats import fuzz
-from tests.threats.siege import besiege, besiege_lane
+from tests.threats.hostile_load import besiege, besiege_lane
 
 _SHARES = {"envelope": 0.2, "tensors": 0.1, "inputs": 0.15, "spec": 0.03, "settings": 0.03, "lane": 0.09}
 """Of the messages; the rest goes through the worker."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from producers import Client
+from penstock import Client
 from tests.packages import write_double, write_package, write_recorder, write_sleeper
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
 from tests.threats.fuzz import KEYS

@@ -21,16 +21,16 @@ import msgspec
 import numpy as np
 import yaml
 
-from registry.admission import Press, SpecCache
-from registry.broker.base import Limits
-from registry.broker.memory import MemoryBroker
-from registry.envelope import JobHeader, Keyring, open_event, open_job, open_result, seal
-from registry.errors import ConfigurationError, Corrupt, Rejected
-from registry.package import ModelSpec, load_package
-from registry.queues import new_job_id
-from registry.settings import Settings, catalogue
-from registry.tensors import DTYPES, Tensor, decode, encode
-from workers.lane import LaneDoor
+from penstock.registry.admission import Press, SpecCache
+from penstock.registry.broker.base import Limits
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import JobHeader, Keyring, open_event, open_job, open_result, seal
+from penstock.registry.errors import ConfigurationError, Corrupt, Rejected
+from penstock.registry.package import ModelSpec, load_package
+from penstock.registry.queues import new_job_id
+from penstock.registry.settings import Settings, catalogue
+from penstock.registry.tensors import DTYPES, Tensor, decode, encode
+from penstock.workers.celery_bridge.lane import LaneDoor
 
 LIMIT_S: Final = 0.05
 """Within this a refusal must be there."""

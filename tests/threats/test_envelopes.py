@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from registry.broker.base import State
-from registry.envelope import (
+from penstock.registry.broker.base import State
+from penstock.registry.envelope import (
     EventHeader,
     Keyring,
     RequestContext,
@@ -20,8 +20,8 @@ from registry.envelope import (
     open_result,
     seal,
 )
-from registry.errors import BadSignature, Corrupt
-from registry.queues import Priority, dead_key, is_job_id, new_job_id, record_key, stream_key
+from penstock.registry.errors import BadSignature, Corrupt
+from penstock.registry.queues import Priority, dead_key, is_job_id, new_job_id, record_key, stream_key
 from tests.packages import recorded_forwards
 from tests.servers import wait_until
 from tests.threats import fuzz

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.threats import fuzz
 from tests.threats.conftest import Besieged
-from tests.threats.siege import besiege, besiege_lane
+from tests.threats.hostile_load import besiege, besiege_lane
 
 DOORS = ["envelope", "tensors", "inputs", "spec", "settings", "lane"]
 

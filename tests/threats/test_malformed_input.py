@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from registry.admission import Press
-from registry.envelope import Keyring
-from registry.errors import InvalidInput, PenstockError, UndecodableEnvelope
-from registry.package import ModelSpec
-from registry.tensors import MAX_BYTES, MAX_STRINGS, MAX_TENSORS, Tensor, decode, encode
+from penstock.registry.admission import Press
+from penstock.registry.envelope import Keyring
+from penstock.registry.errors import InvalidInput, PenstockError, UndecodableEnvelope
+from penstock.registry.package import ModelSpec
+from penstock.registry.tensors import MAX_BYTES, MAX_STRINGS, MAX_TENSORS, Tensor, decode, encode
 from tests.threats.fuzz import LIMIT_S
 
 SPEC = ModelSpec.model_validate(

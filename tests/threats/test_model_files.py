@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from registry.errors import ConfigurationError
-from registry.package import load_package
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import load_package
 from tests.threats.model_files import HOSTILE, Bomb, write_honest
 
 FORMATS = ("onnx", "pytorch", "torchscript", "transformers")

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import registry.manifest
-from producers import Client
-from registry.errors import ConfigurationError, InvalidInput, PenstockError
-from registry.package import find, load_package
-from registry.queues import parse_name, record_key
+from penstock import Client
+from penstock.registry.errors import ConfigurationError, InvalidInput, PenstockError
+from penstock.registry.package import find, load_package, manifest
+from penstock.registry.queues import parse_name, record_key
 from tests.packages import write_double
 
 _STEPS = ("../", "..\\", "..%2f", "%2e%2e/", "..%c0%af", "..;/", "....//", ".\u200b./", "\uff0e\uff0e/", "./../")
@@ -156,7 +155,7 @@ def test_no_field_of_a_package_leaves_its_folder(
     inside = (root / "double" / "1").resolve()
     monkeypatch.setenv("HF_HUB_CACHE", str(root / "double" / "1"))
     # Nobody writes to these files while they are hashed.
-    monkeypatch.setattr(registry.manifest, "_CLOCK_TICK_NS", 0)
+    monkeypatch.setattr(manifest, "_CLOCK_TICK_NS", 0)
     escapes = []
     # Names and versions are also tried above.
     for value in TRAVERSALS[:: 5 if field in ("name", "version") else 1]:

@@ -17,17 +17,17 @@ import pytest
 import redis
 from click.testing import CliRunner
 
-from compose.cli import main
-from producers import AsyncClient, Client
-from registry.broker.redis_scripts import SOURCES
-from registry.envelope import JobHeader, Keyring, seal
-from registry.errors import Cancelled, ModelError
-from registry.queues import Priority, dead_key, new_job_id, stream_key
-from registry.tensors import encode
-from safety.keys import OperatorKey
+from penstock import AsyncClient, Client
+from penstock.compose.cli import main
+from penstock.registry.broker.redis_scripts import SOURCES
+from penstock.registry.envelope import JobHeader, Keyring, seal
+from penstock.registry.errors import Cancelled, ModelError
+from penstock.registry.queues import Priority, dead_key, new_job_id, stream_key
+from penstock.registry.tensors import encode
+from penstock.safety.keys import OperatorKey
+from tests.compose.test_containers import healthcheck
 from tests.flow.test_celery import FlowerProcess, celery_of, consumes, outcome, send
 from tests.packages import write_double, write_package, write_raiser, write_sleeper
-from tests.rows.test_containers import healthcheck
 from tests.servers import ROOT, WorkerProcess, redis_binaries, require, wait_until
 from tests.threats.roles import ROLES, GuardedServer
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from producers import Client
-from registry.errors import Cancelled, PenstockError, ResultGone, UnknownJob
-from registry.queues import new_job_id
-from registry.settings import Settings
+from penstock import Client
+from penstock.registry.errors import Cancelled, PenstockError, ResultGone, UnknownJob
+from penstock.registry.queues import new_job_id
+from penstock.registry.settings import Settings
 from tests.packages import recorded_forwards
 from tests.servers import wait_until
 from tests.threats.conftest import Besieged

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from celery import Celery
 
-from registry.envelope import JobHeader
-from registry.errors import ModelError
-from registry.queues import CELERY_QUEUE, Priority, dead_key, new_job_id, record_key, stream_key
-from registry.tensors import DTYPES
+from penstock.registry.envelope import JobHeader
+from penstock.registry.errors import ModelError
+from penstock.registry.queues import CELERY_QUEUE, Priority, dead_key, new_job_id, record_key, stream_key
+from penstock.registry.tensors import DTYPES
+from penstock.workers.celery_bridge.bridge import OPEN_COMMANDS
 from tests.flow.test_celery import celery_of, consumes, outcome, send
 from tests.servers import ROOT, wait_until
-from tests.threats import siege
+from tests.threats import hostile_load
 from tests.threats.conftest import Besieged
-from workers.celery_bridge import OPEN_COMMANDS
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
 PACKAGES = ("compose", "producers", "registry", "safety", "workers")
@@ -140,13 +140,13 @@ def test_the_yaml_loader_is_a_safe_one():
     """It makes plain data only, whatever tags a document carries."""
     import yaml
 
-    from registry import documents
+    from penstock.registry.package import bounded_yaml
 
-    (loader,) = [getattr(documents, name) for name in _SAFE_LOADERS]
+    (loader,) = [getattr(bounded_yaml, name) for name in _SAFE_LOADERS]
     assert issubclass(loader, yaml.SafeLoader)
     for tag in ("!!python/object/apply:os.getcwd []", "!!python/name:os.system ''", "!!python/tuple [1]"):
-        with pytest.raises(documents.BadDocument):
-            documents.read_yaml(f"x: {tag}".encode())
+        with pytest.raises(bounded_yaml.BadDocument):
+            bounded_yaml.read_yaml(f"x: {tag}".encode())
 
 
 def test_exceptions_travel_as_plain_data(besieged: Besieged, tmp_path: Path):
@@ -183,7 +183,7 @@ def test_messages_that_are_programs_are_refused(kind: str, besieged: Besieged, t
     trap = tmp_path / "trap"
     body = pickle.dumps([[], {"model": _Bomb(str(trap))}, {}])
     with besieged.server.client() as overseer, besieged.client() as client:
-        frame = siege._frame(Random(1))
+        frame = hostile_load._frame(Random(1))
         frame |= {"content-type": kind, "content-encoding": "binary"}
         frame["properties"]["body_encoding"] = "base64"
         frame["body"] = __import__("base64").b64encode(body).decode()
@@ -191,7 +191,7 @@ def test_messages_that_are_programs_are_refused(kind: str, besieged: Besieged, t
         before = overseer.xlen(dead_key("double"))
         overseer.xadd(stream_key("double", Priority.HIGH), {"e": body})
         wait_until(lambda: overseer.xlen(dead_key("double")) == before + 1, 10, "the job is put aside")
-        wait_until(lambda: not siege._waiting(overseer), 10, "the message is taken")
+        wait_until(lambda: not hostile_load._waiting(overseer), 10, "the message is taken")
         assert client.submit("double", ROW).result(10)["y"].tolist() == [[2, 4, 6, 8]]
     assert not trap.exists()
 
@@ -205,10 +205,10 @@ def test_message_that_is_no_task_is_taken_once(change: dict[str, object], besieg
     consumes(app, besieged.worker)
     begun = besieged.worker.output.stat().st_size
     with besieged.server.client() as overseer:
-        overseer.lpush(CELERY_QUEUE, json.dumps({**siege._frame(Random(2)), **change}))
+        overseer.lpush(CELERY_QUEUE, json.dumps({**hostile_load._frame(Random(2)), **change}))
         done = send(app, "double")
         assert outcome(app, done)["outputs"] == {"y": [[2, 4, 6, 8]]}
-        wait_until(lambda: not siege._waiting(overseer), 5, "the message is gone")
+        wait_until(lambda: not hostile_load._waiting(overseer), 5, "the message is gone")
     said = besieged.worker.output.read_text(errors="replace")[begun:]
     assert said.count("Connection to broker lost") <= 1
 

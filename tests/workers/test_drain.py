@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from registry.admission import Press
-from registry.broker.base import Broker, Limits, Publication, State
-from registry.broker.memory import MemoryBroker
-from registry.broker.redis_streams import RedisStreams
-from registry.envelope import Keyring, ResultHeader, open_result
-from registry.errors import ConfigurationError
-from registry.package import find, load_package
-from registry.queues import Priority, new_job_id
-from registry.settings import Settings
-from registry.tensors import decode
+from penstock.registry.admission import Press
+from penstock.registry.broker.base import Broker, Limits, Publication, State
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.envelope import Keyring, ResultHeader, open_result
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import find, load_package
+from penstock.registry.queues import Priority, new_job_id
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import decode
+from penstock.workers.drain import Drain
+from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.metrics import InferenceMetrics
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import RedisServer, wait_until
-from workers.drain import Drain
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Unwatched
 
 ROOMY = Limits(100_000, 0, 60_000)
 UNSIGNED = Keyring.parse(None)

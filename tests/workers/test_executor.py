@@ -9,21 +9,21 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import numpy as np
 import pytest
 
-from registry.broker.base import Delivery, Held
-from registry.envelope import Failure, JobHeader
-from registry.errors import OutOfMemory
-from registry.package import ModelSpec, load_package
-from registry.queues import Priority
-from registry.settings import InferenceConfig
-from registry.tensors import Array
+from penstock.registry.broker.base import Delivery, Held
+from penstock.registry.envelope import Failure, JobHeader
+from penstock.registry.errors import OutOfMemory
+from penstock.registry.package import ModelSpec, load_package
+from penstock.registry.queues import Priority
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array
+from penstock.workers.batching.batcher import Batch, BatchKey, Pending
+from penstock.workers.executor import Executor, TooLarge, Work, seats_for
+from penstock.workers.job import ClaimedJob
+from penstock.workers.process.crash_journal import FormInUse
+from penstock.workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
+from penstock.workers.versions.version import ServedVersion
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
-from workers.batching.batcher import Batch, BatchKey, Pending
-from workers.executor import Executor, TooLarge, Work, seats_for
-from workers.job import ClaimedJob
-from workers.journal import FormInUse
-from workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
-from workers.served import ServedVersion
 
 KEY = BatchKey("double", "1", "infer")
 Forward = Callable[[Array], Array]

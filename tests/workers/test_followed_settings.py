@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import yaml
 
-from registry.admission import Press
-from registry.broker.memory import MemoryBroker
-from registry.envelope import Failure, ResultHeader, open_result
-from registry.errors import ConfigurationError
-from registry.package import find, load_package
-from registry.settings import Settings
-from registry.tensors import decode
+from penstock.registry.admission import Press
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import Failure, ResultHeader, open_result
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import find, load_package
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import decode
+from penstock.workers.drain import Drain
+from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.versions.repository import ModelsRoot
 from tests.packages import recorded_forwards, write_double, write_package, write_recorder
 from tests.servers import wait_until
 from tests.workers.batching.test_calibrate import GIB, Device
 from tests.workers.test_drain import ROOMY, UNSIGNED
-from workers.drain import Drain
-from workers.library import ModelsRoot
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Unwatched
-from workers.runtime.base import Runtime
 
 WARM_UP_S = 0.1
 """What a forward takes that is among the first three."""
@@ -139,8 +139,8 @@ def test_calibration_leaves_the_headroom_that_is_set(
         assert (runtime.spec.name, name, concurrency) == ("double", "cuda:0", 1)
         return device.probe
 
-    monkeypatch.setattr("workers.loader.forward_probe", probe)
-    monkeypatch.setattr("workers.loader.total_bytes", lambda _: device.total_bytes)
+    monkeypatch.setattr("penstock.workers.versions.loader.forward_probe", probe)
+    monkeypatch.setattr("penstock.workers.versions.loader.total_bytes", lambda _: device.total_bytes)
     package = write_double(models_root)
     spec = yaml.safe_load((package / "model.yaml").read_text())
     (package / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}}))

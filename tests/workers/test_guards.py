@@ -15,24 +15,24 @@ from typing import Any
 
 import pytest
 
-from registry.admission import Press
-from registry.broker.base import Broker, Depth, Held, Limits, Standing, State
-from registry.broker.memory import MemoryBroker
-from registry.envelope import Keyring, Retry, open_result
-from registry.package import Package, load_package
-from registry.settings import Settings
-from registry.tensors import Array, decode
+from penstock.registry.admission import Press
+from penstock.registry.broker.base import Broker, Depth, Held, Limits, Standing, State
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import Keyring, Retry, open_result
+from penstock.registry.package import Package, load_package
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import Array, decode
+from penstock.workers.drain import Drain
+from penstock.workers.executor import Work
+from penstock.workers.observe.listener import Ended, Failed, Unwatched
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.process.crash_journal import FormInUse
+from penstock.workers.runtime.base import Prepared, Runtime
+from penstock.workers.runtime.forms import Forms, Forward
+from penstock.workers.versions.version import VersionState
 from tests.flow.conftest import amend
 from tests.packages import write_double, write_package, write_recorder
 from tests.servers import wait_until
-from workers.drain import Drain
-from workers.executor import Work
-from workers.journal import FormInUse
-from workers.observe.metrics import InferenceMetrics
-from workers.observe.watcher import Ended, Failed, Unwatched
-from workers.runtime.base import Prepared, Runtime
-from workers.runtime.forms import Forms, Forward
-from workers.served import VersionState
 
 UNSIGNED = Keyring.parse(None)
 LEASE_S = 5.0
@@ -262,7 +262,7 @@ def write_narrow(root: Path, room: Path, name: str = "narrow") -> Path:
         f"""
         from pathlib import Path
 
-        from registry.errors import OutOfMemory
+        from penstock.registry.errors import OutOfMemory
 
         def build():
             def forward(inputs):
@@ -908,7 +908,7 @@ def test_on_a_lost_device_nothing_more_is_begun_and_the_rest_is_given_back(
         models_root,
         "lost",
         """
-        from workers.runtime.base import DeviceLost
+        from penstock.workers.runtime.base import DeviceLost
 
         def build():
             def forward(inputs):

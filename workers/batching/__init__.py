@@ -1,7 +1,7 @@
 """Pending jobs -> micro-batches: what the drain claims, ordered and cut into forwards. Pure decisions, no I/O."""
 
-from workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending, Reason
-from workers.batching.buckets import LengthBuckets, padded_tokens, padding_ratio
+from penstock.workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending, Reason
+from penstock.workers.batching.buckets import LengthBuckets, padded_tokens, padding_ratio
 
 __all__ = [
     "Batch",

@@ -22,9 +22,9 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from registry.errors import ConfigurationError
-from registry.queues import Priority
-from workers.batching.buckets import Load, Room, most_efficient_run, padded_tokens, padding_ratio
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.queues import Priority
+from penstock.workers.batching.buckets import Load, Room, most_efficient_run, padded_tokens, padding_ratio
 
 __all__ = ["Batch", "BatchKey", "BatchLimits", "Batcher", "Pending", "Reason"]
 

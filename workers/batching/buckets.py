@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from registry.errors import InvalidInput
+from penstock.registry.errors import InvalidInput
 
 __all__ = [
     "LengthBuckets",

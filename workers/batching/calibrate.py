@@ -1,5 +1,5 @@
 """`max_batch_size = 0` on a GPU: forwards of rising size -> how many rows leave the wanted headroom. Pure decisions;
-the forwards, and the readings of device memory, come in as `probe` (workers/device_memory.py).
+the forwards, and the readings of device memory, come in as `probe` (workers/versions/device_memory.py).
 
     1, 2, 4, ... rows, until a line through the last readings, or a reading itself, says where the limit lies
       --> forwards around there, until the most rows that fit are known
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["Calibration", "MemoryReading", "calibrate"]
 

@@ -24,7 +24,7 @@ from math import ceil, inf
 from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
 
-from workers.batching.batcher import Batch
+from penstock.workers.batching.batcher import Batch
 
 __all__ = ["LatencyController"]
 

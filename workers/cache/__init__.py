@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.cache.key import key_of
-from workers.cache.memory import L1Cache
+from penstock.workers.cache.key import key_of
+from penstock.workers.cache.memory import L1Cache
 
 __all__ = ["L1Cache", "key_of"]

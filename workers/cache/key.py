@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-from registry.envelope import JobHeader
+from penstock.registry.envelope import JobHeader
 
 __all__ = ["key_of"]
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from workers.results import Packed
+from penstock.workers.results import Packed
 
 __all__ = ["L1Cache"]
 

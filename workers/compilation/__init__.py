@@ -8,10 +8,10 @@ Importing this package imports no torch.
 
 from __future__ import annotations
 
-from workers.compilation.compiler import TorchCompiler
-from workers.compilation.forward import CompilationReport, CompiledForward
-from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused
+from penstock.workers.compilation.compiler import TorchCompiler
+from penstock.workers.compilation.forward import CompilationReport, CompiledForward
+from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
+from penstock.workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused
 
 __all__ = [
     "Compilable",

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from workers.compilation.native_library import NativeLibrary
-from workers.compilation.target import CompilationRefused
+from penstock.workers.compilation.native_library import NativeLibrary
+from penstock.workers.compilation.target import CompilationRefused
 
 if TYPE_CHECKING:
     import torch

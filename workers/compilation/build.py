@@ -3,8 +3,8 @@
     request -> load the package, as the worker did -> compilable(form) -> explain -> export -> check the guards
             -> AOTInductor -> <folder>/library.part, constants.part, findings.part
 
-Run as `python -m workers.compilation.build` by `BuildProcess`. It may be killed at any moment, and ends by itself
-when the worker has.
+`BuildProcess` runs it as `python -m penstock.workers.compilation.build`. It may be killed at any moment, and it ends by
+itself after the worker has ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from registry.errors import PenstockError
-from registry.package import load_package
-from workers.compilation.aot_library import load_library, state_of
-from workers.compilation.build_process import FINDINGS, PART_SUFFIX
-from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from workers.compilation.target import CompilableRuntime, CompilationRefused, Shapes
-from workers.compilation.tracing import first_line, trace
-from workers.runtime.open import open_runtime
+from penstock.registry.errors import PenstockError
+from penstock.registry.package import load_package
+from penstock.workers.compilation.aot_library import load_library, state_of
+from penstock.workers.compilation.build_process import FINDINGS, PART_SUFFIX
+from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
+from penstock.workers.compilation.target import CompilableRuntime, CompilationRefused, Shapes
+from penstock.workers.compilation.tracing import first_line, trace
+from penstock.workers.runtime.open import open_runtime
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """The child process that traces and compiles: started, watched, ended; what it wrote is handed back as bytes.
 
-    request, one line of JSON -> stdin of `python -m workers.compilation.build` -> *.part files -> parts by name
+    request, one line of JSON -> stdin of `workers/compilation/build.py` -> *.part files -> parts by name
 
 The child has no secrets in its environment and a folder of its own, that only this user can enter and that goes with
 it; it takes nothing from compiler caches of others. It ends when this process does, as its stdin closes then.
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from workers.compilation.target import CompilationRefused
+from penstock.workers.compilation.target import CompilationRefused
 
 __all__ = ["FINDINGS", "PART_SUFFIX", "BuildProcess"]
 
@@ -88,7 +88,7 @@ class BuildProcess:
                 raise CompilationRefused("The worker stops")
             # A group of its own, so that the C++ compiler ends with it.
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "workers.compilation.build"],
+                [sys.executable, "-m", "penstock.workers.compilation.build"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -32,16 +32,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from registry.package import ModelSpec
-from registry.settings import CompilationConfig
-from workers.compilation.aot_library import AotLibrary, state_of
-from workers.compilation.artifacts import ArtifactStore
-from workers.compilation.build_process import FINDINGS, BuildProcess
-from workers.compilation.cuda_graphs import GraphReplays
-from workers.compilation.forward import Backend, CompilationReport, CompiledForward
-from workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused, Shapes
-from workers.runtime.torch_device import sharing_weights
+from penstock.registry.package import ModelSpec
+from penstock.registry.settings import CompilationConfig
+from penstock.workers.compilation.aot_library import AotLibrary, state_of
+from penstock.workers.compilation.artifacts import ArtifactStore
+from penstock.workers.compilation.build_process import FINDINGS, BuildProcess
+from penstock.workers.compilation.cuda_graphs import GraphReplays
+from penstock.workers.compilation.forward import Backend, CompilationReport, CompiledForward
+from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
+from penstock.workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused, Shapes
+from penstock.workers.runtime.torch_device import sharing_weights
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from workers.compilation.cuda_graphs import GraphReplays
-from workers.compilation.target import Shapes
+from penstock.workers.compilation.cuda_graphs import GraphReplays
+from penstock.workers.compilation.target import Shapes
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from workers.compilation.target import CompilationRefused
+from penstock.workers.compilation.target import CompilationRefused
 
 if TYPE_CHECKING:
     import torch

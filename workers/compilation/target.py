@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from registry.package import Package
-from registry.sections import Precision
+from penstock.registry.package import Package
+from penstock.registry.package.spec_sections import Precision
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.compilation.target import Compilable, CompilationRefused, Shapes
+from penstock.workers.compilation.target import Compilable, CompilationRefused, Shapes
 
 if TYPE_CHECKING:
     import torch

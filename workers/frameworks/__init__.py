@@ -5,9 +5,9 @@ model object -> detect_framework -> adapt -> InferenceProxy: called like the mod
 
 from __future__ import annotations
 
-from workers.frameworks.adapters import Adapter, OnnxAdapter, PyTorchAdapter, TransformersAdapter, adapt
-from workers.frameworks.detector import FRAMEWORKS, detect_framework
-from workers.frameworks.inference_proxy import InferenceProxy
+from penstock.workers.frameworks.adapters import Adapter, OnnxAdapter, PyTorchAdapter, TransformersAdapter, adapt
+from penstock.workers.frameworks.detector import FRAMEWORKS, detect_framework
+from penstock.workers.frameworks.inference_proxy import InferenceProxy
 
 __all__ = [
     "Adapter",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, Protocol
 
-from registry.errors import InvalidInput
-from workers.frameworks.detector import detect_framework
-from workers.frameworks.inference_proxy import After, Before, InferenceProxy
+from penstock.registry.errors import InvalidInput
+from penstock.workers.frameworks.detector import detect_framework
+from penstock.workers.frameworks.inference_proxy import After, Before, InferenceProxy
 
 __all__ = ["Adapter", "OnnxAdapter", "PyTorchAdapter", "TransformersAdapter", "adapt"]
 

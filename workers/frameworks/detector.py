@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from registry.errors import InvalidInput
-from registry.package import Package
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import Package
 
 __all__ = ["FRAMEWORKS", "detect_framework", "framework_of_package"]
 

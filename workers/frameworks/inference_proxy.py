@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from registry.errors import InvalidInput
+from penstock.registry.errors import InvalidInput
 
 __all__ = ["After", "Before", "InferenceProxy"]
 

@@ -20,8 +20,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from registry import metrics as table
-from registry.metrics import Metric
+from penstock.registry import metrics as table
+from penstock.registry.metrics import Metric
 
 __all__ = ["InferenceMetrics"]
 

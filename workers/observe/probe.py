@@ -27,8 +27,8 @@ from typing import Any, Final, TypeAlias
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from registry.errors import ConfigurationError
-from workers.observe.metrics import InferenceMetrics
+from penstock.registry.errors import ConfigurationError
+from penstock.workers.observe.metrics import InferenceMetrics
 
 __all__ = ["Probe", "Readiness"]
 
@@ -40,7 +40,7 @@ _Answer: TypeAlias = Callable[[str, str], tuple[HTTPStatus, str, bytes]]
 _POLL_S: Final = 0.1
 """How long stop() waits at most for the listening thread to notice."""
 _JSON: Final = "application/json"
-_logger: Final = logging.getLogger("server")
+_logger: Final = logging.getLogger("penstock.server")
 
 
 class Probe:

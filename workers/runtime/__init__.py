@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.runtime.base import Prepared, Runtime, StreamContext
-from workers.runtime.open import open_runtime
+from penstock.workers.runtime.base import Prepared, Runtime, StreamContext
+from penstock.workers.runtime.open import open_runtime
 
 __all__ = ["Prepared", "Runtime", "StreamContext", "open_runtime"]

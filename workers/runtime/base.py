@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from registry.package import ModelSpec
-from registry.tensors import Array
+from penstock.registry.package import ModelSpec
+from penstock.registry.tensors import Array
 
 __all__ = ["Counted", "DeviceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
 

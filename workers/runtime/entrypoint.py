@@ -19,9 +19,9 @@ from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Any, Final
 
-from registry.errors import ConfigurationError, shown
-from registry.manifest import Manifest
-from registry.package import Package
+from penstock.registry.errors import ConfigurationError, shown
+from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
 
 __all__ = ["PackageModules"]
 

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from registry.errors import ConfigurationError
-from registry.package import Package
-from registry.sections import Precision
-from registry.tensors import Array
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import Package
+from penstock.registry.package.spec_sections import Precision
+from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
     import torch
 
-    from workers.compilation import Compilable
+    from penstock.workers.compilation import Compilable
 
 __all__ = ["Exportable", "ExportableRuntime", "Graph", "export_in_child", "export_onnx", "open_exported", "told_beside"]
 
@@ -103,9 +103,9 @@ def export_onnx(runtime: ExportableRuntime, file: Path, *, is_int8: bool = False
     try:
         import onnx
 
-        from workers.compilation.target import Shapes
-        from workers.compilation.tracing import trace
-        from workers.runtime.declared import Declared
+        from penstock.workers.compilation.target import Shapes
+        from penstock.workers.compilation.tracing import trace
+        from penstock.workers.runtime.declared import Declared
 
         # A graph has no guards: a model that takes another path for some shapes would answer those wrongly.
         served = runtime.compilable("compiled")
@@ -188,7 +188,7 @@ def _run_child(request: Mapping[str, object]) -> int | None:
     """The child's exit status; None when the time was over. Nothing of it runs afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_SECRETS)}
     with subprocess.Popen(
-        [sys.executable, "-m", "workers.runtime.exporter"],
+        [sys.executable, "-m", "penstock.workers.runtime.exporter"],
         stdin=subprocess.PIPE,
         # What a package's code prints has no end that anybody knows.
         stdout=subprocess.DEVNULL,

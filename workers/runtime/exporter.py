@@ -1,6 +1,6 @@
 """A package -> an ONNX file: the child process that exports, and the export that an operator asks for.
 
-workers/runtime/export.py -- request --> `python -m workers.runtime.exporter` -- graph, and how it went --> files
+workers/runtime/export.py -- request --> this module as a process -- graph, and how it went --> files
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from registry.errors import ConfigurationError, InvalidInput
-from registry.package import Package, load_package
-from workers.runtime.export import export_in_child, export_onnx, told_beside
-from workers.runtime.open import open_runtime
+from penstock.registry.errors import ConfigurationError, InvalidInput
+from penstock.registry.package import Package, load_package
+from penstock.workers.runtime.export import export_in_child, export_onnx, told_beside
+from penstock.workers.runtime.open import open_runtime
 
 __all__ = ["export_package", "main"]
 

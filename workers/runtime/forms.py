@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, runtim
 
 import numpy as np
 
-from registry.package import ModelSpec
-from registry.tensors import Array
-from workers.runtime.base import Counted, DeviceLost, Prepared
+from penstock.registry.package import ModelSpec
+from penstock.registry.tensors import Array
+from penstock.workers.runtime.base import Counted, DeviceLost, Prepared
 
 if TYPE_CHECKING:
-    from workers.compilation import TorchCompiler
+    from penstock.workers.compilation import TorchCompiler
 
 __all__ = ["EAGER", "Forms", "Forward", "Recorded", "Tunable", "Twinned", "finite_outputs", "twin_of"]
 
-logger = logging.getLogger("runtime")
+logger = logging.getLogger("penstock.runtime")
 
 Forward: TypeAlias = Callable[[Prepared], dict[str, Array]]
 """One forward of a micro-batch: outputs on the host, rows in the order of the jobs; see Runtime.run."""

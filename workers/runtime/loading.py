@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from registry.errors import ConfigurationError, ModelError, ModelNotReady
-from registry.manifest import Manifest
-from registry.package import ModelSpec, Package
-from registry.sections import Precision
-from registry.tensors import Array
-from workers.frameworks.adapters import Adapter
-from workers.frameworks.inference_proxy import InferenceProxy
-from workers.runtime.base import Prepared, StreamContext
+from penstock.registry.errors import ConfigurationError, ModelError, ModelNotReady
+from penstock.registry.package import ModelSpec, Package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.spec_sections import Precision
+from penstock.registry.tensors import Array
+from penstock.workers.frameworks.adapters import Adapter
+from penstock.workers.frameworks.inference_proxy import InferenceProxy
+from penstock.workers.runtime.base import Prepared, StreamContext
 
 __all__ = ["Loading", "PackageRuntime"]
 

@@ -13,14 +13,14 @@ from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from registry.errors import ConfigurationError, OutOfMemory, shown
-from registry.manifest import Manifest
-from registry.package import SPEC_FILE, Package
-from registry.signature import TensorSpec
-from registry.tensors import Array
-from workers.frameworks.adapters import adapt
-from workers.runtime.base import DeviceLost, Prepared, concatenate
-from workers.runtime.loading import Loading, PackageRuntime
+from penstock.registry.errors import ConfigurationError, OutOfMemory, shown
+from penstock.registry.package import SPEC_FILE, Package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.signature import TensorSpec
+from penstock.registry.tensors import Array
+from penstock.workers.frameworks.adapters import adapt
+from penstock.workers.runtime.base import DeviceLost, Prepared, concatenate
+from penstock.workers.runtime.loading import Loading, PackageRuntime
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-from registry.errors import ConfigurationError
-from registry.package import Package
-from registry.sections import Precision
-from workers.frameworks.detector import FRAMEWORKS, framework_of_package
-from workers.runtime.base import Runtime
-from workers.runtime.loading import Loading
-from workers.runtime.onnx import OnnxRuntime
-from workers.runtime.pipeline import PipelineRuntime
-from workers.runtime.python_entrypoint import PythonRuntime
-from workers.runtime.pytorch import PyTorchRuntime
-from workers.runtime.torchscript import TorchScriptRuntime
-from workers.runtime.transformers import EncoderRuntime
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import Package
+from penstock.registry.package.spec_sections import Precision
+from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
+from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.loading import Loading
+from penstock.workers.runtime.onnx import OnnxRuntime
+from penstock.workers.runtime.pipeline import PipelineRuntime
+from penstock.workers.runtime.python_entrypoint import PythonRuntime
+from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.torchscript import TorchScriptRuntime
+from penstock.workers.runtime.transformers import EncoderRuntime
 
 __all__ = ["open_runtime"]
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from registry.errors import ConfigurationError, InvalidInput, ModelError
-from registry.manifest import Manifest
-from registry.package import Package
-from registry.tensors import DTYPES, Array
-from workers.frameworks.adapters import adapt
-from workers.runtime.base import Prepared
-from workers.runtime.loading import Loading, PackageRuntime
-from workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.tensors import DTYPES, Array
+from penstock.workers.frameworks.adapters import adapt
+from penstock.workers.runtime.base import Prepared
+from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
 
 if TYPE_CHECKING:
     import torch

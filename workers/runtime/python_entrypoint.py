@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from registry.errors import ConfigurationError, ModelError
-from registry.manifest import Manifest
-from registry.package import Package
-from registry.tensors import Array
-from workers.frameworks.inference_proxy import InferenceProxy
-from workers.runtime.base import Prepared, StreamContext, concatenate
-from workers.runtime.entrypoint import PackageModules
-from workers.runtime.loading import Loading, PackageRuntime
+from penstock.registry.errors import ConfigurationError, ModelError
+from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.tensors import Array
+from penstock.workers.frameworks.inference_proxy import InferenceProxy
+from penstock.workers.runtime.base import Prepared, StreamContext, concatenate
+from penstock.workers.runtime.entrypoint import PackageModules
+from penstock.workers.runtime.loading import Loading, PackageRuntime
 
 __all__ = ["PythonRuntime"]
 

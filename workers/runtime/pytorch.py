@@ -18,25 +18,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from registry.errors import ConfigurationError, ModelError, shown
-from registry.manifest import Manifest
-from registry.package import Package
-from registry.sections import Precision
-from registry.tensors import DTYPES, STRING, Array
-from workers.batching.buckets import row_bucket
-from workers.frameworks.adapters import adapt
-from workers.runtime.base import Prepared, concatenate
-from workers.runtime.cpu import has_fast_bf16
-from workers.runtime.entrypoint import PackageModules
-from workers.runtime.export import Exportable, open_exported
-from workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
-from workers.runtime.loading import Loading, PackageRuntime
-from workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
+from penstock.registry.errors import ConfigurationError, ModelError, shown
+from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.spec_sections import Precision
+from penstock.registry.tensors import DTYPES, STRING, Array
+from penstock.workers.batching.buckets import row_bucket
+from penstock.workers.frameworks.adapters import adapt
+from penstock.workers.runtime.base import Prepared, concatenate
+from penstock.workers.runtime.cpu import has_fast_bf16
+from penstock.workers.runtime.entrypoint import PackageModules
+from penstock.workers.runtime.export import Exportable, open_exported
+from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
+from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 
 if TYPE_CHECKING:
     import torch
 
-    from workers.compilation import Compilable, TorchCompiler
+    from penstock.workers.compilation import Compilable, TorchCompiler
 
 __all__ = ["ModuleRuntime", "PyTorchRuntime"]
 
@@ -173,7 +173,7 @@ class PyTorchRuntime(ModuleRuntime):
 
     def compilable(self, form: str) -> Compilable:
         """The declared inputs, by position -> the declared outputs, for every batch up to the largest."""
-        from workers.compilation import Compilable
+        from penstock.workers.compilation import Compilable
 
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
         module = self._reduced("bf16") if form == "compiled-bf16" else self._loaded

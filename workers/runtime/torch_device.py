@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from registry.errors import ConfigurationError, OutOfMemory
-from registry.sections import Precision
-from registry.tensors import Array
-from workers.runtime.base import DeviceLost
+from penstock.registry.errors import ConfigurationError, OutOfMemory
+from penstock.registry.package.spec_sections import Precision
+from penstock.registry.tensors import Array
+from penstock.workers.runtime.base import DeviceLost
 
 if TYPE_CHECKING:
     import torch

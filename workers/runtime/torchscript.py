@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from registry.errors import ConfigurationError
-from registry.manifest import Manifest
-from workers.runtime.pytorch import ModuleRuntime
-from workers.runtime.torch_device import TorchDevice
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package.manifest import Manifest
+from penstock.workers.runtime.pytorch import ModuleRuntime
+from penstock.workers.runtime.torch_device import TorchDevice
 
 if TYPE_CHECKING:
     import torch

@@ -22,25 +22,25 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from registry.errors import ConfigurationError, InvalidInput, ModelError
-from registry.manifest import Manifest
-from registry.package import Package
-from registry.sections import Precision
-from registry.tensors import Array
-from workers.batching.buckets import LengthBuckets, row_bucket
-from workers.frameworks.adapters import adapt
-from workers.runtime.base import Prepared
-from workers.runtime.cpu import has_fast_bf16
-from workers.runtime.export import Exportable, open_exported
-from workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
-from workers.runtime.loading import Loading, PackageRuntime
-from workers.runtime.tokeniser import Ids, Tokeniser
-from workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.spec_sections import Precision
+from penstock.registry.tensors import Array
+from penstock.workers.batching.buckets import LengthBuckets, row_bucket
+from penstock.workers.frameworks.adapters import adapt
+from penstock.workers.runtime.base import Prepared
+from penstock.workers.runtime.cpu import has_fast_bf16
+from penstock.workers.runtime.export import Exportable, open_exported
+from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
+from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.tokeniser import Ids, Tokeniser
+from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
 
 if TYPE_CHECKING:
     import torch
 
-    from workers.compilation import Compilable, TorchCompiler
+    from penstock.workers.compilation import Compilable, TorchCompiler
 
 __all__ = ["EncoderRuntime", "slice_by_length"]
 
@@ -170,7 +170,7 @@ class EncoderRuntime(PackageRuntime):
 
     def compilable(self, form: str) -> Compilable:
         """(ids, mask) -> vectors, for every shape up to the largest that is served."""
-        from workers.compilation import Compilable
+        from penstock.workers.compilation import Compilable
 
         module = self._reduced("bf16") if form == "compiled-bf16" else self._loaded
         corners = ((2, 4), (1, 2), (self._compiled_rows, self._max_tokens))
@@ -274,7 +274,7 @@ class EncoderRuntime(PackageRuntime):
             raise ConfigurationError(
                 f"{self.spec.reference}: the weights or the tokenizer cannot be read ({type(error).__name__})"
             ) from error
-        from workers.runtime.pooling import Pooled
+        from penstock.workers.runtime.pooling import Pooled
 
         own_weights(model)
         self.model = model

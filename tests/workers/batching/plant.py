@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final, NamedTuple
 
-from registry.queues import Priority
-from workers.batching import Batch, Batcher, BatchKey, BatchLimits, Pending
-from workers.batching.controller import LatencyController
+from penstock.registry.queues import Priority
+from penstock.workers.batching import Batch, Batcher, BatchKey, BatchLimits, Pending
+from penstock.workers.batching.controller import LatencyController
 
 __all__ = ["Done", "Plant", "poisson"]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.errors import ConfigurationError
-from workers.batching.calibrate import Calibration, MemoryReading, calibrate
+from penstock.registry.errors import ConfigurationError
+from penstock.workers.batching.calibrate import Calibration, MemoryReading, calibrate
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from registry.queues import Priority
+from penstock.registry.queues import Priority
+from penstock.workers.batching import Batch, Batcher, BatchKey, BatchLimits, Pending
+from penstock.workers.batching.controller import LatencyController
 from tests.workers.batching.plant import Plant, poisson
-from workers.batching import Batch, Batcher, BatchKey, BatchLimits, Pending
-from workers.batching.controller import LatencyController
 
 KEY = BatchKey("m", "1", "infer")
 TARGET_S = 0.1

@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.tensors import Tensor, encode
-from workers.cache import L1Cache
-from workers.cache.memory import _size_of
-from workers.results import Packed
+from penstock.registry.tensors import Tensor, encode
+from penstock.workers.cache import L1Cache
+from penstock.workers.cache.memory import _size_of
+from penstock.workers.results import Packed
 
 _ROOM = 1 << 20
 

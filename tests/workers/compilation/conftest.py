@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from registry.settings import CompilationConfig
+from penstock.registry.settings import CompilationConfig
+from penstock.workers.compilation import CompiledForward, TorchCompiler
+from penstock.workers.runtime.pytorch import PyTorchRuntime
 from tests.workers.compilation.packages import loaded, write_module
-from workers.compilation import CompiledForward, TorchCompiler
-from workers.runtime.pytorch import PyTorchRuntime
 
 LONG_FORWARD = """
 h = x.repeat(1, 64)

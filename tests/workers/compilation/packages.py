@@ -7,9 +7,9 @@ from textwrap import dedent, indent
 
 import yaml
 
-from registry.package import load_package
-from workers.runtime.open import open_runtime
-from workers.runtime.pytorch import PyTorchRuntime
+from penstock.registry.package import load_package
+from penstock.workers.runtime.open import open_runtime
+from penstock.workers.runtime.pytorch import PyTorchRuntime
 
 __all__ = ["loaded", "write_module"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from registry.errors import ConfigurationError
-from workers.compilation.artifacts import ArtifactStore
+from penstock.registry.errors import ConfigurationError
+from penstock.workers.compilation.artifacts import ArtifactStore
 
 PARTS = {"library": bytes(range(256)) * 40, "findings": b'{"graphs": 1}', "constants": b""}
 

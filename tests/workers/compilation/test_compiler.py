@@ -15,24 +15,24 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from registry.errors import ConfigurationError
-from registry.package import Package
-from registry.sections import Precision
-from registry.settings import CompilationConfig, Settings
-from tests.servers import ROOT, wait_until
-from tests.workers.compilation.conftest import Compiled
-from tests.workers.compilation.packages import loaded, write_module
-from workers.compilation import (
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import Package
+from penstock.registry.package.spec_sections import Precision
+from penstock.registry.settings import CompilationConfig, Settings
+from penstock.workers.compilation import (
     Compilable,
     CompilationRefused,
     CompiledForward,
     TorchCompiler,
     TorchCompileSafetyMonitor,
 )
-from workers.compilation.compiler import _backend
-from workers.compilation.target import Shapes
-from workers.compilation.tracing import trace
-from workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.compilation.compiler import _backend
+from penstock.workers.compilation.target import Shapes
+from penstock.workers.compilation.tracing import trace
+from penstock.workers.runtime.pytorch import PyTorchRuntime
+from tests.servers import ROOT, wait_until
+from tests.workers.compilation.conftest import Compiled
+from tests.workers.compilation.packages import loaded, write_module
 
 WAIT_S = 60.0
 
@@ -252,9 +252,9 @@ def test_closed_form_lets_the_module_answer(compiled: Compiled):
 SECOND_START = """
 import sys
 from pathlib import Path
-from registry.settings import CompilationConfig
+from penstock.registry.settings import CompilationConfig
 from tests.workers.compilation.packages import loaded
-from workers.compilation import TorchCompiler
+from penstock.workers.compilation import TorchCompiler
 
 package, home = map(Path, sys.argv[1:])
 compiler = TorchCompiler(CompilationConfig(cache_dir=home / "cache"), home / "compilation.key")
@@ -315,7 +315,7 @@ def test_artefact_belongs_to_one_content(compiled: Compiled):
 @pytest.mark.slow
 def test_artefact_belongs_to_the_library_of_the_models(compiled: Compiled, monkeypatch: pytest.MonkeyPatch):
     """AR-040: another transformers computes an encoder in its own way, whatever the package's files say."""
-    monkeypatch.setattr("workers.compilation.compiler.version", lambda name: f"another {name}")
+    monkeypatch.setattr("penstock.workers.compilation.compiler.version", lambda name: f"another {name}")
     with pytest.raises(CompilationRefused, match="The worker stops"):
         without_building(compiled).compile(compiled.runtime, "compiled")
 
@@ -459,8 +459,8 @@ def test_model_that_is_not_loaded_is_refused(tmp_path: Path, compiler: TorchComp
 @pytest.fixture
 def compiled_free(tmp_path: Path) -> PyTorchRuntime:
     """A runtime before its load."""
-    from registry.package import load_package
-    from workers.runtime.open import open_runtime
+    from penstock.registry.package import load_package
+    from penstock.workers.runtime.open import open_runtime
 
     runtime = open_runtime(load_package(write_module(tmp_path / "models")))
     assert isinstance(runtime, PyTorchRuntime)
@@ -538,9 +538,9 @@ KILLED_WORKER = """
 import os
 import sys
 from pathlib import Path
-from registry.settings import CompilationConfig
+from penstock.registry.settings import CompilationConfig
 from tests.workers.compilation.packages import loaded
-from workers.compilation import TorchCompiler
+from penstock.workers.compilation import TorchCompiler
 
 package, home, marker = map(Path, sys.argv[1:])
 runtime = loaded(package)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from workers.compilation import TorchCompileSafetyMonitor
+from penstock.workers.compilation import TorchCompileSafetyMonitor
 
 
 class Breaking(torch.nn.Module):

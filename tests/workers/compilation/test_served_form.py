@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from compose.fleet import Device
-from compose.local import LocalStack
-from producers import Client
-from registry.settings import Settings
+from penstock import Client
+from penstock.compose.stack.fleet import Device
+from penstock.compose.stack.local import LocalStack
+from penstock.registry.settings import Settings
 from tests.compose.conftest import penstock
 from tests.packages import write_double
 from tests.servers import ROOT

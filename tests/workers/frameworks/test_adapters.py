@@ -15,9 +15,9 @@ import pytest
 import torch
 import transformers
 
-from registry.errors import InvalidInput
+from penstock.registry.errors import InvalidInput
+from penstock.workers.frameworks.adapters import Adapter, OnnxAdapter, PyTorchAdapter, TransformersAdapter, adapt
 from tests.workers.runtime.formats import affine, affine_graph, save_bert
-from workers.frameworks.adapters import Adapter, OnnxAdapter, PyTorchAdapter, TransformersAdapter, adapt
 
 X = np.random.default_rng(3).standard_normal((2, 4), np.float32)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from registry.errors import InvalidInput
-from registry.package import load_package
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import load_package
+from penstock.workers.frameworks.detector import FRAMEWORKS, detect_framework, framework_of_package
 from tests.servers import ROOT
 from tests.workers.runtime.formats import WRITERS, affine_graph
-from workers.frameworks.detector import FRAMEWORKS, detect_framework, framework_of_package
 
 
 class OwnModule(torch.nn.Module):
@@ -103,7 +103,7 @@ def test_class_of_the_name_of_a_framework_alone_is_none():
 def test_asking_imports_nothing():
     """What is not imported made no object, so nothing needs to be imported to tell."""
     program = (
-        "import sys; from workers.frameworks import adapters, detector\n"
+        "import sys; from penstock.workers.frameworks import adapters, detector\n"
         "try: detector.detect_framework(object())\n"
         "except ValueError: pass\n"
         "print(sorted({'torch', 'transformers', 'onnxruntime', 'onnx', 'tensorflow', 'jax'} & set(sys.modules)))"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from registry.errors import InvalidInput
+from penstock.registry.errors import InvalidInput
+from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from tests.benchmarks.proxy import overhead_us
-from workers.frameworks.inference_proxy import InferenceProxy
 
 BUDGET_US = 2.0
 

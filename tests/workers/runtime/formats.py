@@ -19,9 +19,9 @@ import yaml
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 
-from registry.package import load_package
-from registry.tensors import Array
-from workers.runtime import Runtime, open_runtime
+from penstock.registry.package import load_package
+from penstock.registry.tensors import Array
+from penstock.workers.runtime import Runtime, open_runtime
 
 WEIGHT = np.random.default_rng(5).standard_normal((4, 4)).astype(np.float32)
 BIAS = np.random.default_rng(6).standard_normal(4).astype(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
-from registry.tensors import Array, decode, encode
+from penstock.registry.tensors import Array, decode, encode
 
 Chunk = dict[str, Array]
 

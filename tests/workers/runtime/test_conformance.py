@@ -18,17 +18,18 @@ import pytest
 import torch
 import yaml
 
-from registry.errors import ConfigurationError, ModelNotReady
-from registry.manifest import Manifest
-from registry.package import load_package
-from registry.tensors import Array
+from penstock.registry.errors import ConfigurationError, ModelNotReady
+from penstock.registry.package import load_package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.tensors import Array
+from penstock.workers.runtime import Runtime, open_runtime
+from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.pytorch import ModuleRuntime
+from tests.servers import ROOT
 from tests.workers.runtime import formats
 from tests.workers.runtime.jobs import Listener, drained, received
-from workers.runtime import Runtime, open_runtime
-from workers.runtime.loading import Loading, PackageRuntime
-from workers.runtime.pytorch import ModuleRuntime
 
-SAMPLES = Path(__file__).parents[3] / "models"
+SAMPLES = ROOT / "models"
 Job = Mapping[str, Array]
 TEXTS = ["abc", "", "zz top", "hello there", "ab" * 9, "q"]
 OF_NUMBERS = ["python", "pytorch", "torchscript", "onnx"]

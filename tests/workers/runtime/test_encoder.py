@@ -12,12 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.errors import ConfigurationError, InvalidInput, ModelError
-from registry.package import load_package
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.package import load_package
+from penstock.workers.runtime.transformers import EncoderRuntime, slice_by_length
+from tests.servers import ROOT
 from tests.workers.runtime.formats import opened
-from workers.runtime.transformers import EncoderRuntime, slice_by_length
 
-SAMPLES = Path(__file__).parents[3] / "models"
+SAMPLES = ROOT / "models"
 TEXTS = [
     "Returns the date that a string stands for.",
     "",

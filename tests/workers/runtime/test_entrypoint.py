@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from registry.errors import ConfigurationError
-from registry.package import Package, load_package
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import Package, load_package
+from penstock.workers.runtime.entrypoint import PackageModules
 from tests.packages import write_package
 from tests.workers.runtime.formats import answers, opened
-from workers.runtime.entrypoint import PackageModules
 
 ONE = np.ones((1, 4), np.float32)
 

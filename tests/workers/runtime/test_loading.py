@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import yaml
 
-from registry.errors import ConfigurationError, ModelNotReady
-from registry.package import load_package
+from penstock.registry.errors import ConfigurationError, ModelNotReady
+from penstock.registry.package import load_package
+from penstock.workers.runtime import open_runtime
+from penstock.workers.runtime.python_entrypoint import PythonRuntime
+from penstock.workers.runtime.transformers import EncoderRuntime
 from tests.packages import write_package
 from tests.servers import ROOT
 from tests.workers.runtime import gate
@@ -29,9 +32,6 @@ from tests.workers.runtime.formats import (
     write_pytorch,
     write_torchscript,
 )
-from workers.runtime import open_runtime
-from workers.runtime.python_entrypoint import PythonRuntime
-from workers.runtime.transformers import EncoderRuntime
 
 SAMPLES = ROOT / "models"
 X = np.zeros((1, 4), np.float32)
@@ -46,8 +46,8 @@ def test_opening_a_runtime_imports_no_framework(models_root: Path):
     """Only `load` imports a framework, so that a worker for Python packages starts without any."""
     folders = [str(write(models_root / name)) for name, write in WRITERS.items()] + [str(SAMPLES / "minilm" / "1")]
     program = (
-        "import sys; from pathlib import Path; from registry.package import load_package; "
-        "from workers.runtime import open_runtime; "
+        "import sys; from pathlib import Path; from penstock.registry.package import load_package; "
+        "from penstock.workers.runtime import open_runtime; "
         f"[open_runtime(load_package(Path(folder))) for folder in {folders!r}]; "
         "print(sorted({'torch', 'transformers', 'tokenizers', 'onnxruntime', 'onnx'} & set(sys.modules)))"
     )
@@ -92,9 +92,9 @@ def test_worker_for_onnx_alone_never_imports_torch(models_root: Path):
 import sys
 from pathlib import Path
 import numpy as np
-from registry.errors import ConfigurationError
-from registry.package import load_package
-from workers.runtime import open_runtime
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import load_package
+from penstock.workers.runtime import open_runtime
 runtime = open_runtime(load_package(Path({str(graph)!r})), frameworks=["onnxruntime"])
 runtime.load("cpu", 1)
 runtime.run(runtime.prepare([{{"x": np.zeros((1, 4), np.float32)}}]))

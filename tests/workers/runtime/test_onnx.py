@@ -12,11 +12,11 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from registry.errors import ConfigurationError, OutOfMemory
-from registry.package import load_package
+from penstock.registry.errors import ConfigurationError, OutOfMemory
+from penstock.registry.package import load_package
+from penstock.workers.runtime import open_runtime
+from penstock.workers.runtime.onnx import OnnxRuntime
 from tests.workers.runtime.formats import WEIGHT, affine, affine_graph, answers, opened, write_onnx
-from workers.runtime import open_runtime
-from workers.runtime.onnx import OnnxRuntime
 
 NUMBERS = {"dtype": "float32", "shape": ["batch", 4]}
 X = {"name": "x", **NUMBERS}

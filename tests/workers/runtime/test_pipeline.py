@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from registry.errors import ConfigurationError, InvalidInput, ModelError
-from registry.tensors import Array
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.tensors import Array
+from penstock.workers.runtime.pipeline import PipelineRuntime
 from tests.workers.runtime.formats import LABELS, MAX_TOKENS, answers, opened, write_classifier
-from workers.runtime.pipeline import PipelineRuntime
 
 TEXTS = ["abc", "", "hello there", "zz top", "ab" * 9]
 LONG = "a " * 40

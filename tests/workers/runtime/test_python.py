@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import yaml
 
-from registry.errors import ConfigurationError, ModelError
+from penstock.registry.errors import ConfigurationError, ModelError
+from penstock.workers.runtime import Runtime
+from penstock.workers.runtime.python_entrypoint import PythonRuntime
 from tests.packages import write_package
+from tests.servers import ROOT
 from tests.workers.runtime.formats import answers, opened
 from tests.workers.runtime.jobs import Listener, drained, received
-from workers.runtime import Runtime
-from workers.runtime.python_entrypoint import PythonRuntime
 
-SAMPLES = Path(__file__).parents[3] / "models"
+SAMPLES = ROOT / "models"
 
 
 @pytest.fixture

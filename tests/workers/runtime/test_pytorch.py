@@ -11,16 +11,17 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 
-from registry.errors import ConfigurationError, ModelError, OutOfMemory
-from registry.package import load_package
+from penstock.registry.errors import ConfigurationError, ModelError, OutOfMemory
+from penstock.registry.package import load_package
+from penstock.workers.runtime import open_runtime
+from penstock.workers.runtime.forms import twin_of
+from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 from tests.packages import write_package
+from tests.servers import ROOT
 from tests.workers.runtime.formats import affine, answers, opened, write_pytorch
-from workers.runtime import open_runtime
-from workers.runtime.forms import twin_of
-from workers.runtime.pytorch import PyTorchRuntime
-from workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 
-SAMPLES = Path(__file__).parents[3] / "models"
+SAMPLES = ROOT / "models"
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from registry.tensors import Array
+from penstock.registry.tensors import Array
+from penstock.workers.batching.buckets import LengthBuckets
+from penstock.workers.compilation import CompilationReport
+from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.transformers import EncoderRuntime
 from tests.servers import ROOT
 from tests.workers.runtime.formats import MAX_TOKENS, opened, write_encoder
-from workers.batching.buckets import LengthBuckets
-from workers.compilation import CompilationReport
-from workers.runtime.pytorch import PyTorchRuntime
-from workers.runtime.transformers import EncoderRuntime
 
 EDGES: Final = (8, 16, MAX_TOKENS)
 POWERS: Final = (1, 2, 4, 8, 16, 32, 64)

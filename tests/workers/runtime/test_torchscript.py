@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError
 from tests.workers.runtime.formats import BIAS, answers, opened, write, write_torchscript
 
 

@@ -1,0 +1,160 @@
+"""The registry, the files and the broker of a worker, for operators who reach nothing but Celery's broker.
+
+    ModelRegistryClient -- RemoteLedger --\\
+    Deployer            -- RemoteFleet  ---> Orders.run -> a worker's clerk
+                        -- packages, exports --/
+
+What is decided is decided and signed here, from rows whose signatures are checked here: the worker lends its
+connections, and is trusted with nothing but to say what lies in its folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.compose.rollout.control_client import Orders
+from penstock.registry import operator_rpc
+from penstock.registry.catalog.store import Page, Pages
+from penstock.registry.catalog.tables import RegisteredVersion
+from penstock.registry.errors import ConfigurationError, ModelNotReady
+from penstock.registry.package import ModelSpec
+from penstock.registry.package.manifest import Manifest
+
+__all__ = ["ANY", "Remote", "RemoteFleet", "RemoteLedger", "RemotePackage"]
+
+ANY: Final = "any"
+"""Asks for the first worker that listens."""
+
+
+class Remote:
+    """One worker that does errands; Files on its machine. Raises ModelNotReady when no worker of that name listens."""
+
+    def __init__(self, orders: Orders, worker: str = ANY) -> None:
+        self._orders = orders
+        self.worker: Final = orders.listener(None if worker == ANY else worker)
+
+    def run(self, errand: operator_rpc.Errand, kind: Any = None) -> Any:
+        """See Orders.run."""
+        return self._orders.run(errand, self.worker, kind)
+
+    def package(self, path: Path) -> RemotePackage:
+        """The package at a path on the worker's machine, below its models root. Raises ConfigurationError."""
+        found: operator_rpc.InspectedPackage = self.run(operator_rpc.Inspect(str(path)), operator_rpc.InspectedPackage)
+        return RemotePackage(ModelSpec.from_json(found.spec), Path(found.source), _manifest(found.hashed))
+
+    def rehash(self, source: str) -> Manifest:
+        """What lies in a package's folder now. Raises ConfigurationError."""
+        try:
+            return _manifest(self.run(operator_rpc.Rehash(source), operator_rpc.HashedFiles))
+        except ModelNotReady as problem:
+            # For the registry this is a package that cannot be read.
+            raise ConfigurationError(str(problem)) from None
+
+    def export(self, version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> operator_rpc.ExportedFile:
+        """See Files.export. `path` is a plain name: the worker writes it into its folder of exports."""
+        errand = operator_rpc.Export(version.source, version.content_hash, str(path), is_int8)
+        exported: operator_rpc.ExportedFile = self.run(errand, operator_rpc.ExportedFile)
+        return exported
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePackage:
+    """A package as a worker read it: see Registrable of registry/catalog/client.py."""
+
+    spec: ModelSpec
+    folder: Path
+    files: Manifest
+
+    def manifest(self) -> Manifest:
+        """Its files when they were read; the worker looks again when they are registered."""
+        return self.files
+
+
+class RemoteLedger:
+    """See Ledger of registry/catalog/store.py: the one that a worker reaches."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def names(self) -> tuple[str, ...]:
+        """See Ledger.names."""
+        names: tuple[str, ...] = self._remote.run(operator_rpc.Names(), tuple[str, ...])
+        return names
+
+    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, Pages]:
+        """See Ledger.read."""
+        wanted = None if names is None else tuple(names)
+        found: dict[str, Pages] = self._remote.run(operator_rpc.Read(wanted, newest), dict[str, Pages])
+        return found
+
+    @contextmanager
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[Page]:
+        """See Ledger.changing. Nothing is locked meanwhile: a change that another one overtook is refused at its end.
+
+        A model that does not exist yet needs nothing beforehand, whatever `is_new` says.
+        """
+        page = _Page(self.read((name,), newest)[name])
+        yield page
+        if page.transitions:
+            self._remote.run(operator_rpc.Enter(tuple(page.versions), tuple(page.transitions)))
+
+
+class _Page:
+    """Keeps what is put until the change is sent as a whole."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages: Final = pages
+        self.versions: list[dict[str, Any]] = []
+        self.transitions: list[dict[str, Any]] = []
+
+    def put_version(self, row: operator_rpc.Row) -> None:
+        """See Page.put_version."""
+        self.versions.append(dict(row))
+
+    def put_transition(self, row: operator_rpc.Row) -> None:
+        """See Page.put_transition."""
+        self.transitions.append(dict(row))
+
+
+class RemoteFleet:
+    """See FleetEnd of registry/broker/base.py: the broker that a worker reaches."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def models(self) -> list[str]:
+        """See FleetEnd.models."""
+        found: list[str] = self._remote.run(operator_rpc.Models(), list[str])
+        return found
+
+    def workers(self) -> list[bytes]:
+        """See FleetEnd.workers."""
+        found: list[bytes] = self._remote.run(operator_rpc.Workers(), list[bytes])
+        return found
+
+    def spec(self, slot: str, version: str = "") -> bytes | None:
+        """See FleetEnd.spec."""
+        found: bytes | None = self._remote.run(operator_rpc.Spec(slot, version), bytes | None)
+        return found
+
+    def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
+        """See FleetEnd.put_spec."""
+        self._remote.run(operator_rpc.PutSpec(slot, spec, version))
+
+    def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See FleetEnd.actives."""
+        found: dict[str, bytes] = self._remote.run(operator_rpc.Actives(tuple(slots)), dict[str, bytes])
+        return found
+
+    def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        """See FleetEnd.activate."""
+        is_active: bool = self._remote.run(operator_rpc.Activate(slot, epoch, record, version, spec), bool)
+        return is_active
+
+
+def _manifest(hashed: operator_rpc.HashedFiles) -> Manifest:
+    return Manifest(hashed.files, hashed.source_files, hashed.content_hash, ())

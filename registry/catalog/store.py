@@ -1,0 +1,217 @@
+"""Where the registry's rows lie: a database, or one that somebody else reaches.
+
+    ModelRegistryClient -- read, changing --> SqlLedger --> SQLite, PostgreSQL
+                        -- read, changing --> compose/rollout/remote.py --> a worker's clerk --> enter --> SqlLedger
+
+Rows are signed before they come here; whoever keeps them needs no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, Protocol
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, text, update
+
+from penstock.registry.catalog.database import Database
+from penstock.registry.catalog.registered_model import HISTORY, RegisteredModel, check_whole
+from penstock.registry.catalog.stages import Action
+from penstock.registry.catalog.tables import (
+    RegisteredVersion,
+    models,
+    open_transition,
+    open_version,
+    transitions,
+    versions,
+)
+from penstock.registry.errors import ConfigurationError, ContentChanged, InvalidInput, TransitionConflict
+from penstock.registry.operator_rpc import Row
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.signed import Verifier
+
+__all__ = ["Ledger", "Page", "Pages", "SqlLedger", "check_files", "enter"]
+
+_HASHED: Final = (Action.REGISTER, Action.PROMOTE, Action.ROLLBACK)
+
+
+class Pages(msgspec.Struct, frozen=True):
+    """The rows of one model: its versions in the order of their registration, its transitions the oldest first."""
+
+    versions: Sequence[Row] = ()
+    transitions: Sequence[Row] = ()
+
+
+class Page(Protocol):
+    """One model while it is changed; what is put here is written at the end of the change."""
+
+    @property
+    def pages(self) -> Pages:
+        """The rows as they were before."""
+
+    def put_version(self, row: Row) -> None:
+        """A new version, or another state of one."""
+
+    def put_transition(self, row: Row) -> None:
+        """What was done; or what was done before, signed anew."""
+
+
+class Ledger(Protocol):
+    """Keeps rows. Calls raise RegistryUnavailable."""
+
+    def names(self) -> tuple[str, ...]:
+        """All models, sorted."""
+
+    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, Pages]:
+        """The rows of these models, or of all, as of one moment; a model without any has none.
+
+        newest: how many of the transitions matter; None: all.
+        """
+
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> AbstractContextManager[Page]:
+        """A change of one model: at the end of the block all of it stands there, after an exception nothing.
+
+        is_new: the model need not be there yet. Raises TransitionConflict when another change came first.
+        """
+
+
+class SqlLedger:
+    """The Ledger in a database. Raises ConfigurationError for a URL that cannot work."""
+
+    def __init__(self, url: str) -> None:
+        self._database = Database(url)
+
+    def names(self) -> tuple[str, ...]:
+        """See Ledger.names."""
+        with self._database.reading() as connection:
+            return _names(connection)
+
+    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, Pages]:
+        """See Ledger.read."""
+        with self._database.reading() as connection:
+            wanted = _names(connection) if names is None else names
+            return {name: _pages(connection, name, newest) for name in wanted}
+
+    @contextmanager
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[Page]:
+        """See Ledger.changing. Nobody else changes the model before the end of the block."""
+        with self._database.writing() as connection:
+            if is_new:
+                connection.execute(
+                    text(f"INSERT INTO {models.name} (name) VALUES (:name) ON CONFLICT DO NOTHING"),  # noqa: S608 - a constant
+                    {"name": name},
+                )
+            connection.execute(select(models).where(models.c.name == name).with_for_update())
+            yield _SqlPage(connection, name, _pages(connection, name, newest))
+
+
+class _SqlPage:
+    """Writes at once, inside the transaction."""
+
+    def __init__(self, connection: Connection, name: str, pages: Pages) -> None:
+        self._connection = connection
+        self._name = name
+        self.pages: Final = pages
+
+    def put_version(self, row: Row) -> None:
+        """See Page.put_version."""
+        is_known = any(each["version"] == row["version"] for each in self.pages.versions)
+        self._put(versions, row, versions.c.version == row["version"] if is_known else None)
+
+    def put_transition(self, row: Row) -> None:
+        """See Page.put_transition. Forgets what lies before the HISTORY-th last production."""
+        is_known = any(each["epoch"] == row["epoch"] for each in self.pages.transitions)
+        self._put(transitions, row, transitions.c.epoch == row["epoch"] if is_known else None)
+        entered = (
+            transitions.c.name == self._name,
+            transitions.c.before != transitions.c.after,
+            transitions.c.after == "production",
+        )
+        newest = select(transitions.c.epoch).where(*entered).order_by(transitions.c.epoch.desc()).limit(HISTORY)
+        kept = newest.subquery()
+        count, oldest = self._connection.execute(select(func.count(), func.min(kept.c.epoch))).one()
+        if count == HISTORY:
+            older = delete(transitions).where(transitions.c.name == self._name, transitions.c.epoch < oldest)
+            self._connection.execute(older)
+
+    def _put(self, table: Table, row: Row, key: ColumnElement[bool] | None) -> None:
+        change = insert(table) if key is None else update(table).where(table.c.name == self._name, key)
+        self._connection.execute(change.values(row))
+
+
+def enter(
+    ledger: Ledger,
+    changed: Sequence[Row],
+    done: Sequence[Row],
+    *,
+    verify: Verifier,
+    rehash: Callable[[str], Manifest],
+) -> None:
+    """Writes a change that an operator has decided and signed elsewhere, if it is still the next one of its model.
+
+    changed: the rows of the versions as they stand after it. done: its transition, as the last; before it, and among
+    the versions, may stand rows that are only signed anew. A change that stands there already is confirmed. Raises
+    BadSignature, InvalidInput when the rows are not those of one change, ContentChanged, TransitionConflict.
+    """
+    if not done:
+        raise InvalidInput("Expected a transition with the rows of a change")
+    told = [open_transition(row, verify) for row in done]
+    last, renewed = told[-1], told[:-1]
+    after = [open_version(row, verify) for row in changed]
+    moved = [each for each in after if each.epoch == last.epoch]
+    strangers = {each.name for each in after} | {each.name for each in renewed} != {last.name}
+    if strangers or last.version not in {each.version for each in moved}:
+        raise InvalidInput("These rows are of several changes. Expected the versions that one transition changed")
+    manifest = _hashed(next(each for each in moved if each.version == last.version), last.action, rehash)
+    with ledger.changing(last.name, is_new=last.action is Action.REGISTER) as page:
+        before = page.pages
+        if before.transitions and dict(before.transitions[-1]) == dict(done[-1]):
+            return
+        epoch = before.transitions[-1]["epoch"] if before.transitions else 0
+        if last.epoch != epoch + 1 and not (last.epoch > epoch and (last.action is Action.SIGN or not epoch)):
+            raise TransitionConflict(f"{last.name} was changed meanwhile, it is at epoch {epoch} now. Look, and decide")
+        known = {each.version: each for each in (open_version(row, verify) for row in before.versions)}
+        history = [open_transition(row, verify) for row in before.transitions]
+        unmoved = [each for each in after if each not in moved]
+        if any(known.get(each.version) != each for each in unmoved) or any(each not in history for each in renewed):
+            raise InvalidInput("Rows of this change are not as they stand here. Expected them to differ in signatures")
+        for row in changed:
+            page.put_version(row)
+        for row in done:
+            page.put_transition(row)
+        whole = known | {each.version: each for each in moved}
+        check_whole(RegisteredModel(last.name, whole, last.epoch, last.productions), (*history, last))
+        if manifest is not None:
+            check_files(manifest)
+
+
+def _hashed(version: RegisteredVersion, action: Action, rehash: Callable[[str], Manifest]) -> Manifest | None:
+    """What lies there now, where the change depends on it. Raises ContentChanged."""
+    if action not in _HASHED:
+        return None
+    manifest = rehash(version.source)
+    if manifest.content_hash != version.content_hash:
+        raise ContentChanged(f"{version.reference}: its files are not as they were registered")
+    return manifest
+
+
+def check_files(manifest: Manifest) -> None:
+    """Raises ContentChanged when a file is not as it was when it was hashed."""
+    try:
+        manifest.check_unchanged()
+    except ConfigurationError as problem:
+        raise ContentChanged(str(problem)) from None
+
+
+def _names(connection: Connection) -> tuple[str, ...]:
+    return tuple(connection.execute(select(models.c.name).order_by(models.c.name)).scalars())
+
+
+def _pages(connection: Connection, name: str, newest: int | None) -> Pages:
+    found = select(versions).where(versions.c.name == name).order_by(versions.c.registered_at, versions.c.version)
+    done = select(transitions).where(transitions.c.name == name).order_by(transitions.c.epoch.desc()).limit(newest)
+    return Pages(
+        [dict(row) for row in connection.execute(found).mappings()],
+        [dict(row) for row in reversed(connection.execute(done).mappings().all())],
+    )

@@ -1,0 +1,102 @@
+"""The versions that operators want loaded, and the versions that workers have loaded: records in Redis.
+
+operator   -- StateStore.put     --> `<prefix>:wanted`, one signed record per version --> workers
+worker     -- StateStore.report  --> `<prefix>:loaded`, one report per worker         --> operators
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+import redis
+
+from penstock.registry.errors import BrokerUnavailable, UndecodableEnvelope
+from penstock.registry.signed import Signer, Verifier, open_record, seal_record
+
+__all__ = ["StateStore", "Wish"]
+
+_CONTEXT: Final = "wanted version"
+_TIMEOUT_S: Final = 5.0
+
+
+class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
+    """That a version of a model be loaded by the workers of that model, or be left to the jobs that name it."""
+
+    model: str
+    version: str
+    is_wanted: bool = True
+    content_hash: str = ""
+    """What must lie under that version; empty: whatever does."""
+    at: float = 0.0
+    """Unix seconds: what makes a repeated wish a new one."""
+
+    @property
+    def reference(self) -> str:
+        """`name/version`."""
+        return f"{self.model}/{self.version}"
+
+    def seal(self, sign: Signer | None) -> bytes:
+        """The record, signed where there is a signer."""
+        return seal_record(msgspec.json.encode(self), sign, _CONTEXT)
+
+    @classmethod
+    def open(cls, record: bytes, verify: Verifier | None) -> Wish:
+        """Raises Corrupt for anything but a record, and for one that the operators did not sign."""
+        try:
+            return _decode(open_record(record, verify, _CONTEXT))
+        except msgspec.MsgspecError as error:
+            raise UndecodableEnvelope(f"the record of a wanted version: {error!s:.200}") from None
+
+
+_decode = msgspec.json.Decoder(Wish).decode
+
+
+class StateStore:
+    """Model states in Redis, under one prefix. Calls raise BrokerUnavailable when Redis does not answer."""
+
+    def __init__(self, client: redis.Redis, prefix: str) -> None:
+        self._redis: Any = client
+        self._wanted = f"{prefix}:wanted"
+        self._loaded = f"{prefix}:loaded"
+
+    @classmethod
+    def from_url(cls, url: str, prefix: str) -> StateStore:
+        """Connects at the first call."""
+        client = redis.Redis.from_url(url, protocol=2, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+        return cls(client, prefix)
+
+    def put(self, wish: Wish, sign: Signer | None = None) -> None:
+        """Ask every worker of the model to load the version, or to let it go."""
+        self._ask(lambda: self._redis.hset(self._wanted, wish.reference, wish.seal(sign)))
+
+    def wishes(self) -> dict[str, bytes]:
+        """Every record, by `name/version`."""
+        found = self._ask(lambda: self._redis.hgetall(self._wanted))
+        return {reference.decode(errors="replace"): record for reference, record in found.items()}
+
+    def report(self, worker: str, loaded: Mapping[str, object]) -> None:
+        """Say what a worker has."""
+        self._ask(lambda: self._redis.hset(self._loaded, worker, json.dumps({"at": time.time(), **loaded})))
+
+    def withdraw(self, worker: str) -> None:
+        """A worker has left."""
+        self._ask(lambda: self._redis.hdel(self._loaded, worker))
+
+    def loaded(self) -> dict[str, dict[str, Any]]:
+        """What the workers have said, by name."""
+        found = self._ask(lambda: self._redis.hgetall(self._loaded))
+        return {worker.decode(errors="replace"): json.loads(report) for worker, report in found.items()}
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._redis.close()
+
+    def _ask(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except (redis.RedisError, OSError) as error:
+            raise BrokerUnavailable(f"The store of model states does not answer ({type(error).__name__})") from error

@@ -1,3 +1,0 @@
-"""The schema of the registry's database, one revision per file in versions/; run by registry/database.py."""
-
-__all__: list[str] = []

@@ -1,0 +1,149 @@
+"""Where the embedded stack of a home runs: written by compose/stack/local.py, read by everything that connects.
+
+`<home>/stack.json` (mode 0600) names the addresses; `<home>/stack.lock` is locked for as long as the stack's
+process lives, so a file left behind by a killed stack is never believed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pydantic import SecretStr
+
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import Settings
+
+__all__ = ["RunningStack", "hold", "read", "remove", "with_broker", "write", "write_private"]
+
+_FILE: Final = "stack.json"
+_LOCK: Final = "stack.lock"
+_HOLD_TIMEOUT_S: Final = 0.5
+"""A reader holds the lock for some microseconds; whoever holds it for longer is a stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """An embedded stack and how to reach it; Flower's fields are empty when it runs without Flower.
+
+    operator_public_keys: whose decisions its workers believe, as the setting of that name spells it.
+    """
+
+    pid: int
+    redis_url: str
+    keys_file: str
+    flower_url: str = ""
+    flower_user: str = ""
+    flower_password: str = field(default="", repr=False)
+    operator_public_keys: str = ""
+
+    def signing_keys(self) -> str:
+        """The live keys, as PENSTOCK_SIGNING_KEYS spells them. Raises ConfigurationError when they cannot be read."""
+        try:
+            return Path(self.keys_file).read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            raise ConfigurationError("The signing keys of the running stack cannot be read by this user") from None
+
+
+def read(home: Path) -> RunningStack | None:
+    """The stack that runs on `home`, or None."""
+    if not _is_held(home):
+        return None
+    try:
+        return RunningStack(**json.loads((home / _FILE).read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        raise ConfigurationError(
+            "The stack that runs on this home wrote a stack.json that cannot be read here. Expected one of the same "
+            "user and the same version of Penstock"
+        ) from None
+
+
+def with_broker(settings: Settings) -> Settings:
+    """The settings with a broker in them: the URL that was given wins, else the running stack's with its keys.
+
+    Raises ConfigurationError when there is neither.
+    """
+    if settings.redis_url:
+        return settings
+    stack = read(settings.home)
+    if stack is None:
+        raise ConfigurationError(
+            "No broker is configured and no embedded stack runs. Expected PENSTOCK_REDIS_URL, or `penstock up`"
+        )
+    keys = settings.signing_keys or SecretStr(stack.signing_keys())
+    return settings.model_copy(
+        update={
+            "redis_url": stack.redis_url,
+            "celery_url": settings.celery_url or stack.redis_url,
+            "signing_keys": keys,
+            "operator_public_keys": settings.operator_public_keys or stack.operator_public_keys,
+        }
+    )
+
+
+def write(home: Path, stack: RunningStack) -> None:
+    """Tell the others of this home where `stack` is. The caller holds the home."""
+    write_private(home / _FILE, json.dumps(asdict(stack)))
+
+
+def remove(home: Path) -> None:
+    """Withdraw what `write` said."""
+    (home / _FILE).unlink(missing_ok=True)
+
+
+def write_private(path: Path, text: str) -> None:
+    """A file that only this user may read (mode 0600): there as a whole, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+@contextmanager
+def hold(home: Path) -> Iterator[None]:
+    """Be the one stack of `home`, which must exist. Raises ConfigurationError that names the one that has it."""
+    try:
+        lock = open(home / _LOCK, "a+b")  # noqa: SIM115 - closed by the block below
+    except OSError as error:
+        raise ConfigurationError(
+            f"PENSTOCK_HOME cannot be written to ({error.strerror}). Expected a folder that can"
+        ) from None
+    with lock:
+        deadline = time.monotonic() + _HOLD_TIMEOUT_S
+        while not _try_lock(lock.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                other = read(home)
+                raise ConfigurationError(
+                    f"A stack already runs on this home{f' (process {other.pid})' if other else ''}. "
+                    "Stop it first, or choose another home with PENSTOCK_HOME"
+                )
+            time.sleep(0.01)
+        yield
+
+
+def _is_held(home: Path) -> bool:
+    try:
+        with open(home / _LOCK, "rb") as lock:
+            return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        raise ConfigurationError("The home folder cannot be read by this user; PENSTOCK_HOME names another") from None
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

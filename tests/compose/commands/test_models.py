@@ -1,0 +1,424 @@
+"""`penstock models` against a stack as `penstock up` runs it, with an operator's key of its own.
+
+CX-003, IN-064, IN-065.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import redis
+import yaml
+
+from penstock.compose.deploy import Deployer, open_registry
+from penstock.compose.rollout.keys import operator_keys
+from penstock.compose.stack.fleet import Device
+from penstock.compose.stack.local import LocalStack
+from penstock.registry.catalog import Change
+from penstock.registry.errors import ConfigurationError, TransitionRefused
+from penstock.registry.package import load_package
+from penstock.registry.settings import Settings
+from penstock.safety.keys import OperatorKey
+from tests.compose.conftest import penstock
+from tests.conftest import StartWorker
+from tests.flow.hot_swap import write_multiplier
+from tests.packages import write_package
+from tests.servers import ROOT, RedisServer, wait_until
+
+MODEL = "times"
+CLOSED = "Control commands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker"
+
+
+class Stack(NamedTuple):
+    """A home whose stack serves `times`, version * x: 1 is in production, 2 in staging, 9 not registered."""
+
+    home: Path
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """Not pytest's tmp_path: the path of a unix socket ends at 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        root, home = Path(folder) / "models", Path(folder) / "home"
+        for version in (1, 2, 9):
+            write_multiplier(root, MODEL, version, forward_s=0.0)
+        environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
+            "PYTHONPATH": str(ROOT),
+            "PENSTOCK_HOME": str(home),
+            "PENSTOCK_INFERENCE_REPO_ROOT": str(root),
+            "PENSTOCK_METRICS_PORT": "0",
+        }
+        with LocalStack(Settings.load(environ=environ), [Device("cpu", 0)], environ=environ, with_flower=False):
+            for label in ("1", "2"):
+                assert penstock(home, "models", "register", str(root / MODEL / label)).exit_code == 0
+                assert penstock(home, "models", "promote", MODEL, label, "--to", "staging").exit_code == 0
+            assert penstock(home, "models", "promote", MODEL, "1", "--to", "production").exit_code == 0
+            yield Stack(home, root)
+
+
+def _json(stack: Stack, *arguments: str) -> Any:
+    shown = penstock(stack.home, "models", *arguments, "--json")
+    assert shown.exit_code == 0, shown.output
+    return json.loads(shown.stdout)
+
+
+def _answer(stack: Stack, *options: str) -> float:
+    shown = penstock(stack.home, "submit", MODEL, "-i", "x=[[1, 0, 0, 0]]", "--wait", "--json", *options)
+    assert shown.exit_code == 0, shown.output
+    return float(json.loads(shown.stdout)["outputs"]["y"][0][0])
+
+
+def _row(stack: Stack, version: str) -> Any:
+    return next(row for row in _json(stack, "list", MODEL) if row["version"] == version)
+
+
+def test_the_stack_makes_an_operator_whom_its_workers_obey(stack: Stack):
+    """The key is made once, for this user alone; workers and commands know its public half."""
+    file = stack.home / "operator.pem"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    told = json.loads((stack.home / "stack.json").read_bytes())["operator_public_keys"]
+    assert told == OperatorKey.load(file).public_text
+
+
+def test_versions_are_promoted_and_rolled_back(stack: Stack):
+    """What answers is what was promoted, by label or by hash; the table and the history say so (CX-003, IN-065)."""
+    assert _answer(stack) == 1.0
+    content_hash = load_package(stack.root / MODEL / "2").manifest().content_hash
+    shown = penstock(stack.home, "models", "promote", MODEL, content_hash[:8], "--to", "production", "--reason", "new")
+    assert re.match(rf"{MODEL}: 1 -> 2 \(epoch \d+, \d+\.\d s, workers prepared: 1\)\n\Z", shown.stdout)
+    assert f"{MODEL}/2 is ready" in shown.stderr
+    assert (_answer(stack), _answer(stack, "--version", "1")) == (2.0, 1.0)
+    back = _json(stack, "rollback", MODEL, "--reason", "wrong")
+    assert (back["version"], back["replaced"], back["action"]) == ("1", "2", "rollback")
+    assert (len(back["prepared"]), back["late"]) == (1, [])
+    assert _answer(stack) == 1.0
+    history = _json(stack, "history", MODEL)
+    decided = [(each["version"], each["reason"]) for each in history[:3]]
+    assert decided == [("1", "wrong"), ("2", "new"), ("1", "")]
+    assert len({each["epoch"] for each in history}) == len(history)
+    recorded = [json.loads(line) for line in (stack.home / "audit" / "models.jsonl").read_text().splitlines()]
+    assert [(each["epoch"], each["action"], each["reason"]) for each in recorded[-2:]] == [
+        (each["epoch"], each["action"], each["reason"]) for each in history[1::-1]
+    ]
+    row = _row(stack, "1")
+    assert (row["stage"], row["is_active"], len(row["workers"])) == ("production", True, 1)
+    assert (_row(stack, "9")["stage"], _row(stack, "9")["is_active"]) == (None, False)
+    drawn = penstock(stack.home, "models", "list").stdout
+    assert "not registered" in drawn
+    assert "production" in drawn
+    assert "rollback" in penstock(stack.home, "models", "history", MODEL).stdout
+    assert _json(stack, "sync", MODEL)["epoch"] == back["epoch"]
+
+
+def test_load_and_unload_wait_for_the_worker(stack: Stack):
+    """All workers by the shared state, or one by a signed command; the command ends when the report says so."""
+    (worker,) = _json(stack, "load", MODEL, "2")["workers"]
+    assert _row(stack, "2")["workers"] == [worker]
+    assert f"{MODEL}/1 (and " in penstock(stack.home, "workers").stdout
+    assert _json(stack, "unload", MODEL, "2", "--worker", worker)["workers"] == [worker]
+    assert _row(stack, "2")["workers"] == []
+
+
+def test_lineage_is_kept(stack: Stack, tmp_path: Path):
+    """From YAML or JSON at registration; unknown fields, other documents and absent files are refused by name."""
+    package = write_multiplier(stack.root, MODEL, 3, forward_s=0.0)
+    file = tmp_path / "trained.yaml"
+    trained = {"data_version": "d7", "training_metrics": {"loss": 0.5}, "parent_model": f"{MODEL}/2"}
+    for text, line in (
+        (yaml.safe_dump({"dataversion": "d7"}), "Lineage: dataversion: "),
+        ("[1]", "trained.yaml: found list, expected a mapping"),
+        ("a: [", "trained.yaml, line 1: not valid YAML"),
+    ):
+        file.write_text(text)
+        shown = penstock(stack.home, "models", "register", str(package), "--lineage", str(file))
+        assert (shown.exit_code, shown.stderr.startswith(f"Error: {line}")) == (1, True), shown.stderr
+    os.mkfifo(tmp_path / "pipe")
+    for other, what in (("absent", "cannot be read"), ("", "cannot be read"), ("pipe", "no regular file")):
+        shown = penstock(stack.home, "models", "register", str(package), "--lineage", str(tmp_path / other))
+        assert (shown.exit_code, what in shown.stderr) == (1, True), shown.stderr
+    file.write_text(json.dumps(trained))
+    _json(stack, "register", str(package), "--lineage", str(file))
+    found = _json(stack, "lineage", MODEL, "3")
+    assert {name: found[name] for name in trained} == trained
+    assert "data_version: d7" in penstock(stack.home, "models", "lineage", MODEL, "3").stdout
+    shown = _json(stack, "show", MODEL, "3")
+    assert (shown["stage"], shown["lineage"], sorted(shown["files"])) == ("draft", found, ["model.py", "model.yaml"])
+    drawn = penstock(stack.home, "models", "show", MODEL, "3").stdout
+    assert shown["content_hash"] in drawn
+    assert "model.py" in drawn
+    assert _json(stack, "demote", MODEL, "3", "--to", "archived")["after"] == "archived"
+
+
+def test_verify_sees_a_changed_file(stack: Stack):
+    """The files of a version are hashed again: its name is in the refusal, and nobody promotes it."""
+    package = write_multiplier(stack.root, MODEL, 4, forward_s=0.0)
+    _json(stack, "register", str(package))
+    assert _json(stack, "verify", MODEL, "4")["files"] == 2
+    with (package / "model.py").open("a") as module:
+        module.write("# changed\n")
+    content = _row(stack, "4")["content_hash"][:12]
+    for arguments in (["verify", MODEL, "4"], ["promote", MODEL, "4", "--to", "staging"]):
+        shown = penstock(stack.home, "models", *arguments)
+        assert shown.exit_code == 1
+        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content {content})\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["show", "nonesuch"], "Unknown model 'nonesuch'. Registered: times"),
+        (["promote", MODEL, "77", "--to", "production"], "Unknown version '77' of times. Expected one of: 1 ("),
+        (
+            ["load", MODEL, "1", "--worker", "nobody"],
+            "'nobody' is no live worker that serves times. Expected one of: c",
+        ),
+        (["unload", MODEL, "latest"], "times/1 answers jobs. Expected another version to be promoted first"),
+        (["register", "/nonexistent/model/1"], "model/1/model.yaml: cannot be read"),
+        (["register", "runs:/a/b"], "MLFLOW_TRACKING_URI: missing, expected the address"),
+        (["register", "org/tiny@main"], "org/tiny@main: revision: found 'main', expected a commit of 40 hex digits"),
+        (["--via", "any", "register", "runs:/a/b"], "runs:/a/b is fetched to this machine. Expected no --via"),
+        (["export-onnx", MODEL, "1", "out.onnx"], "times/1 is of format python. Expected pytorch, or an encoder"),
+        (["compile", "nonesuch"], "No worker has 'nonesuch' loaded"),
+        (["levels", "nonesuch"], "No worker reports a level of 'nonesuch'"),
+        (["list", "nonesuch"], "Unknown model 'nonesuch'. Expected one that is registered or served"),
+    ],
+)
+def test_a_refusal_is_one_line_and_status_1(stack: Stack, arguments: list[str], line: str):
+    """What was wrong and what was expected, on stderr."""
+    shown = penstock(stack.home, "models", *arguments)
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert shown.stderr.startswith(f"Error: {line}")
+    assert shown.stderr.count("\n") == 1
+
+
+def test_levels_are_the_workers_reports(stack: Stack):
+    """Level, form and steps with evidence; a model without a compiled form says so, and the status is 1."""
+    (entry,) = [entry for entry in _json(stack, "levels", MODEL) if entry["version"] == "1"]
+    assert (entry["level"], entry["form"]) == (2, "eager")
+    assert "batching" in [step["step"] for step in entry["steps"]]
+    assert "answers in the form eager" in penstock(stack.home, "models", "levels", MODEL).stdout
+    shown = penstock(stack.home, "models", "compile", MODEL)
+    assert shown.exit_code == 1
+    assert "cpu0@" in shown.stdout
+
+
+def _row_epoch(stack: Stack) -> int:
+    return int(_json(stack, "show", MODEL)["epoch"])
+
+
+def test_doctor_finds_a_decision_that_has_not_arrived(stack: Stack):
+    """The registry has a version in production that does not answer: broken, with the line that mends it."""
+    settings = Settings.load(environ={"PENSTOCK_HOME": str(stack.home)})
+    registry = open_registry(settings, operator_keys(settings))
+    write_multiplier(stack.root, MODEL, 5, forward_s=0.0)
+    _json(stack, "register", str(stack.root / MODEL / "5"))
+    registry.promote(MODEL, "5", "staging")
+    registry.promote(MODEL, "5", "production")
+    assert "not yet" in penstock(stack.home, "models", "list", MODEL).stdout
+    found = json.loads(penstock(stack.home, "doctor", "--json").stdout)["findings"]
+    (finding,) = [each for each in found if each["area"] == "registry"]
+    assert (finding["status"], finding["mend"]) == ("broken", f"penstock models sync {MODEL}")
+    _json(stack, "sync", MODEL)
+    assert _answer(stack) == 5.0
+    slot = f"{{{MODEL}}}:active"
+    obeyed = stack.home / "deployments" / f"{MODEL}.active"
+    wait_until(lambda: obeyed.read_bytes().startswith(b"%d " % _row_epoch(stack)), 5, "the decision is kept")
+    with redis.Redis.from_url(json.loads((stack.home / "stack.json").read_bytes())["redis_url"]) as client:
+        client.delete(slot)
+    found = json.loads(penstock(stack.home, "doctor", "--json").stdout)["findings"]
+    (finding,) = [each for each in found if "go on with it" in each["what"]]
+    assert finding["mend"].startswith(f"penstock models sync {MODEL}")
+    _json(stack, "sync", MODEL)
+    _json(stack, "rollback", MODEL)
+
+
+def test_each_worker_keeps_its_own_state_without_a_store(
+    shared_redis: RedisServer, models_root: Path, tmp_path: Path, slot: str, start_worker: StartWorker
+):
+    """Nothing is shared, commands go to every worker, and the next start knows nothing of them (IN-064)."""
+    for version in (1, 2):
+        write_multiplier(models_root, slot, version, forward_s=0.0)
+    home = tmp_path / "home"
+    there = {
+        "PENSTOCK_REDIS_URL": shared_redis.url,
+        "PENSTOCK_CELERY_URL": shared_redis.celery_url,
+        "PENSTOCK_INFERENCE_STATE_RECONCILE_ENABLED": "false",
+        "PENSTOCK_INFERENCE_STATE_PREFIX": f"test:{uuid4().hex}",
+    }
+    operator = OperatorKey.generate(home / "operator.pem")
+    own = {**there, "PENSTOCK_OPERATOR_PUBLIC_KEYS": operator.public_text}
+    obeys = start_worker(shared_redis, models_root, environment=own, wait=False)
+    deaf = start_worker(shared_redis, models_root, environment=there, wait=False)
+    for worker in (obeys, deaf):
+        wait_until(worker.is_ready, 60, "the worker is ready")
+
+    def run(*arguments: str) -> Any:
+        return penstock(home, "models", *arguments, **there)
+
+    assert run("register", str(models_root / slot / "1")).exit_code == 0
+    loaded = run("load", slot, "1", "--worker", obeys.name, "--json")
+    assert loaded.exit_code == 0, loaded.output
+    assert json.loads(loaded.stdout)["workers"] == [obeys.name]
+    states = [worker.report()["versions"][slot].get("1", {}).get("state") for worker in (obeys, deaf)]
+    assert states[0] == "ready"
+    assert states[1] != "ready"
+    refused = run("load", slot, "1")
+    assert refused.exit_code == 1
+    assert f"{deaf.name}: {CLOSED}" in refused.stderr
+    assert run("promote", slot, "1", "--to", "staging").exit_code == 0
+    refused = run("promote", slot, "1", "--to", "production")
+    assert refused.stderr.endswith(f"{slot}/1 stays in staging. {deaf.name}: {CLOSED}\n")
+    done = run("promote", slot, "1", "--to", "production", "--no-prepare", "--json")
+    assert (json.loads(done.stdout)["prepared"], json.loads(done.stdout)["after"]) == ([], "production")
+    with shared_redis.client() as client:
+        assert not list(client.scan_iter(f"{there['PENSTOCK_INFERENCE_STATE_PREFIX']}*"))
+
+
+def test_registering_needs_no_running_stack_to_be_seen(shared_redis: RedisServer, tmp_path: Path, slot: str):
+    """Without a broker the registry can be read and drafts moved; a broker that is away is named, and what was done."""
+    package = write_package(tmp_path / "models", slot, "def build(): ...")
+    home = tmp_path / "home"
+    away = {"PENSTOCK_REDIS_URL": f"unix://{tmp_path}/absent.sock"}
+    shown = penstock(home, "models", "register", str(package), **away)
+    assert shown.exit_code == 1
+    assert f"{slot}/1 is registered, in draft, but its jobs are not accepted yet" in shown.stderr
+    assert str(tmp_path) not in shown.stderr
+    (row,) = json.loads(penstock(home, "models", "list", "--json").stdout)
+    assert (row["name"], row["stage"], row["is_active"]) == (slot, "draft", False)
+    assert penstock(home, "models", "promote", slot, "1", "--to", "staging").exit_code == 0
+    there = {"PENSTOCK_REDIS_URL": shared_redis.url}
+    assert penstock(home, "models", "register", str(package), **there).exit_code == 0
+
+
+def test_approvers_and_gates_are_asked(shared_redis: RedisServer, tmp_path: Path, slot: str):
+    """A program that decides brings its own; their words are in the refusal, and in no record (AR-020)."""
+    package = write_package(tmp_path / "models", slot, "def build(): ...")
+    settings = Settings.load(environ={"PENSTOCK_HOME": str(tmp_path / "home"), "PENSTOCK_REDIS_URL": shared_redis.url})
+
+    def approve(change: Change) -> str | None:
+        return "ask Ann" if change.after == "archived" else None
+
+    with Deployer.connect(settings, approve=approve, gate=lambda change: "drift") as deployer:
+        deployer.register(package)
+        with pytest.raises(TransitionRefused, match="refused by the approver: ask Ann"):
+            deployer.registry.demote(slot, "1", "archived")
+        deployer.promote(slot, "1", "staging")
+        with pytest.raises(TransitionRefused, match="refused by the gate: drift"):
+            deployer.promote(slot, "1")
+        assert deployer.registry.find(slot, "1").stage == "staging"
+    log = tmp_path / "home" / "audit" / "models.jsonl"
+    assert [json.loads(line)["action"] for line in log.read_text().splitlines()] == ["register", "promote"]
+    log.unlink()
+    log.mkdir()
+    with Deployer.connect(settings) as deployer:
+        with pytest.raises(ConfigurationError, match="audit log"):
+            deployer.promote(slot, "1")
+        assert deployer.registry.find(slot, "1").stage == "staging"
+
+
+def test_keys_that_nobody_would_believe_change_nothing(tmp_path: Path):
+    """With public keys in the settings the private one has to be there, and to be one of them; reading needs none."""
+    mine = OperatorKey.generate(tmp_path / "mine.pem")
+    theirs = OperatorKey.generate(tmp_path / "theirs.pem").public_text
+
+    def settings(public: str, file: str) -> Settings:
+        environ = {
+            "PENSTOCK_HOME": str(tmp_path / "home"),
+            "PENSTOCK_OPERATOR_PUBLIC_KEYS": public,
+            "PENSTOCK_OPERATOR_KEY_FILE": str(tmp_path / file),
+        }
+        return Settings.load(environ=environ)
+
+    assert operator_keys(settings(f"{theirs},{mine.public_text}", "mine.pem"), for_changes=True).sign is not None
+    for public, file, what in ((theirs, "mine.pem", "is none of"), (theirs, "absent.pem", "is not there")):
+        with pytest.raises(ConfigurationError, match=what):
+            operator_keys(settings(public, file), for_changes=True)
+        assert operator_keys(settings(public, file)).verify is not None
+    assert not (tmp_path / "absent.pem").exists()
+    assert operator_keys(settings("", "new.pem")).verify is None
+    made = operator_keys(settings("", "new.pem"), for_changes=True)
+    assert made.public_text == OperatorKey.load(tmp_path / "new.pem").public_text
+    assert operator_keys(settings("", "new.pem"), for_changes=True).public_text == made.public_text
+
+
+def test_a_version_is_exported(stack: Stack, tmp_path: Path):
+    """The file answers as the model does, which the command says in figures; one that cannot be written is refused."""
+    import onnxruntime
+
+    _json(stack, "register", str(ROOT / "models" / "mlp" / "1"))
+    refused = penstock(stack.home, "models", "export-onnx", "mlp", "1", str(tmp_path / "absent" / "mlp.onnx"))
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "Error: mlp.onnx cannot be written (No such file or directory). Expected a file in a folder\n",
+    )
+    file = tmp_path / "mlp.onnx"
+    exported = _json(stack, "export-onnx", "mlp", "1", str(file))
+    assert exported["bytes"] == file.stat().st_size
+    assert exported["differences"]["logits"] < 1e-4
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"x": np.zeros((3, 384), np.float32)})
+    assert logits.shape[0] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["mlp.onnx"]
+
+
+def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: Path):
+    """Through a worker, with nothing but the address of Celery's broker, the keys and a home elsewhere (IN-064).
+
+    Looking, deciding and exporting alike; what was done is what everybody else sees.
+    """
+    running = json.loads((stack.home / "stack.json").read_bytes())
+    keys = Path(running["keys_file"]).read_text("ascii").strip()
+    there = {
+        "PENSTOCK_CELERY_URL": running["redis_url"],
+        "PENSTOCK_SIGNING_KEYS": keys,
+        "PENSTOCK_OPERATOR_KEY_FILE": str(stack.home / "operator.pem"),
+        "PENSTOCK_OPERATOR_PUBLIC_KEYS": running["operator_public_keys"],
+    }
+    far = tmp_path / "far"
+
+    def run(*arguments: str) -> Any:
+        return penstock(far, "models", "--via", "any", *arguments, **there)
+
+    def data(*arguments: str) -> Any:
+        shown = run(*arguments, "--json")
+        assert shown.exit_code == 0, shown.output
+        return json.loads(shown.stdout)
+
+    write_multiplier(stack.root, MODEL, 7, forward_s=0.0)
+    assert data("register", f"{MODEL}/7")["stage"] == "draft"
+    assert data("promote", MODEL, "7", "--to", "staging")["after"] == "staging"
+    assert data("demote", MODEL, "7")["after"] == "draft"
+    assert data("verify", MODEL, "7")["files"] == 2
+    (worker,) = data("load", MODEL, "7")["workers"]
+    assert data("unload", MODEL, "7")["workers"] == [worker]
+    data("promote", MODEL, "7", "--to", "staging")
+    done = data("promote", MODEL, "7", "--to", "production", "--reason", "from afar")
+    assert (done["prepared"], done["late"], _answer(stack)) == ([worker], [], 7.0)
+    assert data("sync", MODEL)["epoch"] == done["epoch"]
+    assert data("rollback", MODEL)["version"] == "1"
+    assert (data("sign", MODEL)["action"], _answer(stack)) == ("sign", 1.0)
+    assert data("history", MODEL) == _json(stack, "history", MODEL)
+    assert data("list") == _json(stack, "list")
+    assert data("show", MODEL, "7") == _json(stack, "show", MODEL, "7")
+    assert data("lineage", MODEL, "7") == _json(stack, "lineage", MODEL, "7")
+    assert {entry["worker"] for entry in data("levels", MODEL)} == {worker}
+    assert run("compile", MODEL).exit_code == 1
+    refused = run("export-onnx", MODEL, "1", str(tmp_path / "x.onnx"))
+    assert (refused.exit_code, "is no plain name" in refused.stderr) == (1, True)
+    assert not (far / "registry.db").exists()
+    there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
+    assert "signed with a key that is not known here" in run("list").stderr
+    nobody = penstock(far, "models", "--via", "nobody", "list", **there)
+    assert nobody.stderr == f"Error: No worker 'nobody' listens on Celery's broker. Expected one of: {worker}\n"

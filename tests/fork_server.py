@@ -1,0 +1,228 @@
+"""Python processes that need not import what every worker imports: forks of one process that has done so.
+
+    Nursery.run(module, arguments) -- order --> fork --> `python -m module arguments`
+    Offspring.poll, wait <-- pid and exit status ------'
+
+Imports are most of what the start of a worker costs, and the tests start hundreds. A fork is a process like any other:
+it has its own environment, folder and output before its module runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Nursery", "Offspring"]
+
+_ROOT: Final = Path(__file__).resolve().parent.parent
+_IMPORTED: Final = (
+    *("celery.apps.worker", "celery.backends.redis", "celery.bin.celery", "celery.concurrency.solo"),
+    *("celery.fixups.django", "celery.worker.consumer", "kombu.transport.redis"),
+    *(
+        "penstock.registry.broker.redis_streams",
+        "penstock.registry.stack_file",
+        "penstock.workers.versions.reconciler",
+        "penstock.safety.audit",
+        "penstock.safety.keys",
+    ),
+    *(
+        "penstock.workers.process.exit_status",
+        "penstock.workers.celery_bridge.bridge",
+        "penstock.workers.compilation",
+        "penstock.workers.process.device",
+        "penstock.workers.drain",
+    ),
+    *(
+        "penstock.workers.process.heartbeat",
+        "penstock.workers.process.crash_journal",
+        "penstock.workers.celery_bridge.lane",
+        "penstock.workers.versions.repository",
+        "penstock.workers.observe.probe",
+    ),
+    *("penstock.workers.levels.optimizer", "penstock.workers.runtime.python_entrypoint"),
+)
+"""What a worker imports, as far as it reads neither environment nor settings and is no framework. One that is missing
+here costs time, and nothing else."""
+_MESSAGE_BYTES: Final = 1 << 18
+
+
+class Offspring:
+    """A forked process, as subprocess.Popen shows its own."""
+
+    def __init__(self, nursery: Nursery, pid: int, args: Sequence[str]) -> None:
+        self._nursery = nursery
+        self.pid = pid
+        self.args: Any = args
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, negative when a signal ended it; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._nursery.status_of(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, when it has ended. Raises subprocess.TimeoutExpired."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired([*self.args], timeout or 0.0)
+            time.sleep(0.005)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; a process that has ended takes none."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Nursery:
+    """The process that forks, started when it is first asked; `close` ends it. Safe to use from several threads.
+
+    further: modules that it imports beyond those of every worker, such as a framework.
+    """
+
+    def __init__(self, *further: str) -> None:
+        self._further = further
+        self._lock = threading.Lock()
+        self._statuses: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def run(
+        self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], folder: Path, output: Path
+    ) -> Offspring:
+        """`python -m module arguments` in `folder`; what it says is added to the file `output`."""
+        order = {
+            "module": module,
+            "arguments": [*arguments],
+            "environment": {**environment},
+            "folder": str(folder),
+            "output": str(output),
+        }
+        self.start()
+        with self._lock:
+            self._socket.sendall(json.dumps(order).encode())
+            while (pid := self._hear()) is None:
+                pass
+        return Offspring(self, pid, [module, *arguments])
+
+    def start(self) -> None:
+        """Start it now, unless it runs."""
+        with self._lock:
+            if self._process is None:
+                self._process = self._started()
+
+    def status_of(self, pid: int) -> int | None:
+        """The exit status of a process that was started here; None while it runs."""
+        with self._lock:
+            while select.select([self._socket], [], [], 0)[0]:
+                self._hear()
+            return self._statuses.get(pid)
+
+    def close(self) -> None:
+        """End it; what it has started goes on."""
+        self._socket.close()
+        self._theirs.close()
+        if self._process is not None:
+            self._process.wait(20)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._theirs as theirs:
+            command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *self._further]
+            environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+            return subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def _hear(self) -> int | None:
+        """One message: the pid of what was started, or None after it was noted that something has ended."""
+        if not (message := self._socket.recv(_MESSAGE_BYTES)):
+            raise RuntimeError("The nursery has ended. Expected it to run as long as the tests do")
+        pid, status = json.loads(message)
+        if status is None:
+            return int(pid)
+        self._statuses[pid] = status
+        return None
+
+
+def _fork_by_order(orders: socket.socket) -> dict[str, Any] | None:
+    """Forks for each order; returns that order in the fork, and None here when no more will come."""
+    woken, waker = socket.socketpair()
+    with woken, waker:
+        waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waker.fileno())
+        while True:
+            ready, _, _ = select.select([orders, woken], [], [])
+            if woken in ready:
+                woken.recv(4096)
+                _tell_who_ended(orders)
+            if orders not in ready:
+                continue
+            if not (message := orders.recv(_MESSAGE_BYTES)):
+                return None
+            # What is sent to the fork before it listens waits until it does.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            if (pid := os.fork()) == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                order: dict[str, Any] = json.loads(message)
+                return order
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            orders.sendall(json.dumps([pid, None]).encode())
+
+
+def _tell_who_ended(orders: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        orders.sendall(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """What an interpreter and its parent do before `python -m` runs the module."""
+    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.path[0] = order["folder"]
+    sys.argv = [order["module"], *order["arguments"]]
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+
+
+def main(descriptor: str, *further: str) -> None:
+    """Serves the orders that come in at an inherited socket."""
+    # Ctrl-C goes to the whole group, and fixtures still have to end what was started here.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in (*_IMPORTED, *further):
+        importlib.import_module(module)
+    gc.freeze()
+    with socket.socket(fileno=int(descriptor)) as orders:
+        order = _fork_by_order(orders)
+    if order is not None:
+        _become(order)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

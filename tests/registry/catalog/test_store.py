@@ -1,0 +1,179 @@
+"""Changes that an operator signed elsewhere, entered by somebody without a key. CX-003, IN-064."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.registry.catalog import ModelStage
+from penstock.registry.catalog.store import Page, SqlLedger, enter
+from penstock.registry.catalog.tables import open_transition, open_version, seal_row
+from penstock.registry.errors import BadSignature, ContentChanged, InvalidInput, TransitionConflict
+from penstock.registry.operator_rpc import Row
+from penstock.registry.package import load_package
+from penstock.safety.keys import OperatorKey, PublicKeys
+from tests.registry.catalog.catalogs import Shelf, new_key
+
+
+class Overheard:
+    """A ledger that keeps what a client would write, and writes nothing."""
+
+    def __init__(self, url: str) -> None:
+        self._ledger = SqlLedger(url)
+        self.versions: list[Row] = []
+        self.transitions: list[Row] = []
+        self.names = self._ledger.names
+        self.read = self._ledger.read
+
+    @contextmanager
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[Page]:
+        """The rows as they are; what is put stays here."""
+        self.pages = self.read((name,), newest)[name]
+        yield self
+
+    def put_version(self, row: Row) -> None:
+        """See Page."""
+        self.versions.append(row)
+
+    def put_transition(self, row: Row) -> None:
+        """See Page."""
+        self.transitions.append(row)
+
+
+class Desk:
+    """A registry with versions 1 (production), 2 (staging) and 3 (draft), and changes that nobody entered yet."""
+
+    def __init__(self, url: str, root: Path, slot: str) -> None:
+        self.key = new_key()
+        self.verify = PublicKeys.parse(self.key.public_text).verify
+        self.shelf = Shelf(url, root, slot, {"sign": self.key.sign, "verify": self.verify})
+        self.shelf.put("1", ModelStage.PRODUCTION)
+        self.shelf.put("2", ModelStage.STAGING)
+        self.shelf.put("3")
+
+    def decided(self, key: OperatorKey | None = None, version: str = "2") -> Overheard:
+        """A promotion to production, signed."""
+        overheard = Overheard(self.shelf.url)
+        client = self.shelf.reopened(ledger=overheard, sign=(key or self.key).sign)
+        client.promote(self.shelf.name, version, ModelStage.PRODUCTION)
+        return overheard
+
+    def enter(self, versions: Any, transitions: Any, rehash: Callable[[str], Any] | None = None) -> None:
+        """As a worker does it."""
+        look = rehash or (lambda source: load_package(Path(source)).manifest())
+        enter(SqlLedger(self.shelf.url), versions, transitions, verify=self.verify, rehash=look)
+
+    @property
+    def production(self) -> str:
+        """The version in production."""
+        return self.shelf.client.find(self.shelf.name).version
+
+
+@pytest.fixture
+def desk(registry_url: str, models_root: Path, slot: str) -> Desk:
+    """See Desk."""
+    return Desk(registry_url, models_root, slot)
+
+
+def test_a_signed_change_is_entered_once(desk: Desk):
+    """Its repetition, as after an answer that was lost, is confirmed and changes nothing."""
+    decided = desk.decided()
+    assert desk.production == "1"
+    for _ in range(2):
+        desk.enter(decided.versions, decided.transitions)
+        assert desk.production == "2"
+    stages = desk.shelf.stages()
+    assert (stages["1"], stages["2"], stages["3"]) == (ModelStage.ARCHIVED, ModelStage.PRODUCTION, ModelStage.DRAFT)
+    desk.shelf.client.rollback(desk.shelf.name)
+    assert desk.production == "1"
+
+
+def test_an_overtaken_change_is_refused(desk: Desk):
+    """Whatever it was that came first, and however often it is sent; nothing of it is written."""
+    decided = desk.decided()
+    desk.shelf.client.promote(desk.shelf.name, "3", ModelStage.STAGING)
+    for _ in range(2):
+        with pytest.raises(TransitionConflict, match="changed meanwhile, it is at epoch"):
+            desk.enter(decided.versions, decided.transitions)
+    assert desk.production == "1"
+
+
+def test_only_what_a_known_operator_signed_is_entered(desk: Desk):
+    """A stranger's rows, unsigned ones, and genuine ones with another word in them (S0.3)."""
+    stranger = desk.decided(new_key())
+    genuine = desk.decided()
+    forged: list[tuple[Any, Any]] = [
+        (stranger.versions, stranger.transitions),
+        (stranger.versions, genuine.transitions),
+        (genuine.versions, stranger.transitions),
+        ([{**row, "signature": ""} for row in genuine.versions], genuine.transitions),
+        ([{**row, "source": "/elsewhere"} for row in genuine.versions], genuine.transitions),
+        (genuine.versions, [{**genuine.transitions[-1], "reason": "because"}]),
+        ([{**row, "owner": "me"} for row in genuine.versions], genuine.transitions),
+    ]
+    for versions, transitions in forged:
+        with pytest.raises(BadSignature):
+            desk.enter(versions, transitions)
+    assert desk.production == "1"
+
+
+def test_rows_of_one_change_belong_together(desk: Desk):
+    """Without the archived one there would be two in production; without the promoted one, none."""
+    decided = desk.decided()
+    old, new = decided.versions
+    for versions in ([new], [old], [], [old, new, *desk.decided(version="2").pages.versions]):
+        with pytest.raises((InvalidInput, BadSignature, TransitionConflict)):
+            desk.enter(versions, decided.transitions)
+    assert (desk.production, desk.shelf.stages()["2"]) == ("1", ModelStage.STAGING)
+
+
+def test_files_are_hashed_where_they_lie(desk: Desk):
+    """Changed before the change is entered, or while it is: refused, with nothing written (S0.5)."""
+    decided = desk.decided()
+    folder = desk.shelf.root / desk.shelf.name / "2"
+
+    def hash_then_swap(source: str) -> Any:
+        manifest = load_package(Path(source)).manifest()
+        (folder / "model.py").write_text("def build():\n    return None\n")
+        return manifest
+
+    with pytest.raises(ContentChanged, match=r"model\.py: changed since it was hashed"):
+        desk.enter(decided.versions, decided.transitions, hash_then_swap)
+    with pytest.raises(ContentChanged, match="not as they were registered"):
+        desk.enter(decided.versions, decided.transitions)
+    assert desk.production == "1"
+
+
+def test_a_change_without_a_transition_is_none(desk: Desk):
+    """Rows alone say nothing of why they changed."""
+    with pytest.raises(InvalidInput, match="Expected a transition"):
+        desk.enter(desk.decided().versions, [])
+
+
+def test_records_signed_anew_are_the_same_records(desk: Desk):
+    """A renewal replaces signatures and nothing else: with another word in it, it is refused as a whole."""
+    new = new_key()
+    both = PublicKeys.parse(f"{desk.key.public_text},{new.public_text}").verify
+    overheard = Overheard(desk.shelf.url)
+    desk.shelf.reopened(ledger=overheard, sign=new.sign).renew(desk.shelf.name)
+    desk.verify = both
+    for label in ("2", "3"):
+        other = next(open_version(row, both) for row in overheard.versions if row["version"] == label)
+        forged = seal_row(replace(other, source="/elsewhere"), new.sign)
+        versions = [forged if row["version"] == label else row for row in overheard.versions]
+        with pytest.raises(InvalidInput, match="differ in signatures"):
+            desk.enter(versions, overheard.transitions)
+    first = open_transition(overheard.transitions[0], both)
+    rewritten = [seal_row(replace(first, reason="because"), new.sign), *overheard.transitions[1:]]
+    with pytest.raises(InvalidInput, match="differ in signatures"):
+        desk.enter(overheard.versions, rewritten)
+    desk.enter(overheard.versions, overheard.transitions)
+    alone = desk.shelf.reopened(verify=PublicKeys.parse(new.public_text).verify)
+    assert [each.action for each in alone.history(desk.shelf.name)][-1] == "sign"
+    with pytest.raises(BadSignature):
+        desk.shelf.client.find(desk.shelf.name)

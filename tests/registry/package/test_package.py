@@ -1,0 +1,755 @@
+"""model.yaml: what is accepted, and the one line that refuses the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
+from penstock.registry.package import FORMATS, ModelSpec, discover, find, load_package, schema
+from penstock.registry.package.schema import schema_text
+from penstock.registry.package.spec_sections import Knobs
+from tests.servers import ROOT
+
+SAMPLES = ROOT / "models"
+
+PLAIN: dict[str, Any] = {
+    "name": "plain",
+    "version": "1",
+    "format": "python",
+    "entrypoint": "model:build",
+    "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}],
+    "outputs": [{"name": "y", "dtype": "float32", "shape": ["batch", 4]}],
+}
+ENCODER: dict[str, Any] = {
+    "name": "plain",
+    "version": "1",
+    "format": "transformers",
+    "source": {"path": "weights"},
+    "inputs": [{"name": "text", "dtype": "string", "shape": ["batch"]}],
+    "outputs": [{"name": "embedding", "dtype": "float32", "shape": ["batch", 8]}],
+}
+
+
+SCRIPTED: dict[str, Any] = {key: value for key, value in PLAIN.items() if key != "entrypoint"} | {
+    "format": "torchscript",
+    "weights": "model.pt",
+}
+SEQUENCES: dict[str, Any] = PLAIN | {"inputs": [{"name": "x", "dtype": "int64", "shape": ["batch", "sequence"]}]}
+
+
+def write(root: Path, document: object, folder: str = "plain/1") -> Path:
+    path = root / folder
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "model.yaml").write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    (path / "model.py").write_text("def build(): ...\n")
+    return path
+
+
+def test_sample_packages_are_valid_and_survive_the_broker():
+    """What a client reads from the broker is what the worker read from the file."""
+    found = discover(SAMPLES)
+    assert [(ref.name, ref.version) for ref in found] == [("counter", "1"), ("minilm", "1"), ("mlp", "1")]
+    for ref in found:
+        spec = load_package(ref.path).spec
+        assert ModelSpec.from_json(spec.to_json()) == spec
+
+
+def test_keys_of_a_newer_worker_are_ignored_by_an_older_client(models_root: Path):
+    """Rolling upgrades may put fields into the broker that a client does not know yet."""
+    spec = load_package(write(models_root, PLAIN)).spec
+    document = json.loads(spec.to_json())
+    document["stages"] = {"canary": 1}
+    document["batching"]["adaptive"] = True
+    document["inputs"][0]["codec"] = "raw"
+    assert ModelSpec.from_json(json.dumps(document).encode()) == spec
+
+
+def test_stored_spec_that_is_none_is_one_clear_line():
+    """A client that finds something else under the spec's key says so."""
+    with pytest.raises(ConfigurationError, match=r"^Stored model spec: "):
+        ModelSpec.from_json(b"not json")
+
+
+def changed(base: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {key: value for key, value in (base | fields).items() if value is not None}
+
+
+TENSOR = {"name": "x", "dtype": "float32", "shape": ["batch", 4]}
+
+REFUSED: list[tuple[str, object, str]] = [
+    ("missing format", changed(PLAIN, format=None), "format: missing, expected a value"),
+    (
+        "unknown format",
+        changed(PLAIN, format="pickle"),
+        "format: found \"pickle\", expected 'torchscript', 'python', 'pytorch', 'transformers' or 'onnx'",
+    ),
+    ("misspelt field", changed(PLAIN, entrypont="m:b"), "entrypont: unknown field, expected entrypoint"),
+    (
+        "misspelt section field",
+        changed(PLAIN, batching={"max_batchsize": 1}),
+        "batching.max_batchsize: unknown field, expected max_batch_size",
+    ),
+    (
+        "negative",
+        changed(PLAIN, batching={"max_batch_size": -1}),
+        "batching.max_batch_size: found -1, expected greater than or equal to 0",
+    ),
+    (
+        "string for a number",
+        changed(PLAIN, concurrency="2"),
+        'concurrency: found "2", expected a whole number, without quotes',
+    ),
+    (
+        "python without entry point",
+        changed(PLAIN, entrypoint=None),
+        "entrypoint: found None, expected module:build for format python",
+    ),
+    (
+        "entry point that climbs",
+        changed(PLAIN, entrypoint="../evil:build"),
+        "entrypoint: found '../evil:build', expected module:build for format python",
+    ),
+    (
+        "entry point that is not there",
+        changed(PLAIN, entrypoint="absent:build"),
+        "entrypoint: found 'absent:build', expected a module inside the package",
+    ),
+    ("other name", changed(PLAIN, name="other"), "name: found 'other', expected 'plain' as the folder says"),
+    ("other version", changed(PLAIN, version=2), "version: found '2', expected '1' as the folder says"),
+    (
+        "number that lost digits",
+        changed(PLAIN, version=1.1),
+        "version: found 1.1, expected text, in quotes where it looks like something else",
+    ),
+    (
+        "dtype",
+        changed(PLAIN, inputs=[TENSOR | {"dtype": "float"}]),
+        "inputs[0].dtype: found 'float', expected one of: bool, int8, int16, int32, int64, uint8, uint16, uint32, "
+        "uint64, float16, float32, float64, string",
+    ),
+    (
+        "extent",
+        changed(PLAIN, inputs=[TENSOR | {"shape": ["batch", 0]}]),
+        "inputs[0].shape[1]: found 0, expected an extent of at least 1 or a symbolic name such as batch",
+    ),
+    (
+        "batch elsewhere",
+        changed(PLAIN, inputs=[TENSOR | {"shape": [4, "batch"]}]),
+        "inputs[0]: shape: found (4, batch), expected batch as the first dimension only",
+    ),
+    (
+        "no batch",
+        changed(PLAIN, outputs=[TENSOR | {"shape": [4]}]),
+        "shape of x: expected batch as the first dimension unless streams is true",
+    ),
+    ("two of a name", changed(PLAIN, inputs=[TENSOR, TENSOR]), "inputs: found x, x, expected distinct names"),
+    (
+        "nothing required",
+        changed(PLAIN, inputs=[TENSOR | {"optional": True}]),
+        "inputs: found optional ones only, expected one that is required",
+    ),
+    (
+        "range",
+        changed(PLAIN, inputs=[TENSOR | {"min": 2, "max": 1}]),
+        "inputs[0]: min, max: found 2 > 1, expected min <= max",
+    ),
+    (
+        "range beyond the type",
+        changed(PLAIN, inputs=[TENSOR | {"dtype": "int8", "max": 1000}]),
+        "inputs[0]: max: found 1000, expected a value that int8 can hold",
+    ),
+    (
+        "range between the numbers of its type",
+        changed(PLAIN, inputs=[TENSOR | {"dtype": "int8", "min": 0.5}]),
+        "inputs[0]: min: found 0.5, expected a value that int8 can hold",
+    ),
+    (
+        "range that is none",
+        changed(PLAIN, inputs=[TENSOR | {"min": float("nan")}]),
+        "inputs[0].min: found nan, expected a finite number",
+    ),
+    (
+        "number beyond every float",
+        changed(PLAIN, inputs=[TENSOR | {"max": 10**400}]),
+        f"inputs[0].max: found 1{'0' * 79}, expected a finite number",
+    ),
+    (
+        "NaN of integers",
+        changed(PLAIN, inputs=[TENSOR | {"dtype": "int8", "allow_nan": True}]),
+        "inputs[0]: allow_nan: found true for dtype int8, expected it for floats only",
+    ),
+    (
+        "range of an output",
+        changed(PLAIN, outputs=[TENSOR | {"max": 1}]),
+        "outputs: x: max: found one, expected it for inputs only",
+    ),
+    (
+        "output that may be missing",
+        changed(PLAIN, outputs=[TENSOR | {"optional": True}]),
+        "outputs: x: optional: found one, expected it for inputs only",
+    ),
+    (
+        "row that fits into no message",
+        changed(PLAIN, inputs=[TENSOR | {"shape": ["batch", 10**6, 10**6]}]),
+        "inputs: x: found shape (batch, 1000000, 1000000), expected one row of all inputs within 10485760 bytes",
+    ),
+    (
+        "more inputs than a message holds",
+        changed(PLAIN, inputs=[TENSOR | {"name": f"x{number}"} for number in range(65)]),
+        'inputs: found [{"dtype": "float32", "name": "x0", "shape": ["batch", 4]}, {"dtype": "float32",, expected at '
+        "most 64 entries",
+    ),
+    (
+        "threads without end",
+        changed(PLAIN, concurrency=10**9),
+        "concurrency: found 1000000000, expected less than or equal to 64",
+    ),
+    (
+        "wait without end",
+        changed(PLAIN, batching={"max_wait_ms": float("inf")}),
+        "batching.max_wait_ms: found Infinity, expected a finite number",
+    ),
+    (
+        "exponent that YAML reads as text",
+        changed(PLAIN, timeout_s="1e2"),
+        'timeout_s: found "1e2", expected a number, without quotes; with an exponent as in 1.0e-3',
+    ),
+    (
+        "section without fields",
+        changed(PLAIN) | {"batching": None},
+        "batching: found null, expected a mapping of fields",
+    ),
+    ("mapping for a list", changed(PLAIN, inputs={"x": 1}), 'inputs: found {"x": 1}, expected a list'),
+    ("number for a name", changed(PLAIN) | {3: 1}, "[3]: found a field that is called 3, expected names of text"),
+    (
+        "source of code",
+        changed(PLAIN, source={"path": "."}),
+        "source: found one, expected none for format python",
+    ),
+    (
+        "embeddings of any width",
+        changed(ENCODER, outputs=[{"name": "e", "dtype": "float32", "shape": ["batch", "width"]}]),
+        "outputs: expected one float32 output of shape (batch, width) with a number as width, for format transformers",
+    ),
+    (
+        "length of nothing",
+        changed(PLAIN, batching={"length_input": "x"}),
+        "batching.length_input: found 'x', expected an input of text or with a symbolic dimension besides batch",
+    ),
+    (
+        "limit without length",
+        changed(PLAIN, batching={"max_tokens": 9}),
+        "batching.length_input: missing, expected with max_length, max_tokens and buckets",
+    ),
+    (
+        "cutting what is no text",
+        changed(SEQUENCES, batching={"length_input": "x", "truncate": True}),
+        "batching.truncate: found true, expected it for format transformers only",
+    ),
+    (
+        "buckets out of order",
+        changed(SEQUENCES, batching={"length_input": "x", "buckets": [64, 32]}),
+        "batching.buckets: found 64, 32, expected ascending lengths",
+    ),
+    (
+        "bucket of nothing",
+        changed(SEQUENCES, batching={"length_input": "x", "buckets": [0]}),
+        "batching.buckets[0]: found 0, expected greater than or equal to 1",
+    ),
+    (
+        "bucket beyond the limit",
+        changed(SEQUENCES, batching={"length_input": "x", "max_length": 16, "buckets": [8, 32]}),
+        "batching.buckets: found 32, expected at most max_length 16",
+    ),
+    (
+        "buckets without a length",
+        changed(PLAIN, batching={"buckets": [8]}),
+        "batching.length_input: missing, expected with max_length, max_tokens and buckets",
+    ),
+    (
+        "buckets of tensors",
+        changed(SEQUENCES, batching={"length_input": "x", "buckets": [8, 32]}),
+        "batching.buckets: found 8, 32, expected them for an encoder of transformers only: other models would take "
+        "padding for input",
+    ),
+    (
+        "buckets of a pipeline",
+        changed(ENCODER, task="fill-mask", batching={"length_input": "text", "buckets": [8]}),
+        "batching.buckets: found 8, expected them for an encoder of transformers only: other models would take "
+        "padding for input",
+    ),
+    (
+        "source outside",
+        changed(ENCODER, source={"path": "../other"}),
+        "source.path: found '../other', expected a relative path inside the package",
+    ),
+    (
+        "TensorFlow",
+        changed(PLAIN, format="SavedModel"),
+        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx; TensorFlow is "
+        "not served, export to onnx",
+    ),
+    (
+        "remote code",
+        changed(ENCODER, source={"path": ".", "trust_remote_code": True}),
+        "source: trust_remote_code: found True, expected none: code that comes with weights is never run",
+    ),
+    (
+        "remote code at the top, switched off",
+        changed(ENCODER, trust_remote_code=False),
+        "trust_remote_code: found False, expected none: code that comes with weights is never run",
+    ),
+    (
+        "sharding",
+        changed(PLAIN, auto_shard_model=True),
+        "auto_shard_model: found True, expected none: a model is served by one device and is not sharded",
+    ),
+    (
+        "pickled weights",
+        changed(PLAIN, format="pytorch", weights="model.bin"),
+        "weights: found 'model.bin', expected a file .safetensors for format pytorch; a pickle can run code",
+    ),
+    (
+        "checkpoint for ONNX",
+        changed(SCRIPTED, format="onnx", weights="model.ckpt"),
+        "weights: found 'model.ckpt', expected a file .onnx for format onnx; a pickle can run code",
+    ),
+    (
+        "no weights",
+        changed(SCRIPTED, weights=None),
+        "weights: missing, expected a file .pt or .ts for format torchscript",
+    ),
+    (
+        "weights that are not there",
+        changed(SCRIPTED, weights="absent.pt"),
+        "weights: found 'absent.pt', expected a file of the package",
+    ),
+    (
+        "weights outside",
+        changed(SCRIPTED, weights="../model.pt"),
+        "weights: found '../model.pt', expected a relative path inside the package",
+    ),
+    (
+        "weights of a function",
+        changed(PLAIN, weights="model.pt"),
+        "weights: found 'model.pt', expected none for format python",
+    ),
+    (
+        "entry point of TorchScript",
+        changed(SCRIPTED, entrypoint="model:build"),
+        "entrypoint: found one, expected none for format torchscript",
+    ),
+    ("task elsewhere", changed(PLAIN, task="fill-mask"), "task: found one, expected none for format python"),
+    (
+        "task that is none",
+        changed(ENCODER, task="Fill Mask"),
+        "task: found 'Fill Mask', expected a pipeline's name such as text-classification",
+    ),
+    (
+        "branch of a repository",
+        changed(ENCODER, source={"hub": "org/name", "revision": "main"}),
+        "source: revision: found 'main', expected a commit of 40 hex digits",
+    ),
+    (
+        "repository without a commit",
+        changed(ENCODER, source={"hub": "org/name"}),
+        "source: revision: found None, expected a commit of 40 hex digits",
+    ),
+    (
+        "repository that climbs",
+        changed(ENCODER, source={"hub": "../name", "revision": "0" * 40}),
+        "source: hub: found '../name', expected organisation/name",
+    ),
+    (
+        "repository with the cache's separator",
+        changed(ENCODER, source={"hub": "org--other/name", "revision": "0" * 40}),
+        "source: hub: found 'org--other/name', expected organisation/name",
+    ),
+    (
+        "two sources",
+        changed(ENCODER, source={"hub": "org/name", "revision": "0" * 40, "package": "os"}),
+        "source: hub: found beside package, expected one of them",
+    ),
+    (
+        "commit of nothing",
+        changed(ENCODER, source={"revision": "0" * 40}),
+        "source: revision: found without hub, expected both or neither",
+    ),
+    (
+        "checksum",
+        changed(PLAIN, files={"model.py": "abc"}),
+        "files.model.py: found 'abc', expected a SHA-256 of 64 lower-case hex digits",
+    ),
+    (
+        "codec",
+        changed(PLAIN, codecs={"default": "pickle"}),
+        "codecs.default: found \"pickle\", expected 'json' or 'base64'",
+    ),
+    (
+        "codec misspelt",
+        changed(PLAIN, codecs={"defualt": "json"}),
+        "codecs.defualt: unknown field, expected default",
+    ),
+    (
+        "precision",
+        changed(PLAIN, precision="int4"),
+        "precision: found \"int4\", expected 'auto', 'fp32', 'bf16' or 'fp16'",
+    ),
+    ("device", changed(PLAIN, device="tpu"), "device: found \"tpu\", expected 'auto', 'cpu' or 'cuda'"),
+    ("level", changed(PLAIN, max_level=5), "max_level: found 5, expected less than or equal to 4"),
+    ("memory", changed(PLAIN, memory_mb=0), "memory_mb: found 0, expected greater than or equal to 1"),
+    (
+        "knob",
+        changed(PLAIN, policy={"endpoints": {"fast": {"rollout_percent": 101}}}),
+        "policy.endpoints.fast.rollout_percent: found 101, expected less than or equal to 100",
+    ),
+    (
+        "knob misspelt",
+        changed(PLAIN, policy={"default": {"windowms": 1}}),
+        "policy.default.windowms: unknown field, expected window_ms",
+    ),
+    (
+        "knobs beside the endpoints",
+        changed(PLAIN, policy={"window_ms": 1}),
+        "policy.window_ms: unknown field, expected one of: default, endpoints",
+    ),
+    (
+        "endpoint that is no name",
+        changed(PLAIN, policy={"endpoints": {"../x": {}}}),
+        "policy: endpoints: Bad endpoint name '../x'. Expected 1 to 64 characters of a-z, 0-9, '.', '_' or '-', "
+        "starting with a letter or digit",
+    ),
+    (
+        "encoder of numbers",
+        changed(ENCODER, inputs=[TENSOR]),
+        "inputs: expected one string input of shape (batch,) for format transformers",
+    ),
+    (
+        "streams elsewhere",
+        changed(PLAIN, format="pytorch", streams=True),
+        "streams: found true, expected it for format python only, with max_batch_size 1",
+    ),
+    ("a list", [1, 2], "found list, expected a mapping of fields"),
+]
+
+
+@pytest.mark.parametrize(("document", "text"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_refusal_names_the_file_the_field_what_was_found_and_expected(models_root: Path, document: object, text: str):
+    """A package that cannot work is refused in one line (IN-023, IN-024, IN-025)."""
+    with pytest.raises(ConfigurationError) as refused:
+        load_package(write(models_root, document))
+    assert str(refused.value) == f"plain/1/model.yaml: {text}"
+
+
+def test_broken_yaml_names_the_line(models_root: Path):
+    """A syntax error points at its line, and YAML tags build no objects."""
+    with pytest.raises(ConfigurationError, match=r"^plain/1/model.yaml, line 2: not valid YAML$"):
+        load_package(write(models_root, "name: plain\nversion: ]\n"))
+    with pytest.raises(ConfigurationError, match="not valid YAML"):
+        load_package(write(models_root, "name: !!python/object/apply:os.getcwd []\n"))
+
+
+def test_field_that_is_there_twice_is_refused(models_root: Path):
+    """YAML's parser would take the last one without a word (IN-024); what a merge key brings may be said again."""
+    text = "\n".join(f"{field}: {json.dumps(value)}" for field, value in PLAIN.items())
+    for more, problem in (
+        ("concurrency: 2\nconcurrency: 3\n", "line 8: found concurrency twice, expected distinct names"),
+        ("batching: {max_bytes: 1, max_bytes: 2}\n", "line 7: found max_bytes twice, expected distinct names"),
+    ):
+        with pytest.raises(ConfigurationError) as refused:
+            load_package(write(models_root, f"{text}\n{more}"))
+        assert str(refused.value) == f"plain/1/model.yaml, {problem}"
+    merged = f"{text}\npolicy: {{default: &d {{window_ms: 1}}, endpoints: {{e: {{<<: *d, window_ms: 2}}}}}}\n"
+    assert load_package(write(models_root, merged)).spec.policy_for("e").window_ms == 2
+
+
+def test_folder_without_a_spec_is_refused(models_root: Path):
+    """A worker that is pointed at nothing says which file it misses, and where it belongs."""
+    with pytest.raises(ConfigurationError) as refused:
+        load_package(models_root / "absent" / "1")
+    assert str(refused.value) == (
+        "absent/1/model.yaml: cannot be read (No such file or directory), expected it in <models root>/<name>/<version>"
+    )
+
+
+def test_folder_may_be_named_by_a_detour(models_root: Path):
+    """Name and version are those of the folder that a path with `..` in it leads to."""
+    folder = write(models_root, PLAIN)
+    assert load_package(folder / ".." / "1").spec.reference == "plain/1"
+
+
+def test_source_in_a_module_that_was_not_imported_is_refused(models_root: Path):
+    """`__main__` is no installed package, and neither is a single file: one line, no traceback."""
+    for module in ("__main__", "json_without_a_folder", "this"):
+        package = load_package(write(models_root, changed(ENCODER, source={"package": module})))
+        with pytest.raises(ConfigurationError, match=rf"source\.package: {module} is not installed, expected an inst"):
+            package.manifest()
+
+
+def test_code_outside_the_trusted_roots_is_refused(models_root: Path, tmp_path: Path):
+    """A package that runs code counts only under a trusted root, wherever a link pretends it lies."""
+    real = write(tmp_path / "elsewhere", PLAIN)
+    (models_root / "plain").mkdir()
+    link = models_root / "plain" / "1"
+    link.symlink_to(real)
+    with pytest.raises(ConfigurationError, match="outside the trusted roots"):
+        load_package(link)
+    assert load_package(link, [tmp_path / "elsewhere"]).spec.name == "plain"
+
+
+def test_entry_point_that_leads_out_of_the_package_is_refused(models_root: Path):
+    """A package's code is what lies in its folder, not what a link in it points at."""
+    folder = write(models_root, PLAIN)
+    (models_root / "shared.py").write_text("def build(): ...\n")
+    (folder / "model.py").unlink()
+    (folder / "model.py").symlink_to(models_root / "shared.py")
+    with pytest.raises(ConfigurationError, match="expected a module inside the package"):
+        load_package(folder)
+
+
+def test_weights_outside_the_package_are_refused(models_root: Path, tmp_path: Path):
+    """A link inside the package must not lead out of it."""
+    folder = write(models_root, ENCODER)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "weights").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(
+        ConfigurationError, match=r"source\.path: found 'weights', expected a folder inside the package"
+    ):
+        load_package(folder).source_folder()
+
+
+def test_links_that_lead_in_a_circle_are_refused(models_root: Path):
+    """Somebody's broken copy is one line about that package: its code, its weights, their folder, any other file."""
+    for name, document, link, text in (
+        ("code", PLAIN, "model.py", "entrypoint: found 'model:build', expected a module inside the package"),
+        ("scripted", SCRIPTED, "model.pt", "weights: found 'model.pt', expected a file of the package"),
+        ("encoder", ENCODER, "weights", "source.path: found 'weights', expected a folder inside the package"),
+    ):
+        folder = write(models_root, document | {"name": name}, f"{name}/1")
+        (folder / link).unlink(missing_ok=True)
+        (folder / link).symlink_to(link)
+        with pytest.raises(ConfigurationError) as refused:
+            load_package(folder).source_folder()
+        assert str(refused.value) == f"{name}/1/model.yaml: {text}"
+    folder = write(models_root, PLAIN)
+    (folder / "notes").symlink_to("notes")
+    with pytest.raises(ConfigurationError, match=r"^plain/1: file notes: cannot be read \("):
+        load_package(folder).manifest()
+
+
+def test_a_file_system_that_does_not_answer_is_one_line(models_root: Path):
+    """Here a name that is too long for it."""
+    folder = write(models_root, SCRIPTED | {"weights": f"{'x' * 300}.pt"})
+    with pytest.raises(ConfigurationError, match=r"^plain/1: x{80}: cannot be read \(File name too long\)$"):
+        load_package(folder)
+    with pytest.raises(ConfigurationError, match=r"^Models root 'x{300}' cannot be read \(File name too long\)$"):
+        discover(models_root / ("x" * 300))
+
+
+def test_weights_in_an_installed_package_are_found_without_importing_it(models_root: Path):
+    """A `source.package` that is missing is named."""
+    assert (load_package(SAMPLES / "minilm" / "1").source_folder() / "model.safetensors").is_file()
+    folder = write(models_root, changed(ENCODER, source={"package": "no_such_package", "path": "model"}))
+    with pytest.raises(ConfigurationError, match=r"source\.package: no_such_package is not installed"):
+        load_package(folder).source_folder()
+
+
+def test_highest_version_is_found_by_number(models_root: Path):
+    """10 is above 9, and a release above its candidate."""
+    for version in ("9", "10", "2.0-rc1", "11-rc1"):
+        write(models_root, PLAIN | {"version": version}, f"plain/{version}")
+    assert [ref.version for ref in discover(models_root)] == ["2.0-rc1", "9", "10", "11-rc1"]
+    write(models_root, PLAIN | {"version": "11"}, "plain/11")
+    assert find(models_root, "plain").version == "11"
+    assert find(models_root, "plain", "9").path == models_root / "plain" / "9"
+
+
+def test_unknown_model_says_which_versions_exist(models_root: Path):
+    """Neither a missing model nor a missing version is an empty answer; a name that climbs is refused."""
+    write(models_root, PLAIN)
+    with pytest.raises(UnknownModel, match=r"^Unknown model 'absent'\. It has no package$"):
+        find(models_root, "absent")
+    with pytest.raises(UnknownModel, match=r"^Unknown model 'plain/2'\. Expected version: 1$"):
+        find(models_root, "plain", "2")
+    with pytest.raises(InvalidInput, match="Bad model name"):
+        find(models_root, "../plain")
+
+
+def test_missing_models_root_is_a_configuration_error(tmp_path: Path):
+    """A worker that is pointed at no folder does not start empty."""
+    with pytest.raises(ConfigurationError, match="Models root 'absent' is not a folder"):
+        discover(tmp_path / "absent")
+
+
+def test_versions_lie_side_by_side_and_a_root_lists_only_its_own(models_root: Path, tmp_path: Path):
+    """Another models root has other models, each with its versions (IN-013, IN-022)."""
+    for version in ("1", "2"):
+        write(models_root, PLAIN | {"version": version}, f"plain/{version}")
+    write(tmp_path / "other", PLAIN | {"name": "else"}, "else/1")
+    assert [(ref.name, ref.version) for ref in discover(models_root)] == [("plain", "1"), ("plain", "2")]
+    assert [(ref.name, ref.version) for ref in discover(tmp_path / "other")] == [("else", "1")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format": "torchscript", "weights": "model.pt", "entrypoint": None},
+        {"format": "torchscript", "weights": "nested/model.ts", "entrypoint": None},
+        {"format": "onnx", "weights": "model.onnx", "entrypoint": None},
+        {"format": "pytorch", "weights": "model.safetensors"},
+        {"format": "pytorch"},
+        {"format": "python"},
+    ],
+    ids=lambda fields: f"{fields['format']} {fields.get('weights', '')}",
+)
+def test_each_format_names_its_weights(fields: dict[str, Any], models_root: Path):
+    """The file is found in the package; a format without weights has none (IN-024)."""
+    folder = models_root / "plain" / "1"
+    if name := fields.get("weights"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"weights")
+    package = load_package(write(models_root, changed(PLAIN, **fields)))
+    assert package.weights_file() == ((folder / name).resolve() if name else None)
+
+
+@pytest.mark.parametrize(
+    "base", [PLAIN, ENCODER, ENCODER | {"task": "text-classification"}], ids=["plain", "encoder", "pipeline"]
+)
+def test_every_optional_field_survives_the_broker(base: dict[str, Any], models_root: Path):
+    """A client knows what the worker knows, but for the checksums (IN-026, IN-027, AR-023)."""
+    document = base | {
+        "batching": {"length_input": base["inputs"][0]["name"], "max_length": 64},
+        "codecs": {"default": "base64"},
+        "concurrency": 3,
+        "precision": "bf16",
+        "device": "cpu",
+        "max_level": 3,
+        "memory_mb": 100,
+        "policy": {"default": {"cache_ttl_s": 60}, "endpoints": {"fast": {"window_ms": 1.5}}},
+        "files": {"model.py": "0" * 64},
+    }
+    if base is PLAIN:
+        document["inputs"] = SEQUENCES["inputs"]
+    if base is ENCODER:
+        document["batching"]["buckets"] = [16, 32, 64]
+    spec = load_package(write(models_root, document)).spec
+    read = ModelSpec.from_json(spec.to_json())
+    assert read == spec.model_copy(update={"files": None})
+    buckets = (16, 32, 64) if base is ENCODER else ()
+    assert (read.batching.buckets, read.codecs.default, read.precision) == (buckets, "base64", "bf16")
+
+
+def test_policy_of_an_endpoint_falls_back_knob_by_knob():
+    """The endpoint's own knob, else the policy's default, else the model's; None is the setting's (AR-023)."""
+    own = {"batching": {"max_wait_ms": 7}, "precision": "fp16", "concurrency": 2}
+    policy = {
+        "default": {"window_ms": 5, "cache_ttl_s": 60, "fallback_runtime": "reference"},
+        "endpoints": {"fast": {"window_ms": 0, "concurrency": 4, "precision": "bf16", "rollout_percent": 10}},
+    }
+    spec = ModelSpec.model_validate(PLAIN | own | {"policy": policy})
+    assert spec.policy_for("fast") == Knobs(
+        window_ms=0,
+        precision="bf16",
+        concurrency=4,
+        cache_ttl_s=60,
+        fallback_runtime="reference",
+        rollout_percent=10,
+    )
+    assert spec.policy_for("infer") == Knobs(
+        window_ms=5, precision="fp16", concurrency=2, cache_ttl_s=60, fallback_runtime="reference"
+    )
+    assert ModelSpec.model_validate(PLAIN).policy_for("infer") == Knobs(concurrency=1)
+
+
+def test_513_are_refused_where_512_are_the_limit():
+    """Longer than the model's or the setting's limit is refused before anything is written (CX-022)."""
+    own = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "max_length": 1024}})
+    for length in (512, 513):
+        own.signature.check({"x": [[1] * length]})
+    lowered = own.limited_to(512)
+    lowered.signature.check({"x": [[1] * 512]})
+    with pytest.raises(InvalidInput, match=r"^x: 513 long\. Expected at most 512$"):
+        lowered.signature.check({"x": [[1] * 513]})
+
+
+def test_lowering_a_limit_never_raises_it():
+    """A model's own lower limit stays, buckets beyond the limit go, and a model without a length has no limit."""
+    short = ModelSpec.model_validate(SEQUENCES | {"batching": {"length_input": "x", "max_length": 16}})
+    assert short.limited_to(512) == short
+    assert ModelSpec.model_validate(PLAIN).limited_to(512).batching.max_length is None
+    bucketed = ModelSpec.model_validate(ENCODER | {"batching": {"length_input": "text", "buckets": [8, 32]}})
+    assert bucketed.limited_to(16).batching.buckets == (8,)
+    encoder = ModelSpec.model_validate(ENCODER).limited_to(512)
+    assert (encoder.batching.max_length, encoder.batching.length_input) == (512, "text")
+
+
+@pytest.mark.parametrize(
+    ("own", "positions", "setting", "limit"),
+    [(None, 256, 512, 256), (None, 1024, 512, 512), (None, None, 512, 512), (128, 1024, 512, 128)],
+)
+def test_a_setting_never_asks_for_more_than_the_weights_read(
+    own: int | None, positions: int | None, setting: int, limit: int, models_root: Path
+):
+    """The setting lowers what an encoder's package and weights allow; it makes no package unloadable (CX-022)."""
+    batching = {"batching": {"length_input": "text", "max_length": own}} if own else {}
+    folder = write(models_root, ENCODER | {"source": {"path": "."}} | batching)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    assert load_package(folder).limited_to(setting).spec.batching.max_length == limit
+
+
+def test_clients_do_not_count_the_tokens_of_a_text():
+    """A limit in tokens is the worker's to apply: a client would count characters."""
+    limited = ModelSpec.model_validate(ENCODER | {"batching": {"length_input": "text", "max_length": 16}})
+    limited.signature.check({"text": ["a" * 100]})
+
+
+def test_committed_schema_is_that_of_the_model():
+    """Editors check model.yaml with what `python -m penstock.registry.package.schema` writes."""
+    committed = Path(schema.__file__).with_name("model.schema.json").read_text()
+    assert committed == schema_text(), (
+        "run: python -m penstock.registry.package.schema > registry/package/model.schema.json"
+    )
+
+
+def test_every_field_of_the_schema_is_described():
+    """Whoever writes a package reads there what a field means."""
+    schema = json.loads(schema_text())
+    tables = {"model.yaml": schema, **schema["$defs"]}
+    bare = [
+        f"{table}.{name}"
+        for table, definition in tables.items()
+        for name, field in definition.get("properties", {}).items()
+        if "description" not in field
+    ]
+    assert bare == []
+    assert schema["properties"]["format"]["enum"] == list(FORMATS)
+
+
+def test_a_pipe_or_a_flood_in_the_place_of_a_model_yaml_is_refused(tmp_path: Path):
+    """Neither is waited for, nor read into memory."""
+    folder = tmp_path / "piped" / "1"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "model.yaml")
+    with pytest.raises(ConfigurationError, match="regular file"):
+        load_package(folder)
+    flood = tmp_path / "flood" / "1"
+    flood.mkdir(parents=True)
+    with (flood / "model.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigurationError, match="flood/1"):
+        load_package(flood)
+
+
+@pytest.mark.parametrize("field", ["auto_shard_model", "sharding", "sharding_axis_dims"])
+def test_models_are_not_sharded_and_the_refusal_says_so(models_root: Path, field: str):
+    """Fields by which other servers spread a model over devices have the reason in place of a guess (ES-018)."""
+    with pytest.raises(ConfigurationError) as refused:
+        load_package(write(models_root, changed(PLAIN, **{field: [1, 1, 1, -1, 1]})))
+    reason = "expected none: a model is served by one device and is not sharded"
+    assert str(refused.value) == f"plain/1/model.yaml: {field}: found [1, 1, 1, -1, 1], {reason}"

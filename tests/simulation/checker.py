@@ -1,0 +1,557 @@
+"""One schedule from its seed to its verdict.
+
+seed -> Plan -> Simulation: clients and workers, stepped until all is quiet --> Outcome
+                    |  forwards, effects, records -> tests/faults/history.py: lost, duplicated, unexpected
+                    '-> states, deadlines, cancels, redelivery, hang
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from penstock.registry.broker.base import Limits, State
+from penstock.registry.broker.redis_scripts import REPLY_TTL_MS
+from penstock.registry.deployment import Deployment
+from penstock.registry.envelope import ResultHeader, open_result
+from penstock.registry.package import ModelSpec, Package
+from penstock.registry.settings import Settings
+from penstock.registry.tensors import decode
+from penstock.workers.versions.deployment_store import Remembered, epoch_of
+from tests.faults.history import Effect, History, check
+from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
+from tests.simulation.client import Client, Job
+from tests.simulation.operators import Operator
+from tests.simulation.plan import (
+    LEASE_S,
+    Fault,
+    Making,
+    Plan,
+    Promotion,
+    draw,
+    draw_promotions,
+    draw_replay,
+    draw_versions,
+)
+from tests.simulation.virtual_time import World
+from tests.simulation.worker import Machine, Seat, SteppedDrain, Supervisor, Worker, content_hash_of
+
+__all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
+
+_ENDS: Final[dict[Making, State]] = {
+    "good": State.COMPLETED,
+    "bad": State.FAILED,
+    "flaky": State.COMPLETED,
+    "poison": State.DEAD,
+    "hung": State.DEAD,
+}
+_PATIENCE_S: Final = 60.0
+"""Quiet must come so long after the last fault; the longest lease, freeze and retry need less."""
+_FORWARD_LIMIT_S: Final = 3.0
+_PAUSE_S: Final = 1.5
+"""A worker learns once a second that a model is paused."""
+_REDELIVERY_S: Final = LEASE_S + 1.0
+_ADOPTION_S: Final = 0.8
+"""A worker looks four times in a lease for what was handed over."""
+_HEARD_OF_S: Final = 2.6
+"""A worker reports once a second, and another reads that within a second and a quarter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """The parts of a schedule that may be broken on purpose; see mutants.py."""
+
+    name: str
+    end: type[UnreliableEnd] = UnreliableEnd
+    drain: type[SteppedDrain] = SteppedDrain
+    remembered: Callable[[Remembered], Remembered] = lambda machine: machine
+
+
+SOUND: Final = Mutation("sound")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one schedule."""
+
+    seed: int
+    violations: tuple[str, ...]
+    digest: str
+    steps: int
+    jobs: int
+    re_executed: int
+    injected: Counter[str]
+    plan: Plan
+    trace: tuple[str, ...]
+
+
+class Simulation:
+    """The processes of one schedule and what they are to each other."""
+
+    def __init__(self, seed: int, mutation: Mutation) -> None:
+        rng = Random(seed)
+        self.seed = seed
+        # Numbers of their own, here and below: the schedules of before they were drawn stay as they are.
+        self.plan = draw_versions(Random(f"versions of {seed}"), draw(rng))
+        self.world = World(rng)
+        self.mutation = mutation
+        self.truth = Truth()
+        self.packages = _packages(self.plan.models, self.plan.max_rows, self.plan.concurrency)
+        self.history = History()
+        self.machine = Machine()
+        self._promotions = draw_promotions(Random(f"promotions of {seed}"), self.plan)
+        self.truth.answering = {package.spec.name: [(-1.0, 0, "1")] for package in self.packages}
+        self._replay_at = draw_replay(Random(f"replay of {seed}"), self.plan) if self._promotions else None
+        self.truth.when_handed_over = self._expect_adoption
+        self._settings = _settings(self.plan.single_flight, self.plan.keeps_answers)
+        self._max_crashes = self._settings.inference.queue.max_crashes
+        self._ends: list[UnreliableEnd] = []
+        self._jobs: dict[str, Job] = {}
+        self._numbers = itertools.count(1)
+        self._labels = itertools.count(1)
+        self._faults_left = len(self.plan.faults)
+        self._promotions_left = len(self._promotions)
+        self.workers: list[Worker] = []
+        self._flaked: set[float] = set()
+        self._mended: set[float] = set()
+        self._paused_since: dict[str, float] = {}
+        self._handed_over: dict[Entry, float] = {}
+        """When each was, for the last time."""
+        limits = Limits(self.plan.max_depth, 0, TTL_MS)
+        self.supervisor = Supervisor(self)
+        self._operator = Operator(self) if self.plan.has_operator else None
+        self._clients = [Client(self, index, limits) for index in range(2)]
+
+    def run(self) -> bool:
+        """Everything happens; False when it does not come to rest."""
+        for order in self.plan.orders:
+            self._clients[order.client].plan(order, self.packages[order.model].spec)
+        for client in self._clients:
+            client.begin_reading()
+        for fault in self.plan.faults:
+            self.world.after(fault.at, partial(self._strike, fault))
+        for promotion in self._promotions:
+            self.world.after(promotion.at, partial(self._promote, promotion))
+        if self._replay_at is not None:
+            self.world.after(self._replay_at, self._put_back)
+        for _ in range(self.plan.workers):
+            self.boot()
+        is_quiet = self.world.run(self._is_quiet, self.plan.until + _PATIENCE_S)
+        self.world.is_over = True
+        for client in self._clients:
+            client.read()
+        return is_quiet
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        for end in self._ends:
+            end.close()
+
+    # What the processes ask
+
+    def connect(self, caller: Caller) -> UnreliableEnd:
+        """An end of the broker for one process."""
+        shared = self._ends[0] if self._ends else None
+        self._ends.append(self.mutation.end(self.world, self.plan, self.truth, caller, shared))
+        return self._ends[-1]
+
+    def next_number(self) -> int:
+        """A job's own."""
+        return next(self._numbers)
+
+    def know(self, job: Job) -> None:
+        """A client is about to offer it."""
+        for job_id in job.job_ids:
+            self._jobs[job_id] = job
+
+    def mend(self, job_id: str) -> None:
+        """From now on the model takes the job's question like any other."""
+        self._mended.add(self._jobs[job_id].question)
+
+    def forward_s(self) -> float:
+        """How long the next forward takes."""
+        rng = self.world.rng
+        if self.plan.has_long_forwards and rng.random() < 0.2:
+            return rng.uniform(1.2, 2.6)
+        return self.plan.forward_s * rng.uniform(0.3, 2.0)
+
+    def forward_begins(self, worker: Worker, seat: Seat, questions: list[float]) -> set[Making]:
+        """A model is asked: nothing may be among it that was late or withdrawn when its batch began.
+
+        Returns what the jobs are made to do.
+        """
+        self.world.note(f"forward {worker.label} {questions}")
+        asked, jobs, (began, began_ms) = set(questions), seat.jobs(), seat.began
+        # A job that is cut into slices, or taken out of a failed batch, has begun once all the same.
+        self.history.forwards += sorted(asked - seat.asked)
+        seat.asked |= asked
+        makings: set[Making] = set()
+        if len({claimed.label for claimed in jobs}) > 1:
+            self.world.violate(f"a batch of two versions: {questions}")
+        for claimed in jobs:
+            job = self._jobs[claimed.header.id]
+            if job.question not in asked:
+                continue
+            if claimed.delivery.crashes and (len(jobs) > 1 or len(worker.drain.active()) > 1):
+                self.world.violate(f"a suspect in company: {job.number}")
+            if self.truth.withdrawn.get(claimed.header.id, began) < began:
+                self.world.violate(f"ran after it was withdrawn: {job.number}")
+            deadline_s = job.order.deadline_s
+            if deadline_s and began_ms > self.truth.accepted_ms[claimed.header.id] + deadline_s * 1000:
+                self.world.violate(f"ran after its deadline: {job.number}")
+            if (
+                self._paused_since.get(claimed.header.model, began) < began - _PAUSE_S
+                and worker.disturbed_at < began - 3
+            ):
+                self.world.violate(f"ran while its model was paused: {job.number}")
+            if job.order.making == "flaky":
+                # Its own retry finds it mended; the batch in which it failed first is only taken apart.
+                if job.question in self._flaked:
+                    continue
+                if len(asked) == 1:
+                    self._flaked.add(job.question)
+            if job.question not in self._mended:
+                makings.add(job.order.making)
+        return makings
+
+    def expect_redelivery(self, dead: Worker, leased: list[Entry]) -> None:
+        """Its jobs must go to another within a lease and a second, if another lives in peace all that time."""
+        since = self.world.now
+        peers = [worker for worker in self.workers if worker.may_take_over(since)]
+        if not leased or not peers or self._is_troubled(since):
+            return
+
+        def check_in_time() -> None:
+            still_able = [peer for peer in peers if peer.may_take_over(since)]
+            if still_able and not self._is_troubled(since):
+                forgotten = set(leased) & set(dead.end.leased_to(dead.drain.consumer))
+                if forgotten:
+                    self.world.violate(f"not redelivered within {_REDELIVERY_S:g} s: {len(forgotten)} of {dead.label}")
+
+        self.world.after(_REDELIVERY_S, check_in_time)
+
+    def labels_of(self, worker: str) -> list[str]:
+        """The versions that lie on a worker's disk."""
+        has_third = Random(f"disk of {worker} in {self.seed}").random() < 0.5
+        return ["1", "2", "3"] if has_third else ["1", "2"]
+
+    def is_nowhere(self, worker: Worker, slot: str, label: str) -> None:
+        """A worker fails a job as nobody has the version: nobody may have had it for long enough to be heard of."""
+        since = self.world.now - _HEARD_OF_S
+        if self._is_lossy or self._is_troubled(since) or worker.disturbed_at >= since:
+            return
+        having = [each.label for each in self.workers if each.has_had(slot, label, since)]
+        if having:
+            self.world.violate(f"failed, and a worker had it: {slot}/{label}, {having} and not {worker.label}")
+
+    def _expect_adoption(self, entries: list[Entry], version: str) -> None:
+        """Whoever has the version, in peace all that time, must take what was handed over for it."""
+        since, (slot, _, _) = self.world.now, entries[0]
+        self._handed_over.update(dict.fromkeys(entries, since))
+        if self._is_lossy or self._is_troubled(since):
+            return
+
+        def check_in_time() -> None:
+            if self._is_troubled(since) or slot in self._paused_since:
+                return
+            having = [each.label for each in self.workers if each.has_had(slot, version, since)]
+            waiting = set(entries) & set(self._ends[0].leased_to(f"version {version}"))
+            # One that could not load it has handed some over once more.
+            waiting = {entry for entry in waiting if self._handed_over[entry] == since}
+            if having and waiting:
+                self.world.violate(f"not adopted within {_ADOPTION_S:g} s: {len(waiting)} by {having}")
+
+        self.world.after(_ADOPTION_S, check_in_time)
+
+    @property
+    def _is_lossy(self) -> bool:
+        """Whether reports may come late at any time."""
+        return bool(self.plan.loss or self.plan.delay)
+
+    def _put_back(self) -> None:
+        """Somebody puts the first record of a model back, once the later one is known everywhere on this machine."""
+        for slot, history in self.truth.answering.items():
+            _, newest, _ = history[-1]
+            living = [worker for worker in self.workers if not worker.is_gone]
+            known = [epoch_of(self.machine.last(slot)), *(worker.drain.epoch_of(slot) for worker in living)]
+            if len(history) > 2 and set(known) == {newest}:
+                _, epoch, version = history[1]
+                self.world.inject("replay", f"{slot} epoch {epoch}")
+                self._ends[0].put_back(slot, epoch, _record(epoch, slot, version))
+
+    def _is_troubled(self, since: float) -> bool:
+        return self.world.down_until >= since or self.world.disturbed_at >= since
+
+    def has_left(self, worker: Worker) -> None:
+        """A worker has wound up: nothing may still be leased to it, were the network sound."""
+        kept = worker.end.leased_to(worker.drain.consumer)
+        if kept and not self.plan.loss and not self.plan.delay and worker.disturbed_at < 0 and not self._had_outage:
+            self.world.violate(f"left with {len(kept)} leases: {worker.label}")
+
+    @property
+    def _had_outage(self) -> bool:
+        return self.world.down_until > 0
+
+    def boot(self) -> None:
+        """Another worker."""
+        self.workers = [worker for worker in self.workers if not worker.is_gone]
+        self.workers.append(Worker(self, f"w{next(self._labels)}", self._settings))
+
+    def _strike(self, fault: Fault) -> None:
+        world = self.world
+        if fault.kind == "pause":
+            self._pause(self.packages[fault.worker % len(self.packages)].spec.name, fault.seconds)
+            return
+        self._faults_left -= 1
+        if fault.kind == "outage":
+            world.inject("outage")
+            world.down_until = max(world.down_until, world.now + fault.seconds)
+            self._outlast_jump()
+        elif fault.kind == "jump":
+            world.inject("jump", f"{fault.seconds:g} s")
+            world.skew_s += fault.seconds
+            world.disturbed_at = world.now
+            self._outlast_jump()
+        elif living := [worker for worker in self.workers if not worker.is_gone]:
+            if fault.kind == "drain" and fault.nth > 1:
+                world.inject("rolling restart")
+                for turn, worker in enumerate(living):
+                    world.after(0.4 * turn, partial(worker.terminate, fault.seconds))
+            else:
+                self._strike_worker(fault, living[fault.worker % len(living)])
+
+    def _promote(self, promotion: Promotion) -> None:
+        name, version = self.packages[promotion.model].spec.name, promotion.version
+        self.world.inject("promotion", f"{name}/{version}")
+        record = _record(promotion.epoch, name, version)
+        self._ends[0].activate(name, promotion.epoch, record, version, b"{}")
+        self._promotions_left -= 1
+
+    def _outlast_jump(self) -> None:
+        """Leases that lapsed by a jump of the clock are not renewed before the broker is back."""
+        if self.world.disturbed_at >= self.world.now - 2 * LEASE_S:
+            self.world.disturbed_at = max(self.world.disturbed_at, self.world.down_until)
+
+    def _pause(self, slot: str, seconds: float) -> None:
+        """An operator pauses the model for a while. Nobody takes over its jobs meanwhile."""
+        world, end = self.world, self._ends[0]
+        world.inject("pause", slot)
+        world.disturbed_at = max(world.disturbed_at, world.now + seconds)
+        end.pause(slot)
+        self._paused_since.setdefault(slot, world.now)
+
+        def resume() -> None:
+            self._faults_left -= 1
+            world.disturbed_at = max(world.disturbed_at, world.now)
+            self._paused_since.pop(slot, None)
+            end.resume(slot)
+
+        world.after(seconds, resume)
+
+    @staticmethod
+    def _strike_worker(fault: Fault, worker: Worker) -> None:
+        if fault.kind == "partition":
+            worker.world.inject("partition", worker.label)
+            worker.cut_until = worker.world.now + fault.seconds
+        elif fault.kind == "kill":
+            worker.die()
+        elif fault.kind == "drain":
+            worker.terminate(fault.seconds)
+        elif fault.point:
+            worker.fail_at(fault)
+            if fault.point == "mid-drain":
+                worker.terminate(1.0)
+        else:
+            worker.freeze(fault.seconds)
+
+    def _is_quiet(self) -> bool:
+        return (
+            not self._faults_left
+            and not self._promotions_left
+            and not any(client.busy for client in self._clients)
+            and not (self._operator and self._operator.busy)
+            and not self._ends[0].unfinished()
+            and not any(worker.is_engaged() for worker in self.workers)
+        )
+
+    # The verdict
+
+    def judge(self, is_quiet: bool) -> Outcome:
+        """Everything that was promised, now that it is over."""
+        violate = self.world.violate
+        if not is_quiet:
+            violate(f"no end: {self._ends[0].unfinished()} jobs are still there")
+        jobs = [job for client in self._clients for job in client.jobs]
+        self._note_effects(jobs)
+        findings = check(self.history)
+        for name, numbers in findings.violations.items():
+            violate(f"{name}: {[int(number) for number in numbers]}")
+        if self.plan.is_calm:
+            twins = {job.question for job in jobs if job.order.is_twin}
+            if again := findings.re_executed - twins:
+                violate(f"ran twice, and nothing had gone wrong: {sorted(again)}")
+        return Outcome(
+            self.seed,
+            tuple(self.world.violations),
+            self.world.digest(),
+            self.world.steps,
+            len(jobs),
+            len(findings.re_executed),
+            self.world.injected,
+            self.plan,
+            tuple(self.world.trace),
+        )
+
+    def _note_effects(self, jobs: list[Job]) -> None:
+        history, violate = self.history, self.world.violate
+        by_local_id = {job_id.rpartition(".")[2]: job for job_id, job in self._jobs.items()}
+        for job in jobs:
+            history.questions[job.number] = job.question
+            if job.is_accepted or job.is_doubtful:
+                history.offered.add(job.number)
+            if job.is_accepted:
+                history.accepted.add(job.number)
+                if not job.is_told and not self._replies_expired:
+                    violate(f"its waiter was not told: {job.number}")
+            for job_id, standing in zip(job.job_ids, self._ends[0].standings(job.job_ids), strict=True):
+                if standing is not None and standing.result:
+                    if job.number in history.records:
+                        violate(f"two records of one idempotency key: {job.number}")
+                    history.records[job.number] = standing.result
+                    self._check_state(job, job_id, standing.state)
+        for client in self._clients:
+            for entry in client.replies():
+                for local_id, record in zip(entry.fields[::2], entry.fields[1::2], strict=True):
+                    self._note_effect(by_local_id[local_id.decode()], bytes(record))
+        self._forget_replayed(jobs)
+        if self._replies_expired:
+            told = {effect.job for effect in history.effects}
+            for job in jobs:
+                if job.number in history.records and job.number not in told:
+                    self._note_effect(job, b"C-" + history.records[job.number])
+
+    def _forget_replayed(self, jobs: list[Job]) -> None:
+        """An end that an operator took back was told, and then once more for each time that he did."""
+        told = Counter(effect.job for effect in self.history.effects)
+        for job in jobs:
+            superseded = sum(self.truth.replayed[job_id] for job_id in job.job_ids)
+            if superseded and told[job.number] == superseded + 1:
+                ends = [effect for effect in self.history.effects if effect.job == job.number]
+                for effect in ends[:-1]:
+                    self.history.effects.remove(effect)
+
+    @property
+    def _reports_arrive(self) -> bool:
+        """Whether every death was reported long before its jobs' leases ran out."""
+        kinds = {fault.kind for fault in self.plan.faults}
+        return not (self.plan.loss or self.plan.delay or kinds & {"outage", "partition", "jump"})
+
+    @property
+    def _replies_expired(self) -> bool:
+        """Whether a client may have learnt of results only by asking for the record, after a second of silence."""
+        return self.world.skew_s * 1000 > REPLY_TTL_MS / 2
+
+    def _note_effect(self, job: Job, record: bytes) -> None:
+        header, body = open_result(record[2:], UNSIGNED)
+        is_answer = header.error is None
+        if is_answer:
+            self._check_version(job, header)
+        self.history.effects.append(Effect(job.number, record[2:], is_answer))
+        if is_answer:
+            answer = decode(header.content, body)["y"]
+            if answer[:, 0].tolist() != [2 * job.question] * job.order.rows:
+                self.world.violate(f"the answer of another: {job.number}")
+            if answer[:, 1].tolist() != [float(header.version)] * job.order.rows:
+                self.world.violate(f"the answer of another version: {job.number}")
+
+    def _check_version(self, job: Job, header: ResultHeader) -> None:
+        """A version may answer that did so at some moment between the job's acceptance and its end; or the one that the
+        job named."""
+        if job.order.version:
+            if header.version != job.order.version:
+                self.world.violate(f"answered by another version than it named: {job.number}")
+            return
+        history = self.truth.answering[job.publication.job_id.rpartition(".")[0]]
+        ends = [since for since, _, _ in history[1:]] + [inf]
+        accepted = min(self.truth.accepted_at[job_id] for job_id in job.job_ids if job_id in self.truth.accepted_at)
+        answering = {version for (_, _, version), end in zip(history, ends, strict=True) if end >= accepted}
+        if header.version not in answering:
+            self.world.violate(f"answered by a version of before: {job.number}")
+        if self._promotions and header.content_hash != content_hash_of(header.version):
+            self.world.violate(f"content of another version: {job.number}")
+
+    def _check_state(self, job: Job, job_id: str, state: State) -> None:
+        """Whether it could end like this."""
+        allowed = {State.COMPLETED if job.question in self._mended else _ENDS[job.order.making]}
+        if (crashes := self.truth.crashes[job_id]) >= self._max_crashes:
+            allowed.add(State.DEAD)
+            if crashes > self._max_crashes and self._reports_arrive:
+                self.world.violate(f"outlived {crashes} processes: {job.number}")
+        if job.cancel_asked:
+            allowed.add(State.CANCELLED)
+        if job.order.deadline_s is not None:
+            allowed.add(State.EXPIRED)
+        if job.order.making == "flaky" and (job.cancel_asked or job.order.deadline_s is not None):
+            # No retry is begun that could not end well.
+            allowed.add(State.FAILED)
+        if job.order.version:
+            # What it named may be nowhere, or fail to load.
+            allowed.add(State.FAILED)
+        if job_id in self.truth.withdrawn:
+            allowed = {State.CANCELLED}
+        if state not in allowed:
+            self.world.violate(f"ended {state.name.lower()}: {job.number}")
+
+
+def _record(epoch: int, name: str, version: str) -> bytes:
+    return Deployment(epoch, name, version, content_hash_of(version)).seal()
+
+
+@cache
+def _packages(models: int, max_rows: int, concurrency: int) -> list[Package]:
+    return [Package(_spec(f"model-{index}", max_rows, concurrency), Path(f"model-{index}")) for index in range(models)]
+
+
+def _spec(name: str, max_rows: int, concurrency: int) -> ModelSpec:
+    tensor = {"dtype": "float32", "shape": ["batch", 4]}
+    return ModelSpec.model_validate(
+        {
+            "name": name,
+            "version": "1",
+            "format": "python",
+            "entrypoint": "model:build",
+            "inputs": [{"name": "x", **tensor}],
+            "outputs": [{"name": "y", **tensor}],
+            "batching": {"max_batch_size": max_rows},
+            "concurrency": concurrency,
+            "timeout_s": _FORWARD_LIMIT_S,
+        }
+    )
+
+
+@cache
+def _settings(single_flight: bool, keeps_answers: bool) -> Settings:
+    return Settings.load(
+        overrides={
+            # Ageing would let a less urgent job go first, and the order could not be checked as simply.
+            "queue": {"lease_s": LEASE_S, "ageing_s": 86_400.0, "result_ttl_s": TTL_MS / 1000},
+            "batching": {"single_flight": single_flight},
+            "cache": {"enabled": keeps_answers},
+        }
+    )
+
+
+def simulate(seed: int, mutation: Mutation = SOUND) -> Outcome:
+    """Runs the seed's schedule. The same seed gives the same trace, whatever process runs it."""
+    simulation = Simulation(seed, mutation)
+    try:
+        return simulation.judge(simulation.run())
+    finally:
+        simulation.close()

@@ -1,0 +1,154 @@
+"""A small model with other forms, on a clock of its own, and the traffic that an optimizer sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.registry.broker.base import Delivery
+from penstock.registry.envelope import JobHeader
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import Priority
+from penstock.registry.tensors import Array
+from penstock.workers.batching.batcher import Batch, BatchKey, Pending
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.executor import Executor, Work
+from penstock.workers.job import ClaimedJob
+from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
+from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
+
+__all__ = ["Clock", "Form", "Rotation", "served"]
+
+WIDTH = 4
+
+
+class Clock:
+    """Seconds that pass only while a form of the model runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a candidate does to the reference's answer, and what a forward of it costs."""
+
+    change: Callable[[Array], Array]
+    cost_s: float = 0.5
+    fails: Exception | None = None
+    """Raised when it is built."""
+    made: Mapping[str, object] | None = None
+    """What its builder tells of it."""
+
+
+class Rotation:
+    """Answers each row as the same direction, of unit length: an embedding. Its reference takes a second a batch."""
+
+    def __init__(self, clock: Clock, forms: Mapping[str, Form], *, noise: float = 0.0, **spec: object) -> None:
+        self._clock = clock
+        self._candidates = dict(forms)
+        self._noise = np.random.default_rng(3)
+        self._noise_size = noise
+        self.calls = 0
+        """Forwards of whatever form."""
+        self.while_building: Callable[[], None] = lambda: None
+        tensors = {"dtype": "float32", "shape": ["batch", WIDTH]}
+        document = {
+            "name": "rotation",
+            "version": "1",
+            "format": "python",
+            "entrypoint": "model:build",
+            "inputs": [{"name": "x", **tensors}],
+            "outputs": [{"name": "y", **tensors}],
+            **spec,
+        }
+        self.spec = ModelSpec.model_validate(document)
+        self.forms = Forms(self._reference, finite_outputs(self.spec))
+
+    version = "1"
+    content_hash = "ab" * 32
+    memory_bytes = 0
+
+    def load(self, device: str, threads: int) -> None:
+        """There is nothing to load."""
+
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """Nothing is too long."""
+
+    def length(self, inputs: Mapping[str, Array]) -> int:
+        return 1
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        rows = concatenate(jobs)["x"]
+        return Prepared(len(rows), rows)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        return self.forms.run(prepared)
+
+    def stream(
+        self, inputs: Mapping[str, Array], context: StreamContext
+    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
+        yield from ()
+        return self.run(self.prepare([inputs]))
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
+        return {name: lambda name=name: self._built(name) for name in self._candidates}  # type: ignore[misc]
+
+    def _reference(self, prepared: Prepared) -> dict[str, Array]:
+        return self._answered(prepared, lambda rows: rows, 1.0)
+
+    def _built(self, name: str) -> Forward:
+        form = self._candidates[name]
+        self.while_building()
+        if form.fails is not None:
+            raise form.fails
+
+        def forward(prepared: Prepared) -> dict[str, Array]:
+            return self._answered(prepared, form.change, form.cost_s)
+
+        return forward if form.made is None else Recorded(forward, form.made, dict)
+
+    def _answered(self, prepared: Prepared, change: Callable[[Array], Array], cost_s: float) -> dict[str, Array]:
+        self.calls += 1
+        self._clock.now += cost_s
+        rows = prepared.payload + self._noise.standard_normal(prepared.payload.shape) * self._noise_size
+        unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        return {"y": change(unit).astype(np.float32)}
+
+
+def served(
+    runtime: Runtime,
+    clock: Callable[[], float],
+    jobs: Sequence[Mapping[str, Array]],
+    observe: Callable[[Work], None],
+    first: int = 0,
+) -> list[Mapping[str, Array]]:
+    """Runs these jobs as one batch on a model thread's seat, has it observed, and returns their answers.
+
+    first: the number of the first job; ids are made of these.
+    """
+    name = runtime.spec.name
+    key = BatchKey(name, runtime.version, "infer")
+    items = []
+    for number, inputs in enumerate(jobs, first):
+        header = JobHeader(f"{name}.{number:032x}", "acme", name, "normal", ())
+        delivery = Delivery(name, Priority.NORMAL, f"{number + 1}-0".encode(), b"")
+        job = ClaimedJob(delivery, header, dict(inputs), runtime.spec.signature.rows(inputs), 0.0, 0.0, 0)
+        items.append(Pending(key, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
+    rows = sum(item.rows for item in items)
+    work = Work(Batch(key, items, rows, rows, "full", 2), runtime, max(rows, 64))
+    executor = Executor(1, lambda: None, lambda _: {}, lambda _: None, clock)
+    executor.submit(work, prepare_apart=False)
+    assert executor.begin("here") is work
+    executor.run(work)
+    executor.finish("here", work)
+    observe(work)
+    return [answer for answer in work.answers if isinstance(answer, dict)]

@@ -1,0 +1,651 @@
+"""What proves itself beside the traffic is used, what does not is not, and every decision is on record.
+
+The model is a small one of NumPy with forms that differ from it by as much as a test wants; the real forms of real
+models are in test_optimizer_models.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array
+from penstock.workers.compilation import CompilationRefused
+from penstock.workers.levels.decision_log import DecisionLog, Subject
+from penstock.workers.levels.optimizer import Optimizer
+from penstock.workers.levels.profiler import Profiler
+from penstock.workers.levels.progression import Decision, Readiness, Standing
+from penstock.workers.observe.metrics import InferenceMetrics
+from tests.servers import wait_until
+from tests.workers.levels.fake_model import WIDTH, Clock, Form, Rotation, served
+
+TOLERANCE = 1e-5
+ROWS = 32
+EMBEDDING_OFF_BY = 0.01
+"""Turns a unit vector to a cosine of 0.9998 or better, and fails the tolerance a thousand times over."""
+
+
+def off_by(error: float) -> Callable[[Array], Array]:
+    """Adds to the first number of each row, in which the jobs here have 0: there the tolerance is atol alone."""
+    return lambda rows: rows + error * np.eye(1, WIDTH)
+
+
+def turned(rows: Array) -> Array:
+    """Rows that point to where no embedding of theirs does."""
+    return rows[:, ::-1].copy()
+
+
+@dataclass
+class Bench:
+    """An optimizer, stepped in this thread, with one model attached."""
+
+    home: Path
+    runtime: Rotation
+    clock: Clock
+    config: InferenceConfig
+    records: list[Mapping[str, object]] = field(default_factory=list)
+    jobs: int = 0
+
+    def __post_init__(self) -> None:
+        self.metrics = InferenceMetrics((1.0,))
+        self.optimizer = Optimizer(
+            self.config,
+            home=self.home,
+            device="cpu",
+            audit=self.records.append,
+            metrics=self.metrics,
+            compiler=None,
+            clock=self.clock,
+        )
+        self.profiler: Profiler = self.optimizer.attach("rotation", self.runtime, "ab" * 32, ROWS)
+
+    def serve(self, batches: int) -> list[Mapping[str, Array]]:
+        """So many batches of traffic; returns the answers."""
+        answers: list[Mapping[str, Array]] = []
+        for _ in range(batches):
+            numbers = np.random.default_rng(self.jobs).standard_normal((ROWS, 1, WIDTH)).astype(np.float32)
+            numbers[:, :, 0] = 0
+            jobs = [{"x": rows} for rows in numbers]
+            answers += served(self.runtime, self.clock, jobs, self.profiler.observe, self.jobs)
+            self.jobs += ROWS
+        return answers
+
+    def settle(self) -> None:
+        """Lets the optimizer do all that there is to do."""
+        while self.optimizer.tick():
+            pass
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The report's entry of the version."""
+        (entry,) = self.optimizer.report()["rotation"]
+        assert json.loads(json.dumps(entry)) == entry
+        return entry
+
+    def step(self, name: str) -> dict[str, Any]:
+        """The report's line of a step."""
+        (line,) = [line for line in self.entry["steps"] if line["step"] == name]
+        return dict(line)
+
+    def decided(self, *actions: str) -> list[tuple[object, object]]:
+        """(step, action) of the audit's records."""
+        return [(r["step"], r["action"]) for r in self.records if not actions or r["action"] in actions]
+
+
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> MakeBench:
+    def make(
+        forms: Mapping[str, Form],
+        *,
+        max_level: int = 2,
+        noise: float = 0.0,
+        config: Mapping[str, object] | None = None,
+        package: Mapping[str, object] | None = None,
+    ) -> Bench:
+        clock = Clock()
+        settings = InferenceConfig.model_validate({"max_level": max_level, **(config or {})})
+        return Bench(tmp_path, Rotation(clock, forms, noise=noise, **(package or {})), clock, settings)
+
+    return make
+
+
+GOOD = Form(off_by(0.5 * TOLERANCE))
+REDUCED = Form(off_by(EMBEDDING_OFF_BY), cost_s=0.25)
+
+
+def test_level_0_changes_nothing_but_numbers(make_bench: MakeBench):
+    """Batches are counted and goldens kept, and that is all: no form, no decision, no file (AR-052, CF-004)."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=0)
+    bench.serve(100)
+    assert not bench.optimizer.tick()
+    assert (bench.entry["level"], bench.entry["form"], bench.records) == (0, "eager", [])
+    assert bench.entry["profile"]["forwards"] == 100
+    assert bench.entry["goldens"]["jobs"] == 64
+    assert {line["state"] for line in bench.entry["steps"]} == {"not allowed"}
+    assert list(bench.home.iterdir()) == []
+
+
+def test_goldens_appear_with_no_extra_model_call(make_bench: MakeBench):
+    """What was served is what is kept: the model ran once for each batch (AR-061)."""
+    bench = make_bench({"compiled": GOOD}, max_level=0)
+    answers = bench.serve(2)
+    bench.settle()
+    goldens = bench.profiler.goldens
+    assert goldens is not None
+    assert bench.runtime.calls == 2
+    for golden in goldens.goldens():
+        np.testing.assert_array_equal(golden.outputs["y"], answers[int(golden.job_id.partition(".")[2], 16)]["y"])
+
+
+@pytest.mark.parametrize(("error", "form"), [(0.5, "compiled"), (2.0, "eager")])
+def test_candidate_serves_within_the_tolerance_only(make_bench: MakeBench, error: float, form: str):
+    """Half the tolerance is accepted; twice is refused, and the original keeps serving (CF-016, AR-055)."""
+    bench = make_bench({"compiled": Form(off_by(error * TOLERANCE))})
+    before = bench.serve(61)[0]
+    bench.settle()
+    assert bench.runtime.forms.name == bench.entry["form"] == form
+    bench.jobs = 0
+    after = bench.serve(1)[0]
+    shift = float(after["y"][0, 0] - before["y"][0, 0])
+    assert shift == pytest.approx(0.5 * TOLERANCE if form == "compiled" else 0.0, rel=1e-3)
+    assert bench.step("compiled")["evidence"]["y.max_error_ratio"] == pytest.approx(error, rel=1e-3)
+
+
+def test_nothing_is_swapped_before_the_verdict(make_bench: MakeBench):
+    """While a form is built the reference answers (AR-055)."""
+    bench = make_bench({"compiled": GOOD})
+    seen: list[str] = []
+
+    def serve_meanwhile() -> None:
+        bench.serve(1)
+        seen.append(bench.runtime.forms.name)
+
+    bench.runtime.while_building = serve_meanwhile
+    bench.serve(61)
+    bench.settle()
+    assert seen == ["eager"]
+    assert bench.runtime.forms.name == "compiled"
+
+
+def test_short_traffic_never_compiles(make_bench: MakeBench):
+    """A minute of forwards comes first, so tests and demos do not compile by surprise."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(59)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled")]
+    assert bench.step("compiled")["criterion"] == "forward_s 59 < 60"
+    bench.serve(1)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled"), ("compiled", "enabled")]
+
+
+def test_every_level_is_a_decision_with_its_evidence(make_bench: MakeBench):
+    """Batching, a compiled form and a reduced one: one record each, with criterion, figures and gain (AR-012)."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled"), ("bf16", "enabled")]
+    batching, reduced = bench.records
+    assert (batching["level"], batching["criterion"]) == (2, "warmed_rows 2 >= 2")
+    assert (reduced["level"], reduced["gain"]) == (3, 4.0)
+    assert reduced["criterion"] == "forwards 20 >= 20, golden_rows 64 >= 16, forward_s 20 >= 2"
+    figures = reduced["evidence"]
+    assert isinstance(figures, dict)
+    assert 0.999 <= figures["y.min_cosine"] < 1
+    assert {name: reduced[name] for name in ("model", "version", "content_hash")} == {
+        "model": "rotation",
+        "version": "1",
+        "content_hash": "ab" * 32,
+    }
+    assert bench.entry["level"] == 3
+
+
+def test_lower_form_is_not_built_when_a_higher_one_serves(make_bench: MakeBench):
+    """A compiled fp32 form would only lose against the bf16 one in use."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.settle()
+    bench.serve(400)
+    bench.settle()
+    assert [step for step, _ in bench.decided()] == ["batching", "bf16"]
+
+
+def test_slow_builds_are_left_out_where_they_cannot_win(make_bench: MakeBench):
+    """Where bf16 has won by far, nothing is exported, `levels` says why, and a measurement has them all the same."""
+    forms = {"compiled": GOOD, "bf16": REDUCED, "onnx": Form(off_by(0), 0.9), "int8": Form(turned, 0.1)}
+    bench = make_bench(forms, max_level=3)
+    bench.serve(1000)
+    bench.settle()
+    assert [step for step, _ in bench.decided()] == ["batching", "bf16"]
+    assert {name: bench.step(name)["state"] for name in forms} == {
+        "compiled": "not tried",
+        "bf16": "on",
+        "onnx": "not tried",
+        "int8": "not tried",
+    }
+    assert bench.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the model as built; onnx was at")
+    answer = bench.optimizer.ask("rotation", "measure")
+    bench.settle()
+    assert "onnx refused, 0.28 times as fast as the form in use" in answer.result(0)
+    assert bench.step("onnx")["gain"] == pytest.approx(0.278, abs=1e-3)
+    assert "min_cosine" in bench.step("int8")["reason"]
+
+
+@pytest.mark.parametrize(("own", "setting", "level"), [(None, 4, 3), (None, 2, 2), (1, 4, 1), (3, 2, 2), (0, 4, 0)])
+def test_level_4_reads_as_3_and_the_package_may_ask_for_less(
+    make_bench: MakeBench, own: int | None, setting: int, level: int
+):
+    """The lower of setting and package holds (CF-004)."""
+    bench = make_bench({"bf16": REDUCED}, max_level=setting, package={"max_level": own})
+    assert bench.entry["max_level"] == level
+
+
+def test_embedding_that_points_elsewhere_is_refused(make_bench: MakeBench):
+    """A form of another precision is judged by what the output is for (AR-056)."""
+    bench = make_bench({"int8": Form(turned, cost_s=0.1)}, max_level=3)
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided("refused") == [("int8", "refused")]
+    assert "min_cosine" in bench.step("int8")["reason"]
+    assert (bench.runtime.forms.name, bench.step("int8")["state"]) == ("eager", "refused")
+
+
+@pytest.mark.parametrize(("cost_s", "action"), [(0.95, "refused"), (0.9, "enabled")])
+def test_form_must_be_faster_by_a_margin(make_bench: MakeBench, cost_s: float, action: str):
+    """A twentieth is noise, and a second copy of the weights is not free."""
+    bench = make_bench({"compiled": Form(off_by(0), cost_s=cost_s)})
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided()[-1] == ("compiled", action)
+    assert bench.step("compiled")["gain"] == pytest.approx(1 / cost_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("failure", [CompilationRefused("six graph breaks"), RuntimeError("no compiler")])
+def test_form_that_cannot_be_built_is_refused_with_the_reason(make_bench: MakeBench, failure: Exception):
+    """Whatever a framework raises, the model goes on as it is."""
+    bench = make_bench({"compiled": Form(off_by(0), fails=failure)})
+    bench.serve(61)
+    bench.settle()
+    assert str(failure) in bench.step("compiled")["reason"]
+    assert bench.runtime.forms.name == "eager"
+    bench.serve(100)
+    assert not bench.optimizer.tick()
+
+
+def test_model_that_does_not_repeat_itself_keeps_its_form(make_bench: MakeBench):
+    """What answers otherwise each time proves nothing about a candidate."""
+    bench = make_bench({"compiled": GOOD}, noise=1.0)
+    bench.serve(61)
+    bench.settle()
+    assert bench.step("compiled")["reason"].startswith("the model does not repeat its answers")
+
+
+def test_nothing_is_proved_where_nothing_repeats(make_bench: MakeBench):
+    """Without goldens there is no trial."""
+    bench = make_bench({"compiled": GOOD}, package={"deterministic": False})
+    bench.serve(61)
+    bench.settle()
+    assert (bench.entry["goldens"], bench.step("compiled")["criterion"]) == (None, "golden_rows 0 < 16")
+
+
+@pytest.mark.parametrize("section", ["privacy", "cache"])
+def test_hashes_only_keeps_no_inputs(make_bench: MakeBench, section: str):
+    """In that mode nothing but digests of inputs is kept, so there are no goldens; the stricter setting holds."""
+    key = "mode" if section == "privacy" else "privacy_mode"
+    bench = make_bench({"compiled": GOOD}, config={section: {key: "hashes_only"}})
+    bench.serve(61)
+    bench.settle()
+    assert bench.profiler.goldens is None
+    assert bench.runtime.forms.name == "eager"
+
+
+def test_form_that_fails_at_serving_is_disabled_once_and_for_all(make_bench: MakeBench):
+    """Its batch is answered, one record says why, and it is not tried again in this process (AR-029)."""
+    fails = False
+
+    def change(rows: Array) -> Array:
+        if fails:
+            raise RuntimeError("a kernel is gone")
+        return rows
+
+    bench = make_bench({"compiled": Form(change)})
+    bench.serve(61)
+    bench.settle()
+    assert bench.runtime.forms.name == "compiled"
+    fails = True
+    assert len(bench.serve(1)) == ROWS
+    bench.serve(200)
+    bench.settle()
+    assert bench.decided("disabled") == [("compiled", "disabled")]
+    assert bench.records[-1]["reason"] == "RuntimeError: a kernel is gone"
+    assert (bench.entry["form"], bench.entry["level"], bench.step("compiled")["state"]) == ("eager", 2, "disabled")
+
+
+def test_how_a_form_was_compiled_goes_with_its_decision(make_bench: MakeBench):
+    """Backend and figures of the compiler are in the audit's record and the levels, also after a restart (CF-013)."""
+    made = {"backend": "inductor", "graph_breaks": 0, "graphs": 1, "compile_s": 12.5, "was_warm": False}
+    forms = {"compiled": replace(GOOD, made=made)}
+    bench = make_bench(forms)
+    bench.serve(61)
+    bench.settle()
+    assert bench.records[-1]["made"] == made
+    assert bench.step("compiled")["made"] == made
+    assert bench.step("batching")["made"] == {}
+    assert make_bench(forms).step("compiled")["made"] == made
+
+
+def standing_of(bench: Bench) -> Standing:
+    (attached,) = bench.optimizer._attached.values()
+    return attached.standing
+
+
+def standing_subject(bench: Bench) -> Subject:
+    (attached,) = bench.optimizer._attached.values()
+    return attached.subject
+
+
+def test_log_replays_to_the_same_state(make_bench: MakeBench):
+    """Each enable and disable is exactly one record; the file alone tells where the process stood (AR-029)."""
+    fails = False
+
+    def change(rows: Array) -> Array:
+        return rows * np.nan if fails else rows
+
+    forms = {"compiled": GOOD, "bf16": Form(change, 0.6), "onnx": Form(off_by(0), 0.45), "int8": Form(turned, 0.1)}
+    bench = make_bench(forms, max_level=3)
+    bench.serve(400)
+    bench.settle()
+    fails = True
+    bench.serve(400)
+    bench.settle()
+    live = standing_of(bench)
+    (attached,) = bench.optimizer._attached.values()
+    assert bench.optimizer.log.replayed(attached.subject, bench.optimizer.log.run) == live
+    assert (live.form, "int8" in live.settled) == ("onnx", True)
+    lines = (bench.home / "decisions" / "rotation.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == bench.records
+    enabled = [step for step, _ in bench.decided("enabled")]
+    assert len(enabled) == len(set(enabled))
+
+
+def test_log_is_private_and_holds_no_payload(make_bench: MakeBench):
+    """Only its owner reads it, and it has figures and names only."""
+    bench = make_bench({"bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.settle()
+    folder = bench.home / "decisions"
+    assert oct(folder.stat().st_mode & 0o777) == "0o700"
+    assert oct((folder / "rotation.jsonl").stat().st_mode & 0o777) == "0o600"
+    assert all(not isinstance(value, list) for record in bench.records for value in record.values())
+
+
+def test_restart_takes_up_what_was_accepted(make_bench: MakeBench):
+    """The same content on the same kind of machine need not run for another minute (warm start)."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    again = make_bench({"compiled": GOOD})
+    again.serve(1)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+    assert str(again.records[-1]["criterion"]).startswith("accepted before")
+
+
+def test_restart_does_not_try_what_was_measured_and_refused(make_bench: MakeBench):
+    """A verdict on the same content does not change; what merely could not be built is tried anew."""
+    forms = {"int8": Form(turned, 0.1), "onnx": Form(off_by(0), fails=RuntimeError("not installed"))}
+    bench = make_bench(forms, max_level=3)
+    bench.serve(200)
+    bench.settle()
+    assert len(bench.decided("refused")) == 2
+    again = make_bench(forms, max_level=3)
+    again.serve(200)
+    again.settle()
+    assert again.decided("refused") == [("onnx", "refused")]
+    assert (again.step("int8")["state"], again.step("int8")["evidence"]["rows"]) == ("refused", 64)
+
+
+def test_form_that_kills_its_process_is_left_off(make_bench: MakeBench):
+    """One death may have been a job's doing, and three within a day are not; an operator may ask for it again."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    for deaths in (1, 2, 3):
+        bench.optimizer.log.note_death("rotation", "ab" * 32, "compiled")
+        again = make_bench({"compiled": GOOD})
+        again.serve(61)
+        again.settle()
+        assert again.runtime.forms.name == ("compiled" if deaths < 3 else "eager")
+    assert "3 processes died within a day" in again.step("compiled")["reason"]
+    again.optimizer.ask("rotation", "compile")
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+@pytest.mark.parametrize("other", ["time", "content", "model"])
+def test_other_deaths_keep_no_form_away(make_bench: MakeBench, other: str):
+    """Those of the day before, of other content, of other models."""
+    bench = make_bench({"compiled": GOOD})
+    yesterday = time.time() - (86_500 if other == "time" else 0)
+    log = DecisionLog(bench.home, lambda: yesterday)
+    for _ in range(5):
+        log.note_death("x" if other == "model" else "rotation", ("cd" if other == "content" else "ab") * 32, "compiled")
+    again = make_bench({"compiled": GOOD})
+    again.serve(61)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+def test_damaged_lines_of_the_log_are_passed_over(make_bench: MakeBench):
+    """A process that died in the middle of a line costs that line only."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    file = bench.home / "decisions" / "rotation.jsonl"
+    died = b'{"action": "died", "content_hash": "%s", "step": "compiled", "time": "now"}' % (b"ab" * 32)
+    strange = [
+        *[died] * 3,
+        died.replace(b'"compiled"', b'["compiled"]').replace(b'"now"', b"9e9"),
+        b'{"half',
+        b"[]",
+        b"\xff\xfe",
+        b'{"step": "none", "action": "enabled", "evidence": {}}',
+    ]
+    file.write_bytes(b"\n".join([*strange, file.read_bytes(), b'{"ti']))
+    again = make_bench({"compiled": GOOD})
+    again.serve(1)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+def test_version_that_is_detached_meanwhile_is_left_alone(make_bench: MakeBench):
+    """A trial that ends after its version was unloaded comes to nothing."""
+    bench = make_bench({"compiled": GOOD})
+    bench.runtime.while_building = lambda: bench.optimizer.detach("rotation")
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided() == [("batching", "enabled")]
+    assert bench.runtime.forms.name == "eager"
+    assert bench.optimizer.report() == {}
+
+
+def test_nothing_is_turned_on_that_cannot_be_recorded(make_bench: MakeBench):
+    """Without its record a change of the model would be untraceable, so it does not happen."""
+    bench = make_bench({"compiled": GOOD})
+    (bench.home / "decisions").write_text("a file where the folder should be")
+    bench.serve(61)
+    bench.settle()
+    assert (bench.runtime.forms.name, bench.records) == ("eager", [])
+    assert bench.step("compiled")["reason"] == "it could not be recorded"
+
+
+def test_log_tells_what_the_audit_did_not_take(make_bench: MakeBench):
+    """A step that was written to one of the two records only is off, and the log replays to that (AR-029)."""
+    bench = make_bench({"compiled": GOOD})
+
+    def is_full(_: Mapping[str, object]) -> None:
+        raise OSError("no space left on device")
+
+    bench.optimizer._audit = is_full
+    bench.serve(61)
+    bench.settle()
+    live = standing_of(bench)
+    (attached,) = bench.optimizer._attached.values()
+    assert bench.optimizer.log.replayed(attached.subject, bench.optimizer.log.run) == live
+    assert (live.level, bench.runtime.forms.name) == (0, "eager")
+
+
+def test_line_that_was_cut_short_costs_no_other(make_bench: MakeBench):
+    """What a process that died left half-written is followed by a line of its own."""
+    bench = make_bench({"compiled": GOOD})
+    folder = bench.home / "decisions"
+    folder.mkdir()
+    (folder / "rotation.jsonl").write_bytes(b'{"step": ["compiled"]}\n' + b"[" * 100_000 + b'\n{"time": 1.0, "ru')
+    bench.serve(61)
+    bench.settle()
+    again = make_bench({"compiled": GOOD})
+    again.serve(1)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+def test_log_that_was_put_aside_is_still_read(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
+    """A file that grew too large makes nobody forget what was accepted."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    monkeypatch.setattr("penstock.workers.levels.decision_log._LARGEST_FILE", 0)
+    again = make_bench({"compiled": GOOD}, max_level=1)
+    again.optimizer.log.append(standing_subject(again), Decision("tokenizer-cache", "enabled"))
+    assert (bench.home / "decisions" / "rotation.jsonl.old").exists()
+    later = make_bench({"compiled": GOOD})
+    later.serve(1)
+    later.settle()
+    assert later.runtime.forms.name == "compiled"
+
+
+def test_one_slow_start_does_not_keep_a_form_away(make_bench: MakeBench):
+    """A machine that was busy while a worker began found nothing to be faster; two such starts are believed."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    bench.settle()
+    for starts_before in range(2):
+        busy = make_bench({"compiled": Form(GOOD.change, cost_s=1.0)})
+        busy.serve(1)
+        busy.settle()
+        assert busy.decided("refused") == [("compiled", "refused")]
+        again = make_bench({"compiled": GOOD}, max_level=1)
+        (attached,) = again.optimizer._attached.values()
+        assert attached.earlier["compiled"].action == ("refused" if starts_before else "enabled")
+
+
+def test_other_tolerance_asks_for_another_verdict(make_bench: MakeBench):
+    """What was refused by a limit is tried anew when the operator has changed the limit."""
+    forms = {"compiled": Form(off_by(2 * TOLERANCE))}
+    bench = make_bench(forms)
+    bench.serve(61)
+    bench.settle()
+    assert bench.decided("refused") == [("compiled", "refused")]
+    again = make_bench(forms, config={"compilation": {"tolerance": 1e-4}})
+    again.serve(61)
+    again.settle()
+    assert again.runtime.forms.name == "compiled"
+
+
+def test_step_that_raises_ends_neither_the_thread_nor_an_answer(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
+    """Whatever goes wrong with one model, operators are answered and other steps are taken."""
+    bench = make_bench({"bf16": REDUCED}, max_level=3)
+
+    def broken(_step: str, _evidence: object, _max_level: int) -> Readiness:
+        raise MemoryError
+
+    bench.serve(20)
+    monkeypatch.setattr("penstock.workers.levels.optimizer.readiness", broken)
+    bench.optimizer.start()
+    answer = bench.optimizer.ask("rotation", "optimise")
+    assert answer.result(10) == "rotation/1: it failed: MemoryError"
+    monkeypatch.undo()
+    wait_until(lambda: bench.runtime.forms.name == "bf16", 10, "the form to be used")
+    bench.optimizer.stop()
+
+
+def test_operator_has_a_form_compiled_now(make_bench: MakeBench):
+    """Asked for, a minute of forwards is not waited for; the answer says what came of it."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(1)
+    answer = bench.optimizer.ask("rotation", "compile")
+    bench.settle()
+    assert answer.result(0) == "rotation/1: compiled enabled, 2.00 times as fast as the form in use"
+    assert bench.step("compiled")["criterion"].startswith("asked for")
+    assert (bench.entry["answers"], bench.runtime.forms.name) == (1, "compiled")
+
+
+def test_operator_is_told_what_a_form_waits_for(make_bench: MakeBench):
+    """Goldens cannot be waived; nor can max_level, nor a model that is not here."""
+    bench = make_bench({"compiled": GOOD, "bf16": REDUCED})
+    early = bench.optimizer.ask("rotation", "optimise")
+    absent = bench.optimizer.ask("other", "compile")
+    bench.settle()
+    assert early.result(0).splitlines() == [
+        "rotation/1: compiled waits: forwards 0 < 1",
+        "rotation/1: bf16 waits: max_level 2 < 3",
+    ]
+    assert absent.result(0) == "other is not loaded here"
+
+
+def test_higher_levels_can_be_measured_without_being_used(make_bench: MakeBench):
+    """So an operator learns what a higher max_level would gain."""
+    bench = make_bench({"bf16": REDUCED, "int8": Form(turned, 0.1)}, max_level=2)
+    bench.serve(1)
+    answer = bench.optimizer.ask("rotation", "measure")
+    bench.settle()
+    assert "bf16 would be enabled, 4.00 times as fast" in answer.result(0)
+    assert (bench.step("bf16")["state"], bench.step("bf16")["gain"]) == ("not allowed", 4.0)
+    assert (bench.runtime.forms.name, bench.decided()) == ("eager", [("batching", "enabled")])
+
+
+def test_metrics_tell_level_and_verdicts(make_bench: MakeBench):
+    """The gauge follows the level, the counter has each verdict of the gate."""
+    bench = make_bench({"bf16": Form(REDUCED.change, 0.5), "int8": Form(turned, 0.1)}, max_level=3)
+    bench.serve(200)
+    bench.settle()
+    found = {family.name: family.samples for family in bench.metrics.collect()}
+    assert [sample.value for sample in found["penstock_level"]] == [3.0]
+    verdicts = {sample.labels["verdict"]: sample.value for sample in found["penstock_gate_verdicts"]}
+    assert verdicts == {"accepted": 1.0, "refused": 1.0}
+    bench.optimizer.detach("rotation")
+    found = {family.name: family.samples for family in bench.metrics.collect()}
+    assert [sample.value for sample in found["penstock_level"]] == [0.0]
+
+
+def test_thread_does_what_ticks_do(make_bench: MakeBench):
+    """Started, the optimizer works by itself, and ends when it is told to."""
+    bench = make_bench({"bf16": REDUCED}, max_level=3)
+    bench.serve(20)
+    bench.optimizer.start()
+    wait_until(lambda: bench.runtime.forms.name == "bf16", 10, "the form to be used")
+    bench.optimizer.stop()
+    wait_until(lambda: not bench.optimizer._thread.is_alive(), 10, "the thread to end")
+    assert bench.optimizer.ask("rotation", "compile").cancelled()
+
+
+def test_golden_batches_are_no_larger_than_served_ones(make_bench: MakeBench):
+    """A form is compared and timed on batches as they come."""
+    bench = make_bench({"compiled": GOOD})
+    bench.serve(61)
+    calls = bench.runtime.calls
+    bench.settle()
+    # Two batches of 32: the reference and the form once each for the verdict, then 9 or 3 rounds of both.
+    assert (bench.runtime.calls - calls) % 2 == 0
+    assert bench.step("compiled")["evidence"]["in_use_s"] == 2.0

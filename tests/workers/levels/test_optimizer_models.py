@@ -1,0 +1,230 @@
+"""The levels on real models: the tokenizer's cache, bf16, int8 and a compiled form, each through the gate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.registry.package import load_package
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array
+from penstock.workers.compilation import TorchCompiler
+from penstock.workers.levels.optimizer import Optimizer
+from penstock.workers.levels.profiler import Profiler
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime import open_runtime
+from penstock.workers.runtime.cpu import has_fast_bf16
+from penstock.workers.runtime.forms import Forward
+from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.transformers import EncoderRuntime
+from tests.servers import ROOT
+from tests.workers.levels.fake_model import served
+
+BATCH = 4
+JOBS = 20 * BATCH
+"""Twenty batches: enough of each for every criterion."""
+HASTE = 1e6
+"""How much faster than ours the clock runs that times the forwards: a millisecond is a quarter of an hour there."""
+
+
+def hurried() -> float:
+    """Seconds of a clock by which every model soon has run long enough."""
+    return time.monotonic() * HASTE
+
+
+@pytest.fixture
+def minilm() -> Iterator[EncoderRuntime]:
+    runtime = open_runtime(load_package(ROOT / "models" / "minilm" / "1"))
+    assert isinstance(runtime, EncoderRuntime)
+    runtime.load("cpu", 1)
+    yield runtime
+    runtime.close()
+
+
+@pytest.fixture
+def mlp() -> Iterator[PyTorchRuntime]:
+    runtime = open_runtime(load_package(ROOT / "models" / "mlp" / "1"))
+    assert isinstance(runtime, PyTorchRuntime)
+    runtime.load("cpu", 1)
+    yield runtime
+    runtime.close()
+
+
+def optimizer_of(home: Path, max_level: int, compiler: TorchCompiler | None = None) -> Optimizer:
+    return Optimizer(
+        InferenceConfig(max_level=max_level),
+        home=home,
+        device="cpu",
+        audit=lambda _: None,
+        metrics=InferenceMetrics((1.0,)),
+        compiler=compiler,
+    )
+
+
+def texts(count: int) -> list[str]:
+    """Different sentences of some fifteen tokens."""
+    makers = ["A pump lifts", "The turbine takes", "A valve holds back", "One reservoir keeps"]
+    places = ["the river in spring", "the village below", "a dry winter", "a ship without a harbour"]
+    return [f"{makers[number % 4]} {number} tons of water for {places[number // 4 % 4]}" for number in range(count)]
+
+
+def embed(runtime: EncoderRuntime, sentences: Sequence[str]) -> Array:
+    return runtime.run(runtime.prepare([{"text": np.array(sentences, object)}]))["embedding"]
+
+
+def serve(runtime: EncoderRuntime | PyTorchRuntime, profiler: Profiler, jobs: Sequence[Mapping[str, Array]]) -> None:
+    for first in range(0, len(jobs), BATCH):
+        served(runtime, hurried, jobs[first : first + BATCH], profiler.observe, first)
+
+
+def text_jobs(count: int) -> list[dict[str, Array]]:
+    return [{"text": np.array([text], object)} for text in texts(count)]
+
+
+def number_jobs(count: int) -> list[dict[str, Array]]:
+    numbers = np.random.default_rng(7).standard_normal((count, 1, 384)).astype(np.float32)
+    return [{"x": rows} for rows in numbers]
+
+
+def settle(optimizer: Optimizer) -> None:
+    while optimizer.tick():
+        pass
+
+
+def line_of(optimizer: Optimizer, model: str, step: str) -> dict[str, object]:
+    (entry,) = optimizer.report()[model]
+    steps = entry["steps"]
+    assert isinstance(steps, list)
+    return next(line for line in steps if line["step"] == step)
+
+
+def figures_of(line: Mapping[str, object]) -> Mapping[str, float]:
+    figures = line["evidence"]
+    assert isinstance(figures, dict)
+    assert figures, line["reason"]
+    return figures
+
+
+def test_level_1_tokenises_repeats_once(minilm: EncoderRuntime, tmp_path: Path):
+    """With the cache on the tokenizer is called for new texts only, and every vector stays what it was (AR-053)."""
+    optimizer = optimizer_of(tmp_path, max_level=1)
+    profiler = optimizer.attach("minilm", minilm, minilm.content_hash, BATCH)
+    tokeniser = minilm.tokeniser
+    assert tokeniser is not None
+    sentences = texts(8)
+    before = embed(minilm, sentences)
+    embed(minilm, sentences)
+    called = tokeniser.tokenised
+    assert called >= 16
+    serve(minilm, profiler, text_jobs(JOBS))
+    settle(optimizer)
+    assert line_of(optimizer, "minilm", "tokenizer-cache")["state"] == "on"
+    called = tokeniser.tokenised
+    for _ in range(3):
+        np.testing.assert_array_equal(embed(minilm, sentences), before)
+    assert tokeniser.tokenised - called <= len(sentences)
+
+
+@pytest.mark.skipif(not has_fast_bf16(), reason="this CPU has no units for bf16")
+def test_level_3_serves_bf16_once_its_vectors_matched(
+    minilm: EncoderRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Real traffic, real goldens: bf16 takes over, every vector points where fp32's does, and it is faster (AR-056)."""
+    monkeypatch.setattr(minilm, "candidates", only(minilm, "bf16"))
+    optimizer = optimizer_of(tmp_path, max_level=3)
+    profiler = optimizer.attach("minilm", minilm, minilm.content_hash, BATCH)
+    sentences = texts(24)
+    eager = embed(minilm, sentences)
+    serve(minilm, profiler, text_jobs(JOBS))
+    settle(optimizer)
+    line = line_of(optimizer, "minilm", "bf16")
+    assert (minilm.forms.name, line["state"]) == ("bf16", "on"), line["reason"]
+    assert figures_of(line)["embedding.min_cosine"] >= 0.999
+    assert (embed(minilm, sentences) * eager).sum(axis=1).min() >= 0.999
+    assert not np.array_equal(embed(minilm, sentences), eager)
+
+
+@pytest.mark.slow
+def test_int8_of_minilm_is_refused(minilm: EncoderRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Uncalibrated int8 turns the vectors: the gate says by how much, and fp32 keeps serving (AR-056)."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(minilm, "candidates", only(minilm, "int8"))
+    optimizer = optimizer_of(tmp_path, max_level=3)
+    profiler = optimizer.attach("minilm", minilm, minilm.content_hash, BATCH)
+    serve(minilm, profiler, text_jobs(JOBS))
+    settle(optimizer)
+    line = line_of(optimizer, "minilm", "int8")
+    assert (minilm.forms.name, line["state"]) == ("eager", "refused")
+    assert 0.8 < figures_of(line)["embedding.min_cosine"] < 0.999
+    assert str(line["reason"]).startswith("embedding: min_cosine 0.")
+
+
+def test_goldens_cost_no_call_of_the_model(mlp: PyTorchRuntime, tmp_path: Path):
+    """The model is called once for each batch that is served, and the goldens are there (AR-061); `levels` says so."""
+    optimizer = optimizer_of(tmp_path, max_level=0)
+    profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
+    before = mlp.call_count
+    serve(mlp, profiler, number_jobs(JOBS))
+    settle(optimizer)
+    assert mlp.call_count == before + JOBS // BATCH
+    assert profiler.goldens is not None
+    assert len(profiler.goldens) > 0
+    (entry,) = optimizer.report()["mlp"]
+    assert entry["counts"] == {"model_calls": mlp.call_count}
+
+
+@pytest.mark.skipif(not has_fast_bf16(), reason="this CPU has no units for bf16")
+def test_logits_in_bf16_keep_their_winners(mlp: PyTorchRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A classifier's form is judged by agreement and by how far a logit moved."""
+    monkeypatch.setattr(mlp, "candidates", only(mlp, "bf16"))
+    optimizer = optimizer_of(tmp_path, max_level=3)
+    profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
+    serve(mlp, profiler, number_jobs(JOBS))
+    settle(optimizer)
+    figures = figures_of(line_of(optimizer, "mlp", "bf16"))
+    assert figures["logits.agreement"] >= 0.99
+    assert 0 < figures["logits.max_delta"] <= 0.02
+
+
+def test_operator_looks_inside_a_forward(mlp: PyTorchRuntime, tmp_path: Path):
+    """Asked for a trace, the optimizer profiles golden batches beside the traffic (CX-046)."""
+    optimizer = optimizer_of(tmp_path, max_level=0)
+    profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
+    early = optimizer.ask("mlp", "trace")
+    settle(optimizer)
+    assert early.result(0) == "mlp/1: it cannot be traced: no golden job fits into a batch"
+    serve(mlp, profiler, number_jobs(JOBS))
+    answer = optimizer.ask("mlp", "trace")
+    settle(optimizer)
+    assert "aten::addmm" in answer.result(0)
+
+
+@pytest.mark.slow
+def test_compiled_form_is_built_beside_the_traffic_and_judged(mlp: PyTorchRuntime, tmp_path: Path):
+    """The compiler's own form passes the gate at the setting's tolerance; whether it serves is a matter of speed."""
+    config = InferenceConfig().compilation.model_copy(update={"cache_dir": tmp_path / "cache"})
+    compiler = TorchCompiler(config, tmp_path / "compilation.key")
+    optimizer = optimizer_of(tmp_path, max_level=2, compiler=compiler)
+    profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
+    serve(mlp, profiler, number_jobs(JOBS))
+    settle(optimizer)
+    line = line_of(optimizer, "mlp", "compiled")
+    assert figures_of(line)["logits.max_error_ratio"] <= 1
+    assert mlp.forms.name == ("compiled" if line["state"] == "on" else "eager")
+    made = line["made"]
+    assert isinstance(made, dict)
+    assert (made["backend"], made["graphs"], made["was_warm"]) == ("inductor", 1, False)
+    assert ("uncovered_calls" in mlp.counts()) == (line["state"] == "on")
+    compiler.stop()
+
+
+def only(
+    runtime: EncoderRuntime | PyTorchRuntime, name: str
+) -> Callable[[TorchCompiler | None], dict[str, Callable[[], Forward]]]:
+    """The runtime's candidates, but for all others: each takes its time to build."""
+    builder = runtime.candidates(None)[name]
+    return lambda _: {name: builder}

@@ -1,0 +1,117 @@
+"""What a version's batches cost, beside a stopwatch; and the opt-in look inside (AR-028, CX-046)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.registry.package import load_package
+from penstock.safety.golden_store import GoldenStore
+from penstock.workers.levels.profiler import Profiler, trace
+from penstock.workers.runtime import Runtime, open_runtime
+from tests.packages import write_raiser, write_sleeper
+from tests.servers import ROOT
+from tests.workers.levels.fake_model import Clock, Rotation, served
+
+ONE = {"x": np.ones((1, 4), np.float32)}
+TWO = {"x": np.ones((2, 4), np.float32)}
+
+
+def loaded(folder: Path) -> Runtime:
+    runtime = open_runtime(load_package(folder))
+    runtime.load("cpu", 1)
+    return runtime
+
+
+@pytest.fixture
+def rotation() -> Rotation:
+    return Rotation(Clock(), {})
+
+
+def test_profile_agrees_with_a_stopwatch(models_root: Path):
+    """The seconds noted are those that the forwards took, no more and hardly less."""
+    runtime = loaded(write_sleeper(models_root, forward_s=0.01))
+    profiler = Profiler(runtime, None)
+    begun = time.perf_counter()
+    for first in range(0, 20, 2):
+        served(runtime, time.monotonic, [ONE, TWO], profiler.observe, first)
+    stopwatch = time.perf_counter() - begun
+    profile = profiler.profile
+    assert (profile.forwards, profile.rows) == (10, 30)
+    assert 10 * 0.01 <= profile.seconds <= stopwatch
+    assert profile.recent_rows == 3
+    assert profile.rows_per_s == pytest.approx(3 / profile.recent_s)
+
+
+def test_moving_averages_follow_the_last_batches():
+    """What the model costs now shows within some ten batches; the sums keep all."""
+    clock = Clock()
+    runtime = Rotation(clock, {})
+    profiler = Profiler(runtime, None)
+    served(runtime, clock, [ONE], profiler.observe)
+    assert profiler.profile.recent_s == 1
+    for first in range(1, 61):
+        served(runtime, clock, [ONE, ONE, ONE], profiler.observe, first * 3)
+    assert profiler.profile.recent_rows == pytest.approx(3, abs=0.01)
+    assert profiler.profile.seconds == 61
+
+
+def test_failed_jobs_are_no_goldens(models_root: Path):
+    """A job without an answer proves nothing; its neighbours' answers do."""
+    runtime = loaded(write_raiser(models_root))
+    profiler = Profiler(runtime, GoldenStore())
+    bad = {"x": np.full((1, 4), -1, np.float32)}
+    served(runtime, time.monotonic, [ONE, bad, TWO], profiler.observe)
+    assert profiler.goldens is not None
+    assert sorted(golden.rows for golden in profiler.goldens.goldens()) == [1, 2]
+
+
+def test_observing_costs_microseconds(rotation: Rotation):
+    """Once the sample is full, a batch of 32 jobs is observed in well under a millisecond."""
+    profiler = Profiler(rotation, GoldenStore())
+    works: list = []
+    for first in range(0, 6400, 64):
+        served(rotation, rotation._clock, [ONE] * 64, profiler.observe, first)
+    served(rotation, rotation._clock, [ONE] * 32, works.append, 6400)
+    best = min(_seconds(profiler, works[0]) for _ in range(20))
+    assert best < 0.0005
+
+
+def _seconds(profiler: Profiler, work) -> float:
+    begun = time.perf_counter()
+    profiler.observe(work)
+    return time.perf_counter() - begun
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Iterator[Runtime]:
+    runtime = loaded(ROOT / "models" / "mlp" / "1")
+    yield runtime
+    runtime.close()
+
+
+def test_trace_names_the_operations(mlp: Runtime):
+    """The table has the model's operations with their times."""
+    batch = mlp.prepare([{"x": np.ones((8, 384), np.float32)}])
+    table = trace(mlp.run, [batch, batch], is_cuda=False)
+    assert table.startswith("2 batches, 16 rows, ")
+    assert "aten::addmm" in table
+    assert "Self CPU" in table
+
+
+@pytest.mark.gpu
+def test_trace_on_a_gpu_waits_for_the_device():
+    """CUDA operations have their times only when the device was waited for."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("this machine has no CUDA device")
+    runtime = open_runtime(load_package(ROOT / "models" / "mlp" / "1"))
+    runtime.load("cuda:0", 1)
+    table = trace(runtime.run, [runtime.prepare([{"x": np.ones((8, 384), np.float32)}])], is_cuda=True)
+    runtime.close()
+    assert "Self CUDA" in table

@@ -1,0 +1,165 @@
+"""When a step is tried, and what decisions add up to (AR-036, CF-004)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.workers.levels.progression import THRESHOLDS, Decision, Evidence, is_form, readiness, replay
+
+PLENTY = Evidence(forwards=10**6, texts=10**6, golden_rows=10**6, forward_s=1e6, warmed_rows=2)
+SHORTFALLS = [
+    # step, what the evidence lacks, and the criterion that says so
+    ("tokenizer-cache", {"texts": 31}, "texts 31 < 32"),
+    ("tokenizer-pool", {"texts": 255}, "texts 255 < 256"),
+    ("tokenizer-pool", {"golden_rows": 15}, "golden_rows 15 < 16"),
+    ("batching", {"warmed_rows": 1}, "warmed_rows 1 < 2"),
+    ("compiled", {"forwards": 19}, "forwards 19 < 20"),
+    ("compiled", {"golden_rows": 15}, "golden_rows 15 < 16"),
+    ("compiled", {"forward_s": 59.9}, "forward_s 59.9 < 60"),
+    ("bf16", {"forwards": 19}, "forwards 19 < 20"),
+    ("bf16", {"golden_rows": 15}, "golden_rows 15 < 16"),
+    ("bf16", {"forward_s": 1.9}, "forward_s 1.9 < 2"),
+    ("compiled-bf16", {"forward_s": 59.9}, "forward_s 59.9 < 60"),
+    ("onnx", {"forward_s": 59.9}, "forward_s 59.9 < 60"),
+    ("int8", {"golden_rows": 0}, "golden_rows 0 < 16"),
+]
+LEVELS = {
+    0: set(),
+    1: {"tokenizer-cache", "tokenizer-pool"},
+    2: {"tokenizer-cache", "tokenizer-pool", "batching", "compiled"},
+    3: set(THRESHOLDS),
+}
+
+
+@pytest.mark.parametrize(("step", "lacking", "criterion"), SHORTFALLS)
+def test_step_waits_for_what_is_lacking(step: str, lacking: dict[str, Any], criterion: str):
+    """Each row of the table holds by itself: with plenty of all else the step waits, and says for what."""
+    waits = readiness(step, replace(PLENTY, **lacking), 3)
+    assert (waits.is_ready, waits.criterion) == (False, criterion)
+
+
+@pytest.mark.parametrize("step", THRESHOLDS)
+def test_step_is_tried_exactly_at_its_thresholds(step: str):
+    """The numbers of the table are enough, and named as the criterion."""
+    row = THRESHOLDS[step]
+    exactly = Evidence(row.min_forwards, row.min_texts, row.min_golden_rows, row.min_forward_s, row.min_warmed_rows)
+    found = readiness(step, exactly, 3)
+    assert found.is_ready
+    assert found.criterion.count(">=") == sum(
+        bool(least)
+        for least in (
+            row.min_forwards,
+            row.min_texts,
+            row.min_golden_rows,
+            row.min_forward_s,
+            row.min_warmed_rows,
+        )
+    )
+
+
+@pytest.mark.parametrize(("max_level", "allowed"), LEVELS.items())
+def test_max_level_bounds_the_steps(max_level: int, allowed: set[str]):
+    """0: only profiling; 1: the tokenizer; 2: batching and compilation; 3: other precisions too (CF-004)."""
+    assert {step for step in THRESHOLDS if readiness(step, PLENTY, max_level).is_ready} == allowed
+
+
+@pytest.mark.parametrize("waiver", ["is_asked_for", "was_accepted"])
+def test_what_was_asked_for_or_paid_off_before_need_not_run_for_a_minute(waiver: str):
+    """The forward time is waived, the goldens never: without them nothing can be proved."""
+    young = Evidence(
+        forwards=1,
+        golden_rows=16,
+        is_asked_for=waiver == "is_asked_for",
+        was_accepted=waiver == "was_accepted",
+    )
+    found = readiness("compiled", young, 3)
+    assert found.is_ready
+    assert found.criterion.startswith("asked for" if waiver == "is_asked_for" else "accepted before")
+    assert not readiness("compiled", replace(young, golden_rows=15), 3).is_ready
+    assert not readiness("compiled", young, 1).is_ready
+
+
+def test_each_long_build_asks_for_another_minute():
+    """However many candidates there are, building them takes a bounded share of what the model itself takes."""
+    evidence = replace(PLENTY, forward_s=119.0, long_builds=1)
+    assert readiness("onnx", evidence, 3).criterion == "forward_s 119 < 120"
+    assert readiness("onnx", replace(evidence, forward_s=120.0), 3).is_ready
+    assert readiness("bf16", replace(evidence, forward_s=2.0), 3).is_ready
+
+
+IN_VAIN = [
+    # the step, the form in use and what it gains over the model as built, and why a trial would be in vain
+    ("compiled", "bf16", 1.2, "bf16 is in use, of a higher level"),
+    ("onnx", "bf16", 3.3, "bf16 is 3.3 times as fast as the model as built; onnx was at most 2 times"),
+    ("int8", "bf16", 4.0, "bf16 is 4.0 times as fast as the model as built; int8 was at most 4 times"),
+    ("int8", "bf16", 3.3, ""),
+    ("onnx", "compiled", 1.5, ""),
+    ("compiled-bf16", "bf16", 30.0, ""),
+    ("onnx", "eager", 1.0, ""),
+    ("onnx", "onnx", 30.0, ""),
+    ("batching", "bf16", 30.0, ""),
+]
+
+
+@pytest.mark.parametrize(("step", "form", "gain", "reason"), IN_VAIN)
+def test_form_that_cannot_win_is_not_tried(step: str, form: str, gain: float, reason: str):
+    """A form is not built for half a minute that never was as fast as the one in use, unless somebody asks for it."""
+    evidence = replace(PLENTY, form=form, form_gain=gain)
+    found = readiness(step, evidence, 3)
+    assert (found.is_ready, found.is_in_vain) == (not reason, bool(reason))
+    assert not reason or found.criterion.startswith(reason)
+    assert readiness(step, replace(evidence, is_asked_for=True), 3).is_ready
+    assert readiness(step, replace(evidence, was_accepted=True), 3).is_ready is (step != "compiled")
+
+
+def test_gains_of_forms_that_replace_each_other_multiply():
+    """Each was measured against the one in use; what falls back to the model as built has gained nothing."""
+    faster = replay([Decision("bf16", "enabled", gain=3.0), Decision("compiled-bf16", "enabled", gain=1.5)])
+    assert faster.form_gain == 4.5
+    assert faster.apply(Decision("batching", "enabled")).form_gain == 4.5
+    assert faster.apply(Decision("onnx", "refused", gain=0.5)).form_gain == 4.5
+    assert faster.apply(Decision("compiled-bf16", "disabled")).form_gain == 1.0
+
+
+def test_enabled_form_replaces_the_one_in_use():
+    """One form answers at a time; other steps stay as they are."""
+    standing = replay([Decision(step, "enabled") for step in ("batching", "compiled", "bf16")])
+    assert (standing.enabled, standing.form, standing.level) == (frozenset({"batching", "bf16"}), "bf16", 3)
+
+
+def test_disabled_form_leaves_the_reference():
+    """What is disabled answers no longer, and what else is on stays on."""
+    steps = [Decision("batching", "enabled"), Decision("bf16", "enabled"), Decision("bf16", "disabled", reason="NaN")]
+    standing = replay(steps)
+    assert (standing.enabled, standing.form, standing.level) == (frozenset({"batching"}), "eager", 2)
+    assert standing.settled["bf16"].reason == "NaN"
+
+
+def test_refused_form_leaves_the_one_in_use():
+    """A candidate that fails its trial changes nothing but what is known of it."""
+    standing = replay([Decision("bf16", "enabled"), Decision("int8", "refused", reason="cosine")])
+    assert (standing.enabled, standing.form) == (frozenset({"bf16"}), "bf16")
+    assert set(standing.settled) == {"bf16", "int8"}
+
+
+DECISIONS = st.builds(
+    Decision, st.sampled_from(sorted(THRESHOLDS)), st.sampled_from(["enabled", "disabled", "refused"])
+)
+
+
+@given(st.lists(DECISIONS, max_size=30), st.integers(0, 30))
+def test_standing_is_always_whole(decisions: list[Decision], cut: int):
+    """At most one form is on and it is the one in use; a log that is replayed in two parts gives the same."""
+    standing = replay(decisions)
+    forms = {step for step in standing.enabled if is_form(step)}
+    assert forms == ({standing.form} if standing.form != "eager" else set())
+    resumed = replay(decisions[:cut])
+    for decision in decisions[cut:]:
+        resumed = resumed.apply(decision)
+    assert resumed == standing
+    assert standing.level == max((THRESHOLDS[step].level for step in standing.enabled), default=0)

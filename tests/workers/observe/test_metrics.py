@@ -1,0 +1,259 @@
+"""What a worker counts comes out of Prometheus's own parser as it went in."""
+
+import threading
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from penstock.registry.metrics import METRICS
+from penstock.workers.observe import InferenceMetrics
+
+BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
+
+
+@pytest.fixture
+def metrics() -> InferenceMetrics:
+    return InferenceMetrics(BUCKETS)
+
+
+def report(metrics: InferenceMetrics, seconds: Iterable[float], model: str = "mlp", version: str = "1") -> None:
+    """One batch whose jobs took `seconds` in every part."""
+    values = list(seconds)
+    metrics.batch(model, version, "infer", len(values), len(values), values, values, values[0], values[0], values)
+
+
+def page(metrics: InferenceMetrics) -> dict[str, Family]:
+    """The families of /metrics as a Prometheus server reads them, by name."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
+
+
+def sample(metrics: InferenceMetrics, name: str, **labels: str) -> float:
+    found = [
+        each.value
+        for family in page(metrics).values()
+        for each in family.samples
+        if each.name == name and labels.items() <= each.labels.items()
+    ]
+    assert len(found) == 1, f"{name} {labels}: {found}"
+    return found[0]
+
+
+def buckets_of(samples: Iterable[Sample], name: str) -> dict[str, float]:
+    return {each.labels["le"]: each.value for each in samples if each.name == f"{name}_bucket"}
+
+
+def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
+    """Counters, gauges and histograms appear under the table's names and kinds, each sample with its labels."""
+    report(metrics, [0.1, 0.2])
+    metrics.padding("mlp", "1", "infer", 0.25)
+    metrics.requests("mlp", "python")
+    metrics.exception("mlp", "ValueError")
+    metrics.outcome("mlp", "1", "infer", "completed", 2)
+    metrics.loaded("mlp", "1", True)
+    metrics.queue("mlp", "high", 7, 1.5)
+    metrics.level("mlp", "1", "infer", 2)
+    metrics.gate("mlp", "1", "infer", "accepted")
+    metrics.cache_lookups("mlp", is_hit=True, count=3)
+    metrics.cache_lookups("mlp", is_hit=False)
+    metrics.cache_size(2, 4096, 1)
+    for count in (
+        *(metrics.fenced, metrics.taken_over, metrics.quarantined, metrics.single_flight),
+        *(metrics.dead_lettered, metrics.retried, metrics.out_of_memory),
+    ):
+        count("mlp")
+    families = page(metrics)
+    assert {name: family.type for name, family in families.items()} == {
+        metric.name.removesuffix("_total"): metric.kind for metric in METRICS
+    }
+    for metric in METRICS:
+        samples = families[metric.name.removesuffix("_total")].samples
+        assert samples, metric.name
+        assert all(set(each.labels) - {"le"} == set(metric.labels) for each in samples)
+
+
+def test_latency_buckets_are_the_configured_ones(metrics: InferenceMetrics):
+    """infer_latency_seconds has exactly the edges of the setting, and +Inf."""
+    report(metrics, [0.1])
+    edges = buckets_of(page(metrics)["infer_latency_seconds"].samples, "infer_latency_seconds")
+    assert [float(edge) for edge in edges] == [*BUCKETS, float("inf")]
+
+
+def test_a_value_on_an_edge_belongs_to_its_bucket(metrics: InferenceMetrics):
+    """`le` means less or equal; what is longer than the last edge is in +Inf only."""
+    report(metrics, [0.005, 0.0051, 1.28, 2.0])
+    counted = buckets_of(page(metrics)["infer_latency_seconds"].samples, "infer_latency_seconds")
+    assert (counted["0.005"], counted["0.01"], counted["1.28"], counted["+Inf"]) == (1, 2, 3, 4)
+
+
+@given(st.lists(st.lists(st.floats(0, 3), min_size=1, max_size=64), min_size=1, max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_counts_equal_what_was_reported(batches: list[list[float]]):
+    """Whenever values are folded: buckets are cumulative, counts and sums equal the jobs that went in."""
+    metrics = InferenceMetrics(BUCKETS)
+    for batch in batches:
+        report(metrics, batch)
+    jobs = [value for batch in batches for value in batch]
+    families = page(metrics)
+    for name in ("infer_latency_seconds", "penstock_queue_wait_seconds", "penstock_batch_wait_seconds"):
+        counted = buckets_of(families[name].samples, name)
+        assert all(low <= high for low, high in pairwise(counted.values()))
+        assert all(count == sum(value <= float(edge) for value in jobs) for edge, count in counted.items())
+        assert sample(metrics, f"{name}_count") == len(jobs)
+        assert sample(metrics, f"{name}_sum") == pytest.approx(sum(jobs))
+    assert sample(metrics, "infer_batch_size_sum") == len(jobs)
+    assert sample(metrics, "infer_batch_size_count") == len(batches)
+
+
+def test_scraping_does_not_disturb_the_sums(metrics: InferenceMetrics):
+    """Values before and after a scrape add up."""
+    report(metrics, [0.1] * 5)
+    assert sample(metrics, "infer_latency_seconds_count") == 5
+    report(metrics, [0.1] * 3)
+    assert sample(metrics, "infer_latency_seconds_count") == 8
+
+
+def test_versions_are_apart_and_models_add_up(metrics: InferenceMetrics):
+    """penstock_* tell versions apart; infer_* of a model add them up."""
+    report(metrics, [0.1] * 3, version="1")
+    report(metrics, [0.1] * 4, version="2")
+    report(metrics, [0.1] * 5, model="minilm")
+    assert sample(metrics, "penstock_queue_wait_seconds_count", model_name="mlp", model_version="2") == 4
+    assert sample(metrics, "infer_latency_seconds_count", model="mlp") == 7
+    assert sample(metrics, "infer_batch_size_sum", model="minilm") == 5
+
+
+def test_waits_below_zero_count_as_zero(metrics: InferenceMetrics):
+    """A queue wait is measured by two clocks; a negative one must not make the sum fall."""
+    report(metrics, [-0.5, 0.25])
+    assert sample(metrics, "penstock_queue_wait_seconds_sum") == 0.25
+
+
+def test_counters_grow_and_gauges_follow(metrics: InferenceMetrics):
+    """Counters add up, gauges show the last value."""
+    metrics.requests("mlp", "python", 3)
+    metrics.requests("mlp", "python", 2)
+    metrics.queue("mlp", "low", 10, 2.0)
+    metrics.queue("mlp", "low", 4, 0.0)
+    assert sample(metrics, "infer_requests_total", model="mlp", route="python") == 5
+    assert sample(metrics, "penstock_queue_depth", model_name="mlp", priority="low") == 4
+
+
+def test_exceptions_are_counted_by_class(metrics: InferenceMetrics):
+    """Three exception types are three label values."""
+    for error in (ValueError(), KeyError(), KeyError(), RuntimeError()):
+        metrics.exception("mlp", type(error).__name__)
+    counted = {
+        each.labels["exception"]: each.value
+        for each in page(metrics)["infer_exceptions"].samples
+        if each.name == "infer_exceptions_total"
+    }
+    assert counted == {"ValueError": 1, "KeyError": 2, "RuntimeError": 1}
+
+
+def test_ready_and_loaded_rise_and_fall(metrics: InferenceMetrics):
+    """READY is 0 before the start, 1 while ready, 0 while draining; an unloaded version shows 0."""
+    assert sample(metrics, "READY") == 0
+    metrics.ready(True)
+    metrics.loaded("mlp", "1", True)
+    assert (sample(metrics, "READY"), sample(metrics, "model_loaded", model="mlp", version="1")) == (1, 1)
+    metrics.ready(False)
+    metrics.loaded("mlp", "1", False)
+    assert (sample(metrics, "READY"), sample(metrics, "model_loaded", model="mlp", version="1")) == (0, 0)
+
+
+def test_labels_are_escaped(metrics: InferenceMetrics):
+    """A quote, a backslash or a newline in a label comes back as it went in."""
+    metrics.exception("mlp", 'a"b\\c\nd')
+    assert sample(metrics, "infer_exceptions_total", exception='a"b\\c\nd') == 1
+
+
+def test_openmetrics_is_accepted_by_its_strict_parser(metrics: InferenceMetrics):
+    """The same page in OpenMetrics, units included, passes the stricter parser."""
+    report(metrics, [0.1])
+    metrics.outcome("mlp", "1", "infer", "completed")
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    families = {family.name: family for family in parse_openmetrics(generate_openmetrics(registry).decode())}
+    assert families["infer_latency_seconds"].unit == "seconds"
+    assert families["penstock_jobs"].type == "counter"
+
+
+def test_cardinality_is_bounded(metrics: InferenceMetrics):
+    """Ten thousand versions and exception names do not become ten thousand series; no count is lost."""
+    for number in range(10_000):
+        report(metrics, [0.1], version=str(number))
+        metrics.exception("mlp", f"Error{number}")
+    families = page(metrics)
+    counts = [each for each in families["penstock_compute_seconds"].samples if each.name.endswith("_count")]
+    exceptions = [each for each in families["infer_exceptions"].samples if each.name.endswith("_total")]
+    assert len(counts) <= 65
+    assert len(exceptions) <= 513
+    assert sum(each.value for each in counts) == sum(each.value for each in exceptions) == 10_000
+
+
+def test_snapshot_shows_sizes_and_quantiles(metrics: InferenceMetrics):
+    """The snapshot has the exact batch sizes, and p50 and p99 of every part in milliseconds."""
+    seconds = [number / 1000 for number in range(1, 100)]
+    metrics.ready(True)
+    metrics.batch("mlp", "1", "infer", 64, 64, seconds, seconds, 0.002, 0.001, seconds)
+    metrics.batch("mlp", "2", "infer", 3, 3, [0.05], [0.05], 0.002, 0.001, [0.05])
+    metrics.outcome("mlp", "1", "infer", "completed", 60)
+    metrics.outcome("mlp", "2", "infer", "completed", 3)
+    metrics.outcome("mlp", "1", "infer", "failed", 4)
+    metrics.outcome("minilm", "1", "infer", "failed", 9)
+    snapshot = metrics.snapshot()
+    model = snapshot["models"]["mlp"]
+    assert snapshot["ready"] is True
+    assert model["batch_sizes"] == {3: 1, 64: 1}
+    assert model["batches"] == 2
+    assert model["outcomes"] == {"completed": 63, "failed": 4}
+    assert model["latency_ms"]["queue"] == {"p50": 50.0, "p99": 98.01}
+    assert model["latency_ms"]["compute"] == {"p50": 2.0, "p99": 2.0}
+    assert set(model["latency_ms"]) == {"queue", "batch", "compute", "commit", "total"}
+
+
+def test_snapshot_looks_at_recent_values_only(metrics: InferenceMetrics):
+    """A slow start does not weigh on the quantiles for ever, while the sums keep it."""
+    report(metrics, [9.0] * 100)
+    for _ in range(130):
+        report(metrics, [0.001] * 64)
+    assert metrics.snapshot()["models"]["mlp"]["latency_ms"]["total"]["p99"] == 1.0
+    assert sample(metrics, "infer_latency_seconds_count") == 100 + 130 * 64
+
+
+def test_huge_batches_share_a_size(metrics: InferenceMetrics):
+    """Sizes are exact up to 1024 rows; above they are rounded up to a power of two."""
+    for rows in (1024, 1025, 1999, 2048):
+        metrics.batch("mlp", "1", "infer", rows, 1, [0.1], [0.1], 0.1, 0.1, [0.1])
+    assert metrics.snapshot()["models"]["mlp"]["batch_sizes"] == {1024: 1, 2048: 3}
+
+
+def test_threads_lose_no_counts(metrics: InferenceMetrics):
+    """Reports from several threads while another one scrapes add up exactly."""
+
+    def work() -> None:
+        for _ in range(300):
+            report(metrics, [0.1] * 16)
+            metrics.requests("mlp", "python", 16)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        metrics.snapshot()
+    for thread in threads:
+        thread.join()
+    assert sample(metrics, "infer_latency_seconds_count") == 4 * 300 * 16
+    assert sample(metrics, "infer_requests_total") == 4 * 300 * 16

@@ -1,0 +1,122 @@
+"""What a worker is before and after it serves its models, and what it leaves of their folder."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+from penstock import Client
+from tests.conftest import StartWorker
+from tests.packages import recorded_forwards, write_double, write_package, write_recorder
+from tests.servers import RedisServer, WorkerProcess, free_port, wait_until
+
+X = np.array([[1, 2, 3, 4]], np.float32)
+
+
+def _ready_status(port: int) -> int | None:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refusal:
+        return refusal.code
+    except OSError:
+        return None
+
+
+def test_a_worker_is_ready_when_its_models_are_loaded(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
+    """CX-027: the probe answers from the start, and says no until the model has been loaded."""
+    gate = tmp_path / "gate"
+    source = f"""
+        import time
+        from pathlib import Path
+
+        def build():
+            while not Path({str(gate)!r}).exists():
+                time.sleep(0.01)
+            return lambda inputs: {{"y": inputs["x"] * 2}}
+    """
+    write_package(models_root, "slow-to-load", source)
+    port = free_port()
+    environment = {"PENSTOCK_METRICS_PORT": str(port)}
+    worker = WorkerProcess(shared_redis, models_root, tmp_path, name="starting@test", environment=environment)
+    try:
+        worker.launch()
+        wait_until(lambda: _ready_status(port) == 503, 60, "the probe listens")
+        assert not worker.report()
+        gate.touch()
+        wait_until(lambda: _ready_status(port) == 200, 20, "the worker is ready")
+    finally:
+        worker.stop()
+
+
+def test_the_models_root_is_only_read(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
+    """IN-057: a worker serves from a folder that it may not write to, and leaves nothing in it."""
+    source = "from .factors import FACTOR\n\n\ndef build():\n    return lambda inputs: {'y': inputs['x'] * FACTOR}\n"
+    folder = write_package(models_root, "read-only", source)
+    (folder / "factors.py").write_text("FACTOR = 3\n")
+    before = {path: path.stat().st_mtime_ns for path in models_root.rglob("*")}
+    for path in before:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        start_worker(shared_redis, models_root)
+        with Client(shared_redis.url) as client:
+            assert client.submit("read-only", {"x": X}).result(timeout=10)["y"].tolist() == (X * 3).tolist()
+        assert {path: path.stat().st_mtime_ns for path in models_root.rglob("*")} == before
+    finally:
+        for path in before:
+            path.chmod(0o755)
+
+
+def test_disabled_inference_is_the_bare_model(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
+):
+    """CF-003: every forward has one row, equal jobs each run, no level is reached, and the answers are those of the
+    model alone to the last bit."""
+    write_recorder(models_root, tmp_path / "ledger", "bare", forward_s=0.02)
+    worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_ENABLED": "false"})
+    questions = [np.array([[number, 0.1, 1e-30, -number]], np.float32) for number in (1.0, 2.0, 2.0, 3.0, 3.0)]
+    with Client(shared_redis.url) as client:
+        jobs = client.submit_many("bare", [{"x": each} for each in questions])
+        answers = [job.result(timeout=20)["y"] for job in jobs]
+    for question, answer in zip(questions, answers, strict=True):
+        assert answer.tobytes() == (question * 2).tobytes()
+    served = [forward for forward in recorded_forwards(tmp_path / "ledger") if forward[0] > 0]
+    assert sorted(served) == [[1.0], [2.0], [2.0], [3.0], [3.0]]
+    assert worker.report()["levels"] == {}
+
+
+def test_a_store_of_states_that_hangs_does_not_hold_up_a_shutdown(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """After SIGTERM nothing more is claimed, and the worker ends within its grace period, whoever does not answer."""
+    grace_s = 6
+    write_double(models_root, "unhurried")
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as hanging, Client(shared_redis.url) as client:
+        hanging.settimeout(20)
+        environment = {
+            "PENSTOCK_METRICS_PORT": str(port),
+            "PENSTOCK_INFERENCE_QUEUE_DRAIN_GRACE_S": str(grace_s),
+            "PENSTOCK_INFERENCE_STATE_REDIS_URL": f"redis://127.0.0.1:{hanging.getsockname()[1]}/0",
+            "PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.01",
+        }
+        worker = start_worker(shared_redis, models_root, environment=environment)
+        assert client.submit("unhurried", {"x": X}).result(timeout=10)["y"].tolist() == (X * 2).tolist()
+        # A sweep gives up after five seconds; this is the beginning of another.
+        hanging.accept()[0].close()
+        connection, _ = hanging.accept()
+        with connection:
+            worker.signal(signal.SIGTERM)
+            begun = time.monotonic()
+            wait_until(lambda: _ready_status(port) != 200, 4, "the worker says that it stops")
+            job = client.submit("unhurried", {"x": X + 1})
+            assert worker.wait(2 * grace_s) == 0
+            assert time.monotonic() - begun < grace_s
+        assert job.status() == "queued"
+        job.cancel()

@@ -1,0 +1,409 @@
+"""Versions of one model side by side in one drain: which answers, how it changes, and what is loaded."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.registry.admission import Press
+from penstock.registry.broker.base import Broker, Publication, State
+from penstock.registry.deployment import Deployment
+from penstock.registry.envelope import Failure, ResultHeader, open_result
+from penstock.registry.package import Package, find, load_package
+from penstock.registry.settings import Settings
+from penstock.registry.signed import Verifier
+from penstock.registry.tensors import decode
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.drain import Drain
+from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.versions.repository import ModelsRoot
+from tests.packages import write_package
+from tests.servers import wait_until
+from tests.workers.test_drain import ROOMY, UNSIGNED, Connect, connect
+
+__all__ = ["connect"]
+
+_numbers = itertools.count()
+
+
+def write_scale(
+    root: Path, model: str, version: str, factor: float, *, load_s: float = 0.0, forward_s: float = 0.0
+) -> Package:
+    """Answers factor * x; notes every load as a line in `<root>/../loads`."""
+    folder = write_package(
+        root,
+        model,
+        f"""
+        import time
+        from pathlib import Path
+
+        def build():
+            with open({str(root.parent / "loads")!r}, "a") as loads:
+                loads.write({version!r} + "\\n")
+            time.sleep({load_s!r})
+
+            def forward(inputs):
+                time.sleep({forward_s!r})
+                return {{"y": inputs["x"] * {factor!r}}}
+
+            return forward
+        """,
+        version=version,
+    )
+    return load_package(folder)
+
+
+class Stage:
+    """A models root, a drain over it, and both sides of the broker."""
+
+    def __init__(self, root: Path, broker: Broker, make_broker: Callable[[], Broker]) -> None:
+        self.root = root
+        # Decisions stay in a broker that tests share.
+        self.model = f"scale-{os.getpid()}-{next(_numbers)}"
+        self.broker = broker
+        self._make_broker = make_broker
+        self._names = itertools.count()
+        self.changes: list[tuple[str, str, str]] = []
+        self.drains: list[Drain] = []
+        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
+
+    def start(
+        self, *others: Package, verify: Verifier | None = None, root: Path | None = None, **settings: Any
+    ) -> Drain:
+        """A drain that serves the highest version on disk, and other models; under a home of its own, if none is set.
+
+        root: its models root, where that is another.
+        """
+        name, root = f"stage-{next(self._names)}", root or self.root
+        overrides = {"queue": {"lease_s": 1.0}, "home": str(self.root.parent / name), **settings}
+        drain = Drain(
+            Settings.load(overrides=overrides, environ={}, cwd=self.root),
+            self._make_broker(),
+            [load_package(find(root, self.model).path), *others],
+            name=name,
+            device="cpu",
+            threads=1,
+            watcher=Unwatched(),
+            metrics=InferenceMetrics((0.1, 1.0)),
+            library=ModelsRoot(root, [root]),
+            verify=verify,
+            on_version_change=lambda *change: self.changes.append(change),
+        )
+        self.drains.append(drain)
+        drain.load()
+        drain.start()
+        return drain
+
+    def loads(self) -> list[str]:
+        """Labels of the versions that were built, in order."""
+        file = self.root.parent / "loads"
+        return file.read_text().split() if file.exists() else []
+
+    def submit(self, number: float = 1.0, version: str = "") -> str:
+        """One job; its id."""
+        spec = load_package(find(self.root, self.model, version or None).path).spec
+        job: Publication = self._press.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version)
+        (receipt,) = self.broker.publish(self.model, [job], ROOMY)
+        assert receipt.outcome == "accepted"
+        return job.job_id
+
+    def result(self, job_id: str) -> tuple[ResultHeader, float | Failure]:
+        """How the job ended, once it has: its header, and the first number of `y` or the failure."""
+
+        def sealed() -> bytes:
+            standing = self.broker.standing(job_id)
+            return standing.result if standing else b""
+
+        header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
+        return header, header.error or float(decode(header.content, body)["y"][0, 0])
+
+    def answer(self, number: float = 1.0, version: str = "") -> tuple[str, float | Failure]:
+        """The version that answers now, and how."""
+        header, value = self.result(self.submit(number, version))
+        return header.version, value
+
+    def promote(self, version: str, epoch: int, *, content_hash: str = "", sign: Any = None) -> bytes:
+        """Makes a version the one that answers."""
+        package = load_package(find(self.root, self.model, version).path)
+        content_hash = content_hash or package.manifest().content_hash
+        record = Deployment(epoch, self.model, version, content_hash).seal(sign)
+        assert self.broker.activate(self.model, epoch, record, version, package.spec.to_json())
+        return record
+
+    def state(self, version: str, drain: Drain | None = None) -> str:
+        """Where a version is on its way into memory; empty while it was never met."""
+        return str((drain or self.drains[-1]).versions()[self.model].get(version, {"state": ""})["state"])
+
+
+@contextmanager
+def two_versions(folder: Path, connect: Connect) -> Iterator[Stage]:
+    """Versions 1 (x) and 2 (10 x) of a model below a folder; the drains that were started end with the block."""
+    root = folder / "models"
+    root.mkdir()
+    stage = Stage(root, connect(), connect)
+    write_scale(root, stage.model, "1", 1)
+    write_scale(root, stage.model, "2", 10)
+    yield stage
+    for drain in stage.drains:
+        drain.stop(1.0)
+
+
+@pytest.fixture
+def stage(connect: Connect, tmp_path: Path) -> Iterator[Stage]:
+    """See two_versions."""
+    with two_versions(tmp_path, connect) as stage:
+        yield stage
+
+
+def test_highest_version_answers_until_one_is_promoted(stage: Stage):
+    """Then that one, from the next claim on; each result says which version, with its content hash (IN-001, AR-022)."""
+    stage.start()
+    assert stage.answer() == ("2", 10.0)
+    stage.promote("1", epoch=1)
+    header, value = stage.result(stage.submit())
+    assert (header.version, value) == ("1", 1.0)
+    assert header.content_hash == load_package(find(stage.root, stage.model, "1").path).manifest().content_hash
+    stage.promote("2", epoch=2)
+    assert stage.answer() == ("2", 10.0)
+    assert [len(new) for _, _, new in stage.changes] == [64, 64]
+    assert stage.loads() == ["2", "1"]
+
+
+def test_versions_answer_side_by_side(stage: Stage):
+    """A job that names a version has that one's answer, loaded at its first job (IN-001, IN-014)."""
+    stage.start()
+    wait_until(lambda: stage.broker.spec(stage.model, "1"), 5, "the spec of the other version")
+    assert (stage.answer(2.0, "1"), stage.answer(2.0, "2"), stage.answer(2.0)) == (("1", 2.0), ("2", 20.0), ("2", 20.0))
+    assert stage.loads() == ["2", "1"]
+
+
+def test_equal_jobs_of_two_versions_do_not_share_a_forward(stage: Stage):
+    """A job claimed after a promotion never gets the answer of one that was claimed before."""
+    write_scale(stage.root, stage.model, "3", 100, forward_s=0.5)
+    drain = stage.start()
+    before = stage.submit()
+    wait_until(drain.active, 5, "the old version's forward")
+    stage.promote("2", epoch=1)
+    after = stage.submit()
+    assert stage.result(before)[1] == 100.0
+    assert stage.result(after)[1] == 10.0
+
+
+def test_nothing_is_loaded_at_start_without_preload(stage: Stage):
+    """The load counter is 1 or 0 before the first job (IN-014)."""
+    stage.start(preload=False)
+    assert stage.loads() == []
+    assert stage.answer() == ("2", 10.0)
+    assert stage.loads() == ["2"]
+
+
+def test_jobs_wait_for_a_version_that_is_being_loaded(stage: Stage):
+    """The flip came before this worker had the version: its jobs wait for it, and none gets the old one's answer."""
+    write_scale(stage.root, stage.model, "3", 100, load_s=0.5)
+    stage.promote("2", epoch=1)
+    drain = stage.start()
+    assert stage.answer() == ("2", 10.0)
+    stage.promote("3", epoch=2)
+    job_ids = [stage.submit(float(number)) for number in range(1, 30)]
+    wait_until(lambda: stage.state("3", drain) == "loading", 5, "the load begins")
+    assert [stage.result(job_id)[1] for job_id in job_ids] == [100.0 * number for number in range(1, 30)]
+
+
+def test_a_worker_that_cannot_load_the_promoted_version_claims_nothing(stage: Stage):
+    """Its jobs go back to the queue and are answered by a worker that can; other content is never executed."""
+    stage.promote("2", epoch=1)
+    stage.start()
+    stage.promote("1", epoch=2, content_hash="0" * 64)
+    job_id = stage.submit()
+    wait_until(lambda: stage.state("1") == "failed", 5, "the load fails")
+    problem = stage.drains[0].versions()[stage.model]["1"]["problem"]
+    assert "were promoted" in problem or "promoted" in problem
+    standing = stage.broker.standing(job_id)
+    assert standing is not None
+    assert standing.state is State.QUEUED
+    assert "1" not in stage.loads()
+    stage.promote("1", epoch=3)
+    assert stage.result(job_id)[1] == 1.0
+
+
+def test_a_version_that_cannot_be_loaded_fails_the_jobs_that_name_it(stage: Stage):
+    """One clear error each; the others go on (bad input)."""
+    write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="0.5")
+    stage.start()
+    header, failure = stage.result(stage.submit(1.0, "0.5"))
+    assert isinstance(failure, Failure)
+    assert "0.5 cannot be loaded" in failure.message
+    assert "no weights" in failure.message
+    assert header.version in ("", "0.5")
+    assert stage.answer() == ("2", 10.0)
+
+
+def test_loading_has_a_limit(stage: Stage):
+    """A load that takes too long has failed, and what it ends with is thrown away (CX-026)."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=2.0)
+    stage.start(load_timeout_s=0.3)
+    _, failure = stage.result(stage.submit(1.0, "0.1"))
+    assert isinstance(failure, Failure)
+    assert "longer than 0.3 s" in failure.message
+
+
+def test_load_and_unload_on_demand(stage: Stage):
+    """What operators want is loaded without a job, and let go of; the version that answers is never unloaded."""
+    drain = stage.start()
+    drain.want(stage.model, "1")
+    wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
+    drain.let_go_of(stage.model, "1")
+    drain.let_go_of(stage.model, "2")
+    wait_until(lambda: stage.state("1") == "cold", 5, "the version is let go")
+    assert stage.answer() == ("2", 10.0)
+    assert stage.state("2") == "ready"
+    drain.want(stage.model, "no-such")
+    drain.want("../../etc", "1")
+    assert stage.answer() == ("2", 10.0)
+
+
+def test_the_least_recently_used_version_goes_when_memory_is_short(stage: Stage):
+    """Room for two of three: the third load unloads the one whose last batch is longest ago, never a busy one."""
+    for version in ("1", "2", "3"):
+        folder = stage.root / stage.model / version
+        if not folder.exists():
+            write_scale(stage.root, stage.model, version, 100)
+        text = (folder / "model.yaml").read_text()
+        (folder / "model.yaml").write_text(text + "memory_mb: 10\n")
+    stage.start(model_memory_mb=25)
+    assert stage.answer(1.0, "1")[1] == 1.0
+    assert stage.answer(1.0, "3")[1] == 100.0
+    assert stage.answer(1.0, "2")[1] == 10.0
+    wait_until(lambda: stage.state("1") == "cold", 5, "the least recently used is unloaded")
+    assert (stage.state("2"), stage.state("3")) == ("ready", "ready")
+    assert stage.answer(1.0, "1")[1] == 1.0
+    wait_until(lambda: stage.state("2") == "cold", 5, "the next goes, and not the one that answers")
+    assert stage.state("3") == "ready"
+
+
+def test_a_decision_that_comes_late_changes_nothing(stage: Stage):
+    """A worker never goes back to an older epoch, whatever lies in the broker."""
+    drain = stage.start()
+    stage.promote("1", epoch=5)
+    assert stage.answer() == ("1", 1.0)
+    older = Deployment(4, stage.model, "2", "0" * 64).seal()
+    drain._shelf.follow(drain._served[stage.model], b"4 " + older)
+    assert stage.answer() == ("1", 1.0)
+
+
+def test_only_the_operators_decide(stage: Stage, tmp_path: Path):
+    """With a public key set, unsigned and foreign records are not believed, and what was served goes on (S0.1)."""
+    operator = OperatorKey.generate(tmp_path / "operator.pem")
+    stranger = OperatorKey.generate(tmp_path / "stranger.pem")
+    stage.start(verify=PublicKeys.parse(operator.public_text).verify)
+    stage.promote("1", epoch=1)
+    assert stage.answer() == ("2", 10.0)
+    stage.promote("1", epoch=2, sign=stranger.sign)
+    assert stage.answer() == ("2", 10.0)
+    stage.promote("1", epoch=3, sign=operator.sign)
+    assert stage.answer() == ("1", 1.0)
+
+
+def test_a_pinned_version_answers_whatever_is_promoted(stage: Stage):
+    """model_version names one; `latest` would follow the promotion (CX-014)."""
+    stage.start(model_version="2")
+    stage.promote("1", epoch=1)
+    assert stage.answer() == ("2", 10.0)
+
+
+def test_idle_workers_hear_of_a_change_within_two_seconds(stage: Stage):
+    """Caches of the old version are told at once, job or not, and once (AR-018, AR-080)."""
+    for _ in range(3):
+        stage.start()
+    stage.promote("1", epoch=1)
+    wait_until(lambda: len(stage.changes) == 3, 2, "every worker hears of it")
+    old = load_package(find(stage.root, stage.model, "2").path).manifest().content_hash
+    new = load_package(find(stage.root, stage.model, "1").path).manifest().content_hash
+    assert stage.changes == [(stage.model, old, new)] * 3
+    stage.answer()
+    assert len(stage.changes) == 3
+
+
+def test_a_copy_that_was_mended_on_disk_answers_in_the_end(stage: Stage):
+    """Loaded before the promotion with other files under its label, it is loaded anew, never served as it was."""
+    drain = stage.start()
+    drain.want(stage.model, "1")
+    wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
+    source = stage.root / stage.model / "1" / "model.py"
+    source.write_text(source.read_text().replace("* 1", "* 7"))
+    stage.promote("1", epoch=1)
+    assert stage.answer() == ("1", 7.0)
+
+
+def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage):
+    """What ends loading with other content than was promoted meanwhile does not serve."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
+    drain = stage.start()
+    drain.want(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
+    stage.promote("0.1", epoch=1, content_hash="ab" * 32)
+    job_id = stage.submit()
+    wait_until(lambda: stage.state("0.1") == "failed", 5, "the load has failed")
+    standing = stage.broker.standing(job_id)
+    assert standing is not None
+    assert standing.state is State.QUEUED
+
+
+def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
+    """An operator who waits for it reads why it will not come; when the folder has come, it loads."""
+    drain = stage.start()
+    drain.want(stage.model, "7")
+    wait_until(lambda: stage.state("7") == "failed", 5, "the worker says that it has no such version")
+    write_scale(stage.root, stage.model, "7", 70)
+    drain.want(stage.model, "7")
+    wait_until(lambda: stage.state("7") == "ready", 5, "it is loaded")
+    drain.want(stage.model, "8")
+    wait_until(lambda: stage.state("8") == "failed", 5, "the next")
+    drain.let_go_of(stage.model, "8")
+    wait_until(lambda: stage.state("8") == "", 5, "nobody wants it any more")
+
+
+def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: Stage):
+    """The operator gave up waiting: the load ends, and its memory is given back."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=0.4)
+    drain = stage.start()
+    drain.want(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
+    drain.let_go_of(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1") != "loading", 5, "the load ends")
+    wait_until(lambda: stage.state("0.1") == "cold", 2, "it is unloaded")
+
+
+def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(stage: Stage):
+    """The wish may come before the worker hears of the flip; every answer of its last batches says what it was."""
+    drain = stage.start()
+    drain.let_go_of(stage.model, "2")
+    jobs = [stage.submit(float(number)) for number in range(40)]
+    stage.promote("1", epoch=1)
+    jobs += [stage.submit(float(number)) for number in range(40)]
+    headers = [stage.result(job_id)[0] for job_id in jobs]
+    assert {(header.version, len(header.content_hash)) for header in headers} <= {("1", 64), ("2", 64)}
+    wait_until(lambda: stage.state("2", drain) == "cold", 5, "it is unloaded")
+
+
+def test_a_later_version_may_run_more_forwards_at_a_time_than_the_first(stage: Stage):
+    """Its `concurrency` holds from its promotion on, and the older version keeps its own."""
+    write_scale(stage.root, stage.model, "1.5", 100, forward_s=0.4)
+    file = stage.root / stage.model / "1.5" / "model.yaml"
+    file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 1") + "concurrency: 3\n")
+    drain = stage.start()
+    assert stage.answer() == ("2", 10.0)
+    assert drain.executor.threads == 1
+    stage.promote("1.5", epoch=1)
+    job_ids = [stage.submit(float(number)) for number in range(6)]
+    wait_until(lambda: len(drain.active()) == 3, 5, "three forwards run")
+    assert [stage.result(job_id)[1] for job_id in job_ids] == [100.0 * number for number in range(6)]
+    stage.promote("2", epoch=2)
+    assert stage.answer() == ("2", 10.0)

@@ -1,0 +1,77 @@
+"""A model in a worker: which jobs fit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from penstock.registry.broker.base import Delivery
+from penstock.registry.envelope import JobHeader
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import load_package
+from penstock.registry.queues import Priority, new_job_id
+from penstock.registry.settings import InferenceConfig
+from penstock.registry.tensors import Array, encode
+from penstock.workers.job import ClaimedJob
+from penstock.workers.versions.version import ServedVersion
+from tests.packages import write_double
+
+
+def claimed(inputs: dict[str, Array]) -> ClaimedJob:
+    """A job of the model `double`, opened but not yet checked."""
+    content, _ = encode(inputs) if inputs else ((), b"")
+    header = JobHeader(new_job_id("double"), "acme", "double", "normal", content)
+    return ClaimedJob(Delivery("double", Priority.NORMAL, b"1-1", b""), header, inputs, 0, 0.0, 0.0, 0)
+
+
+def test_only_a_job_shaped_like_the_one_before_skips_the_check(models_root: Path):
+    """The first is checked, its likes are counted like it, and whatever differs, also nothing at all, is refused."""
+    model = ServedVersion(load_package(write_double(models_root, "double")), InferenceConfig())
+    with pytest.raises(InvalidInput, match="Missing required"):
+        model.fit(claimed({}))
+    for rows in (3, 3, 1):
+        job = claimed({"x": np.zeros((rows, 4), np.float32)})
+        model.fit(job)
+        assert job.rows == rows
+    for wrong in ({}, {"x": np.zeros((1, 5), np.float32)}, {"x": np.zeros((1, 4), np.float64)}):
+        with pytest.raises(InvalidInput):
+            model.fit(claimed(wrong))
+
+
+@pytest.mark.parametrize(
+    ("config", "package", "rows"),
+    [
+        ({"max_level": 0}, {}, 1),
+        ({"max_level": 1}, {}, 1),
+        ({}, {}, 32),
+        ({"max_level": 3}, {}, 32),
+        ({"max_level": 4}, {}, 32),
+        ({"max_level": 3}, {"max_level": 1}, 1),
+        ({"max_level": 1}, {"max_level": 3}, 1),
+        ({"batching": {"enabled": False}}, {}, 1),
+        ({"enabled": False}, {}, 1),
+        ({"batching": {"max_batch_size": 8}}, {}, 8),
+        ({"batching": {"max_batch_size": 8}}, {"batching": {"max_batch_size": 4}}, 4),
+        ({"batching": {"max_batch_size": 8}, "max_level": 0}, {"batching": {"max_batch_size": 4}}, 1),
+    ],
+)
+def test_jobs_share_a_forward_from_level_2_on(
+    models_root: Path, config: dict[str, object], package: dict[str, object], rows: int
+):
+    """At the levels 0 and 1, whichever of the setting and the package is lower, each job has a forward of its own; from
+    2 on the package's size counts, else the setting's, else 32 (CF-004)."""
+    folder = write_double(models_root, "double")
+    spec = yaml.safe_load((folder / "model.yaml").read_text())
+    (folder / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}} | package))
+    model = ServedVersion(load_package(folder), InferenceConfig.model_validate(config))
+    assert (model.limits.max_rows, model.max_rows) == (rows, rows)
+    jobs = [claimed({"x": np.full((1, 4), number, np.float32)}) for number in range(3)]
+    for job in jobs:
+        model.fit(job)
+    model.add(jobs)
+    batch = model.batcher.next(0.0, device_idle=True)
+    assert batch is not None
+    assert batch.rows == min(rows, 3)

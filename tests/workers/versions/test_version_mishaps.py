@@ -1,0 +1,353 @@
+"""Versions in bad company: other content, hanging loads, hostile records, floods, operators in each other's way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import Failure
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.package import ModelSpec, find, load_package
+from penstock.registry.settings import Settings
+from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.runtime.loading import PackageRuntime
+from penstock.workers.versions.repository import ModelsRoot
+from tests.packages import write_package
+from tests.servers import wait_until
+from tests.workers.versions.test_lifecycle import Stage, two_versions, write_scale
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """Versions 1 (x) and 2 (10 x) of a model."""
+    with two_versions(tmp_path, MemoryBroker().connect) as stage:
+        yield stage
+
+
+def test_a_wish_for_other_content_leaves_the_version_that_answers_alone(stage: Stage):
+    """A promotion that is prepared where the files differ is refused with nothing changed."""
+    drain = stage.start()
+    assert stage.answer() == ("2", 10.0)
+    drain.want(stage.model, "2", content_hash="ab" * 32)
+    time.sleep(0.5)
+    assert stage.state("2") == "ready"
+    assert stage.answer() == ("2", 10.0)
+
+
+def test_a_record_that_is_not_believed_promotes_nothing_at_a_start(stage: Stage, tmp_path: Path):
+    """Garbage over the signed record: a worker that starts then must not fall back to the highest version on disk."""
+    operator = OperatorKey.generate(tmp_path / "operator.pem")
+    verify = PublicKeys.parse(operator.public_text).verify
+    stage.promote("1", epoch=1, sign=operator.sign)
+    stage.start(verify=verify)
+    assert stage.answer() == ("1", 1.0)
+    stage.drains.pop().stop(1.0)
+    stage.promote("2", epoch=2)  # unsigned: whoever may write to Redis
+    stage.start(verify=verify)
+    job_id = stage.submit()
+    time.sleep(0.7)
+    standing = stage.broker.standing(job_id)
+    assert standing is not None
+    assert not standing.result, stage.result(job_id)
+
+
+def test_a_worker_that_starts_beside_a_record_it_does_not_believe_leaves_the_spec_alone(stage: Stage, tmp_path: Path):
+    """Clients go on checking jobs against the version that was promoted."""
+    operator = OperatorKey.generate(tmp_path / "operator.pem")
+    stage.promote("1", epoch=1, sign=operator.sign)
+    stranger = OperatorKey.generate(tmp_path / "stranger.pem")
+    stage.start(verify=PublicKeys.parse(stranger.public_text).verify)
+    assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "1"
+
+
+def test_a_pinned_worker_does_not_announce_its_version_as_the_one_that_answers(stage: Stage):
+    """Its own version is its own affair: clients keep the spec of the promoted one."""
+    stage.promote("1", epoch=1)
+    stage.start(model_version="2")
+    assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "1"
+
+
+def test_what_ends_loading_too_late_is_closed(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    """An abandoned load must not keep its weights until somebody loads something else."""
+    released: list[str] = []
+    close = PackageRuntime.close
+
+    def noted(self: PackageRuntime) -> None:
+        released.append(self.version)
+        close(self)
+
+    monkeypatch.setattr(PackageRuntime, "close", noted)
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
+    stage.start(load_timeout_s=0.3)
+    stage.result(stage.submit(1.0, "0.1"))
+    wait_until(lambda: not _loading_threads(stage), 5, "the abandoned load ends")
+    time.sleep(0.6)
+    assert "0.1" in released
+
+
+def test_a_load_that_hangs_is_not_tried_beside_itself(stage: Stage):
+    """The promoted version hangs while it loads; every try leaves a thread and half a model behind."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=8.0)
+    drain = stage.start(load_timeout_s=0.1)
+    stage.promote("0.1", epoch=1)
+    for _ in range(4):
+        drain._shelf.order(drain._shelf.try_again)
+        wait_until(lambda: stage.state("0.1") == "failed", 5, "it takes too long")
+        time.sleep(0.1)
+    assert len(_loading_threads(stage)) <= 1
+
+
+def _loading_threads(stage: Stage) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith(f"load {stage.model}")]
+
+
+def test_jobs_that_wait_for_a_named_version_do_not_hold_up_the_one_that_answers(stage: Stage):
+    """200 jobs name a version that takes three seconds to load; others are answered meanwhile."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=3.0)
+    stage.start()
+    for number in range(200):
+        stage.submit(float(number), "0.1")
+    wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
+    begun = time.monotonic()
+    assert stage.answer() == ("2", 10.0)
+    assert time.monotonic() - begun < 1.5
+
+
+def test_a_worker_that_loads_leaves_jobs_to_those_that_have_the_version(stage: Stage):
+    """B joined after the version was prepared in A and before the flip."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=3.0)
+    a = stage.start()
+    a.want(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1", a) == "ready", 10, "A is prepared")
+    b = stage.start()
+    stage.promote("0.1", epoch=1)
+    begun = time.monotonic()
+    jobs = [stage.submit(float(number)) for number in range(30)]
+    assert all(stage.result(job_id)[0].version == "0.1" for job_id in jobs)
+    took = time.monotonic() - begun
+    assert took < 1.5, (took, stage.state("0.1", b))
+
+
+def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
+    """Every version under the root is met at the start; its model.yaml is mended before it is promoted."""
+    drain = stage.start()
+    file = stage.root / stage.model / "1" / "model.yaml"
+    file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 8"))
+    stage.promote("1", epoch=1)
+    job_id = stage.submit()
+    wait_until(lambda: stage.state("1") in ("ready", "failed"), 5, "the load ends")
+    drain._shelf.order(drain._shelf.try_again)
+    assert stage.result(job_id)[1] == 1.0, drain.versions()[stage.model]["1"]["problem"]
+
+
+def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
+    """A link that points at itself is a broken package, and no more."""
+    drain = stage.start()
+    loop = stage.root / stage.model / "0.3"
+    write_scale(stage.root, stage.model, "0.3", 100)
+    (loop / "model.py").unlink()
+    (loop / "model.py").symlink_to("model.py")
+    drain.want(stage.model, "0.3")
+    time.sleep(0.5)
+    assert drain.is_healthy() is None
+    assert stage.answer() == ("2", 10.0)
+
+
+def test_a_prepared_version_is_not_the_first_to_go(stage: Stage):
+    """model_memory_mb: prepared a moment ago, about to be promoted; another load unloads it."""
+    for version in ("0.1", "0.2"):
+        write_scale(stage.root, stage.model, version, 100)
+    for version in ("0.1", "0.2", "1", "2"):
+        file = stage.root / stage.model / version / "model.yaml"
+        file.write_text(file.read_text() + "memory_mb: 10\n")
+    drain = stage.start(model_memory_mb=35)
+    assert stage.answer() == ("2", 10.0)
+    assert stage.answer(1.0, "0.2")[1] == 100.0
+    drain.want(stage.model, "1")
+    wait_until(lambda: stage.state("1") == "ready", 5, "prepared")
+    assert stage.answer(1.0, "0.1")[1] == 100.0
+    time.sleep(0.5)
+    assert stage.state("1") == "ready"
+
+
+def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    """A model that came after the start: the broker is away for the one call that prepares its queue."""
+    drain = stage.start()
+    write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
+    prepare = drain._broker.prepare
+    failures = [BrokerUnavailable("away")]
+
+    def flaky(slots: list[str]) -> None:
+        if failures:
+            raise failures.pop()
+        prepare(slots)
+
+    monkeypatch.setattr(drain._broker, "prepare", flaky)
+    drain.want("another", "1")
+    time.sleep(1.0)
+    assert drain.versions()["another"]["1"]["state"] == "ready"
+
+
+def test_a_follower_that_names_no_version_does_not_share_its_leaders_failure(stage: Stage):
+    """The promoted version cannot be loaded here: who names it fails, who does not is for another worker."""
+    write_package(
+        stage.root,
+        stage.model,
+        "import time\ndef build():\n    time.sleep(0.7)\n    raise ValueError('no weights')\n",
+        version="0.5",
+    )
+    yaml = stage.root / stage.model / "0.5" / "model.yaml"
+    yaml.write_text(yaml.read_text() + "deterministic: true\n")
+    stage.start()
+    stage.promote("0.5", epoch=1)
+    named, unnamed = stage.submit(1.0, "0.5"), stage.submit(1.0)
+    assert isinstance(stage.result(named)[1], Failure)
+    time.sleep(0.5)
+    standing = stage.broker.standing(unnamed)
+    assert standing is not None
+    assert not standing.result
+
+
+def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(stage: Stage):
+    """Every ten seconds it would take the queue hostage for as long as the load takes to fail."""
+    write_package(
+        stage.root,
+        stage.model,
+        "import time\ndef build():\n    time.sleep(1.5)\n    raise ValueError('no weights')\n",
+        version="0.5",
+    )
+    drain = stage.start()
+    stage.promote("0.5", epoch=1)
+    wait_until(lambda: stage.state("0.5") == "failed", 10, "the load fails")
+    drain._shelf.order(drain._shelf.try_again)
+    wait_until(lambda: stage.state("0.5") == "loading", 5, "it is tried again")
+    stage.submit()
+    time.sleep(0.7)
+    assert stage.state("0.5") == "loading"
+    assert drain.readiness[1]["in_memory"] == 0
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "MemoryError()"])
+def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_served(stage: Stage, raised: str):
+    """SystemExit and MemoryError, too, are only that version's failure."""
+    write_package(stage.root, stage.model, f"def build():\n    raise {raised}\n", version="3")
+    stage.promote("3", epoch=1)
+    write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
+    from penstock.workers.drain import Drain
+    from penstock.workers.observe.listener import Unwatched
+    from penstock.workers.observe.metrics import InferenceMetrics
+
+    drain = Drain(
+        Settings.load(environ={}, cwd=stage.root),
+        stage._make_broker(),
+        [load_package(find(stage.root, name).path) for name in (stage.model, "another")],
+        name="w",
+        device="cpu",
+        threads=1,
+        watcher=Unwatched(),
+        metrics=InferenceMetrics((0.1, 1.0)),
+        library=ModelsRoot(stage.root, [stage.root]),
+    )
+    stage.drains.append(drain)
+    try:
+        drain.load()
+    except BaseException as error:
+        pytest.fail(f"the worker does not start: {error!r}")
+    assert drain.versions()[stage.model]["3"]["state"] == "failed"
+
+
+def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage, caplog: pytest.LogCaptureFixture):
+    """One raises, one answers in another shape, one hangs: the highest that loads answers, as before the restart."""
+    write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="3")
+    write_package(stage.root, stage.model, "def build():\n    return lambda x: {'y': x['x'][:, :2]}\n", version="4")
+    write_scale(stage.root, stage.model, "5", 100, load_s=0.6)
+    stage.start(load_timeout_s=0.3)
+    assert stage.answer() == ("2", 10.0)
+    assert [stage.state(label) for label in "12345"] == ["cold", "ready", "failed", "failed", "failed"]
+    assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "2"
+    (line,) = [each.getMessage() for each in caplog.records if "passed over" in each.getMessage()]
+    assert line == f"version passed over: {stage.model}/5: loading took longer than 0.3 s"
+    (stage.root / stage.model / "3" / "model.py").write_text("def build():\n    return lambda x: {'y': x['x'] * 3}\n")
+    stage.promote("3", epoch=1)
+    assert stage.answer() == ("3", 3.0)
+
+
+def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage):
+    """Nothing of it is claimed, the other models are served, and once it is mended it is."""
+    broken = write_package(stage.root, "another", "def build():\n    return lambda inputs: {'z': inputs['x']}\n")
+    drain = stage.start(load_package(broken))
+    assert stage.answer() == ("2", 10.0)
+    assert drain.versions()["another"]["1"]["state"] == "failed"
+    assert "z" in drain.versions()["another"]["1"]["problem"]
+    assert drain._shelf.claimable() == [stage.model]
+    (broken / "model.yaml").write_text((broken / "model.yaml").read_text().replace("name: y", "name: z"))
+    drain._shelf.order(drain._shelf.try_again)
+    wait_until(lambda: drain._shelf.claimable() == [stage.model, "another"], 5, "it is loaded")
+
+
+@pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["nothing else", "the settings name it"])
+def test_a_worker_without_what_it_was_asked_for_does_not_start(stage: Stage, settings: dict[str, Any]):
+    """No model at all can be loaded, or the settings name the version that cannot: a configuration to mend."""
+    write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="3")
+    for label in () if settings else ("1", "2"):
+        (stage.root / stage.model / label / "model.py").write_text("def build():\n    raise ValueError('none')\n")
+    with pytest.raises(ConfigurationError, match=r"/3: .*no weights"):
+        stage.start(**settings)
+
+
+def test_memory_is_given_back_once_versions_are_idle(stage: Stage):
+    """Both older versions had work at the moment the third was loaded; afterwards nobody looks again."""
+    for version in ("0.1", "0.2", "2"):
+        if version != "2":
+            write_scale(stage.root, stage.model, version, 100, forward_s=0.8 if version == "0.1" else 0.0)
+        file = stage.root / stage.model / version / "model.yaml"
+        file.write_text(file.read_text() + "memory_mb: 10\n")
+    stage.start(model_memory_mb=15)
+    jobs = [stage.submit(1.0, "0.1")]
+    wait_until(lambda: stage.drains[0].active(), 5, "0.1 runs")
+    jobs += [stage.submit(2.0, "0.1"), stage.submit(1.0, "0.2")]
+    for job_id in jobs:
+        stage.result(job_id)
+    time.sleep(1.0)
+    ready = [label for label in ("0.1", "0.2", "2") if stage.state(label) == "ready"]
+    assert len(ready) == 1, ready
+
+
+def test_a_worker_that_starts_during_the_first_flip_leaves_the_promoted_spec(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
+    """It has read that nothing was promoted, then the flip comes, then it announces what it had found on disk."""
+    end = type(stage.broker)
+    actives = end.actives
+    flips: list[bytes] = []
+
+    def then_flip(self: MemoryBroker, slots: list[str]) -> dict[str, bytes]:
+        found = actives(self, slots)
+        if not flips:
+            flips.append(stage.promote("1", epoch=1))
+        return found
+
+    monkeypatch.setattr(end, "actives", then_flip)
+    stage.start()
+    assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "1"
+
+
+def test_the_memory_limit_holds_from_the_start(stage: Stage):
+    """Two models that are loaded at the start and do not both fit: one goes, and comes back for its next job."""
+    write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
+    for folder in (stage.root / stage.model / "2", stage.root / "another" / "1"):
+        (folder / "model.yaml").write_text((folder / "model.yaml").read_text() + "memory_mb: 10\n")
+    another = load_package(find(stage.root, "another").path)
+    drain = stage.start(another, model_memory_mb=15)
+
+    def ready() -> int:
+        return [stage.state("2"), drain.versions()["another"]["1"]["state"]].count("ready")
+
+    wait_until(lambda: ready() == 1, 5, "one of them is unloaded")
+    assert stage.answer() == ("2", 10.0)

@@ -1,0 +1,207 @@
+"""What was decided about each model's form -> a log on this machine, one JSON line a decision, that can be replayed.
+
+    Optimizer -> append(subject, decision) -> <home>/decisions/<model>.jsonl
+    a restart -> earlier(subject): the last decision on each step about the same content on the same kind of machine
+    a death   -> note_death(model, content_hash, form): earlier refuses a form that ran when several processes died
+    anybody   -> replayed(model, run): where one process stood in the end
+
+The lines hold names, hashes, figures and reasons, never inputs or outputs. Owner-only, and bounded: a file that has
+grown too large is put aside, in place of the one that was put aside before.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.registry.queues import parse_name
+from penstock.workers.levels.progression import THRESHOLDS, Decision, Standing, replay
+from penstock.workers.process.device import granted_threads
+from penstock.workers.runtime.cpu import cpu_label
+
+__all__ = ["DecisionLog", "Subject", "environment"]
+
+_LARGEST_FILE: Final = 1 << 20
+_FRAMEWORKS: Final = ("torch", "transformers", "onnxruntime")
+_ACTIONS: Final = ("enabled", "disabled", "refused")
+_DIED: Final = "died"
+"""The action of a line that is no decision: a process died while the form ran."""
+_MOST_DEATHS: Final = 3
+_A_DAY_S: Final = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a decision is about. `environment`: where it holds; see the function of that name."""
+
+    model: str
+    version: str
+    content_hash: str
+    environment: str
+
+
+class DecisionLog:
+    """One process's end of the logs. Appends are whole lines, so several processes may share a home."""
+
+    def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
+        self._folder = home / "decisions"
+        self._clock = clock
+        self.run: Final = secrets.token_hex(8)
+        """What this process's lines are marked with."""
+
+    def append(self, subject: Subject, decision: Decision) -> dict[str, object]:
+        """Writes a decision; returns the record that was written. Raises OSError."""
+        record = {
+            "time": round(self._clock(), 3),
+            "run": self.run,
+            **asdict(subject),
+            "level": decision.level,
+            **asdict(decision),
+        }
+        self._write(subject.model, record)
+        return record
+
+    def note_death(self, model: str, content_hash: str, step: str) -> None:
+        """A process died while this form ran jobs. Raises OSError, InvalidInput."""
+        death = {"time": round(self._clock(), 3), "run": self.run, "model": model, "content_hash": content_hash}
+        self._write(model, {**death, "step": step, "action": _DIED})
+
+    def _write(self, model: str, record: Mapping[str, object]) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = self._file(model)
+        if file.exists() and file.stat().st_size > _LARGEST_FILE:
+            file.replace(_put_aside(file))
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # Whoever died in the middle of a line must not take this one along.
+                line = b"\n" + line
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+
+    def earlier(self, subject: Subject) -> dict[str, Decision]:
+        """The last decision on each step about this content in this environment, whichever process made it.
+
+        A single refusal of what was enabled before is passed over: a machine that is busy with others while a worker
+        starts finds nothing to be faster, and must not keep a form away for good. A form that was running when several
+        processes died within a day counts as measured and refused: jobs that kill a process do so in any form, but
+        they run alone the next time, and one that kills for itself would do so batch by batch.
+        """
+        about = {"content_hash": subject.content_hash, "environment": subject.environment}
+        earlier: dict[str, Decision] = {}
+        doubted: set[str] = set()
+        for decision in self._decisions(subject.model, about):
+            step, known = decision.step, earlier.get(decision.step)
+            is_first_doubt = known is not None and (known.action, decision.action) == ("enabled", "refused")
+            if is_first_doubt and step not in doubted:
+                doubted.add(step)
+                continue
+            doubted.discard(step)
+            earlier[step] = decision
+        for step, deaths in self._deaths(subject).items():
+            if deaths >= _MOST_DEATHS:
+                reason = f"{deaths} processes died within a day while it ran"
+                earlier[step] = Decision(step, "refused", "it killed its process", reason, None, {"deaths": deaths})
+        return earlier
+
+    def _deaths(self, subject: Subject) -> Counter[str]:
+        """How many processes died lately, by the form that ran this content."""
+        since = self._clock() - _A_DAY_S
+        return Counter(
+            record["step"]
+            for record in self._records(subject.model)
+            if (record.get("action"), record.get("content_hash")) == (_DIED, subject.content_hash)
+            and isinstance(record.get("step"), str)
+            and record["step"] in THRESHOLDS
+            and isinstance(record.get("time"), int | float)
+            and record["time"] > since
+        )
+
+    def replayed(self, subject: Subject, run: str) -> Standing:
+        """Where the process that is marked `run` stood with the subject after its last decision."""
+        return replay(self._decisions(subject.model, {"run": run, "content_hash": subject.content_hash}))
+
+    def _decisions(self, model: str, about: Mapping[str, str]) -> Iterator[Decision]:
+        for record in self._records(model):
+            if all(record.get(name) == value for name, value in about.items()):
+                decision = _decision_of(record)
+                if decision is not None:
+                    yield decision
+
+    def _records(self, model: str) -> Iterator[dict[str, Any]]:
+        file = self._file(model)
+        for line in [line for part in (_put_aside(file), file) for line in _lines(part)]:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # the last line of a process that died, or what nobody here wrote
+            if isinstance(record, dict):
+                yield record
+
+    def _file(self, model: str) -> Path:
+        return self._folder / f"{parse_name('model', model)}.jsonl"
+
+
+def _put_aside(file: Path) -> Path:
+    """Where a file that has grown too large goes."""
+    return file.with_suffix(".jsonl.old")
+
+
+def _lines(file: Path) -> list[bytes]:
+    try:
+        return [line for line in file.read_bytes().splitlines() if line]
+    except OSError:
+        return []
+
+
+@cache
+def environment(device: str, compilation: str) -> str:
+    """The frameworks, the hardware and the settings under which a measurement holds.
+
+    compilation: what of its settings decides how a form is made and judged.
+    """
+    return "; ".join([*(f"{name} {_version(name)}" for name in _FRAMEWORKS), _hardware(device), compilation])
+
+
+def _hardware(device: str) -> str:
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and torch is not None:
+        return str(torch.cuda.get_device_name(device))
+    return f"{cpu_label()}, {granted_threads(device, os.environ)} threads"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _decision_of(record: Mapping[str, Any]) -> Decision | None:
+    """None for a line that no version of this program writes."""
+    step: Any = record.get("step")
+    action: Any = record.get("action")
+    gain, evidence = record.get("gain"), record.get("evidence")
+    if not isinstance(step, str) or step not in THRESHOLDS or action not in _ACTIONS or not isinstance(evidence, dict):
+        return None
+    if gain is not None and not isinstance(gain, int | float):
+        return None
+    figures = {str(name): float(value) for name, value in evidence.items() if isinstance(value, int | float)}
+    made = record.get("made")
+    facts = made if isinstance(made, dict) else {}
+    return Decision(step, action, str(record.get("criterion", "")), str(record.get("reason", "")), gain, figures, facts)

@@ -1,0 +1,88 @@
+"""What forwards take of a GPU's memory: the probe of workers/batching/calibrate.py. torch is imported when it is read.
+
+largest rows that a batch may hold -> forward -> what torch reserved at its peak + what else is in use on the device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.registry.tensors import STRING, Array
+from penstock.workers.batching.calibrate import MemoryReading
+from penstock.workers.runtime.base import Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["forward_probe", "largest_example", "peak_used_bytes", "total_bytes"]
+
+_SPECIAL_TOKENS = 2
+"""What a tokenizer puts around a text."""
+
+
+def total_bytes(device: str) -> int:
+    """All memory of `cuda[:n]`, in use or not."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(torch.device(device))[1])
+
+
+def forward_probe(runtime: Runtime, device: str, concurrency: int = 1) -> Callable[[int], MemoryReading]:
+    """Runs a loaded model on its largest rows. concurrency: so many forwards may run at the same time."""
+
+    def probe(rows: int) -> MemoryReading:
+        jobs = [largest_example(runtime, rows)]
+        used = peak_used_bytes(device, lambda: runtime.run(runtime.prepare(jobs)), concurrency)
+        return MemoryReading(rows, used)
+
+    return probe
+
+
+def largest_example(runtime: Runtime, rows: int) -> dict[str, Array]:
+    """Inputs as long as the package allows, or its weights where it says nothing; free dimensions that neither limits
+    are as in the warm-up, and longer ones are what the splitting of batches is for."""
+    spec = runtime.spec
+    batching = spec.batching
+    longest = batching.max_length or 0
+    if not longest and spec.format == "transformers" and spec.task is None:
+        longest = runtime.length({tensor.name: np.array(["a" * 100_000], object) for tensor in spec.inputs})
+    example = spec.signature.example(rows, longest) if longest else spec.signature.example(rows)
+    if spec.format == "transformers" and longest:
+        # One word is one token or a few; a text of one letter only may be a single one, however long.
+        text = " ".join(["a"] * max(1, longest - _SPECIAL_TOKENS))
+        texts = {tensor.name for tensor in spec.inputs if tensor.dtype == STRING}
+        example |= {name: np.full(values.shape, text, object) for name, values in example.items() if name in texts}
+    return example
+
+
+def peak_used_bytes(device: str, forward: Callable[[], object], concurrency: int = 1) -> int | None:
+    """The most that is in use on the device while `forward` runs, `concurrency` times at once; None: it did not fit.
+
+    Includes what CUDA's context, libraries and other processes hold.
+    """
+    import torch
+
+    where = torch.device(device)
+    torch.cuda.synchronize(where)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(where)
+    before = torch.cuda.memory_reserved(where)
+    try:
+        forward()
+        torch.cuda.synchronize(where)
+    except (MemoryError, torch.OutOfMemoryError):
+        return None
+    finally:
+        peak = torch.cuda.max_memory_reserved(where)
+        torch.cuda.empty_cache()
+    return _used_beside_torch(where) + before + (peak - before) * concurrency
+
+
+def _used_beside_torch(where: torch.device) -> int:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(where)
+    return int(total) - int(free) - torch.cuda.memory_reserved(where)
