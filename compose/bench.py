@@ -35,7 +35,7 @@ from penstock.registry.package.signature import TensorSpec
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import DTYPES, STRING, Array
 
-__all__ = ["Figures", "draw", "measure", "stack_for"]
+__all__ = ["BenchReport", "draw", "measure", "stack_for"]
 
 _WARM_UP: Final = 512
 _ALONE: Final = 200
@@ -47,7 +47,7 @@ _WORDS: Final = ("valve", "river", "turbine", "reservoir", "gate", "pressure", "
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class BenchReport:
     """Latencies in ms, CPU in microseconds per job; a worker's is None when none runs on this machine."""
 
     model: str
@@ -88,7 +88,7 @@ def stack_for(environ: Mapping[str, str], model: str, on_progress: Callable[[str
             yield stack_file.with_broker(private)
 
 
-def measure(settings: Settings, model: str, count: int, outstanding: int) -> Figures:
+def measure(settings: Settings, model: str, count: int, outstanding: int) -> BenchReport:
     """Run `count` jobs with `outstanding` in flight, then a few one at a time. Raises UnknownModel and JobFailed."""
     with (
         closing(RedisStreams.from_url(settings.redis_url or "")) as broker,
@@ -107,7 +107,7 @@ def measure(settings: Settings, model: str, count: int, outstanding: int) -> Fig
         after = _spent(settings, broker)
         alone_s = [_one(client, model, each) for each in inputs[:_ALONE]]
     is_local = before.workers_s is not None and after.workers_s is not None
-    return Figures(
+    return BenchReport(
         model,
         count,
         outstanding,
@@ -120,7 +120,7 @@ def measure(settings: Settings, model: str, count: int, outstanding: int) -> Fig
     )
 
 
-def draw(figures: Figures) -> Table:
+def draw(figures: BenchReport) -> Table:
     """The figures, one a line."""
     worker = "runs elsewhere" if figures.worker_cpu_us is None else f"{figures.worker_cpu_us:,.0f} us"
     table = Table(box=None, pad_edge=False, show_header=False)

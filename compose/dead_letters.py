@@ -23,7 +23,7 @@ from penstock.registry.queues import is_job_id, is_reply_key, parse_name, parse_
 
 __all__ = [
     "Replayed",
-    "Verdict",
+    "ReplayCheck",
     "describe",
     "find",
     "letters",
@@ -44,7 +44,7 @@ _FIXED: Final = 8
 _decode: Final = msgspec.msgpack.Decoder(JobHeader).decode
 
 
-class Verdict(NamedTuple):
+class ReplayCheck(NamedTuple):
     """What a worker would make of a letter's bytes: the job, or None and why there is none."""
 
     job: JobHeader | None
@@ -104,16 +104,16 @@ def peek(sealed: bytes) -> JobHeader | None:
         return None
 
 
-def verdict(letter: DeadLetter, keyring: Keyring, now_ms: float) -> Verdict:
+def verdict(letter: DeadLetter, keyring: Keyring, now_ms: float) -> ReplayCheck:
     """Whether the letter's bytes are a job that a worker would run now, by the rules that a worker goes by."""
     try:
         header, _ = open_job(letter.sealed, keyring)
         _check_place(header, letter)
     except Corrupt as error:
-        return Verdict(None, f"its bytes cannot be a job: {error}")
+        return ReplayCheck(None, f"its bytes cannot be a job: {error}")
     if header.deadline_ms and now_ms > letter.accepted_ms + header.deadline_ms:
-        return Verdict(None, f"its deadline has passed: {moment(letter.accepted_ms + header.deadline_ms)}")
-    return Verdict(header)
+        return ReplayCheck(None, f"its deadline has passed: {moment(letter.accepted_ms + header.deadline_ms)}")
+    return ReplayCheck(header)
 
 
 def _check_place(header: JobHeader, letter: DeadLetter) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from penstock.compose.rollout.files import Files, LocalFiles
 from penstock.compose.rollout.keys import OperatorKeys, operator_keys
-from penstock.compose.rollout.replicas import Tell, Watch, replicas
+from penstock.compose.rollout.replicas import ProgressCallback, Watch, replicas
 from penstock.compose.views.levels import await_answers, entries
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -34,7 +34,7 @@ from penstock.registry.catalog.stages import Action, ModelStage, check_step, par
 from penstock.registry.catalog.tables import RegisteredVersion, Transition
 from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
-from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -52,8 +52,8 @@ from penstock.registry.stack_file import with_broker
 from penstock.safety.audit import AuditLog
 
 if TYPE_CHECKING:
-    from penstock.compose.rollout.control_client import Orders
-    from penstock.registry.catalog.store import Ledger
+    from penstock.compose.rollout.control_client import ControlClient
+    from penstock.registry.catalog.store import RegistryStore
 
 __all__ = ["Deployer", "Rollout", "Tuning", "deployed", "open_registry"]
 
@@ -93,19 +93,19 @@ class Deployer:
         fleet: FleetEnd,
         *,
         states: StateStore | None = None,
-        orders: Orders | None = None,
+        control: ControlClient | None = None,
         files: Files | None = None,
         sign: Signer | None = None,
         load_timeout_s: float = 300.0,
         sweep_s: float = 5.0,
         poll_s: float = 0.05,
-        tell: Tell = lambda line: None,
+        tell: ProgressCallback = lambda line: None,
     ) -> None:
         self.registry: Final = registry
         self.fleet: Final = fleet
         self.files: Final[Files] = files or LocalFiles()
         self._states = states
-        self._orders = orders
+        self._control = control
         self._sign = sign
         self._load_timeout_s = load_timeout_s
         self._sweep_s = sweep_s
@@ -121,7 +121,7 @@ class Deployer:
         via: str = "",
         approve: Veto | None = None,
         gate: Veto | None = None,
-        tell: Tell = lambda line: None,
+        tell: ProgressCallback = lambda line: None,
     ) -> Deployer:
         """With the broker, the registry and the operator's key of these settings, or of this process's environment.
 
@@ -132,7 +132,7 @@ class Deployer:
         ModelNotReady when no such worker listens.
         """
         # Celery takes a third of a second, which those who only look need not wait for.
-        from penstock.compose.rollout.control_client import Orders
+        from penstock.compose.rollout.control_client import ControlClient
         from penstock.compose.rollout.remote import Remote, RemoteFleet, RemoteLedger
 
         settings = settings or Settings.load()
@@ -140,12 +140,12 @@ class Deployer:
             settings = with_broker(settings)
         keys = operator_keys(settings, for_changes=True)
         with ExitStack() as exits:
-            orders = Orders(settings, keys.sign) if keys.sign else None
-            if orders is not None:
-                exits.callback(orders.close)
+            control = ControlClient(settings, keys.sign) if keys.sign else None
+            if control is not None:
+                exits.callback(control.close)
             where: dict[str, Any]
             if via:
-                remote = Remote(_needed(orders), via)
+                remote = Remote(_needed(control), via)
                 registry = _registry(
                     settings, keys, RemoteLedger(remote), rehash=remote.rehash, approve=approve, gate=gate
                 )
@@ -161,7 +161,7 @@ class Deployer:
             deployer = cls(
                 registry,
                 **where,
-                orders=orders,
+                control=control,
                 sign=keys.sign,
                 load_timeout_s=settings.inference.load_timeout_s,
                 sweep_s=settings.inference.state_reconcile_interval_s,
@@ -420,8 +420,10 @@ class Deployer:
     def _ask(self, version: RegisteredVersion, *, is_wanted: bool, worker: str | None = None) -> None:
         if worker is None and self._states is not None:
             # Also of one that is let go of: jobs may name what is registered, and workers know its content by this.
-            wish = Wish(version.name, version.version, is_wanted, version.content_hash, time.time())
-            self._states.put(wish, self._sign)
+            desired_version = DesiredVersion(
+                version.name, version.version, is_wanted, version.content_hash, time.time()
+            )
+            self._states.put(desired_version, self._sign)
             self._nudge(version.name)
             return
         action: Literal["load", "unload"] = "load" if is_wanted else "unload"
@@ -441,29 +443,29 @@ class Deployer:
     def _is_wanted(self, version: RegisteredVersion) -> bool:
         if self._states is None:
             return any(replica.state == "ready" for replica in self._watch(version.name, version.version).look())
-        record = self._states.wishes().get(version.reference)
+        record = self._states.desired().get(version.reference)
         try:
-            return record is not None and Wish.open(record, None).is_wanted
+            return record is not None and DesiredVersion.open(record, None).is_wanted
         except Corrupt:
             return False
 
     def _is_known(self, version: RegisteredVersion) -> bool:
         """Whether workers have been told of this content, wanted or not."""
-        record = self._states.wishes().get(version.reference) if self._states is not None else None
+        record = self._states.desired().get(version.reference) if self._states is not None else None
         try:
-            return record is not None and Wish.open(record, None).content_hash == version.content_hash
+            return record is not None and DesiredVersion.open(record, None).content_hash == version.content_hash
         except Corrupt:
             return False
 
     def _nudge(self, name: str) -> None:
         """Workers look by themselves every few seconds; those that obey commands look at once."""
         workers = self._workers_of(name, None)
-        if self._orders is not None and workers:
+        if self._control is not None and workers:
             with suppress(BrokerUnavailable):
-                self._orders.mention(Command("reconcile"), workers)
+                self._control.notify(Command("reconcile"), workers)
 
     def _command(self, command: Command, workers: list[str]) -> None:
-        refusals = _needed(self._orders).give(command, workers) if workers else {}
+        refusals = _needed(self._control).give(command, workers) if workers else {}
         for worker, problem in refusals.items():
             raise ModelNotReady(f"{worker}: {problem}")
 
@@ -490,10 +492,10 @@ def open_registry(settings: Settings, keys: OperatorKeys) -> ModelRegistryClient
 
 
 def _registry(
-    settings: Settings, keys: OperatorKeys, ledger: Ledger | None = None, **options: Any
+    settings: Settings, keys: OperatorKeys, store: RegistryStore | None = None, **options: Any
 ) -> ModelRegistryClient:
     return ModelRegistryClient(
-        ledger or settings.registry_url,
+        store or settings.registry_url,
         sign=keys.sign,
         verify=keys.verify,
         actor=_actor(),
@@ -517,10 +519,10 @@ def _auditor(settings: Settings) -> Callable[[Transition], None] | None:
     return record if privacy.audit_log_enabled else None
 
 
-def _needed(orders: Orders | None) -> Orders:
-    if orders is None:
+def _needed(control: ControlClient | None) -> ControlClient:
+    if control is None:
         raise ConfigurationError("Control commands are signed. Expected an operator's key, see `penstock doctor`")
-    return orders
+    return control
 
 
 def _state_store(settings: Settings) -> StateStore | None:

@@ -28,8 +28,8 @@ from penstock.producers.publish import accepted, cancellation, parcels
 from penstock.producers.replies import SILENCE_S, EventMerger, JobEvent, JobInfo, Outcome, missing, open_outcome
 from penstock.producers.rows import RowShape, Tracker
 from penstock.registry import stack_file
-from penstock.registry.admission import Press, SpecCache, limits_of
-from penstock.registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
+from penstock.registry.admission import JobBuilder, SpecCache, limits_of
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Publication, Receipt, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import (
@@ -71,7 +71,7 @@ class AsyncClient:
         self.tenant = settings.tenant_id
         self._result_ttl_s = queue.result_ttl_s
         self._limits = limits_of(queue)
-        self._press = Press.of(settings)
+        self._builder = JobBuilder.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._broker = AsyncRedisStreams.from_url(
             url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000)
@@ -101,7 +101,7 @@ class AsyncClient:
         retry: Retry | None = None,
     ) -> AsyncJobHandle:
         """Publishes one job; see Client.submit."""
-        publication = self._press.publication(
+        publication = self._builder.publication(
             (None if version else self._specs.fresh(model)) or await self._spec(model, version),
             inputs,
             priority=priority,
@@ -138,7 +138,7 @@ class AsyncClient:
         """Publishes one job per item and waits for room; see Client.submit_many."""
         spec, reply = await self._spec(model, version), self._inbox.address(model)
         publications = [
-            self._press.publication(
+            self._builder.publication(
                 spec,
                 inputs,
                 priority=priority,
@@ -275,8 +275,8 @@ class AsyncJobHandle:
         "__weakref__",
         "_client",
         "_is_known",
+        "_job_record",
         "_outcome",
-        "_standing",
         "id",
         "is_ours",
         "tenant",
@@ -289,24 +289,24 @@ class AsyncJobHandle:
         self.is_ours = is_ours
         """Whether this client will be told on its reply stream, and has not been yet."""
         self._is_known = is_ours
-        self._standing: Standing | None = None
+        self._job_record: JobRecord | None = None
         self._outcome: Outcome | None = None
 
     def __repr__(self) -> str:
         return f"<AsyncJobHandle {self.id}>"
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """The reply has come; see Recipient."""
-        self._standing = standing
+        self._job_record = job_record
         self.is_ours = False
         self._client._inbox.answered(self)
 
     async def status(self) -> str:
         """See JobHandle.status."""
-        if self._standing is None:
-            standing = await self._ask()
-            if standing.state is State.QUEUED:
-                return "running" if standing.is_claimed else "queued"
+        if self._job_record is None:
+            job_record = await self._ask()
+            if job_record.state is State.QUEUED:
+                return "running" if job_record.is_claimed else "queued"
         return self._opened().state.name.lower()
 
     async def result(self, timeout: float | None = None) -> dict[str, Array]:
@@ -320,12 +320,15 @@ class AsyncJobHandle:
     async def stream(self, after: int = 0) -> AsyncIterator[JobEvent]:
         """See JobHandle.stream."""
         inbox = self._client._inbox
-        merger = EventMerger(self.id, self._client._press.keyring, after)
+        merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
-                standing = await self._ask(subscribe=True)
-                for event in (*merger.entries(await inbox.read_now(self.id, merger.last)), *merger.standing(standing)):
+                job_record = await self._ask(subscribe=True)
+                for event in (
+                    *merger.entries(await inbox.read_now(self.id, merger.last)),
+                    *merger.job_record(job_record),
+                ):
                     yield event
                 while not (merger.is_over or merger.awaits_record):
                     entries = await subscription.next(SILENCE_S)
@@ -338,7 +341,7 @@ class AsyncJobHandle:
 
     async def cancel(self) -> bool:
         """See JobHandle.cancel."""
-        sealed = cancellation(self.id, self.tenant, self._client._press.keyring)
+        sealed = cancellation(self.id, self.tenant, self._client._builder.keyring)
         outcome = await self._client._broker.cancel(self.id, self.tenant, sealed)
         if outcome is CancelOutcome.UNKNOWN:
             raise self._missing()
@@ -350,55 +353,55 @@ class AsyncJobHandle:
     async def _follow(self) -> None:
         """Asks the record; of somebody else's job, reads the stream to its end."""
         await self._ask()
-        if self._standing is None:
+        if self._job_record is None:
             async for _ in self.stream():
                 pass
             await self._ask()
 
-    async def _ask(self, *, subscribe: bool = False) -> Standing:
-        standing = await self._stand(subscribe=subscribe)
-        if standing.state is not State.QUEUED:
-            self._outcome = self._open(standing)
-            self._standing = standing
-        elif standing.tenant != self.tenant:
+    async def _ask(self, *, subscribe: bool = False) -> JobRecord:
+        job_record = await self._stand(subscribe=subscribe)
+        if job_record.state is not State.QUEUED:
+            self._outcome = self._open(job_record)
+            self._job_record = job_record
+        elif job_record.tenant != self.tenant:
             raise self._missing()
         self._is_known = True
-        return standing
+        return job_record
 
-    async def _stand(self, *, subscribe: bool) -> Standing:
-        standing = await self._client._broker.standing(self.id, subscribe=subscribe)
-        if standing is None:
+    async def _stand(self, *, subscribe: bool) -> JobRecord:
+        job_record = await self._client._broker.job_record(self.id, subscribe=subscribe)
+        if job_record is None:
             raise self._missing()
-        return standing
+        return job_record
 
     def _missing(self) -> Exception:
         return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
 
     async def _ended(self, timeout: float | None) -> Outcome:
-        if self._standing is None:
+        if self._job_record is None:
             until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
             try:
                 if self.is_ours:
                     await self._client._inbox.reply_to(self, until)
-                if self._standing is None:
+                if self._job_record is None:
                     async with asyncio.timeout_at(None if until == inf else until):
                         await self._follow()
             except TimeoutError:
                 # Time is up; the record has the last word.
                 await self._ask()
-                if self._standing is None:
+                if self._job_record is None:
                     raise ResultTimeout(f"No result within {timeout:g} s; the job goes on") from None
         return self._opened()
 
     def _opened(self) -> Outcome:
         if self._outcome is None:
-            if self._standing is None:
+            if self._job_record is None:
                 raise self._missing()
-            self._outcome = self._open(self._standing)
+            self._outcome = self._open(self._job_record)
         return self._outcome
 
-    def _open(self, standing: Standing) -> Outcome:
-        outcome = open_outcome(self.id, standing, self._client._press.keyring)
+    def _open(self, job_record: JobRecord) -> Outcome:
+        outcome = open_outcome(self.id, job_record, self._client._builder.keyring)
         if outcome.header.context.tenant != self.tenant:
             raise self._missing()
         return outcome

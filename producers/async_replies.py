@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 from penstock.producers.connection import new_client_id
 from penstock.producers.publish import parcels
 from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S, Postbox
-from penstock.registry.broker.base import Limits, Publication, Receipt, Standing, State, StreamEntry
+from penstock.registry.broker.base import JobRecord, Limits, Publication, Receipt, State, StreamEntry
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import events_key
@@ -31,7 +31,7 @@ class Awaited(Protocol):
     is_ours: bool
     """Whether a reply is still to come."""
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """The reply has come, or None: ask the record."""
 
 
@@ -314,11 +314,11 @@ class AsyncInbox:
         has_ended = False
         for start in range(0, len(handles), RECORDS_AT_ONCE):
             part = handles[start : start + RECORDS_AT_ONCE]
-            standings = await self._broker.standings([handle.id for handle in part])
-            for handle, standing in zip(part, standings, strict=True):
-                if handle.is_ours and (standing is None or standing.state is not State.QUEUED):
+            job_records = await self._broker.job_records([handle.id for handle in part])
+            for handle, job_record in zip(part, job_records, strict=True):
+                if handle.is_ours and (job_record is None or job_record.state is not State.QUEUED):
                     has_ended = True
-                    self._postbox.settle(handle, standing)
+                    self._postbox.settle(handle, job_record)
         return has_ended
 
     def _fail(self, error: Exception) -> None:

@@ -37,8 +37,8 @@ from penstock.producers.replies import (
 )
 from penstock.producers.rows import RowShape, Tracker
 from penstock.registry import stack_file
-from penstock.registry.admission import Press, SpecCache, limits_of
-from penstock.registry.broker.base import CancelOutcome, Publication, Receipt, Standing, State
+from penstock.registry.admission import JobBuilder, SpecCache, limits_of
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Publication, Receipt, State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import (
@@ -86,7 +86,7 @@ class Client:
         self.tenant = settings.tenant_id
         self._result_ttl_s = queue.result_ttl_s
         self._limits = limits_of(queue)
-        self._press = Press.of(settings)
+        self._builder = JobBuilder.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._broker = RedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=int(queue.result_ttl_s * 1000))
         self._inbox = Inbox(self._broker, new_client_id())
@@ -122,7 +122,7 @@ class Client:
         retry: how often to repeat a forward that fails, and after what pauses; None: a failure is the job's end.
         Raises a Rejected error before anything is written, QueueFull among them; BrokerUnavailable.
         """
-        publication = self._press.publication(
+        publication = self._builder.publication(
             self._spec(model, version),
             inputs,
             priority=priority,
@@ -161,7 +161,7 @@ class Client:
         """
         spec, reply = self._spec(model, version), self._inbox.address(model)
         publications = [
-            self._press.publication(
+            self._builder.publication(
                 spec,
                 inputs,
                 priority=priority,
@@ -290,7 +290,7 @@ class Client:
 class JobHandle:
     """One job: `id`, and what became of it."""
 
-    __slots__ = ("__weakref__", "_client", "_is_known", "_is_ours", "_outcome", "_standing", "id", "tenant")
+    __slots__ = ("__weakref__", "_client", "_is_known", "_is_ours", "_job_record", "_outcome", "id", "tenant")
 
     def __init__(self, client: Client, job_id: str, tenant: str, *, is_ours: bool) -> None:
         self.id = job_id
@@ -298,15 +298,15 @@ class JobHandle:
         self._client = client
         self._is_ours = is_ours
         self._is_known = is_ours
-        self._standing: Standing | None = None
+        self._job_record: JobRecord | None = None
         self._outcome: Outcome | None = None
 
     def __repr__(self) -> str:
         return f"<JobHandle {self.id}>"
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """The reply has come; see Recipient."""
-        self._standing = standing
+        self._job_record = job_record
         self._is_ours = False
 
     def status(self) -> str:
@@ -314,10 +314,10 @@ class JobHandle:
 
         Raises UnknownJob, or ResultGone when the retention has ended.
         """
-        if self._standing is None:
-            standing = self._ask()
-            if standing.state is State.QUEUED:
-                return "running" if standing.is_claimed else "queued"
+        if self._job_record is None:
+            job_record = self._ask()
+            if job_record.state is State.QUEUED:
+                return "running" if job_record.is_claimed else "queued"
         return self._opened().state.name.lower()
 
     def result(self, timeout: float | None = None) -> dict[str, Array]:
@@ -342,13 +342,13 @@ class JobHandle:
         failed job: that is the last event.
         """
         inbox = self._client._inbox
-        merger = EventMerger(self.id, self._client._press.keyring, after)
+        merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = inbox.subscribe(self.id, after)
         try:
             while not merger.is_over:
-                standing = self._ask(subscribe=True)
+                job_record = self._ask(subscribe=True)
                 yield from merger.entries(inbox.read_now(self.id, merger.last))
-                yield from merger.standing(standing)
+                yield from merger.job_record(job_record)
                 while not (merger.is_over or merger.awaits_record):
                     if not inbox.wait(lambda: bool(subscription), SILENCE_S):
                         break
@@ -359,7 +359,7 @@ class JobHandle:
     def cancel(self) -> bool:
         """Whether the job will never run. A running job is asked to stop, which False does not promise."""
         client = self._client
-        sealed = cancellation(self.id, self.tenant, client._press.keyring)
+        sealed = cancellation(self.id, self.tenant, client._builder.keyring)
         outcome = client._broker.cancel(self.id, self.tenant, sealed)
         if outcome is CancelOutcome.UNKNOWN:
             raise self._missing()
@@ -369,11 +369,11 @@ class JobHandle:
 
     def _await_end(self, deadline: float | None, timeout: float | None) -> None:
         inbox = self._client._inbox
-        while self._standing is None:
+        while self._job_record is None:
             left = _LONGEST_WATCH_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 self._ask()
-                if self._standing is None:
+                if self._job_record is None:
                     raise ResultTimeout(f"No result within {timeout:g} s; the job goes on")
             elif not (self._is_ours and inbox.expects(self.id)):
                 # Also a parent's job in a forked child: the reply goes to the parent.
@@ -390,53 +390,53 @@ class JobHandle:
         events = inbox.subscribe(self.id, 0)
         try:
             self._ask(subscribe=True)
-            if self._standing is None and inbox.wait(lambda: any(map(is_end, tuple(events))), seconds):
+            if self._job_record is None and inbox.wait(lambda: any(map(is_end, tuple(events))), seconds):
                 self._ask()
         finally:
             inbox.unsubscribe(self.id, events)
 
-    def _ask(self, *, subscribe: bool = False) -> Standing:
+    def _ask(self, *, subscribe: bool = False) -> JobRecord:
         """Reads the record; keeps it when it is terminal."""
-        standing = self._stand(subscribe=subscribe)
-        if standing.state is not State.QUEUED:
-            self._outcome = self._open(standing)
-            self._standing = standing
-        elif standing.tenant != self.tenant:
+        job_record = self._stand(subscribe=subscribe)
+        if job_record.state is not State.QUEUED:
+            self._outcome = self._open(job_record)
+            self._job_record = job_record
+        elif job_record.tenant != self.tenant:
             raise self._missing()
         self._is_known = True
-        return standing
+        return job_record
 
-    def _stand(self, *, subscribe: bool) -> Standing:
-        standing = self._client._broker.standing(self.id, subscribe=subscribe)
-        if standing is None:
+    def _stand(self, *, subscribe: bool) -> JobRecord:
+        job_record = self._client._broker.job_record(self.id, subscribe=subscribe)
+        if job_record is None:
             raise self._missing()
-        return standing
+        return job_record
 
     def _missing(self) -> Exception:
         return missing(self.id, is_known=self._is_known, result_ttl_s=self._client._result_ttl_s)
 
     def _ended(self, timeout: float | None) -> Outcome:
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._is_ours and self._standing is None:
+        if not self._is_ours and self._job_record is None:
             self._ask()
-        if self._standing is None:
+        if self._job_record is None:
             self._await_end(deadline, timeout)
         return self._opened()
 
     def _opened_or_asked(self) -> Outcome:
-        if self._standing is None:
+        if self._job_record is None:
             self._ask()
         return self._opened()
 
     def _opened(self) -> Outcome:
         if self._outcome is None:
-            if self._standing is None:
+            if self._job_record is None:
                 raise self._missing()
-            self._outcome = self._open(self._standing)
+            self._outcome = self._open(self._job_record)
         return self._outcome
 
-    def _open(self, standing: Standing) -> Outcome:
-        outcome = open_outcome(self.id, standing, self._client._press.keyring)
+    def _open(self, job_record: JobRecord) -> Outcome:
+        outcome = open_outcome(self.id, job_record, self._client._builder.keyring)
         if outcome.header.context.tenant != self.tenant:
             raise self._missing()
         return outcome

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from penstock.registry.broker.base import ProducerEnd, Standing, State, StreamEntry
-from penstock.registry.broker.redis_scripts import record_standing
+from penstock.registry.broker.base import JobRecord, ProducerEnd, State, StreamEntry
+from penstock.registry.broker.redis_scripts import parse_record
 from penstock.registry.envelope import Keyring, ResultHeader, open_event, open_result
 from penstock.registry.errors import BadSignature, ResultGone, UnknownJob, job_failure
 from penstock.registry.queues import events_key, job_time_ms, reply_key, slot_of
@@ -138,12 +138,12 @@ class Outcome:
         return self.state not in (State.CANCELLED, State.EXPIRED) or self.header.batch_size > 0
 
 
-def open_outcome(job_id: str, standing: Standing, keyring: Keyring) -> Outcome:
+def open_outcome(job_id: str, job_record: JobRecord, keyring: Keyring) -> Outcome:
     """Opens a terminal record. Raises Corrupt for bytes that do not hold."""
-    header, body = open_result(standing.result, keyring)
+    header, body = open_result(job_record.result, keyring)
     if header.id != job_id:
         raise BadSignature("the result belongs to another job")
-    return Outcome(standing.state, header, body)
+    return Outcome(job_record.state, header, body)
 
 
 def missing(job_id: str, *, is_known: bool, result_ttl_s: float) -> UnknownJob | ResultGone:
@@ -175,7 +175,7 @@ class Recipient(Protocol):
     id: str
     """The job's."""
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """Called with the inbox's lock held: must not block."""
 
 
@@ -224,10 +224,10 @@ class Postbox(Generic[Waiter]):
         """Those who wait for a reply."""
         return [recipient for ref in self._recipients.values() if (recipient := ref()) is not None]
 
-    def settle(self, recipient: Waiter, standing: Standing | None) -> None:
+    def settle(self, recipient: Waiter, job_record: JobRecord | None) -> None:
         """Tells a recipient what its record says; no reply will."""
         self._recipients.pop(recipient.id.rpartition(".")[2], None)
-        recipient.receive(standing)
+        recipient.receive(job_record)
 
     def subscribe(self, job_id: str, after: int, sink: Sink) -> None:
         """The job's events go to `sink`, from `after` + 1 on, or from where they are read already."""
@@ -281,7 +281,7 @@ class Postbox(Generic[Waiter]):
             ref = recipients.pop(fields[index].decode("ascii", "replace"), None)
             if ref is not None and (recipient := ref()) is not None:
                 record = fields[index + 1]
-                recipient.receive(record_standing(record) if record else None)
+                recipient.receive(parse_record(record) if record else None)
 
 
 class Inbox:
@@ -335,12 +335,12 @@ class Inbox:
             waiting = self._postbox.expected()
         for start in range(0, len(waiting), RECORDS_AT_ONCE):
             part = waiting[start : start + RECORDS_AT_ONCE]
-            standings = self._broker.standings([recipient.id for recipient in part])
+            job_records = self._broker.job_records([recipient.id for recipient in part])
             with self._changed:
-                for recipient, standing in zip(part, standings, strict=True):
-                    has_ended = standing is None or standing.state is not State.QUEUED
+                for recipient, job_record in zip(part, job_records, strict=True):
+                    has_ended = job_record is None or job_record.state is not State.QUEUED
                     if has_ended and self._postbox.expects(recipient.id):
-                        self._postbox.settle(recipient, standing)
+                        self._postbox.settle(recipient, job_record)
                 self._changed.notify_all()
 
     def read_now(self, job_id: str, after: int) -> list[StreamEntry]:
@@ -422,14 +422,14 @@ class EventMerger:
             self.last = seq
             yield self._event(seq, kind.decode(), sealed)
 
-    def standing(self, standing: Standing) -> Iterator[JobEvent]:
+    def job_record(self, job_record: JobRecord) -> Iterator[JobEvent]:
         """The events that the record brings; call it after `entries` with what was read later than the record."""
         if self.is_over:
             return
-        if standing.state is State.QUEUED:
-            yield from self._up_to(3 if standing.is_claimed else 2, has_started=standing.is_claimed)
+        if job_record.state is State.QUEUED:
+            yield from self._up_to(3 if job_record.is_claimed else 2, has_started=job_record.is_claimed)
             return
-        outcome = open_outcome(self._job_id, standing, self._keyring)
+        outcome = open_outcome(self._job_id, job_record, self._keyring)
         end = self._ends_at or _LONE_END
         # A subscriber that has seen the end already asks for what follows it: nothing.
         if self.last < end:

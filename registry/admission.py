@@ -24,7 +24,7 @@ from penstock.registry.queues import new_job_id, parse_name, parse_priority
 from penstock.registry.settings import QueueConfig, Settings
 from penstock.registry.tensors import encode, encoded_size
 
-__all__ = ["Press", "SpecCache", "limits_of"]
+__all__ = ["JobBuilder", "SpecCache", "limits_of"]
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_DEADLINE_S: Final = 366 * 86_400
@@ -94,7 +94,7 @@ class SpecCache:
             ) from None
 
 
-class Press:
+class JobBuilder:
     """Turns requests into publications: everything about a client that its jobs have in common."""
 
     def __init__(self, *, tenant: str, keyring: Keyring, max_bytes: int) -> None:
@@ -103,7 +103,7 @@ class Press:
         self._max_bytes = max_bytes
 
     @classmethod
-    def of(cls, settings: Settings) -> Press:
+    def of(cls, settings: Settings) -> JobBuilder:
         """The press of a process with these settings."""
         max_bytes = settings.inference.max_request_size_mb * 1024 * 1024
         return cls(tenant=settings.tenant_id, keyring=settings.keyring, max_bytes=max_bytes)

@@ -1,6 +1,6 @@
 """Control commands: what an operator tells workers through Celery's remote control, signed and good for once.
 
-    operator -- Command.seal --> broadcast `penstock_models` --> Obedience.open --> a worker acts and answers
+    operator -- Command.seal --> broadcast `penstock_models` --> CommandVerifier.open --> a worker acts and answers
 
 A command names the workers that it is for, and must be signed: without the operators' public keys a worker takes none.
 """
@@ -18,7 +18,7 @@ import msgspec
 from penstock.registry.errors import BadSignature, Forbidden, UndecodableEnvelope
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
-__all__ = ["CONTROL_COMMAND", "Command", "Obedience"]
+__all__ = ["CONTROL_COMMAND", "Command", "CommandVerifier"]
 
 CONTROL_COMMAND: Final = "penstock_models"
 """What Celery's remote control calls it."""
@@ -55,7 +55,7 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
         return seal_record(msgspec.json.encode(self), sign, _CONTEXT).decode()
 
 
-class Obedience:
+class CommandVerifier:
     """Opens the orders given to one worker: each once, and only those of operators whose key is known."""
 
     def __init__(self, verify: Verifier | None, worker: str, clock: Callable[[], float] = time.time) -> None:

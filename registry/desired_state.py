@@ -17,13 +17,13 @@ import redis
 from penstock.registry.errors import BrokerUnavailable, UndecodableEnvelope
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
-__all__ = ["StateStore", "Wish"]
+__all__ = ["StateStore", "DesiredVersion"]
 
 _CONTEXT: Final = "wanted version"
 _TIMEOUT_S: Final = 5.0
 
 
-class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
+class DesiredVersion(msgspec.Struct, frozen=True, omit_defaults=True):
     """That a version of a model be loaded by the workers of that model, or be left to the jobs that name it."""
 
     model: str
@@ -44,7 +44,7 @@ class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
         return seal_record(msgspec.json.encode(self), sign, _CONTEXT)
 
     @classmethod
-    def open(cls, record: bytes, verify: Verifier | None) -> Wish:
+    def open(cls, record: bytes, verify: Verifier | None) -> DesiredVersion:
         """Raises Corrupt for anything but a record, and for one that the operators did not sign."""
         try:
             return _decode(open_record(record, verify, _CONTEXT))
@@ -52,7 +52,7 @@ class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
             raise UndecodableEnvelope(f"the record of a wanted version: {error!s:.200}") from None
 
 
-_decode = msgspec.json.Decoder(Wish).decode
+_decode = msgspec.json.Decoder(DesiredVersion).decode
 
 
 class StateStore:
@@ -69,11 +69,11 @@ class StateStore:
         client = redis.Redis.from_url(url, protocol=2, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
         return cls(client, prefix)
 
-    def put(self, wish: Wish, sign: Signer | None = None) -> None:
+    def put(self, desired_version: DesiredVersion, sign: Signer | None = None) -> None:
         """Ask every worker of the model to load the version, or to let it go."""
-        self._ask(lambda: self._redis.hset(self._wanted, wish.reference, wish.seal(sign)))
+        self._ask(lambda: self._redis.hset(self._wanted, desired_version.reference, desired_version.seal(sign)))
 
-    def wishes(self) -> dict[str, bytes]:
+    def desired(self) -> dict[str, bytes]:
         """Every record, by `name/version`."""
         found = self._ask(lambda: self._redis.hgetall(self._wanted))
         return {reference.decode(errors="replace"): record for reference, record in found.items()}

@@ -58,7 +58,7 @@ class Names(_Errand, frozen=True, tag="names"):
 
 
 class Read(_Errand, frozen=True, tag="read"):
-    """Rows of the registry, see Ledger.read -> dict[str, Pages]."""
+    """Rows of the registry, see RegistryStore.read -> dict[str, Pages]."""
 
     names: tuple[str, ...] | None
     newest: int | None

@@ -1,7 +1,7 @@
 """The gate: outputs of a candidate form beside those of the reference -> a verdict. Nothing serves without one.
 
 golden jobs -- the reference --> expected --.
-     '-------- the candidate --> outputs ---+--> Gate.judge --> Verdict: accepted, or every reason why not
+     '-------- the candidate --> outputs ---+--> Gate.judge --> GateVerdict: accepted, or every reason why not
                a validator for each output -'
 """
 
@@ -15,13 +15,13 @@ import numpy as np
 from penstock.registry.tensors import Array
 from penstock.safety.validators import Validator
 
-__all__ = ["Gate", "Verdict", "joined"]
+__all__ = ["Gate", "GateVerdict", "joined"]
 
 Outputs = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GateVerdict:
     """`evidence`: figures by `<output>.<figure>`, and how many golden rows they rest on, as `rows`."""
 
     reasons: tuple[str, ...]
@@ -41,11 +41,11 @@ class Gate:
 
     def judge(
         self, candidate: Sequence[Outputs], golden: Sequence[Outputs], validators: Mapping[str, Validator]
-    ) -> Verdict:
+    ) -> GateVerdict:
         """Compares two runs over the same batches, output by output; each validator sees all rows at once."""
         reasons = [reason for name in validators if (reason := _misshapen(name, candidate, golden))]
         if reasons:
-            return Verdict(tuple(reasons), {"rows": 0.0})
+            return GateVerdict(tuple(reasons), {"rows": 0.0})
         ours, expected = joined(candidate), joined(golden)
         rows = len(next(iter(expected.values()))) if expected else 0
         evidence = {"rows": float(rows)}
@@ -56,7 +56,7 @@ class Gate:
             evidence |= {f"{name}.{figure}": value for figure, value in comparison.figures.items()}
             if not comparison.accepted:
                 reasons.append(f"{name}: {comparison.reason}")
-        return Verdict(tuple(reasons), evidence)
+        return GateVerdict(tuple(reasons), evidence)
 
 
 def _misshapen(name: str, candidate: Sequence[Outputs], golden: Sequence[Outputs]) -> str:

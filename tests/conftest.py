@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, nursery, redis_binaries, require
+from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, fork_server, redis_binaries, require
 
 
 def _first_binary() -> Path:
@@ -28,8 +28,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nursery() -> Iterator[None]:
-    with nursery():
+def _fork_server() -> Iterator[None]:
+    with fork_server():
         yield
 
 

@@ -1,7 +1,7 @@
 """Python processes that need not import what every worker imports: forks of one process that has done so.
 
-    Nursery.run(module, arguments) -- order --> fork --> `python -m module arguments`
-    Offspring.poll, wait <-- pid and exit status ------'
+    ForkServer.run(module, arguments) -- order --> fork --> `python -m module arguments`
+    ForkedProcess.poll, wait <-- pid and exit status ------'
 
 Imports are most of what the start of a worker costs, and the tests start hundreds. A fork is a process like any other:
 it has its own environment, folder and output before its module runs.
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Nursery", "Offspring"]
+__all__ = ["ForkServer", "ForkedProcess"]
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _IMPORTED: Final = (
@@ -59,11 +59,11 @@ here costs time, and nothing else."""
 _MESSAGE_BYTES: Final = 1 << 18
 
 
-class Offspring:
+class ForkedProcess:
     """A forked process, as subprocess.Popen shows its own."""
 
-    def __init__(self, nursery: Nursery, pid: int, args: Sequence[str]) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, pid: int, args: Sequence[str]) -> None:
+        self._fork_server = fork_server
         self.pid = pid
         self.args: Any = args
         self.returncode: int | None = None
@@ -71,7 +71,7 @@ class Offspring:
     def poll(self) -> int | None:
         """Its exit status, negative when a signal ended it; None while it runs."""
         if self.returncode is None:
-            self.returncode = self._nursery.status_of(self.pid)
+            self.returncode = self._fork_server.status_of(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -89,7 +89,7 @@ class Offspring:
             os.kill(self.pid, number)
 
 
-class Nursery:
+class ForkServer:
     """The process that forks, started when it is first asked; `close` ends it. Safe to use from several threads.
 
     further: modules that it imports beyond those of every worker, such as a framework.
@@ -104,7 +104,7 @@ class Nursery:
 
     def run(
         self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], folder: Path, output: Path
-    ) -> Offspring:
+    ) -> ForkedProcess:
         """`python -m module arguments` in `folder`; what it says is added to the file `output`."""
         order = {
             "module": module,
@@ -118,7 +118,7 @@ class Nursery:
             self._socket.sendall(json.dumps(order).encode())
             while (pid := self._hear()) is None:
                 pass
-        return Offspring(self, pid, [module, *arguments])
+        return ForkedProcess(self, pid, [module, *arguments])
 
     def start(self) -> None:
         """Start it now, unless it runs."""

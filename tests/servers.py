@@ -28,19 +28,19 @@ from typing import Any, LiteralString, Protocol, TypeVar
 import pytest
 import redis
 
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
 
 T = TypeVar("T")
-_open: list[Nursery] = []
+_open: list[ForkServer] = []
 
 
 @contextmanager
-def nursery(*further: str) -> Iterator[Nursery]:
+def fork_server(*further: str) -> Iterator[ForkServer]:
     """Inside the block workers, and what else says `_run`, are forks; see tests/fork_server.py, also for `further`."""
-    _open.append(Nursery(*further))
+    _open.append(ForkServer(*further))
     try:
         yield _open[-1]
     finally:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import redis
 
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 from tests.servers import PostgresDatabase, RedisServer, free_port, require, wait_until
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """One of the tests' own."""
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 def test_missing_server_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch):
@@ -87,7 +87,7 @@ def test_monitor_sees_every_command(redis_server: RedisServer):
     assert [command for command in commands if command.split()[0] in ("SET", "GET")] == ["SET a 1", "GET b"]
 
 
-def test_process_of_a_nursery_is_one_like_any_other(nursery: Nursery, tmp_path: Path):
+def test_process_of_a_nursery_is_one_like_any_other(fork_server: ForkServer, tmp_path: Path):
     """It has its own arguments, environment, folder and output, no framework is loaded, and its exit status is told."""
     program = """
         import json, os, sys
@@ -98,19 +98,19 @@ def test_process_of_a_nursery_is_one_like_any_other(nursery: Nursery, tmp_path: 
     """
     (tmp_path / "telling.py").write_text(textwrap.dedent(program))
     output = tmp_path / "output"
-    child = nursery.run("telling", ["a", "b"], environment={"ONLY": "this"}, folder=tmp_path, output=output)
+    child = fork_server.run("telling", ["a", "b"], environment={"ONLY": "this"}, folder=tmp_path, output=output)
     assert (child.wait(20), child.poll(), child.returncode) == (7, 7, 7)
     told, word = output.read_text().splitlines()
     assert json.loads(told) == ["__main__", ["a", "b"], {"ONLY": "this"}, str(tmp_path), []]
     assert word == "a word"
 
 
-def test_processes_of_a_nursery_are_signalled_one_by_one(nursery: Nursery, tmp_path: Path):
+def test_processes_of_a_nursery_are_signalled_one_by_one(fork_server: ForkServer, tmp_path: Path):
     """SIGKILL ends one and is its status, the other runs on; waiting too long raises, and a traceback is status 1."""
     (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(60)")
     (tmp_path / "broken.py").write_text("raise ValueError('no')")
     asleep: dict[str, Any] = {"environment": {}, "folder": tmp_path, "output": tmp_path / "output"}
-    first, second, third = (nursery.run("sleeping", [], **asleep) for _ in range(3))
+    first, second, third = (fork_server.run("sleeping", [], **asleep) for _ in range(3))
     third.send_signal(signal.SIGINT)
     assert third.wait(20) == -signal.SIGINT
     first.send_signal(signal.SIGKILL)
@@ -119,5 +119,5 @@ def test_processes_of_a_nursery_are_signalled_one_by_one(nursery: Nursery, tmp_p
         second.wait(0.02)
     second.send_signal(signal.SIGTERM)
     assert second.wait(20) == -signal.SIGTERM
-    assert nursery.run("broken", [], **asleep).wait(20) == 1
+    assert fork_server.run("broken", [], **asleep).wait(20) == 1
     assert "ValueError: no" in (tmp_path / "output").read_text()

@@ -24,9 +24,9 @@ from celery.exceptions import Ignore, Reject
 from celery.signals import setup_logging, worker_shutting_down
 
 from penstock.registry import logs
-from penstock.registry.admission import Press, SpecCache, limits_of
+from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.redis_streams import RedisStreams
-from penstock.registry.control import Command, Obedience
+from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, QueueFull, Rejected, UnknownModel
 from penstock.registry.queues import CELERY_TASK
@@ -36,14 +36,14 @@ from penstock.registry.stack_file import with_broker
 from penstock.safety.audit import AuditLog
 from penstock.safety.keys import PublicKeys
 from penstock.workers.celery_bridge.bridge import (
-    CeleryWatcher,
-    EventSwitch,
-    ResultStore,
-    obey,
+    CeleryEventSender,
+    CeleryResultStore,
+    TaskEventsFlag,
+    register_control_command,
     show_drain,
     withdraw_commands,
 )
-from penstock.workers.celery_bridge.lane import LaneDoor, LaneReplies
+from penstock.workers.celery_bridge.lane import TaskIngress, TaskResultForwarder
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.drain import Drain
 from penstock.workers.levels.optimizer import Optimizer
@@ -52,10 +52,10 @@ from penstock.workers.observe.probe import Probe
 from penstock.workers.process import heartbeat
 from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
 from penstock.workers.process.device import Pin, granted_threads, pin
-from penstock.workers.process.exit_status import refuse
-from penstock.workers.process.operator_rpc import Clerk
+from penstock.workers.process.exit_status import exit_with
+from penstock.workers.process.operator_rpc import OperatorRpcServer
 from penstock.workers.versions.reconciler import Reconciler
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 
 __all__ = ["EXIT_UNHEALTHY", "DrainStep", "app"]
 
@@ -74,7 +74,7 @@ def _application() -> Celery:
     try:
         from penstock import celeryconfig
     except ConfigurationError as error:
-        refuse(error)
+        exit_with(error)
     application = Celery("penstock")
     application.config_from_object(celeryconfig)
     return application
@@ -83,13 +83,13 @@ def _application() -> Celery:
 app = _application()
 
 
-class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
+class InferTask(Task):  # type: ignore[misc]  # Celery is untyped
     """`penstock.infer`: publishes the job and ends; the result comes when the job does."""
 
     name = CELERY_TASK
-    Request = "penstock.workers.celery_bridge.bridge:LaneRequest"
+    Request = "penstock.workers.celery_bridge.bridge:InferRequest"
     throws = (Rejected,)
-    door: LaneDoor | None = None
+    ingress: TaskIngress | None = None
 
     def run(
         self,
@@ -102,10 +102,10 @@ class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
         outputs: Sequence[str] = (),
     ) -> NoReturn:
         """Raises Rejected for a job that will never be accepted: that is the task's failure."""
-        if self.door is None:
+        if self.ingress is None:
             raise ConfigurationError(f"{CELERY_TASK} runs in a Penstock worker only. Expected send_task to its queue")
         try:
-            self.door.admit(
+            self.ingress.admit(
                 self.request.id,
                 model=model,
                 inputs=inputs,
@@ -123,7 +123,7 @@ class LaneTask(Task):  # type: ignore[misc]  # Celery is untyped
         raise Ignore
 
 
-lane_task = app.register_task(LaneTask())
+infer_task = app.register_task(InferTask())
 
 
 class Readiness:
@@ -136,7 +136,7 @@ class Readiness:
         return self.drain.readiness if self.drain else (False, {"problem": "starting"})
 
 
-def _spare_the_collector() -> None:
+def _freeze_gc() -> None:
     """Leaves the framework's half a million objects out of every garbage collection from now on.
 
     Jobs allocate a few thousand containers a second and free them by reference count; with the default thresholds
@@ -160,14 +160,14 @@ class WorkerParts:
         self._broker = RedisStreams.from_url(
             settings.redis_url or "", timeout_s=_REDIS_TIMEOUT_S, result_ttl_ms=int(queue.result_ttl_s * 1000)
         )
-        self._watcher = CeleryWatcher(
-            app, hostname, interval_s=celery.events_interval_ms / 1000, is_wanted=EventSwitch(worker)
+        self._listener = CeleryEventSender(
+            app, hostname, interval_s=celery.events_interval_ms / 1000, is_wanted=TaskEventsFlag(worker)
         )
         metrics = InferenceMetrics(settings.inference.metrics_buckets)
         readiness = Readiness()
         self._optimizer = self._open_optimizer(device.device, metrics)
-        library = ModelsRoot.of(settings)
-        packages = library.answering(settings)
+        repository = DiskRepository.of(settings)
+        packages = repository.answering(settings)
         self._probe = Probe(
             metrics,
             readiness,
@@ -183,24 +183,24 @@ class WorkerParts:
             name=hostname,
             device=device.device,
             threads=granted_threads(device.device, os.environ),
-            watcher=self._watcher,
+            listener=self._listener,
             metrics=metrics,
             probe_url=f"http://{settings.worker.metrics_host}:{self._probe.port}",
             journal=self._open_journal,
-            library=library,
+            repository=repository,
             verify=_verifier(settings),
             tuner=self._optimizer,
         )
-        self._replies = LaneReplies(
-            _redis_client(settings), self._broker, settings.keyring, ResultStore(app), worker=hostname
+        self._replies = TaskResultForwarder(
+            _redis_client(settings), self._broker, settings.keyring, CeleryResultStore(app), worker=hostname
         )
         self._reconciler = self._open_reconciler(hostname)
         self._grace_s: float | None = None
         self._guard = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        lane_task.door = _lane_door(settings, self._broker)
-        show_drain(self._drain, self._watcher, hostname, settings=settings.inference.as_shown())
-        self._clerk = Clerk(settings, self._broker, _verifier(settings))
-        obey(Obedience(_verifier(settings), hostname), self._act)
+        infer_task.ingress = _task_ingress(settings, self._broker)
+        show_drain(self._drain, self._listener, hostname, settings=settings.inference.as_shown())
+        self._rpc_server = OperatorRpcServer(settings, self._broker, _verifier(settings))
+        register_control_command(CommandVerifier(_verifier(settings), hostname), self._act)
         if not celery.remote_control:
             withdraw_commands()
 
@@ -211,8 +211,8 @@ class WorkerParts:
         self._drain.load()
         if self._optimizer is not None:
             self._optimizer.start()
-        _spare_the_collector()
-        self._watcher.start()
+        _freeze_gc()
+        self._listener.start()
         self._drain.start()
         self._replies.start()
         if self._reconciler is not None:
@@ -268,7 +268,7 @@ class WorkerParts:
     def _act(self, command: Command) -> str:
         """Obeys an operator, on Celery's thread. Raises Rejected for what this worker cannot do."""
         if command.action == "errand":
-            return self._clerk.attend(command)
+            return self._rpc_server.handle(command)
         if command.action == "reconcile":
             if self._reconciler is None:
                 raise Forbidden("This worker keeps a state of its own. Expected load or unload")
@@ -277,10 +277,10 @@ class WorkerParts:
         if not self._drain.may_serve(command.model):
             raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
         if command.action == "load":
-            self._drain.want(command.model, command.version, content_hash=command.content_hash)
+            self._drain.request_load(command.model, command.version, content_hash=command.content_hash)
             return f"loading {command.model}/{command.version}"
         if command.action == "unload":
-            self._drain.let_go_of(command.model, command.version, content_hash=command.content_hash)
+            self._drain.request_unload(command.model, command.version, content_hash=command.content_hash)
             return f"letting go of {command.model}/{command.version}"
         if self._optimizer is None:
             raise Forbidden("Models answer here as their authors built them. Expected inference.enabled on the worker")
@@ -321,7 +321,7 @@ class WorkerParts:
         if self._reconciler is not None:
             self._reconciler.stop()
         self._replies.stop()
-        self._watcher.stop()
+        self._listener.stop()
         self._probe.stop()
         self._broker.close()
 
@@ -350,10 +350,10 @@ def _redis_client(settings: Settings) -> redis.Redis:
     )
 
 
-def _lane_door(settings: Settings, broker: RedisStreams) -> LaneDoor:
-    return LaneDoor(
+def _task_ingress(settings: Settings, broker: RedisStreams) -> TaskIngress:
+    return TaskIngress(
         broker,
-        Press.of(settings),
+        JobBuilder.of(settings),
         SpecCache(settings.inference.repo_root),
         limits_of(settings.inference.queue),
         is_open=settings.is_lane_open,
@@ -369,7 +369,7 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         try:
             self._parts = _parts(worker)
         except (ConfigurationError, BrokerUnavailable) as error:
-            refuse(error)
+            exit_with(error)
         worker_shutting_down.connect(self._on_signal, weak=False)
 
     def start(self, worker: Any) -> None:
@@ -377,7 +377,7 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         try:
             self._parts.start()
         except (ConfigurationError, BrokerUnavailable) as error:
-            refuse(error)
+            exit_with(error)
 
     def stop(self, worker: Any) -> None:
         """Warm shutdown: within the grace period of the settings."""

@@ -35,7 +35,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from penstock.registry.broker.base import Broker, Claim, Commit, Delivery, Held, State, Verdict
+from penstock.registry.broker.base import Broker, Claim, Commit, CommitStatus, Delivery, Held, State
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput
 from penstock.registry.package import Package
@@ -43,23 +43,23 @@ from penstock.registry.queues import Priority
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.workers.cache import L1Cache, key_of
-from penstock.workers.executor import Executor, Work, seats_for
+from penstock.workers.executor import BatchRun, Executor, seats_for
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
-from penstock.workers.leases import Holdings, LeaseKeeper, LeaseNews, LowerShare
-from penstock.workers.observe.listener import Failed, Watcher
+from penstock.workers.leases import AgeingReserve, LeasedJobs, LeaseKeeper, LeaseUpdate
+from penstock.workers.observe.listener import Failed, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.process.crash_journal import Journal, Unwritten
-from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, Conclusion, Packed, commit_of
+from penstock.workers.process.crash_journal import Journal, NullJournal
+from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, EncodedOutputs, JobOutcome, commit_of
 from penstock.workers.streaming import EventStream
 from penstock.workers.telemetry import Account
-from penstock.workers.versions.deployment_store import DeploymentFiles, Forgotten, Remembered
+from penstock.workers.versions.deployment_store import DeploymentStore, FileDeploymentStore, NullDeploymentStore
 from penstock.workers.versions.handover import Placing
-from penstock.workers.versions.lifecycle import Shelf
+from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.peers import Peers
-from penstock.workers.versions.repository import Library, Nothing
-from penstock.workers.versions.tuner import Tuner, Untuned
+from penstock.workers.versions.repository import EmptyRepository, ModelRepository
+from penstock.workers.versions.tuner import NullTuner, Tuner
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
 __all__ = ["Drain"]
@@ -106,18 +106,18 @@ class Drain:
         name: str,
         device: str,
         threads: int,
-        watcher: Watcher,
+        listener: JobListener,
         metrics: InferenceMetrics,
         probe_url: str = "",
         checkpoint: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
-        journal: Callable[[str, int], Journal] = lambda _consumer, _seats: Unwritten(),
-        library: Library | None = None,
+        journal: Callable[[str, int], Journal] = lambda _consumer, _seats: NullJournal(),
+        repository: ModelRepository | None = None,
         verify: Verifier | None = None,
         on_version_change: Callable[[str, str, str], None] = lambda _model, _old, _new: None,
         tuner: Tuner | None = None,
-        remembered: Remembered | None = None,
+        deployments: DeploymentStore | None = None,
     ) -> None:
         if not packages:
             raise ConfigurationError("There is no model to serve. Expected at least one package under the models root")
@@ -129,7 +129,7 @@ class Drain:
         self._broker = broker
         self._device = device
         self._threads = threads
-        self._watcher = watcher
+        self._listener = listener
         self._metrics = metrics
         self._probe_url = probe_url
         self._started_at = time.time()
@@ -151,26 +151,28 @@ class Drain:
             clock=clock,
         )
         self._preloads = settings.inference.preload
-        self._tuner = tuner or Untuned()
-        self._shelf = Shelf(
+        self._tuner = tuner or NullTuner()
+        self._lifecycle = ModelLifecycle(
             settings.inference,
             packages,
             broker,
             self._loader,
-            library=library or Nothing(),
+            repository=repository or EmptyRepository(),
             tuner=self._tuner,
             metrics=metrics,
             verify=verify,
             on_version_change=self._change_version,
             ring=self._ring,
             takes_any=not settings.worker.models,
-            remembered=remembered or _remembered(settings, verify),
+            deployments=deployments or _deployments(settings, verify),
         )
-        self._placing = Placing(self._shelf, Peers(broker, name, clock), clock, most_waiting=self._max_in_memory // 4)
-        self._served = self._shelf.models
-        self._turns = self._shelf.turns
+        self._placing = Placing(
+            self._lifecycle, Peers(broker, name, clock), clock, most_waiting=self._max_in_memory // 4
+        )
+        self._served = self._lifecycle.models
+        self._turns = self._lifecycle.turns
         self._reports = 0
-        self._account = Account(watcher, metrics)
+        self._account = Account(listener, metrics)
         self._intake = Intake(
             broker,
             self.consumer,
@@ -179,17 +181,17 @@ class Drain:
             job_ttl_ms=self._job_ttl_ms,
             max_crashes=queue.max_crashes,
             version_of=self._label_of,
-            watcher=watcher,
+            listener=listener,
             metrics=metrics,
         )
-        self._lower_share = LowerShare()
-        self._holdings = Holdings()
+        self._lower_share = AgeingReserve()
+        self._leased = LeasedJobs()
         self._cache = L1Cache(settings.inference.cache.l1_size, settings.inference.cache.l1_max_bytes, clock)
         self._isolates_tenants = settings.inference.privacy.cache_tenant_isolation
         self._on_version_change = on_version_change
         self._leaders: dict[bytes, ClaimedJob] = {}
-        self._concluded: list[Conclusion] = []
-        self._uncommitted: list[tuple[Conclusion, Commit]] = []
+        self._concluded: list[JobOutcome] = []
+        self._uncommitted: list[tuple[JobOutcome, Commit]] = []
         self._to_release: list[ClaimedJob] = []
         self._resting: list[tuple[float, int, ClaimedJob]] = []
         """Jobs whose forward failed and that wait for the next, by when that is due; no batch has room for them."""
@@ -201,7 +203,7 @@ class Drain:
         self._paused: frozenset[str] = frozenset()
         self._ailment = ""
         """Why this process can only be replaced; empty while all is well."""
-        self._news: deque[LeaseNews] = deque()
+        self._news: deque[LeaseUpdate] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Not before the last model thread, hung ones included, has let go of the drain: it may still ring.
         weakref.finalize(self, os.close, self._wake).atexit = False
@@ -211,8 +213,8 @@ class Drain:
         self.leases: Final = LeaseKeeper(
             broker,
             self.consumer,
-            self._shelf.claimable,
-            self._holdings,
+            self._lifecycle.claimable,
+            self._leased,
             lease_s=queue.lease_s,
             offered=self._offered,
             room=self._room_to_take_over,
@@ -235,8 +237,8 @@ class Drain:
     # Life
 
     def load(self) -> None:
-        """See Shelf.open. Raises ConfigurationError, BrokerUnavailable."""
-        self._shelf.open()
+        """See ModelLifecycle.open. Raises ConfigurationError, BrokerUnavailable."""
+        self._lifecycle.open()
         for version in self._turns:
             if version.is_ready:
                 self.executor.grow(version.concurrency)
@@ -258,7 +260,7 @@ class Drain:
             self.leases.stop(1.0)
             self.executor.stop()
             self._withdraw_report()
-        self._shelf.close()
+        self._lifecycle.close()
 
     def ask_to_stop(self, grace_s: float) -> None:
         """From now on the steps wind up, see `stop`; does not wait for them."""
@@ -273,10 +275,10 @@ class Drain:
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Whether jobs are being served, and the details for a probe."""
         problem = self.is_healthy() or (None if self.leases.is_in_touch else "the broker does not answer")
-        if problem is None and not self._shelf.claimable():
+        if problem is None and not self._lifecycle.claimable():
             problem = "no version that answers is to be had here"
         is_ready = self._is_ready and problem is None
-        return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._holdings)}
+        return is_ready, {"models": sorted(self._served), "problem": problem, "in_memory": len(self._leased)}
 
     def is_healthy(self) -> str | None:
         """None, or why this process should be replaced: a thread has died or hangs."""
@@ -341,7 +343,7 @@ class Drain:
     def _serve(self) -> None:
         self._take_in_done()
         self._follow_news()
-        self._shelf.tend()
+        self._lifecycle.run_requests()
         if self._loader.is_busy:
             self._take_in_loaded()
         self._look_for_hung_work()
@@ -358,9 +360,9 @@ class Drain:
         self._dispatch()
         self._arm()
         self._account.tell()
-        self._bury_aside()
+        self._dead_letter_deferred()
 
-    def _bury_aside(self) -> None:
+    def _dead_letter_deferred(self) -> None:
         """Once nobody waits for this thread, or when that has been so for too long."""
         if not self._intake.is_behind:
             self._aside_since = self._clock()
@@ -373,49 +375,49 @@ class Drain:
         for work in self.executor.take_done():
             self._conclude(work)
 
-    def _exchange(self, wishes: list[Claim]) -> None:
+    def _exchange(self, desired: list[Claim]) -> None:
         """Commits what is done and claims what there is room for."""
         self._seal_concluded()
-        if not (wishes or self._uncommitted):
+        if not (desired or self._uncommitted):
             return
         pending = self._uncommitted
         if pending:
             self._checkpoint("before-commit")
-        if wishes:
+        if desired:
             self._checkpoint("before-claim")
         begun = self._clock()
-        verdicts, deliveries = self._broker.exchange(
-            self.consumer, [commit for _, commit in pending], wishes, self._result_ttl_ms
+        statuses, deliveries = self._broker.exchange(
+            self.consumer, [commit for _, commit in pending], desired, self._result_ttl_ms
         )
         self._uncommitted = []
         if pending:
             self._checkpoint("after-commit")
-            self._settle(pending, verdicts, begun)
-        self._note_drained({wish.slot: wish.credit for wish in wishes}, deliveries)
+            self._settle(pending, statuses, begun)
+        self._note_drained({wish.slot: wish.credit for wish in desired}, deliveries)
         self._admit(deliveries)
 
     def _note_drained(self, asked: Mapping[str, int], deliveries: Sequence[Delivery]) -> None:
         found = Counter(delivery.slot for delivery in deliveries)
         for slot, credit in asked.items():
-            self._served[slot].is_drained = found[slot] < credit
+            self._served[slot].is_empty = found[slot] < credit
 
     @property
     def _is_quiet(self) -> bool:
         """Whether every queue was seen empty, with room for more: time to wait instead of asking."""
-        return all(model.is_drained and model.free > 0 for model in self._served.values() if model.is_claimable)
+        return all(model.is_empty and model.free > 0 for model in self._served.values() if model.is_claimable)
 
     def _wishes(self) -> list[Claim]:
         """What to claim now; nothing when the queues were empty a moment ago: the blocking claim will tell."""
         if self._is_armed or self._is_stopping or self._is_quiet:
             return []
-        room = self._max_in_memory - len(self._holdings)
-        wishes = []
+        room = self._max_in_memory - len(self._leased)
+        desired = []
         for model in self._served.values():
             credit = min(model.free, room)
             if credit > 0:
                 room -= credit
-                wishes.append(Claim(model.name, credit, self._lower_share.of(credit), self._ageing_ms))
-        return wishes
+                desired.append(Claim(model.name, credit, self._lower_share.of(credit), self._ageing_ms))
+        return desired
 
     def _arm(self) -> None:
         """Leaves a blocking claim for all queues, once all were seen empty.
@@ -424,7 +426,7 @@ class Drain:
         """
         if self._is_armed or self._is_stopping or not self._is_quiet:
             return
-        room, slots = self._max_in_memory - len(self._holdings), self._shelf.claimable()
+        room, slots = self._max_in_memory - len(self._leased), self._lifecycle.claimable()
         if room <= 0 or not slots:
             return
         # COUNT holds for each of the queues, and several may answer at once; one job of each is always welcome.
@@ -452,7 +454,7 @@ class Drain:
             timeout_s = _SHORTEST_PAUSE_S if self.executor.running() else 0.0
         elif self._is_armed:
             timeout_s = min(timeout_s, max(0.0, self._armed_until - self._clock()))
-        elif not self.executor.running() and not self._loader.is_busy and self._shelf.claimable():
+        elif not self.executor.running() and not self._loader.is_busy and self._lifecycle.claimable():
             timeout_s = 0.001
         elif self._loader.is_busy or any(model.free > 0 for model in self._served.values()):
             # Other models must not wait for the long forward of the one whose queue is full.
@@ -497,17 +499,17 @@ class Drain:
         self._checkpoint("after-claim")
         now, broker_now = self._clock(), self._broker.now_ms()
         opened = [job for delivery in deliveries if (job := self._intake.open(delivery, now, broker_now)) is not None]
-        self._holdings.take(opened)
-        self._watcher.received([job.header for job in opened], time.time())
+        self._leased.take(opened)
+        self._listener.received([job.header for job in opened], time.time())
         runnable: defaultdict[ServedVersion, list[ClaimedJob]] = defaultdict(list)
         for job in opened:
             model = self._served[job.delivery.slot]
             if job.delivery.active != model.record:
-                self._shelf.follow(model, job.delivery.active)
+                self._lifecycle.follow(model, job.delivery.active)
             failure = self._refusal(job, model, broker_now)
             version = job.version
             if failure is not None:
-                self._concluded.append(Conclusion(job, failure))
+                self._concluded.append(JobOutcome(job, failure))
             elif version is None and job.header.version:
                 self._placing.add([job])
             elif version is None:
@@ -523,25 +525,25 @@ class Drain:
 
     def _add(self, version: ServedVersion, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher of a version, which is loaded if it is not."""
-        self._shelf.load(version)
+        self._lifecycle.load(version)
         if version.state is VersionState.FAILED:
             self._part_with(version, jobs)
         else:
             version.add(jobs)
 
     def _add_suspect(self, version: ServedVersion, job: ClaimedJob) -> None:
-        self._shelf.load(version)
+        self._lifecycle.load(version)
         if version.state is VersionState.FAILED:
             self._part_with(version, [job])
             return
-        version.hold(job)
+        version.reserve(job)
         self._suspects.append(job)
 
     def _part_with(self, version: ServedVersion, jobs: Iterable[ClaimedJob]) -> None:
         """The version cannot be loaded here: its jobs are for a worker that has it."""
         for job in [each for leader in jobs for each in (leader, *self._end_flight(leader))]:
             if job.header.version:
-                version.make_room(job)
+                version.release(job)
                 job.version = None
                 self._placing.add([job])
             else:
@@ -551,11 +553,11 @@ class Drain:
         """Why the job must not run, if it must not; otherwise its version is settled, if that is to be had here."""
         if broker_now > job.expires_ms:
             return EXPIRED
-        if self._watcher.is_revoked(job.header.id):
+        if self._listener.is_revoked(job.header.id):
             return REVOKED
         if named := job.header.version:
-            version = self._shelf.named(model.name, named)
-            is_here = version is not None and version.room > 0 and self._shelf.is_offered(version)
+            version = self._lifecycle.named(model.name, named)
+            is_here = version is not None and version.room > 0 and self._lifecycle.is_offered(version)
         else:
             version = model.active
             is_here = version is not None and self._may_wait(version)
@@ -579,7 +581,7 @@ class Drain:
         if version.is_ready:
             return True
         if self._preloads:
-            self._shelf.load(version)
+            self._lifecycle.load(version)
             return False
         return version.room > 0
 
@@ -593,13 +595,13 @@ class Drain:
         going: defaultdict[tuple[str, str], list[ClaimedJob]] = defaultdict(list)
         for job in self._placing.due():
             if job.is_lost or job.is_cancelled or broker_now > job.expires_ms:
-                self._concluded.append(Conclusion(job, EXPIRED if broker_now > job.expires_ms else CANCELLED))
+                self._concluded.append(JobOutcome(job, EXPIRED if broker_now > job.expires_ms else CANCELLED))
                 continue
             place = self._find_place(job)
             if isinstance(place, ServedVersion):
                 self._take(job, place)
             elif isinstance(place, Failure):
-                self._concluded.append(Conclusion(job, place))
+                self._concluded.append(JobOutcome(job, place))
             elif place is None:
                 self._placing.wait(job)
             else:
@@ -619,7 +621,7 @@ class Drain:
 
     def _take(self, job: ClaimedJob, version: ServedVersion) -> None:
         if (failure := self._fit(job, version)) is not None:
-            self._concluded.append(Conclusion(job, failure))
+            self._concluded.append(JobOutcome(job, failure))
         elif job.is_suspect:
             self._add_suspect(version, job)
         elif self._needs_forward(job, version):
@@ -633,7 +635,7 @@ class Drain:
         job.digest = key_of(job.header, job.delivery.sealed, version.label, tenant=tenant)
         if not (self._is_known(job, version) or self._joins_another(job, version)):
             return True
-        self._watcher.started([job.header], time.time())
+        self._listener.started([job.header], time.time())
         return False
 
     def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
@@ -646,7 +648,7 @@ class Drain:
         if kept is None or not is_hit:
             return False
         version.used_at = self._clock()
-        self._concluded.append(Conclusion(job, kept))
+        self._concluded.append(JobOutcome(job, kept))
         return True
 
     def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
@@ -671,28 +673,28 @@ class Drain:
         logger.info("the version changed", extra={"model": model, "old": old, "new": new, "forgotten": forgotten})
         self._on_version_change(model, old, new)
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
-        """See Shelf.want. For any thread."""
-        self._shelf.want(name, label, content_hash=content_hash)
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
+        """See ModelLifecycle.want. For any thread."""
+        self._lifecycle.request_load(name, label, content_hash=content_hash)
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
-        """See Shelf.let_go_of. For any thread."""
-        self._shelf.let_go_of(name, label, content_hash=content_hash)
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
+        """See ModelLifecycle.let_go_of. For any thread."""
+        self._lifecycle.request_unload(name, label, content_hash=content_hash)
 
     def may_serve(self, name: str) -> bool:
-        """See Shelf.may_serve. For any thread."""
-        return self._shelf.may_serve(name)
+        """See ModelLifecycle.may_serve. For any thread."""
+        return self._lifecycle.may_serve(name)
 
     def versions(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """See Shelf.described. For any thread."""
-        return self._shelf.described()
+        """See ModelLifecycle.described. For any thread."""
+        return self._lifecycle.described()
 
     def _take_in_loaded(self) -> None:
         """Versions have been loaded, or cannot be: the jobs that waited for these end, or go elsewhere."""
         broker_now = self._broker.now_ms()
         for version in [each for each in self._turns if each.state is VersionState.LOADING]:
             self._drop_expired(version, broker_now)
-        for version, problem, _, _ in self._shelf.take_in_loaded():
+        for version, problem, _, _ in self._lifecycle.take_in_loaded():
             if not problem:
                 self.executor.grow(version.concurrency)
             else:
@@ -701,7 +703,7 @@ class Drain:
                 self._suspects = deque(job for job in self._suspects if job.version is not version)
                 self._part_with(version, waiting)
             for job, error in [] if problem else version.misfits():
-                self._concluded.append(Conclusion(job, Failure("ModelError", f"InvalidInput: {error}")))
+                self._concluded.append(JobOutcome(job, Failure("ModelError", f"InvalidInput: {error}")))
 
     # Batch and execute
 
@@ -717,8 +719,8 @@ class Drain:
                 return
             self._submit(work, is_idle=idle > 0)
 
-    def _submit(self, work: Work, *, is_idle: bool) -> None:
-        self._watcher.started([item.job.header for item in work.batch.items], time.time())
+    def _submit(self, work: BatchRun, *, is_idle: bool) -> None:
+        self._listener.started([item.job.header for item in work.batch.items], time.time())
         self.executor.submit(work, prepare_apart=_version_of(work).tokenises and not is_idle)
 
     def _dispatch_suspects(self) -> None:
@@ -732,13 +734,13 @@ class Drain:
         if work is not None or (work := self._next_work(is_idle=True)) is not None:
             self._submit(work, is_idle=True)
 
-    def _next_suspect(self) -> Work | None:
+    def _next_suspect(self) -> BatchRun | None:
         """The suspect that has been here longest, unless it is too late for it, or its version is not there yet."""
         for _ in range(len(self._suspects)):
             job = self._suspects.popleft()
             version = job.version
             if self._broker.now_ms() > job.expires_ms:
-                self._concluded.append(Conclusion(job, EXPIRED))
+                self._concluded.append(JobOutcome(job, EXPIRED))
             elif version is not None and version.is_ready:
                 version.in_flight += 1
                 return version.work(version.alone(job), self._open_stream, is_as_built=True)
@@ -746,7 +748,7 @@ class Drain:
                 self._add_suspect(version, job)
         return None
 
-    def _next_work(self, *, is_idle: bool) -> Work | None:
+    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
         """The next batch, model by model in turn, without the jobs whose deadline has passed meanwhile."""
         now = self._clock()
         for _ in range(len(self._turns)):
@@ -754,7 +756,7 @@ class Drain:
             self._turns.rotate(-1)
             if not version.is_ready:
                 continue
-            version.relax(now)
+            version.raise_cap(now)
             if version.may_start <= 0 and (is_idle or not self._may_form_ahead(version)):
                 continue
             while (batch := version.batcher.next(now, device_idle=is_idle)) is not None:
@@ -773,7 +775,7 @@ class Drain:
 
     def _drop_expired(self, version: ServedVersion, broker_now: float) -> None:
         late = version.batcher.discard(lambda item: broker_now > item.job.expires_ms)
-        self._concluded += [Conclusion(item.job, EXPIRED) for item in late]
+        self._concluded += [JobOutcome(item.job, EXPIRED) for item in late]
 
     def _recall_for_urgent(self) -> None:
         """A batch that is ready but has not begun is dissolved when a more urgent job has come."""
@@ -787,7 +789,7 @@ class Drain:
         if urgent and (work := self.executor.recall(more_urgent=min(urgent))) is not None:
             self._put_back(work)
 
-    def _put_back(self, work: Work) -> None:
+    def _put_back(self, work: BatchRun) -> None:
         version = _version_of(work)
         version.batcher.put_back(work.batch)
         version.in_flight -= 1
@@ -831,16 +833,16 @@ class Drain:
         late = [job for job in jobs if job.is_cancelled or job.is_lost or now > job.expires_ms]
         return {id(job): CANCELLED if job.is_cancelled or job.is_lost else EXPIRED for job in late}
 
-    def _conclude(self, work: Work) -> None:
+    def _conclude(self, work: BatchRun) -> None:
         version = _version_of(work)
         version.in_flight -= 1
         version.used_at = work.ended
         if work.misfits:
             self._metrics.out_of_memory(version.name)
             if (too_large := work.too_large) is not None:
-                version.learn(too_large, self._clock())
+                version.cap_batches(too_large, self._clock())
         self._concluded += [
-            Conclusion(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
+            JobOutcome(item.job, answer, None if answer is CANCELLED or answer is EXPIRED else work)
             for item, answer in zip(work.batch.items, work.answers, strict=True)
         ]
 
@@ -863,12 +865,12 @@ class Drain:
                 self._rejoin(followers)
                 continue
             for follower in followers:
-                self._uncommitted.append(self._commit_of(Conclusion(follower, end.answer, end.work)))
+                self._uncommitted.append(self._commit_of(JobOutcome(follower, end.answer, end.work)))
 
-    def _keep(self, end: Conclusion) -> None:
+    def _keep(self, end: JobOutcome) -> None:
         """What a forward answered is the answer to equal jobs, while the version answers in the same form."""
         job, answer, version = end.job, end.answer, end.job.version
-        if not job.digest or version is None or not version.cache_ttl_s or not isinstance(answer, Packed):
+        if not job.digest or version is None or not version.cache_ttl_s or not isinstance(answer, EncodedOutputs):
             return
         # A batch may end after another version has begun to answer.
         is_asked_for = bool(job.header.version) or version is self._served[version.name].active
@@ -876,7 +878,7 @@ class Drain:
         if end.work is not None and is_asked_for and is_as_now:
             self._cache.put(job.digest, answer, version.cache_ttl_s)
 
-    def _runs_again(self, end: Conclusion) -> bool:
+    def _runs_again(self, end: JobOutcome) -> bool:
         """Whether the job's retry policy gives it another forward, after a pause or elsewhere."""
         job, failure = end.job, end.failure
         policy = job.header.options.retry
@@ -885,7 +887,7 @@ class Drain:
         pause_s = policy.pause_s(job.tries, self._jitter())
         if job.is_cancelled or self._broker.now_ms() + pause_s * 1000 > job.expires_ms:
             return False
-        self._watcher.retried([Failed(job.header, failure)], time.time())
+        self._listener.retried([Failed(job.header, failure)], time.time())
         self._metrics.retried(job.header.model)
         # A pause may be longer than its equals can wait: they go ahead.
         self._rejoin(self._end_flight(job))
@@ -894,7 +896,7 @@ class Drain:
             # Too many rest already: they would keep out jobs that nothing is wrong with.
             pause_s = 0.0
         if job.version is not None:
-            job.version.make_room(job)
+            job.version.release(job)
         self._rested += 1
         heapq.heappush(self._resting, (self._clock() + pause_s, self._rested, job))
         return True
@@ -908,9 +910,9 @@ class Drain:
         while self._resting and self._resting[0][0] <= self._clock():
             job = self._rouse()
             if job.is_lost or job.is_cancelled:
-                self._concluded.append(Conclusion(job, CANCELLED))
-            elif self._watcher.is_revoked(job.header.id):
-                self._concluded.append(Conclusion(job, REVOKED))
+                self._concluded.append(JobOutcome(job, CANCELLED))
+            elif self._listener.is_revoked(job.header.id):
+                self._concluded.append(JobOutcome(job, REVOKED))
             elif job.version is not None and job.is_suspect:
                 self._add_suspect(job.version, job)
             elif job.version is not None:
@@ -923,7 +925,7 @@ class Drain:
         followers, job.followers = job.followers or [], None
         return followers
 
-    def _commit_of(self, end: Conclusion) -> tuple[Conclusion, Commit]:
+    def _commit_of(self, end: JobOutcome) -> tuple[JobOutcome, Commit]:
         return commit_of(end, worker=self.name, keyring=self._keyring)
 
     def _label_of(self, name: str) -> str:
@@ -935,15 +937,17 @@ class Drain:
             if version is not None and not self._joins_another(follower, version):
                 self._add(version, [follower])
 
-    def _settle(self, pending: Sequence[tuple[Conclusion, Commit]], verdicts: Sequence[Verdict], begun: float) -> None:
+    def _settle(
+        self, pending: Sequence[tuple[JobOutcome, Commit]], statuses: Sequence[CommitStatus], begun: float
+    ) -> None:
         """The broker has answered: the jobs leave this worker's memory, and those who watch will be told."""
         now = self._clock()
         self._let_go([end.job for end, _ in pending])
-        settled: list[tuple[Conclusion, State]] = []
-        for (end, commit), verdict in zip(pending, verdicts, strict=True):
-            if verdict is Verdict.COMMITTED:
+        settled: list[tuple[JobOutcome, State]] = []
+        for (end, commit), verdict in zip(pending, statuses, strict=True):
+            if verdict is CommitStatus.COMMITTED:
                 settled.append((end, commit.state))
-            elif verdict is Verdict.FENCED:
+            elif verdict is CommitStatus.FENCED:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
         self._account.settled(settled, now - begun, now)
@@ -951,15 +955,15 @@ class Drain:
     def _let_go(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
             if job.version is not None:
-                job.version.make_room(job)
-        self._holdings.drop(jobs)
+                job.version.release(job)
+        self._leased.drop(jobs)
 
     # Leases
 
     def _room_to_take_over(self) -> int:
-        return 0 if self._is_stopping or self._ailment else self._max_in_memory - len(self._holdings)
+        return 0 if self._is_stopping or self._ailment else self._max_in_memory - len(self._leased)
 
-    def _hear(self, news: LeaseNews) -> None:
+    def _hear(self, news: LeaseUpdate) -> None:
         self._news.append(news)
         self._ring()
 
@@ -985,10 +989,10 @@ class Drain:
                 is_unwanted(item.job)
         for version in self._turns:
             for item in version.batcher.discard(lambda item: is_unwanted(item.job)):
-                self._concluded.append(Conclusion(item.job, CANCELLED))
+                self._concluded.append(JobOutcome(item.job, CANCELLED))
         for job in self._placing:
             is_unwanted(job)
-        self._concluded += [Conclusion(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
+        self._concluded += [JobOutcome(job, CANCELLED) for job in self._suspects if is_unwanted(job)]
         self._suspects = deque(job for job in self._suspects if not (job.is_lost or job.is_cancelled))
         if self._resting:
             self._resting = [(0.0 if is_unwanted(job) else due, number, job) for due, number, job in self._resting]
@@ -998,15 +1002,15 @@ class Drain:
         """Twice a second, on the lease thread: a worker that claims nothing hears, too, which version answers."""
         for name, active in self._broker.actives(list(self._served)).items():
             if active != self._served[name].record:
-                self._shelf.order(partial(self._shelf.hear, name, active))
+                self._lifecycle.request(partial(self._lifecycle.on_record, name, active))
 
     def _report(self) -> None:
         """Once a second, on the lease thread: pauses, queue metrics, this worker's entry for `penstock status`,
         decisions to remember."""
         names = list(self._served)
         self._reports += 1
-        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._shelf.claimable()) < len(names):
-            self._shelf.order(self._shelf.try_again)
+        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._lifecycle.claimable()) < len(names):
+            self._lifecycle.request(self._lifecycle.try_again)
         paused = self._broker.paused(names)
         if paused != self._paused:
             logger.info("paused", extra={"models": sorted(paused)})
@@ -1022,9 +1026,9 @@ class Drain:
             "pid": os.getpid(),
             "device": self._device,
             "models": {name: self._served[name].label for name in names},
-            "versions": self._shelf.described(),
+            "versions": self._lifecycle.described(),
             "ready": self.readiness[0],
-            "in_memory": len(self._holdings),
+            "in_memory": len(self._leased),
             "batches": self._account.batches,
             "probe": self._probe_url,
             "host": socket.gethostname(),
@@ -1033,10 +1037,10 @@ class Drain:
             "levels": self._tuner.report(),
         }
         self._broker.report(self.name, json.dumps(report).encode(), _REPORT_TTL_MS)
-        self._shelf.remember()
+        self._lifecycle.remember()
 
     def _offered(self) -> dict[str, dict[str, int]]:
-        return {name: self._shelf.offered(name) for name in tuple(self._served)}
+        return {name: self._lifecycle.offered(name) for name in tuple(self._served)}
 
     def _withdraw_report(self) -> None:
         """After the last one: the lease thread reports until it ends. Without a broker the report expires."""
@@ -1112,11 +1116,11 @@ class Drain:
         self._let_go(jobs)
 
 
-def _remembered(settings: Settings, verify: Verifier | None) -> Remembered:
-    return DeploymentFiles(settings.home / "deployments", verify) if verify is not None else Forgotten()
+def _deployments(settings: Settings, verify: Verifier | None) -> DeploymentStore:
+    return FileDeploymentStore(settings.home / "deployments", verify) if verify is not None else NullDeploymentStore()
 
 
-def _version_of(work: Work) -> ServedVersion:
+def _version_of(work: BatchRun) -> ServedVersion:
     version = work.batch.items[0].job.version
     if version is None:
         raise RuntimeError("a batch was made of a job that no version answers")

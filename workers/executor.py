@@ -30,11 +30,11 @@ from penstock.registry.errors import JobFailed
 from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch
 from penstock.workers.job import ClaimedJob
-from penstock.workers.process.crash_journal import FormInUse, Journal, Unwritten
+from penstock.workers.process.crash_journal import FormInUse, Journal, NullJournal
 from penstock.workers.runtime.base import DeviceLost, Prepared, Runtime, StreamContext
 from penstock.workers.runtime.forms import EAGER, Forms
 
-__all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "Work", "seats_for"]
+__all__ = ["Executor", "JobStream", "Outputs", "TooLarge", "BatchRun", "seats_for"]
 
 logger = logging.getLogger("penstock.runtime")
 
@@ -67,7 +67,7 @@ class TooLarge(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class BatchRun:
     """One micro-batch on its way through a model. Times are monotonic seconds."""
 
     batch: Batch[ClaimedJob]
@@ -88,7 +88,7 @@ class Work:
     is_as_built: bool = False
     """Whether no other form of the model may run it: for what was on the model when a process died, see `forward`."""
     clock: Callable[[], float] = time.monotonic
-    journal: Journal = field(default_factory=Unwritten)
+    journal: Journal = field(default_factory=NullJournal)
     """Both are its executor's."""
     seat: int = 0
     """The model thread that runs it."""
@@ -178,17 +178,17 @@ class Executor:
         self._too_late = too_late
         self._checkpoint = checkpoint
         self._clock = clock
-        self._journal = journal or Unwritten()
+        self._journal = journal or NullJournal()
         self._seats: dict[Hashable, int] = {}
         self.device_lost = ""
         """Why no forward can succeed in this process any more; empty while all is well."""
         self._lock = threading.Lock()
         """Held for moments: work is always in exactly one of ready, running, done."""
-        self._ready: deque[Work] = deque()
+        self._ready: deque[BatchRun] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()
-        self._unprepared: SimpleQueue[Work | None] = SimpleQueue()
-        self._done: deque[Work] = deque()
-        self._running: dict[Hashable, Work | None] = {}
+        self._unprepared: SimpleQueue[BatchRun | None] = SimpleQueue()
+        self._done: deque[BatchRun] = deque()
+        self._running: dict[Hashable, BatchRun | None] = {}
         """By seat: the model thread, or whatever steps in its place."""
         self._model_threads: set[threading.Thread] = set()
         self._preparer = threading.Thread(target=self._prepare_ahead, name="prepare", daemon=True)
@@ -228,15 +228,15 @@ class Executor:
             running = sum(work is not None for work in self._running.values())
             return self.threads - len(self._ready) - running
 
-    def waiting(self) -> list[Work]:
+    def waiting(self) -> list[BatchRun]:
         """The work that waits for a model thread."""
         return list(self._ready)
 
-    def running(self) -> list[Work]:
+    def running(self) -> list[BatchRun]:
         """The work on the model threads now."""
         return [work for work in tuple(self._running.values()) if work is not None]
 
-    def submit(self, work: Work, *, prepare_apart: bool) -> None:
+    def submit(self, work: BatchRun, *, prepare_apart: bool) -> None:
         """Queue work; `prepare_apart` has its texts tokenised while the model threads are busy."""
         work.clock, work.journal = self._clock, self._journal
         if prepare_apart:
@@ -245,7 +245,7 @@ class Executor:
         self._ready.append(work)
         self._tokens.put(True)
 
-    def recall(self, *, more_urgent: int = -1) -> Work | None:
+    def recall(self, *, more_urgent: int = -1) -> BatchRun | None:
         """The last submitted work that has not begun, if any: it will not run.
 
         more_urgent: only work whose leader is less urgent than this priority.
@@ -255,14 +255,14 @@ class Executor:
                 return None
             return self._ready.pop()
 
-    def take_done(self) -> list[Work]:
+    def take_done(self) -> list[BatchRun]:
         """Work that has ended since the last call."""
         done = []
         while self._done:
             done.append(self._done.popleft())
         return done
 
-    def begin(self, seat: Hashable) -> Work | None:
+    def begin(self, seat: Hashable) -> BatchRun | None:
         """Puts the next work on a model thread's seat. None without any: it was recalled."""
         with self._lock:
             if not self._ready:
@@ -274,11 +274,11 @@ class Executor:
         self._journal.begin(work.seat, work.held, work.limit_s, work.started, work.form_in_use)
         return work
 
-    def run(self, work: Work) -> None:
+    def run(self, work: BatchRun) -> None:
         """The forward of work that has begun: an answer for each of its jobs. Raises DeviceLost."""
         _answer(work, self._too_late, self._checkpoint)
 
-    def finish(self, seat: Hashable, work: Work) -> None:
+    def finish(self, seat: Hashable, work: BatchRun) -> None:
         """Hands in work that has run."""
         self._journal.end(work.seat)
         with self._lock:
@@ -319,7 +319,7 @@ class Executor:
 
 
 def _answer(
-    work: Work,
+    work: BatchRun,
     too_late: Callable[[Sequence[ClaimedJob]], Mapping[int, Failure]],
     checkpoint: Callable[[str], None],
 ) -> None:
@@ -335,7 +335,7 @@ def _answer(
     checkpoint("after-forward")
 
 
-def _forward(work: Work, jobs: list[ClaimedJob], *, is_whole: bool) -> list[Outputs | Failure]:
+def _forward(work: BatchRun, jobs: list[ClaimedJob], *, is_whole: bool) -> list[Outputs | Failure]:
     if work.open_context is not None:
         return [_stream(work, job, work.open_context(job, work.touch)) for job in jobs]
     if work.is_prepared is not None:
@@ -343,7 +343,7 @@ def _forward(work: Work, jobs: list[ClaimedJob], *, is_whole: bool) -> list[Outp
     return _run(work, jobs, work.prepared if is_whole else None)
 
 
-def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[Outputs | Failure]:
+def _run(work: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[Outputs | Failure]:
     rows = sum(job.rows for job in jobs)
     try:
         if prepared is None:
@@ -372,7 +372,7 @@ def _run(work: Work, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[
     return [_run_in_slices(work, jobs[0], rows // 2)]
 
 
-def _run_halves(work: Work, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
+def _run_halves(work: BatchRun, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
     middle = len(jobs) // 2
     answers = []
     for half in (jobs[:middle], jobs[middle:]):
@@ -381,7 +381,7 @@ def _run_halves(work: Work, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
     return answers
 
 
-def _run_in_slices(work: Work, job: ClaimedJob, max_rows: int) -> Outputs | Failure:
+def _run_in_slices(work: BatchRun, job: ClaimedJob, max_rows: int) -> Outputs | Failure:
     """A job with more rows than a batch may have, or than fit the device."""
     parts: list[Outputs] = []
     start = 0
@@ -433,7 +433,7 @@ def _not_finite(name: str) -> Failure:
     return Failure("NonFiniteOutput", f"Output {name} contains NaN or infinity. Expected finite numbers")
 
 
-def _stream(work: Work, job: ClaimedJob, context: JobStream) -> Outputs | Failure:
+def _stream(work: BatchRun, job: ClaimedJob, context: JobStream) -> Outputs | Failure:
     steps = work.runtime.stream(job.inputs, context)
     try:
         while True:

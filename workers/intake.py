@@ -18,7 +18,7 @@ from penstock.registry.errors import BadSignature, Corrupt
 from penstock.registry.queues import is_job_id, is_reply_key
 from penstock.registry.tensors import decode
 from penstock.workers.job import ClaimedJob
-from penstock.workers.observe.listener import Ended, Watcher
+from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.results import unrun_result
 
@@ -43,7 +43,7 @@ class Intake:
         job_ttl_ms: int,
         max_crashes: int,
         version_of: Callable[[str], str],
-        watcher: Watcher,
+        listener: JobListener,
         metrics: InferenceMetrics,
     ) -> None:
         self.max_crashes = max_crashes
@@ -53,7 +53,7 @@ class Intake:
         self._worker = worker
         self._job_ttl_ms = job_ttl_ms
         self._version_of = version_of
-        self._watcher = watcher
+        self._listener = listener
         self._metrics = metrics
         self._aside: deque[tuple[Delivery, str, tuple[str, str]]] = deque()
         self._aside_bytes = 0
@@ -116,8 +116,8 @@ class Intake:
             return
         self._metrics.dead_lettered(delivery.slot)
         at, failure = time.time(), Failure("DeadLettered", reason)
-        self._watcher.received([header], at)
-        self._watcher.finished([Ended(header, State.DEAD, 0.0, failure, self._version_of(delivery.slot))], at)
+        self._listener.received([header], at)
+        self._listener.finished([Ended(header, State.DEAD, 0.0, failure, self._version_of(delivery.slot))], at)
 
 
 def _check_place(header: JobHeader, delivery: Delivery) -> None:

@@ -1,6 +1,6 @@
 """What a worker holds and how it keeps it: the share of lower priorities, and the leases.
 
-    drain (I/O thread) -- takes, drops --> Holdings <-- renews -- LeaseKeeper (a thread of its own)
+    drain (I/O thread) -- takes, drops --> LeasedJobs <-- renews -- LeaseKeeper (a thread of its own)
                        <-- lost, cancelled, taken over, handed over --'
 
 Leases are renewed for the ids in memory only: a job that was claimed but never arrived here lapses and comes back.
@@ -20,7 +20,7 @@ from penstock.registry.broker.base import Delivery, Held, Renewal, WorkerEnd
 from penstock.registry.errors import BrokerUnavailable
 from penstock.workers.job import ClaimedJob
 
-__all__ = ["LOWER_SHARE", "Holdings", "LeaseKeeper", "LeaseNews", "LowerShare"]
+__all__ = ["LOWER_SHARE", "LeasedJobs", "LeaseKeeper", "LeaseUpdate", "AgeingReserve"]
 
 LOWER_SHARE: Final = 1 / 8
 """The share of claims that is kept for a lower priority which has waited too long."""
@@ -32,10 +32,10 @@ _OUT_OF_TOUCH_S: Final = 3.0
 logger = logging.getLogger("penstock.server")
 
 
-class LowerShare:
+class AgeingReserve:
     """How many of the next jobs are kept for lower priorities: over time LOWER_SHARE of them, also one by one.
 
-    >>> share = LowerShare()
+    >>> share = AgeingReserve()
     >>> sum(share.of(1) for _ in range(16))
     2
     """
@@ -51,7 +51,7 @@ class LowerShare:
         return reserved
 
 
-class Holdings:
+class LeasedJobs:
     """The jobs in this worker's memory, by entry. Thread-safe."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Holdings:
         return len(self._held)
 
 
-class LeaseNews(NamedTuple):
+class LeaseUpdate(NamedTuple):
     """What the lease keeper found out: job entries lost, jobs to stop, jobs taken over from others."""
 
     renewal: Renewal
@@ -104,12 +104,12 @@ class LeaseKeeper:
         broker: WorkerEnd,
         consumer: str,
         slots: Callable[[], Sequence[str]],
-        holdings: Holdings,
+        leased: LeasedJobs,
         *,
         lease_s: float,
         offered: Callable[[], Mapping[str, Mapping[str, int]]],
         room: Callable[[], int],
-        news: Callable[[LeaseNews], None],
+        news: Callable[[LeaseUpdate], None],
         look: Callable[[], None],
         report: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -117,7 +117,7 @@ class LeaseKeeper:
         self._broker = broker
         self._consumer = consumer
         self._slots = slots
-        self._holdings = holdings
+        self._leased = leased
         self._lease_s = lease_s
         self._offered = offered
         self._room = room
@@ -188,13 +188,13 @@ class LeaseKeeper:
         return self._clock() - self._last_contact > self._lease_s / 2
 
     def _renew(self) -> None:
-        held = self._holdings.snapshot()
+        held = self._leased.snapshot()
         if not held:
             return
         renewal = self._broker.renew(self._consumer, held)
         self._note_contact()
         if renewal.lost or renewal.cancelled:
-            self._news(LeaseNews(renewal, []))
+            self._news(LeaseUpdate(renewal, []))
 
     def _take_over(self) -> None:
         for slot in self._slots():
@@ -207,7 +207,7 @@ class LeaseKeeper:
             self._note_contact()
             if found:
                 logger.info("jobs taken over", extra={"model": slot, "jobs": len(found)})
-                self._news(LeaseNews(_NOTHING, found))
+                self._news(LeaseUpdate(_NOTHING, found))
 
     def _adopt(self) -> None:
         """Also while nothing is claimed, because what answers is being loaded: this keeps in touch with the broker."""
@@ -216,7 +216,7 @@ class LeaseKeeper:
                 found = self._broker.adopt(self._consumer, slot, list(offered), room)
                 self._note_contact()
                 if found:
-                    self._news(LeaseNews(_NOTHING, found))
+                    self._news(LeaseUpdate(_NOTHING, found))
 
 
 _NOTHING: Final = Renewal(frozenset(), frozenset())

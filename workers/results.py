@@ -10,10 +10,10 @@ from penstock.registry.broker.base import Commit, State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
 from penstock.registry.errors import InvalidInput
 from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode
-from penstock.workers.executor import Outputs, Work
+from penstock.workers.executor import BatchRun, Outputs
 from penstock.workers.job import ClaimedJob
 
-__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "Conclusion", "Packed", "commit_of", "unrun_result"]
+__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "JobOutcome", "EncodedOutputs", "commit_of", "unrun_result"]
 
 EXPIRED: Final = Failure("Expired", "The job's deadline or lifetime had passed before it ran")
 REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
@@ -21,7 +21,7 @@ CANCELLED: Final = Failure("Cancelled", "The job was cancelled before it ran")
 _STATES: Final = {"Cancelled": State.CANCELLED, "Expired": State.EXPIRED, "DeadLettered": State.DEAD}
 
 
-class Packed(msgspec.Struct, frozen=True, gc=False):
+class EncodedOutputs(msgspec.Struct, frozen=True, gc=False):
     """The outputs of one job as they travel, see registry.tensors.encode, and what answered."""
 
     content: tuple[Tensor, ...]
@@ -32,12 +32,12 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
     """See Forms.stamp."""
 
 
-class Conclusion(msgspec.Struct, frozen=True, gc=False):
+class JobOutcome(msgspec.Struct, frozen=True, gc=False):
     """How one job ended here; `work` is the batch that answered, None for a job that did not run."""
 
     job: ClaimedJob
-    answer: Outputs | Packed | Failure
-    work: Work | None = None
+    answer: Outputs | EncodedOutputs | Failure
+    work: BatchRun | None = None
 
     @property
     def failure(self) -> Failure | None:
@@ -58,23 +58,25 @@ def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, key
     return seal("result", header, b"", keyring)
 
 
-def _pack(end: Conclusion) -> Conclusion:
+def _pack(end: JobOutcome) -> JobOutcome:
     """The same with its outputs packed; outputs that cannot travel are a failure."""
     answer, work = end.answer, end.work
-    if isinstance(answer, (Failure, Packed)):
+    if isinstance(answer, (Failure, EncodedOutputs)):
         return end
     wanted = end.job.header.options.outputs
     try:
         content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
     except InvalidInput as error:
-        return Conclusion(end.job, Failure("ModelError", f"An output cannot travel. {error}"), work)
+        return JobOutcome(end.job, Failure("ModelError", f"An output cannot travel. {error}"), work)
     if len(body) > MAX_RESULT_BYTES:
         message = f"The outputs take {len(body)} bytes. Expected at most {MAX_RESULT_BYTES}"
-        return Conclusion(end.job, Failure("ModelError", message), work)
-    return Conclusion(end.job, Packed(content, body, work.content_hash if work else "", work.form if work else 0), work)
+        return JobOutcome(end.job, Failure("ModelError", message), work)
+    return JobOutcome(
+        end.job, EncodedOutputs(content, body, work.content_hash if work else "", work.form if work else 0), work
+    )
 
 
-def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclusion, Commit]:
+def commit_of(end: JobOutcome, *, worker: str, keyring: Keyring) -> tuple[JobOutcome, Commit]:
     """The commit that turns the job's record into this result, and the conclusion that it says.
 
     That is `end`, but for outputs that cannot travel: those are a failure.
@@ -82,7 +84,7 @@ def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclu
     end = _pack(end)
     job, answer, work = end.job, end.answer, end.work
     header, delivery = job.header, job.delivery
-    packed = answer if isinstance(answer, Packed) else None
+    packed = answer if isinstance(answer, EncodedOutputs) else None
     result = ResultHeader(
         id=header.id,
         context=header.context,
@@ -111,7 +113,7 @@ def commit_of(end: Conclusion, *, worker: str, keyring: Keyring) -> tuple[Conclu
     return end, commit
 
 
-def _timings(job: ClaimedJob, work: Work | None) -> Timings:
+def _timings(job: ClaimedJob, work: BatchRun | None) -> Timings:
     if work is None:
         return Timings(job.queue_ms)
     # A job that joined an equal one after that had begun did not wait for a batch.

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
-from penstock.workers.observe.listener import Ended, Watcher
+from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import Conclusion, Packed
+from penstock.workers.results import EncodedOutputs, JobOutcome
 from penstock.workers.versions.version import ENDPOINT
 
 __all__ = ["Account"]
@@ -28,18 +28,18 @@ class Account:
         batches: told so far.
     """
 
-    def __init__(self, watcher: Watcher, metrics: InferenceMetrics) -> None:
+    def __init__(self, listener: JobListener, metrics: InferenceMetrics) -> None:
         self.batches = 0
-        self._watcher = watcher
+        self._listener = listener
         self._metrics = metrics
         self._lookups: Counter[tuple[str, bool]] = Counter()
-        self._settled: list[tuple[list[tuple[Conclusion, State]], float, float]] = []
+        self._settled: list[tuple[list[tuple[JobOutcome, State]], float, float]] = []
 
     def looked_up(self, model: str, *, is_hit: bool) -> None:
         """A job's answer was looked for among those that are kept."""
         self._lookups[model, is_hit] += 1
 
-    def settled(self, ends: list[tuple[Conclusion, State]], commit_s: float, now: float) -> None:
+    def settled(self, ends: list[tuple[JobOutcome, State]], commit_s: float, now: float) -> None:
         """These jobs are committed since `now`, monotonic; that took `commit_s` seconds."""
         self._settled.append((ends, commit_s, now))
 
@@ -51,13 +51,13 @@ class Account:
         settlements, self._settled = self._settled, []
         for settled, commit_s, now in settlements:
             ended: list[Ended] = []
-            by_work: defaultdict[int, list[Conclusion]] = defaultdict(list)
+            by_work: defaultdict[int, list[JobOutcome]] = defaultdict(list)
             for end, state in settled:
                 work, job = end.work, end.job
                 by_work[id(work)].append(end)
                 runtime_s = max(0.0, now - (work.started if work else job.claimed))
                 ended.append(Ended(job.header, state, runtime_s, end.failure, job.label))
-            self._watcher.finished(ended, time.time())
+            self._listener.finished(ended, time.time())
             self._count(ended)
             for ends in by_work.values():
                 if (work := ends[0].work) is not None:
@@ -65,7 +65,7 @@ class Account:
                     if (version := ends[0].job.version) is not None:
                         version.observe(work, now)
                 else:
-                    self._time_kept([end.job for end in ends if isinstance(end.answer, Packed)], now)
+                    self._time_kept([end.job for end in ends if isinstance(end.answer, EncodedOutputs)], now)
 
     def _count(self, ended: Sequence[Ended]) -> None:
         # Counted when they end: a job that runs again after a crash is still one request.
@@ -88,7 +88,7 @@ class Account:
         if jobs and logger.isEnabledFor(logging.INFO):
             logger.info("answered as before", extra={"job_ids": [job.header.id for job in jobs]})
 
-    def _measure(self, work: Work, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
+    def _measure(self, work: BatchRun, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
         name, version = work.batch.key.model, work.batch.key.version
         self.batches += 1
         self._metrics.batch(

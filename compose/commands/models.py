@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from penstock.compose.rollout.access import Access
+from penstock.compose.rollout.access import RegistryAccess
 from penstock.compose.terminal import as_json_option, console
 from penstock.registry.errors import ConfigurationError, InvalidInput, ModelNotReady, UnknownModel, shown
 
@@ -55,14 +55,14 @@ def models(context: click.Context, via: str) -> None:
     penstock models list
     penstock models --via any promote minilm 2 --to production
     """
-    context.obj = Access(context.obj, via)
+    context.obj = RegistryAccess(context.obj, via)
 
 
 @models.command("list")
 @click.argument("name", required=False)
 @as_json_option
 @click.pass_obj
-def list_models(access: Access, name: str | None, as_json: bool) -> None:
+def list_models(access: RegistryAccess, name: str | None, as_json: bool) -> None:
     """List the versions of NAME, or of all models: stage, content, which one answers, who has it loaded.
 
     \b
@@ -83,7 +83,7 @@ def list_models(access: Access, name: str | None, as_json: bool) -> None:
 @click.argument("version", default="latest")
 @as_json_option
 @click.pass_obj
-def show(access: Access, name: str, version: str, as_json: bool) -> None:
+def show(access: RegistryAccess, name: str, version: str, as_json: bool) -> None:
     """Show what the registry knows of VERSION: stage, content hash, files. Without it, of the one in production.
 
     \b
@@ -102,7 +102,7 @@ def show(access: Access, name: str, version: str, as_json: bool) -> None:
 @_reason
 @as_json_option
 @click.pass_obj
-def register(access: Access, package: str, lineage_file: Path | None, reason: str, as_json: bool) -> None:
+def register(access: RegistryAccess, package: str, lineage_file: Path | None, reason: str, as_json: bool) -> None:
     """Register PACKAGE as a draft, and have jobs for it accepted before a worker runs.
 
     PACKAGE is a folder; or runs:/RUN/PATH or models:/NAME/VERSION of the MLflow at MLFLOW_TRACKING_URI; or
@@ -136,7 +136,7 @@ def register(access: Access, package: str, lineage_file: Path | None, reason: st
 @as_json_option
 @click.pass_obj
 def promote(
-    access: Access,
+    access: RegistryAccess,
     name: str,
     version: str,
     to: str,
@@ -173,7 +173,7 @@ def promote(
 @_reason
 @as_json_option
 @click.pass_obj
-def demote(access: Access, name: str, version: str, to: str, reason: str, as_json: bool) -> None:
+def demote(access: RegistryAccess, name: str, version: str, to: str, reason: str, as_json: bool) -> None:
     """Take VERSION of NAME, which must not be in production, back to draft, or to the archive.
 
     \b
@@ -191,7 +191,9 @@ def demote(access: Access, name: str, version: str, to: str, reason: str, as_jso
 @_timeout
 @as_json_option
 @click.pass_obj
-def rollback(access: Access, name: str, reason: str, prepare: bool, timeout: float | None, as_json: bool) -> None:
+def rollback(
+    access: RegistryAccess, name: str, reason: str, prepare: bool, timeout: float | None, as_json: bool
+) -> None:
     """Put the version of NAME that was in production before back there, prepared like a promotion.
 
     \b
@@ -206,7 +208,7 @@ def rollback(access: Access, name: str, reason: str, prepare: bool, timeout: flo
 @click.argument("name")
 @as_json_option
 @click.pass_obj
-def sync(access: Access, name: str, as_json: bool) -> None:
+def sync(access: RegistryAccess, name: str, as_json: bool) -> None:
     """Make the version of NAME in production the one that answers, after a promotion that did not get that far.
 
     \b
@@ -223,7 +225,7 @@ def sync(access: Access, name: str, as_json: bool) -> None:
 @_reason
 @as_json_option
 @click.pass_obj
-def sign(access: Access, name: str, reason: str, as_json: bool) -> None:
+def sign(access: RegistryAccess, name: str, reason: str, as_json: bool) -> None:
     """Sign all records of NAME anew with this operator's key, and the decision which of its versions answers.
 
     For a change of keys: make the new one, have operators and workers believe both, sign every model, drop the old one.
@@ -243,7 +245,9 @@ def sign(access: Access, name: str, reason: str, as_json: bool) -> None:
 @_timeout
 @as_json_option
 @click.pass_obj
-def load(access: Access, name: str, version: str, worker: str | None, timeout: float | None, as_json: bool) -> None:
+def load(
+    access: RegistryAccess, name: str, version: str, worker: str | None, timeout: float | None, as_json: bool
+) -> None:
     """Have VERSION of NAME loaded by every live worker of the model, and wait until they have it.
 
     \b
@@ -262,7 +266,9 @@ def load(access: Access, name: str, version: str, worker: str | None, timeout: f
 @_timeout
 @as_json_option
 @click.pass_obj
-def unload(access: Access, name: str, version: str, worker: str | None, timeout: float | None, as_json: bool) -> None:
+def unload(
+    access: RegistryAccess, name: str, version: str, worker: str | None, timeout: float | None, as_json: bool
+) -> None:
     """Have VERSION of NAME, which must not be the one that answers, unloaded, and wait until it is.
 
     \b
@@ -277,7 +283,7 @@ def unload(access: Access, name: str, version: str, worker: str | None, timeout:
 @click.argument("name")
 @as_json_option
 @click.pass_obj
-def history(access: Access, name: str, as_json: bool) -> None:
+def history(access: RegistryAccess, name: str, as_json: bool) -> None:
     """Show what was changed of NAME, the newest first: when, by whom, from which stage to which, why.
 
     \b
@@ -297,7 +303,7 @@ def history(access: Access, name: str, as_json: bool) -> None:
 @click.argument("version")
 @as_json_option
 @click.pass_obj
-def lineage(access: Access, name: str, version: str, as_json: bool) -> None:
+def lineage(access: RegistryAccess, name: str, version: str, as_json: bool) -> None:
     """Show where VERSION of NAME comes from.
 
     \b
@@ -313,7 +319,7 @@ def lineage(access: Access, name: str, version: str, as_json: bool) -> None:
 @click.argument("version")
 @as_json_option
 @click.pass_obj
-def verify(access: Access, name: str, version: str, as_json: bool) -> None:
+def verify(access: RegistryAccess, name: str, version: str, as_json: bool) -> None:
     """Hash the files of VERSION again, and compare them with what was registered.
 
     \b
@@ -333,7 +339,7 @@ def verify(access: Access, name: str, version: str, as_json: bool) -> None:
 @click.option("--int8", "is_int8", is_flag=True, help="With int8 matrices: smaller, and not the same answers.")
 @as_json_option
 @click.pass_obj
-def export_onnx(access: Access, name: str, version: str, path: Path, is_int8: bool, as_json: bool) -> None:
+def export_onnx(access: RegistryAccess, name: str, version: str, path: Path, is_int8: bool, as_json: bool) -> None:
     """Write VERSION of NAME as an ONNX file, checked against the model's own answers.
 
     \b
@@ -354,7 +360,7 @@ def export_onnx(access: Access, name: str, version: str, path: Path, is_int8: bo
 @_timeout
 @as_json_option
 @click.pass_obj
-def compile_model(access: Access, name: str, worker: str | None, timeout: float | None, as_json: bool) -> None:
+def compile_model(access: RegistryAccess, name: str, worker: str | None, timeout: float | None, as_json: bool) -> None:
     """Have the workers of NAME compile it now, beside their traffic, and wait for what came of it.
 
     The compiled form answers only after it matched the goldens. Exit status 1 where it does not.
@@ -382,7 +388,7 @@ def compile_model(access: Access, name: str, worker: str | None, timeout: float 
 @as_json_option
 @click.pass_obj
 def levels(
-    access: Access,
+    access: RegistryAccess,
     name: str,
     action: Literal["measure", "optimise", "trace"] | None,
     worker: str | None,

@@ -40,7 +40,7 @@ from penstock.registry.catalog.tables import RegisteredVersion
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, RegistryUnavailable
 from penstock.registry.package import discover, load_package
 from penstock.registry.settings import Settings
-from penstock.workers.versions.deployment_store import DeploymentFiles, epoch_of
+from penstock.workers.versions.deployment_store import FileDeploymentStore, epoch_of
 
 __all__ = ["Finding", "as_json", "examine", "write"]
 
@@ -562,7 +562,7 @@ def _forgotten_decisions(settings: Settings, broker: RedisStreams) -> Iterator[F
     verify = operator_keys(settings).verify
     if verify is None:
         return
-    obeyed = DeploymentFiles(settings.home / "deployments", verify)
+    obeyed = FileDeploymentStore(settings.home / "deployments", verify)
     for model in broker.models():
         last, now = epoch_of(obeyed.last(model)), _followed_epoch(broker, model)
         if last > now:

@@ -1,6 +1,6 @@
 """How `penstock models` reaches registry, workers and broker: by itself, or through a worker (`--via`).
 
-environment, --via --> Access --> registry, deployer, fleet
+environment, --via --> RegistryAccess --> registry, deployer, fleet
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from penstock.registry.catalog import ModelRegistryClient
     from penstock.registry.settings import Settings
 
-__all__ = ["Access"]
+__all__ = ["RegistryAccess"]
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class RegistryAccess:
     """environ: this shell's. via: the worker that does the errands, or `any`; empty: none, this process connects."""
 
     environ: Mapping[str, str]

@@ -1,6 +1,6 @@
 """Signed orders to workers, through Celery's remote control, and what each of them answers.
 
-Command -> signed with the operator's key -> broadcast `penstock_models` -> a worker's Obedience -> its answer
+Command -> signed with the operator's key -> broadcast `penstock_models` -> a worker's CommandVerifier -> its answer
 Errand  -> in a Command, asked for again until it is done                -> a worker's clerk     -> its sealed answer
 """
 
@@ -22,7 +22,7 @@ from penstock.registry.errors import BrokerUnavailable, ModelNotReady, Undecodab
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Signer
 
-__all__ = ["Orders"]
+__all__ = ["ControlClient"]
 
 _TIMEOUT_S: Final = 5.0
 _ROUND_S: Final = 1.0
@@ -31,7 +31,7 @@ _LOOK_S: Final = (0.05, 1.0)
 _CONNECTION: Final = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "max_retries": 0}
 
 
-class Orders:
+class ControlClient:
     """Gives orders in the operator's name. Connects with the first one."""
 
     def __init__(self, settings: Settings, sign: Signer) -> None:
@@ -52,7 +52,7 @@ class Orders:
         refusals.update((worker, str(answer.get("error", ""))) for worker, answer in said.items())
         return {worker: problem for worker, problem in refusals.items() if problem}
 
-    def mention(self, command: Command, workers: Sequence[str]) -> None:
+    def notify(self, command: Command, workers: Sequence[str]) -> None:
         """Gives an order that nobody has to answer. Raises BrokerUnavailable."""
         self._broadcast(command, workers)
 
@@ -80,8 +80,8 @@ class Orders:
         deadline = time.monotonic() + timeout_s
         destination = None if worker is None else [worker]
         while time.monotonic() < deadline:
-            if heard := self._ping(destination, limit=1):
-                return heard[0]
+            if on_heartbeat := self._ping(destination, limit=1):
+                return on_heartbeat[0]
         who = "No worker" if worker is None else f"No worker {worker[:80]!r}"
         listening = ", ".join(self._ping(None)) or "none"
         raise ModelNotReady(f"{who} listens on Celery's broker. Expected one of: {listening}")

@@ -1,7 +1,7 @@
 """The registry, the files and the broker of a worker, for operators who reach nothing but Celery's broker.
 
     ModelRegistryClient -- RemoteLedger --\\
-    Deployer            -- RemoteFleet  ---> Orders.run -> a worker's clerk
+    Deployer            -- RemoteFleet  ---> ControlClient.run -> a worker's clerk
                         -- packages, exports --/
 
 What is decided is decided and signed here, from rows whose signatures are checked here: the worker lends its
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.compose.rollout.control_client import Orders
+from penstock.compose.rollout.control_client import ControlClient
 from penstock.registry import operator_rpc
-from penstock.registry.catalog.store import Page, Pages
+from penstock.registry.catalog.store import ModelRows, ModelTransaction
 from penstock.registry.catalog.tables import RegisteredVersion
 from penstock.registry.errors import ConfigurationError, ModelNotReady
 from penstock.registry.package import ModelSpec
@@ -33,13 +33,13 @@ ANY: Final = "any"
 class Remote:
     """One worker that does errands; Files on its machine. Raises ModelNotReady when no worker of that name listens."""
 
-    def __init__(self, orders: Orders, worker: str = ANY) -> None:
-        self._orders = orders
-        self.worker: Final = orders.listener(None if worker == ANY else worker)
+    def __init__(self, control: ControlClient, worker: str = ANY) -> None:
+        self._control = control
+        self.worker: Final = control.listener(None if worker == ANY else worker)
 
     def run(self, errand: operator_rpc.Errand, kind: Any = None) -> Any:
-        """See Orders.run."""
-        return self._orders.run(errand, self.worker, kind)
+        """See ControlClient.run."""
+        return self._control.run(errand, self.worker, kind)
 
     def package(self, path: Path) -> RemotePackage:
         """The package at a path on the worker's machine, below its models root. Raises ConfigurationError."""
@@ -75,38 +75,38 @@ class RemotePackage:
 
 
 class RemoteLedger:
-    """See Ledger of registry/catalog/store.py: the one that a worker reaches."""
+    """See RegistryStore of registry/catalog/store.py: the one that a worker reaches."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
     def names(self) -> tuple[str, ...]:
-        """See Ledger.names."""
+        """See RegistryStore.names."""
         names: tuple[str, ...] = self._remote.run(operator_rpc.Names(), tuple[str, ...])
         return names
 
-    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, Pages]:
-        """See Ledger.read."""
+    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, ModelRows]:
+        """See RegistryStore.read."""
         wanted = None if names is None else tuple(names)
-        found: dict[str, Pages] = self._remote.run(operator_rpc.Read(wanted, newest), dict[str, Pages])
+        found: dict[str, ModelRows] = self._remote.run(operator_rpc.Read(wanted, newest), dict[str, ModelRows])
         return found
 
     @contextmanager
-    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[Page]:
-        """See Ledger.changing. Nothing is locked meanwhile: a change that another one overtook is refused at its end.
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[ModelTransaction]:
+        """See RegistryStore.changing. Nothing is locked: a change is refused at its end if another one overtook it.
 
         A model that does not exist yet needs nothing beforehand, whatever `is_new` says.
         """
-        page = _Page(self.read((name,), newest)[name])
-        yield page
-        if page.transitions:
-            self._remote.run(operator_rpc.Enter(tuple(page.versions), tuple(page.transitions)))
+        transaction = _Page(self.read((name,), newest)[name])
+        yield transaction
+        if transaction.transitions:
+            self._remote.run(operator_rpc.Enter(tuple(transaction.versions), tuple(transaction.transitions)))
 
 
 class _Page:
     """Keeps what is put until the change is sent as a whole."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: ModelRows) -> None:
         self.pages: Final = pages
         self.versions: list[dict[str, Any]] = []
         self.transitions: list[dict[str, Any]] = []

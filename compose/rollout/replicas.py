@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.errors import ModelNotReady
 
-__all__ = ["ABSENT", "Replica", "Tell", "Watch", "replicas"]
+__all__ = ["ABSENT", "Replica", "ProgressCallback", "Watch", "replicas"]
 
 ABSENT: Final = "absent"
 """The state of a version that a worker has not met."""
 _REPORTS_LATE_S: Final = 3.0
 """A worker reports once a second."""
-Tell = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 """Is told, in a line, how things go on."""
 
 
@@ -67,7 +67,7 @@ class Watch:
         label: str,
         *,
         sweep_s: float,
-        tell: Tell,
+        tell: ProgressCallback,
         only: str | None = None,
         poll_s: float = 0.05,
     ) -> None:

@@ -1,7 +1,7 @@
 """The worker programs of this machine: one process per device, which sees no other device.
 
 visible GPUs --> Device --> Program (celery -A penstock.workers.app worker -n gpu0@host)
-                              `-- JournalWitness: its journal, while it runs and after it died
+                              `-- JournalProbe: its journal, while it runs and after it died
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from penstock.compose.stack.supervisor import Patience, Program
+from penstock.compose.stack.supervisor import Program, SupervisorTimeouts
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.package import discover, load_package
@@ -22,7 +22,7 @@ from penstock.registry.settings import Settings
 from penstock.workers.process.crash_journal import hung, journal_path, report_crashes
 from penstock.workers.process.device import visible_gpus
 
-__all__ = ["Device", "JournalWitness", "choose", "worker_patience", "worker_program"]
+__all__ = ["Device", "JournalProbe", "choose", "worker_patience", "worker_program"]
 
 _MARGIN_S: Final = 5.0
 _REPORT_TIMEOUT_S: Final = 5.0
@@ -75,8 +75,8 @@ def worker_program(device: Device, settings: Settings, environ: Mapping[str, str
     if settings.worker.metrics_port is not None:
         own["PENSTOCK_METRICS_PORT"] = str(settings.worker.metrics_port)
     arguments = [*celery, "-n", f"{device.name}@%h"]
-    witness = JournalWitness(settings, environ.get("PENSTOCK_REDIS_URL") or settings.redis_url or "")
-    return Program(device.name, arguments, {**environ, **own}, beats=True, output=output, witness=witness)
+    probe = JournalProbe(settings, environ.get("PENSTOCK_REDIS_URL") or settings.redis_url or "")
+    return Program(device.name, arguments, {**environ, **own}, beats=True, output=output, probe=probe)
 
 
 def _longest_limit_s(settings: Settings) -> float:
@@ -92,7 +92,7 @@ def _longest_limit_s(settings: Settings) -> float:
     return max(limits)
 
 
-class JournalWitness:
+class JournalProbe:
     """Reads a worker's crash journal: ends the worker when a forward hangs, and tells the broker after its death which
     jobs were on the model."""
 
@@ -103,14 +103,14 @@ class JournalWitness:
         self._looked = self._judges_from = 0.0
 
     def hung(self, pid: int, now: float) -> str | None:
-        """See Witness.hung. Where this process stood still its worker may have, too: that gets time to come round."""
+        """See LivenessProbe.hung. After this process stood still, its worker gets time to recover: it may have, too."""
         if now - self._looked > _STOOD_STILL_S:
             self._judges_from = now + _STOOD_STILL_S
         self._looked = now
         return hung(journal_path(self._home, pid), now) if now >= self._judges_from else None
 
     def ended(self) -> None:
-        """See Witness.ended. What the broker does not hear now, the next worker on this machine reports."""
+        """See LivenessProbe.ended. What the broker does not hear now, the next worker on this machine reports."""
         threading.Thread(target=self._report, name="crash report", daemon=True).start()
 
     def _report(self) -> None:
@@ -123,9 +123,9 @@ class JournalWitness:
             broker.close()
 
 
-def worker_patience(settings: Settings) -> Patience:
+def worker_patience(settings: Settings) -> SupervisorTimeouts:
     """How long to wait for workers: a forward may take its limit, or its package's, and a drain its grace period."""
-    return Patience(
+    return SupervisorTimeouts(
         silence_s=max(settings.inference.timeout_seconds, _longest_limit_s(settings)) + 1.0,
         warm_s=settings.inference.queue.drain_grace_s + _MARGIN_S,
     )

@@ -32,7 +32,7 @@ import redis
 
 from penstock.compose.rollout.keys import operator_keys
 from penstock.compose.stack.fleet import Device, worker_patience, worker_program
-from penstock.compose.stack.supervisor import Patience, Program, Supervisor
+from penstock.compose.stack.supervisor import Program, Supervisor, SupervisorTimeouts
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
@@ -163,7 +163,7 @@ class LocalStack:
         address = exits.enter_context(_socket(home))
         url = f"unix://{address}"
         self._on_progress("Redis starts")
-        self._supervise(exits, "redis", [self._redis(address)], Patience(warm_s=10))
+        self._supervise(exits, "redis", [self._redis(address)], SupervisorTimeouts(warm_s=10))
         self._await("redis", _REDIS_TIMEOUT_S, lambda: _answers(url))
         stack = RunningStack(
             os.getpid(),
@@ -175,7 +175,7 @@ class LocalStack:
         environ = self._child_environ(stack)
         if stack.flower_url:
             self._on_progress("Flower starts")
-            self._supervise(exits, "flower", [self._flower(stack, environ)], Patience(warm_s=5))
+            self._supervise(exits, "flower", [self._flower(stack, environ)], SupervisorTimeouts(warm_s=5))
         names = ", ".join(device.name for device in self._devices)
         self._on_progress(f"Workers start and load their models: {names}")
         programs = [worker_program(device, self._settings, environ, self._log(device.name)) for device in self._devices]
@@ -188,8 +188,10 @@ class LocalStack:
         self._running = stack
         self._on_progress("Ready")
 
-    def _supervise(self, exits: ExitStack, part: str, programs: Sequence[Program], patience: Patience) -> None:
-        supervisor = self._supervisors[part] = Supervisor(programs, patience)
+    def _supervise(
+        self, exits: ExitStack, part: str, programs: Sequence[Program], timeouts: SupervisorTimeouts
+    ) -> None:
+        supervisor = self._supervisors[part] = Supervisor(programs, timeouts)
         exits.callback(supervisor.close)
         supervisor.start()
 

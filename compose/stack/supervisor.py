@@ -1,9 +1,9 @@
 """Keeps programs running: one worker per device, and for the embedded stack its Redis and its Flower.
 
-    Program --start--> child --lines on the heartbeat pipe--> Vigil --(hung | ended)--> kill, wait, start again
+    Program --start--> child --lines on the heartbeat pipe--> ChildHealth --(hung | ended)--> kill, wait, start again
 
-The decisions (`Vigil`, `restart_delay_s`, `stop_signal`) are pure: time and randomness are arguments. `Supervisor`
-acts on them, in one thread. A child is started again for ever, ever more slowly, except when it exits with
+The decisions (`ChildHealth`, `restart_delay_s`, `stop_signal`) are pure: time and randomness are arguments.
+`Supervisor` acts on them, in one thread. A child is started again for ever, ever more slowly, except when it exits with
 EXIT_CONFIGURATION: another start would end the same way, so the supervisor stops all and passes that status on.
 Children die with the thread that runs the supervisor (compose/stack/launch.py), also when that is killed.
 """
@@ -26,11 +26,11 @@ from typing import Final, Protocol
 
 __all__ = [
     "EXIT_CONFIGURATION",
-    "Patience",
+    "SupervisorTimeouts",
     "Program",
     "Supervisor",
-    "Vigil",
-    "Witness",
+    "ChildHealth",
+    "LivenessProbe",
     "restart_delay_s",
     "stop_signal",
 ]
@@ -42,7 +42,7 @@ _TICK_S: Final = 0.1
 _log = logging.getLogger("penstock.supervisor")
 
 
-class Witness(Protocol):
+class LivenessProbe(Protocol):
     """Looks at a running process from outside. Called on the supervisor's thread: must not block."""
 
     def hung(self, pid: int, now: float) -> str | None:
@@ -65,11 +65,11 @@ class Program:
     environ: Mapping[str, str]
     beats: bool = False
     output: Path | None = None
-    witness: Witness | None = None
+    probe: LivenessProbe | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class SupervisorTimeouts:
     """How long a supervisor waits, in seconds, before it does what."""
 
     first_beat_s: float = 120.0
@@ -86,38 +86,39 @@ class Patience:
     """A child that ran this long starts with a clean record."""
 
 
-def restart_delay_s(failures: int, patience: Patience, jitter: float) -> float:
+def restart_delay_s(failures: int, timeouts: SupervisorTimeouts, jitter: float) -> float:
     """Seconds to wait after the given number of failures in a row; `jitter` is in [0, 1).
 
     Doubles up to the longest delay; between half and all of it, so that children that failed together do not
     return together.
 
-    >>> [restart_delay_s(n, Patience(first_delay_s=1, longest_delay_s=5), jitter=0) for n in (1, 2, 3, 4, 5000)]
+    >>> timeouts = SupervisorTimeouts(first_delay_s=1, longest_delay_s=5)
+    >>> [restart_delay_s(n, timeouts, jitter=0) for n in (1, 2, 3, 4, 5000)]
     [0.5, 1.0, 2.0, 2.5, 2.5]
     """
     # The exponent is bounded, because a child may fail for months.
-    whole = min(patience.longest_delay_s, patience.first_delay_s * 2.0 ** min(failures - 1, 32))
+    whole = min(timeouts.longest_delay_s, timeouts.first_delay_s * 2.0 ** min(failures - 1, 32))
     return whole * (0.5 + jitter / 2)
 
 
-def stop_signal(now: float, asked: Sequence[float], patience: Patience) -> signal.Signals:
+def stop_signal(now: float, asked: Sequence[float], timeouts: SupervisorTimeouts) -> signal.Signals:
     """The signal that children should have had by `now`, when their end was asked for at the times `asked`.
 
     SIGTERM at first; SIGQUIT once the warm time has passed or the end was asked for again; at last SIGKILL.
     """
-    cold_at = min([asked[0] + patience.warm_s, *asked[1:2]])
+    cold_at = min([asked[0] + timeouts.warm_s, *asked[1:2]])
     if now < cold_at:
         return signal.SIGTERM
-    return signal.SIGQUIT if now < cold_at + patience.cold_s else signal.SIGKILL
+    return signal.SIGQUIT if now < cold_at + timeouts.cold_s else signal.SIGKILL
 
 
-class Vigil:
+class ChildHealth:
     """What is known of one child, and what follows from it."""
 
-    def __init__(self, patience: Patience, *, beats: bool) -> None:
+    def __init__(self, timeouts: SupervisorTimeouts, *, beats: bool) -> None:
         self.failures = 0
         """Ends in a row, of runs that were not steady."""
-        self._patience = patience
+        self._timeouts = timeouts
         self._beats = beats
         self._started = 0.0
         self._last_beat: float | None = None
@@ -129,35 +130,35 @@ class Vigil:
         self._last_beat = None
         self._complaint = ""
 
-    def heard(self, line: str, now: float) -> None:
+    def on_heartbeat(self, line: str, now: float) -> None:
         """The child wrote one line: a sign of life when empty, else what is wrong with it."""
         self._last_beat = now
         self._complaint = self._complaint or line
 
-    def condemned(self, now: float) -> str | None:
+    def kill_reason(self, now: float) -> str | None:
         """Why the child must be killed, or None."""
         if self._complaint:
             return self._complaint
         if not self._beats:
             return None
         if self._last_beat is None:
-            late = now - self._started > self._patience.first_beat_s
-            return f"no sign of life within {self._patience.first_beat_s:g} s of its start" if late else None
-        silent = now - self._last_beat > self._patience.silence_s
-        return f"no sign of life for {self._patience.silence_s:g} s" if silent else None
+            late = now - self._started > self._timeouts.first_beat_s
+            return f"no sign of life within {self._timeouts.first_beat_s:g} s of its start" if late else None
+        silent = now - self._last_beat > self._timeouts.silence_s
+        return f"no sign of life for {self._timeouts.silence_s:g} s" if silent else None
 
     def ended(self, now: float, jitter: float) -> float:
         """The child is gone: when to start the next one."""
-        self.failures = 1 if now - self._started >= self._patience.steady_s else self.failures + 1
-        return now + restart_delay_s(self.failures, self._patience, jitter)
+        self.failures = 1 if now - self._started >= self._timeouts.steady_s else self.failures + 1
+        return now + restart_delay_s(self.failures, self._timeouts, jitter)
 
 
 class _Child:
     """One program and, while it runs, its process and the reading end of its heartbeat pipe."""
 
-    def __init__(self, program: Program, patience: Patience) -> None:
+    def __init__(self, program: Program, timeouts: SupervisorTimeouts) -> None:
         self.program = program
-        self.vigil = Vigil(patience, beats=program.beats)
+        self.vigil = ChildHealth(timeouts, beats=program.beats)
         self.process: subprocess.Popen[bytes] | None = None
         self.due = 0.0
         self._pipe = -1
@@ -197,12 +198,12 @@ class _Child:
             while chunk := os.read(self._pipe, 4096):
                 *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
                 for line in lines:
-                    self.vigil.heard(line.decode("utf-8", "replace"), now)
+                    self.vigil.on_heartbeat(line.decode("utf-8", "replace"), now)
 
     def hung(self, now: float) -> str | None:
         """Why the process must be killed, by what its witness sees."""
-        witness = self.program.witness
-        return witness.hung(self.process.pid, now) if witness and self.process else None
+        probe = self.program.probe
+        return probe.hung(self.process.pid, now) if probe and self.process else None
 
     def tell(self, number: signal.Signals) -> bool:
         """Send the process a signal; False, and nothing happens, when that was the last one it was sent."""
@@ -227,9 +228,9 @@ class _Child:
 class Supervisor:
     """Runs programs until it is told to stop. `stop` may be called from any thread and from a signal handler."""
 
-    def __init__(self, programs: Sequence[Program], patience: Patience | None = None) -> None:
-        self._patience = patience or Patience()
-        self._children = [_Child(program, self._patience) for program in programs]
+    def __init__(self, programs: Sequence[Program], timeouts: SupervisorTimeouts | None = None) -> None:
+        self._timeouts = timeouts or SupervisorTimeouts()
+        self._children = [_Child(program, self._timeouts) for program in programs]
         self._asked: list[float] = []
         self._status = 0
         self._thread: threading.Thread | None = None
@@ -243,7 +244,7 @@ class Supervisor:
             self._supervise(time.monotonic())
             time.sleep(_TICK_S)
         while any(child.process for child in self._children):
-            self._retreat(time.monotonic())
+            self._shut_down(time.monotonic())
             time.sleep(_TICK_S)
         return self._status
 
@@ -287,10 +288,10 @@ class Supervisor:
                 continue
             # Read before judging: this process may have been suspended for a while itself.
             child.listen(now)
-            if (reason := child.vigil.condemned(now) or child.hung(now)) and child.tell(signal.SIGKILL):
+            if (reason := child.vigil.kill_reason(now) or child.hung(now)) and child.tell(signal.SIGKILL):
                 _log.error("%s is killed: %s", child.program.name, reason)
             if (status := child.reap()) is not None:
-                self._mourn(child, status, now)
+                self._on_exit(child, status, now)
 
     def _begin(self, child: _Child, now: float) -> None:
         try:
@@ -300,18 +301,18 @@ class Supervisor:
             child.due = child.vigil.ended(now, random.random())  # noqa: S311 - jitter, no secret
             _log.error("%s could not be started: %s", child.program.name, error.strerror)
 
-    def _mourn(self, child: _Child, status: int, now: float) -> None:
+    def _on_exit(self, child: _Child, status: int, now: float) -> None:
         if status == EXIT_CONFIGURATION:
             _log.error("%s cannot work as it is configured (exit status %d)", child.program.name, status)
             self._status = status
             self.stop()
             return
-        if child.program.witness:
-            child.program.witness.ended()
+        if child.program.probe:
+            child.program.probe.ended()
         child.due = child.vigil.ended(now, random.random())  # noqa: S311 - jitter, no secret
         _log.warning("%s ended with status %d; starts again in %.1f s", child.program.name, status, child.due - now)
 
-    def _retreat(self, now: float) -> None:
+    def _shut_down(self, now: float) -> None:
         for child in self._children:
-            child.tell(stop_signal(now, self._asked, self._patience))
+            child.tell(stop_signal(now, self._asked, self._timeouts))
             child.reap()

@@ -29,7 +29,7 @@ from penstock.compose.views import overview
 from penstock.registry.broker.base import Broker, Depth
 from penstock.registry.errors import BrokerUnavailable
 
-__all__ = ["Look", "compare", "draw", "line", "look", "show_screen", "take", "write_lines"]
+__all__ = ["Snapshot", "compare", "draw", "line", "look", "show_screen", "take", "write_lines"]
 
 _LEAVE: Final = frozenset(b"qQ\x03\x04\x1b")
 """Keys that end the screen: q, Ctrl-C, Ctrl-D, Escape."""
@@ -47,7 +47,7 @@ _LINES_AROUND: Final = 8
 _SUMS: Final = ("jobs", "cached", "batches", "rows", *(f"{part}_s" for part in _PARTS))
 
 
-class Look(NamedTuple):
+class Snapshot(NamedTuple):
     """The broker at one moment; `at` is monotonic. `load` has the workers' sums by worker process and model."""
 
     at: float
@@ -58,7 +58,7 @@ class Look(NamedTuple):
     load: Mapping[tuple[str, int, str], Mapping[str, float]]
 
 
-def take(broker: Broker) -> Look:
+def take(broker: Broker) -> Snapshot:
     """One look. Raises BrokerUnavailable."""
     models = broker.models()
     reports = overview.workers(broker)
@@ -67,7 +67,7 @@ def take(broker: Broker) -> Look:
         for report in reports
         for model, sums in report.get("load", {}).items()
     }
-    return Look(
+    return Snapshot(
         time.monotonic(),
         {model: broker.depths(model) for model in models},
         {model: broker.drained(model) for model in models},
@@ -84,7 +84,7 @@ def look(broker: Broker, interval_s: float) -> dict[str, Any]:
     return compare(before, take(broker))
 
 
-def compare(before: Look, after: Look) -> dict[str, Any]:
+def compare(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     """What happened between two looks, ready for JSON; what nobody reported is None.
 
     {"interval_s", "models": [{"model", "paused", "jobs_per_s", "waiting", "running", "oldest_waiting_s",
@@ -99,7 +99,7 @@ def compare(before: Look, after: Look) -> dict[str, Any]:
     }
 
 
-def _model(model: str, before: Look, after: Look, span_s: float) -> dict[str, Any]:
+def _model(model: str, before: Snapshot, after: Snapshot, span_s: float) -> dict[str, Any]:
     depths = after.depths[model]
     done = after.drained[model] - before.drained.get(model, after.drained[model])
     sums = _added(before, after, lambda key: key[2] == model)
@@ -125,7 +125,7 @@ def _queue(depth: Depth) -> dict[str, Any]:
     }
 
 
-def _worker(report: Mapping[str, Any], before: Look, after: Look, span_s: float) -> dict[str, Any]:
+def _worker(report: Mapping[str, Any], before: Snapshot, after: Snapshot, span_s: float) -> dict[str, Any]:
     sums = _added(before, after, lambda key: key[:2] == (report["name"], report["pid"]))
     return {
         "name": report["name"],
@@ -138,7 +138,9 @@ def _worker(report: Mapping[str, Any], before: Look, after: Look, span_s: float)
     }
 
 
-def _added(before: Look, after: Look, is_meant: Callable[[tuple[str, int, str]], bool]) -> dict[str, float] | None:
+def _added(
+    before: Snapshot, after: Snapshot, is_meant: Callable[[tuple[str, int, str]], bool]
+) -> dict[str, float] | None:
     """What the chosen sums grew by; None when no worker reports any. A process that is new began at nothing."""
     chosen = [key for key in after.load if is_meant(key)]
     if not chosen:
@@ -286,7 +288,7 @@ def write_lines(broker: Broker, interval_s: float, *, once: bool, draw: Callable
 
     Raises BrokerUnavailable when it is to look only once.
     """
-    before: Look | None = None
+    before: Snapshot | None = None
     while True:
         try:
             now = take(broker)
@@ -308,7 +310,7 @@ def show_screen(broker: Broker, interval_s: float, console: Console) -> None:
         _keys() as pressed,
         Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
     ):
-        before: Look | None = None
+        before: Snapshot | None = None
         state: dict[str, Any] | None = None
         look_at = 0.0
         while True:

@@ -46,10 +46,10 @@ __all__ = [
     "Receipt",
     "Renewal",
     "Replay",
-    "Standing",
+    "JobRecord",
     "State",
     "StreamEntry",
-    "Verdict",
+    "CommitStatus",
     "Waiting",
     "Withdrawal",
 ]
@@ -98,7 +98,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     retry_after_s: float = 0.0
 
 
-class Standing(msgspec.Struct, frozen=True, gc=False):
+class JobRecord(msgspec.Struct, frozen=True, gc=False):
     """A job as its record shows it: `result` is the sealed result of a terminal job, else empty;
     `is_claimed` says whether a worker holds it; `deliveries` how often it was handed out. `tenant` is empty for a
     terminal job: its sealed result says."""
@@ -198,7 +198,7 @@ class Commit(msgspec.Struct, frozen=True, gc=False):
     once: str = ""
 
 
-class Verdict(Enum):
+class CommitStatus(Enum):
     """`COMMITTED`: this commit is the job's result, also when it is repeated. `FENCED`: the consumer no longer holds
     the job, and another result or none stands.
     `GONE`: it held the job, but the record had expired; there is nobody left to tell."""
@@ -276,10 +276,10 @@ class ProducerEnd(Protocol):
     def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """Accept or refuse each job, in order and in one step. The caller bounds bytes and count of a call."""
 
-    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """The jobs' records; None for those that have none. `is_claimed` is not filled in."""
 
-    def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+    def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """One job, with `is_claimed`; `subscribe` makes its terminal event appear on its event stream."""
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
@@ -306,7 +306,7 @@ class WorkerEnd(Protocol):
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """Commit and claim in one round trip; verdicts in the order of `commits`. A paused slot hands out nothing."""
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:

@@ -25,20 +25,20 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     DeadLetter,
     Delivery,
     Depth,
     Event,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     State,
     StreamEntry,
-    Verdict,
     Waiting,
     Withdrawal,
 )
@@ -103,25 +103,25 @@ class MemoryBroker:
             self._state.serve_armed(slot)
             return receipts
 
-    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.standings."""
         with self._changed:
             records = [self._state.records.get(job_id) for job_id in job_ids]
-            return [record.standing() if record else None for record in records]
+            return [record.job_record() if record else None for record in records]
 
-    def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+    def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.standing."""
         with self._changed:
             record = self._state.records.get(job_id)
             if record is None:
                 return None
             if record.state is not State.QUEUED:
-                return record.standing()
+                return record.job_record()
             record.is_followed |= subscribe
             lease = self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
             if lease is None:
-                return record.standing()
-            return structs.replace(record.standing(), is_claimed=lease.owner != _NOBODY, deliveries=lease.deliveries)
+                return record.job_record()
+            return structs.replace(record.job_record(), is_claimed=lease.owner != _NOBODY, deliveries=lease.deliveries)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -179,18 +179,18 @@ class MemoryBroker:
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
         with self._changed:
-            verdicts, news = [], []
+            statuses, news = [], []
             for commit in commits:
                 held = self._state.lease_of(consumer, commit.slot, commit.priority, commit.entry_id)
-                verdicts.append(self._state.commit(consumer, commit, result_ttl_ms))
+                statuses.append(self._state.commit(consumer, commit, result_ttl_ms))
                 # A repeat of our own commit is confirmed, and its client was told the first time.
-                if held is not None and verdicts[-1] is Verdict.COMMITTED:
+                if held is not None and statuses[-1] is CommitStatus.COMMITTED:
                     news.append(commit)
             self._tell_clients(news)
-            return verdicts, [delivery for wish in claims for delivery in self._state.claim(consumer, wish)]
+            return statuses, [delivery for wish in claims for delivery in self._state.claim(consumer, wish)]
 
     def _tell_clients(self, commits: Sequence[Commit]) -> None:
         finished: defaultdict[tuple[str, str], list[tuple[str, _Record]]] = defaultdict(list)
@@ -466,11 +466,11 @@ class _Record:
         """Whether this is the live record of a job that was accepted as that entry."""
         return (self.state, self.priority, self.entry_id) == (State.QUEUED, priority, entry_id)
 
-    def standing(self) -> Standing:
+    def job_record(self) -> JobRecord:
         """What the record says by itself. A terminal record's tenant is inside its sealed result."""
         if self.state is State.QUEUED:
-            return Standing(self.state, self.tenant, cancel_requested=self.is_cancel_requested)
-        return Standing(self.state, "", self.result)
+            return JobRecord(self.state, self.tenant, cancel_requested=self.is_cancel_requested)
+        return JobRecord(self.state, "", self.result)
 
     def encoded(self) -> bytes:
         """A terminal record as it travels in a reply: state, a dash, the sealed result."""
@@ -808,23 +808,23 @@ class _State:
                 self.armed.remove(armed)
                 armed.wake()
 
-    def commit(self, consumer: str, commit: Commit, result_ttl_ms: int) -> Verdict:
+    def commit(self, consumer: str, commit: Commit, result_ttl_ms: int) -> CommitStatus:
         """One job's end: no effect unless the consumer holds it."""
         if self.lease_of(consumer, commit.slot, commit.priority, commit.entry_id) is None:
             settled = self.records.get(commit.job_id)
             is_ours = settled is not None and (settled.state, settled.result) == (commit.state, commit.sealed)
-            return Verdict.COMMITTED if is_ours else Verdict.FENCED
+            return CommitStatus.COMMITTED if is_ours else CommitStatus.FENCED
         self.queue(commit.slot, commit.priority).remove(commit.entry_id)
         record = self.records.get(commit.job_id)
         if record is not None and record.state is not State.QUEUED:
             # The job left when it ended: this entry was a repetition of its message.
-            return Verdict.GONE
+            return CommitStatus.GONE
         self.slots[commit.slot].leave(commit.tenant)
         if record is None:
-            return Verdict.GONE
+            return CommitStatus.GONE
         self.slots[commit.slot].drained += 1
         self.settle(commit.job_id, record, commit.state, commit.sealed, result_ttl_ms)
-        return Verdict.COMMITTED
+        return CommitStatus.COMMITTED
 
     def put_aside(self, delivery: Delivery, reason: str, deliveries: int, job_id: str) -> None:
         """Write a dead letter, about `job_id` if the bytes were accepted as that; the oldest make room."""

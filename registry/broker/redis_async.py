@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import CancelOutcome, Limits, Publication, Receipt, Standing, StreamEntry
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
 from penstock.registry.broker.redis_streams import (
     LOST_CONNECTION,
     RETRY_PAUSE_S,
@@ -73,16 +73,16 @@ class AsyncRedisStreams:
         """See ProducerEnd.publish."""
         return scripts.receipts(slot, jobs, await self._run(scripts.publish(slot, jobs, limits)))
 
-    async def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    async def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.standings."""
         if not job_ids:
             return []
         records = await self._run(["MGET", *map(record_key, job_ids)])
-        return [None if record is None else scripts.record_standing(record) for record in records]
+        return [None if record is None else scripts.parse_record(record) for record in records]
 
-    async def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+    async def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.standing."""
-        return scripts.stood(await self._run(scripts.standing(job_id, subscribe=subscribe)))
+        return scripts.stood(await self._run(scripts.job_record(job_id, subscribe=subscribe)))
 
     async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""

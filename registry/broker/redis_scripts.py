@@ -17,20 +17,20 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     DeadLetter,
     Delivery,
     Depth,
     Event,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     State,
     StreamEntry,
-    Verdict,
     Waiting,
     Withdrawal,
 )
@@ -97,7 +97,7 @@ _SHAS: Final = {
 }
 _PRIORITIES: Final = tuple(Priority)
 _STATES: Final = {state.value: state for state in State}
-_VERDICTS: Final = {ord("C"): Verdict.COMMITTED, ord("F"): Verdict.FENCED, ord("G"): Verdict.GONE}
+_VERDICTS: Final = {ord("C"): CommitStatus.COMMITTED, ord("F"): CommitStatus.FENCED, ord("G"): CommitStatus.GONE}
 _REFUSALS: Final = {b"f": "full", b"t": "tenant-full", b"m": "memory"}
 _REPLAYS: Final = {
     b"R": Replay.REPLAYED,
@@ -291,7 +291,7 @@ def _entry_order(entry_id: bytes) -> tuple[bytes, int, bytes]:
     return entry_id[:13], len(entry_id), entry_id
 
 
-def verdicts(answer: bytes) -> list[Verdict]:
+def statuses(answer: bytes) -> list[CommitStatus]:
     """The answer of `commit`."""
     return [_VERDICTS[letter] for letter in answer]
 
@@ -396,26 +396,26 @@ def cancelled(answer: bytes) -> CancelOutcome:
     return _CANCELS[answer]
 
 
-def standing(job_id: str, *, subscribe: bool) -> Call:
+def job_record(job_id: str, *, subscribe: bool) -> Call:
     """One call that reads a job's record."""
     return _call("standing", [*stream_keys(slot_of(job_id)), record_key(job_id)], [GROUP, int(subscribe)])
 
 
-def stood(answer: Sequence[Any] | None) -> Standing | None:
+def stood(answer: Sequence[Any] | None) -> JobRecord | None:
     """The answer of `standing`."""
     if answer is None:
         return None
     record, consumer, deliveries = answer
-    return structs.replace(record_standing(record), is_claimed=bool(consumer), deliveries=deliveries)
+    return structs.replace(parse_record(record), is_claimed=bool(consumer), deliveries=deliveries)
 
 
-def record_standing(record: bytes) -> Standing:
+def parse_record(record: bytes) -> JobRecord:
     """What a record says by itself. A terminal record's tenant is inside its sealed result."""
     letter = chr(record[0])
     if letter in "QK":
         tenant = record.split(b"\n", 2)[1].decode()
-        return Standing(State.QUEUED, tenant, cancel_requested=letter == "K")
-    return Standing(_STATES[letter], "", record[2:])
+        return JobRecord(State.QUEUED, tenant, cancel_requested=letter == "K")
+    return JobRecord(_STATES[letter], "", record[2:])
 
 
 def bury(

@@ -24,19 +24,19 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     DeadLetter,
     Delivery,
     Depth,
     Event,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     StreamEntry,
-    Verdict,
     Waiting,
     Withdrawal,
 )
@@ -142,16 +142,16 @@ class RedisStreams:
         """See ProducerEnd.publish."""
         return scripts.receipts(slot, jobs, self._run(scripts.publish(slot, jobs, limits)))
 
-    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.standings."""
         if not job_ids:
             return []
         records = self._run(["MGET", *map(record_key, job_ids)])
-        return [None if record is None else scripts.record_standing(record) for record in records]
+        return [None if record is None else scripts.parse_record(record) for record in records]
 
-    def standing(self, job_id: str, *, subscribe: bool = False) -> Standing | None:
+    def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.standing."""
-        return scripts.stood(self._run(scripts.standing(job_id, subscribe=subscribe)))
+        return scripts.stood(self._run(scripts.job_record(job_id, subscribe=subscribe)))
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -189,7 +189,7 @@ class RedisStreams:
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
         by_slot: defaultdict[str, list[int]] = defaultdict(list)
         for index, commit in enumerate(commits):
@@ -211,10 +211,10 @@ class RedisStreams:
             self.prepare([*by_slot, *(wish.slot for wish in claims)])
             for index, answer in zip(refused, self._run_all([calls[index] for index in refused]), strict=True):
                 answers[index] = answer
-        verdicts: list[Verdict] = [Verdict.FENCED] * len(commits)
+        statuses: list[CommitStatus] = [CommitStatus.FENCED] * len(commits)
         for (_, indices), answer in zip(chunks, answers, strict=False):
-            for index, verdict in zip(indices, scripts.verdicts(answer), strict=True):
-                verdicts[index] = verdict
+            for index, verdict in zip(indices, scripts.statuses(answer), strict=True):
+                statuses[index] = verdict
         deliveries: list[Delivery] = []
         for wish, answer in zip(claims, answers[len(chunks) :], strict=True):
             now_ms, is_paused, found = scripts.claimed(wish.slot, answer)
@@ -222,7 +222,7 @@ class RedisStreams:
                 self._paused ^= {wish.slot}
             self._note_clock(now_ms, begun)
             deliveries += found
-        return verdicts, deliveries
+        return statuses, deliveries
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""

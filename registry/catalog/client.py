@@ -28,7 +28,7 @@ from typing import Final, Protocol
 from penstock.registry.catalog.lineage import ModelLineage
 from penstock.registry.catalog.registered_model import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
 from penstock.registry.catalog.stages import Action, ModelStage, check_step, parse_stage
-from penstock.registry.catalog.store import Ledger, Page, Pages, SqlLedger, check_files
+from penstock.registry.catalog.store import ModelRows, ModelTransaction, RegistryStore, SqlStore, check_files
 from penstock.registry.catalog.tables import RegisteredVersion, Transition, open_transition, open_version, seal_row
 from penstock.registry.errors import (
     ConfigurationError,
@@ -101,7 +101,7 @@ class ModelRegistryClient:
 
     def __init__(
         self,
-        ledger: str | Ledger,
+        store: str | RegistryStore,
         *,
         sign: Signer | None = None,
         verify: Verifier | None = None,
@@ -112,7 +112,7 @@ class ModelRegistryClient:
         clock: Callable[[], datetime] = _now,
         actor: str = "",
     ) -> None:
-        self._ledger: Ledger = SqlLedger(ledger) if isinstance(ledger, str) else ledger
+        self._store: RegistryStore = SqlStore(store) if isinstance(store, str) else store
         self._sign, self._verify = sign, verify
         self._approve, self._gate, self._audit = approve, gate, audit
         self._rehash, self._clock = rehash, clock
@@ -125,11 +125,11 @@ class ModelRegistryClient:
 
     def models(self) -> tuple[str, ...]:
         """The names of all models, sorted."""
-        return self._ledger.names()
+        return self._store.names()
 
     def versions(self, name: str | None = None) -> tuple[RegisteredVersion, ...]:
         """All versions of a model, or of every model, the oldest first. Raises UnknownModel."""
-        found = self._ledger.read(None if name is None else (parse_name("model", name),), self._newest)
+        found = self._store.read(None if name is None else (parse_name("model", name),), self._newest)
         return tuple(each for one, pages in found.items() for each in self._open(one, pages).versions.values())
 
     def find(self, name: str, version: str = LATEST) -> RegisteredVersion:
@@ -145,7 +145,7 @@ class ModelRegistryClient:
 
     def history(self, name: str) -> tuple[Transition, ...]:
         """What was changed, the oldest first, back to the HISTORY-th last production. Raises UnknownModel."""
-        pages = self._ledger.read((parse_name("model", name),))[name]
+        pages = self._store.read((parse_name("model", name),))[name]
         self._open(name, pages)
         return self._history(pages)
 
@@ -173,7 +173,7 @@ class ModelRegistryClient:
         reason = _parse_text("reason", reason)
         source = _parse_text("source", str(package.folder) if source is None else source, 4096)
         manifest = package.manifest()
-        with self._changing(package.spec.name, is_new=True) as (page, model):
+        with self._changing(package.spec.name, is_new=True) as (transaction, model):
             if known := _known(model, package, manifest, lineage):
                 return known
             if not model.versions:
@@ -191,23 +191,23 @@ class ModelRegistryClient:
                 lineage=lineage or ModelLineage(),
                 registered_at=self._time(),
             )
-            page.put_version(seal_row(draft, self._sign))
+            transaction.put_version(seal_row(draft, self._sign))
             change = Change(Action.REGISTER, draft, ModelStage.DRAFT, reason=reason)
-            self._record(page, model, change, None, manifest)
+            self._record(transaction, model, change, None, manifest)
         return draft
 
     def describe(self, name: str, version: str, lineage: ModelLineage, *, reason: str = "") -> Transition:
         """Replaces the lineage of a version that was never in production. Raises TransitionRefused for any other."""
         reason = _parse_text("reason", reason)
-        with self._changing(name) as (page, model):
+        with self._changing(name) as (transaction, model):
             found = model.select(version)
             if found.released_at is not None:
                 raise TransitionRefused(
                     f"{found.reference} has been in production, which froze its lineage. Expected another version"
                 )
-            self._write(page, replace(found, epoch=model.epoch + 1, lineage=lineage))
+            self._write(transaction, replace(found, epoch=model.epoch + 1, lineage=lineage))
             change = Change(Action.DESCRIBE, found, found.stage, reason=reason)
-            return self._record(page, model, change, found.stage, None)
+            return self._record(transaction, model, change, found.stage, None)
 
     def renew(self, name: str, *, reason: str = "", after_epoch: int = 0) -> Transition:
         """Signs all records of a model anew, after a change of the operator's key, while the old one is still believed.
@@ -219,16 +219,16 @@ class ModelRegistryClient:
         reason = _parse_text("reason", reason)
         if self._sign is None:
             raise InvalidInput("A client that does not sign cannot renew signatures. Expected an operator's key")
-        with self._ledger.changing(parse_name("model", name)) as page:
-            model = self._open(name, page.pages)
+        with self._store.changing(parse_name("model", name)) as transaction:
+            model = self._open(name, transaction.pages)
             model = replace(model, epoch=max(model.epoch, after_epoch))
-            newest = model.production or model.select(self._history(page.pages)[-1].version)
+            newest = model.production or model.select(self._history(transaction.pages)[-1].version)
             for version in model.versions.values():
-                self._write(page, replace(version, epoch=model.epoch + 1) if version is newest else version)
-            for transition in self._history(page.pages):
-                page.put_transition(seal_row(transition, self._sign))
+                self._write(transaction, replace(version, epoch=model.epoch + 1) if version is newest else version)
+            for transition in self._history(transaction.pages):
+                transaction.put_transition(seal_row(transition, self._sign))
             change = Change(Action.SIGN, newest, newest.stage, reason=reason)
-            return self._record(page, model, change, newest.stage, None)
+            return self._record(transaction, model, change, newest.stage, None)
 
     def promote(self, name: str, version: str, to: ModelStage | str, *, reason: str = "") -> Transition:
         """Takes a version to STAGING or PRODUCTION; the one in production so far is archived in the same step.
@@ -262,10 +262,10 @@ class ModelRegistryClient:
         change = Change(action, version, after, replaces, _parse_text("reason", reason))
         manifest = None if action is Action.DEMOTE else self._hash_again(version)
         self._ask(change)
-        with self._changing(seen.name) as (page, model):
+        with self._changing(seen.name) as (transaction, model):
             model.check_unchanged(change)
-            self._apply(page, change, model.epoch + 1)
-            transition = self._record(page, model, change, version.stage, manifest)
+            self._apply(transaction, change, model.epoch + 1)
+            transition = self._record(transaction, model, change, version.stage, manifest)
         if transition.enters_production:
             self._tell(version, replaces)
         return transition
@@ -289,18 +289,18 @@ class ModelRegistryClient:
                     f"{change.version.reference} stays in {change.version.stage}, refused by the {who}: {veto}"
                 )
 
-    def _apply(self, page: Page, change: Change, epoch: int) -> None:
+    def _apply(self, transaction: ModelTransaction, change: Change, epoch: int) -> None:
         # The old one first: the index never sees two in production.
         if change.replaces is not None:
-            self._write(page, replace(change.replaces, stage=ModelStage.ARCHIVED, epoch=epoch))
+            self._write(transaction, replace(change.replaces, stage=ModelStage.ARCHIVED, epoch=epoch))
         moved = replace(change.version, stage=change.after, epoch=epoch)
         if change.after is ModelStage.PRODUCTION and moved.released_at is None:
             moved = replace(moved, released_at=self._time())
-        self._write(page, moved)
+        self._write(transaction, moved)
 
     def _record(
         self,
-        page: Page,
+        transaction: ModelTransaction,
         model: RegisteredModel,
         change: Change,
         before: ModelStage | None,
@@ -320,7 +320,7 @@ class ModelRegistryClient:
             reason=change.reason,
             at=self._time(),
         )
-        page.put_transition(seal_row(transition, self._sign))
+        transaction.put_transition(seal_row(transition, self._sign))
         if manifest is not None:
             check_files(manifest)
         if self._audit is not None:
@@ -336,24 +336,24 @@ class ModelRegistryClient:
                 _log.exception("a listener for changes of versions failed", extra={"model": version.name})
 
     @contextmanager
-    def _changing(self, name: str, *, is_new: bool = False) -> Iterator[tuple[Page, RegisteredModel]]:
+    def _changing(self, name: str, *, is_new: bool = False) -> Iterator[tuple[ModelTransaction, RegisteredModel]]:
         """One change, and the model, which nobody else changes before its end."""
         parse_name("model", name)
-        with self._ledger.changing(name, is_new=is_new, newest=self._newest) as page:
-            yield page, self._open(name, page.pages, is_new=is_new)
+        with self._store.changing(name, is_new=is_new, newest=self._newest) as transaction:
+            yield transaction, self._open(name, transaction.pages, is_new=is_new)
 
     def _look(self, name: str) -> RegisteredModel:
-        return self._open(name, self._ledger.read((parse_name("model", name),), self._newest)[name])
+        return self._open(name, self._store.read((parse_name("model", name),), self._newest)[name])
 
     @property
     def _newest(self) -> int | None:
         """What is signed is checked as a whole; else the newest transition has all that is needed."""
         return None if self._verify else 1
 
-    def _open(self, name: str, pages: Pages, *, is_new: bool = False) -> RegisteredModel:
+    def _open(self, name: str, pages: ModelRows, *, is_new: bool = False) -> RegisteredModel:
         found = [open_version(row, self._verify) for row in pages.versions]
         if not found and not is_new:
-            raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(self._ledger.names())}")
+            raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(self._store.names())}")
         history = self._history(pages)
         epoch, productions = (history[-1].epoch, history[-1].productions) if history else (0, ())
         model = RegisteredModel(name, {each.version: each for each in found}, epoch, productions)
@@ -361,11 +361,11 @@ class ModelRegistryClient:
             check_whole(model, history)
         return model
 
-    def _history(self, pages: Pages) -> tuple[Transition, ...]:
+    def _history(self, pages: ModelRows) -> tuple[Transition, ...]:
         return tuple(open_transition(row, self._verify) for row in pages.transitions)
 
-    def _write(self, page: Page, version: RegisteredVersion) -> None:
-        page.put_version(seal_row(version, self._sign))
+    def _write(self, transaction: ModelTransaction, version: RegisteredVersion) -> None:
+        transaction.put_version(seal_row(version, self._sign))
 
     def _time(self) -> str:
         return self._clock().astimezone(UTC).isoformat(timespec="microseconds")

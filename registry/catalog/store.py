@@ -1,7 +1,7 @@
 """Where the registry's rows lie: a database, or one that somebody else reaches.
 
-    ModelRegistryClient -- read, changing --> SqlLedger --> SQLite, PostgreSQL
-                        -- read, changing --> compose/rollout/remote.py --> a worker's clerk --> enter --> SqlLedger
+    ModelRegistryClient -- read, changing --> SqlStore --> SQLite, PostgreSQL
+                        -- read, changing --> compose/rollout/remote.py --> a worker's clerk --> enter --> SqlStore
 
 Rows are signed before they come here; whoever keeps them needs no key.
 """
@@ -31,23 +31,23 @@ from penstock.registry.operator_rpc import Row
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.signed import Verifier
 
-__all__ = ["Ledger", "Page", "Pages", "SqlLedger", "check_files", "enter"]
+__all__ = ["RegistryStore", "ModelTransaction", "ModelRows", "SqlStore", "check_files", "enter"]
 
 _HASHED: Final = (Action.REGISTER, Action.PROMOTE, Action.ROLLBACK)
 
 
-class Pages(msgspec.Struct, frozen=True):
+class ModelRows(msgspec.Struct, frozen=True):
     """The rows of one model: its versions in the order of their registration, its transitions the oldest first."""
 
     versions: Sequence[Row] = ()
     transitions: Sequence[Row] = ()
 
 
-class Page(Protocol):
+class ModelTransaction(Protocol):
     """One model while it is changed; what is put here is written at the end of the change."""
 
     @property
-    def pages(self) -> Pages:
+    def pages(self) -> ModelRows:
         """The rows as they were before."""
 
     def put_version(self, row: Row) -> None:
@@ -57,45 +57,47 @@ class Page(Protocol):
         """What was done; or what was done before, signed anew."""
 
 
-class Ledger(Protocol):
+class RegistryStore(Protocol):
     """Keeps rows. Calls raise RegistryUnavailable."""
 
     def names(self) -> tuple[str, ...]:
         """All models, sorted."""
 
-    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, Pages]:
+    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, ModelRows]:
         """The rows of these models, or of all, as of one moment; a model without any has none.
 
         newest: how many of the transitions matter; None: all.
         """
 
-    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> AbstractContextManager[Page]:
+    def changing(
+        self, name: str, *, is_new: bool = False, newest: int | None = None
+    ) -> AbstractContextManager[ModelTransaction]:
         """A change of one model: at the end of the block all of it stands there, after an exception nothing.
 
         is_new: the model need not be there yet. Raises TransitionConflict when another change came first.
         """
 
 
-class SqlLedger:
-    """The Ledger in a database. Raises ConfigurationError for a URL that cannot work."""
+class SqlStore:
+    """The RegistryStore in a database. Raises ConfigurationError for a URL that cannot work."""
 
     def __init__(self, url: str) -> None:
         self._database = Database(url)
 
     def names(self) -> tuple[str, ...]:
-        """See Ledger.names."""
+        """See RegistryStore.names."""
         with self._database.reading() as connection:
             return _names(connection)
 
-    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, Pages]:
-        """See Ledger.read."""
+    def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, ModelRows]:
+        """See RegistryStore.read."""
         with self._database.reading() as connection:
             wanted = _names(connection) if names is None else names
             return {name: _pages(connection, name, newest) for name in wanted}
 
     @contextmanager
-    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[Page]:
-        """See Ledger.changing. Nobody else changes the model before the end of the block."""
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[ModelTransaction]:
+        """See RegistryStore.changing. Nobody else changes the model before the end of the block."""
         with self._database.writing() as connection:
             if is_new:
                 connection.execute(
@@ -109,7 +111,7 @@ class SqlLedger:
 class _SqlPage:
     """Writes at once, inside the transaction."""
 
-    def __init__(self, connection: Connection, name: str, pages: Pages) -> None:
+    def __init__(self, connection: Connection, name: str, pages: ModelRows) -> None:
         self._connection = connection
         self._name = name
         self.pages: Final = pages
@@ -141,7 +143,7 @@ class _SqlPage:
 
 
 def enter(
-    ledger: Ledger,
+    store: RegistryStore,
     changed: Sequence[Row],
     done: Sequence[Row],
     *,
@@ -164,8 +166,8 @@ def enter(
     if strangers or last.version not in {each.version for each in moved}:
         raise InvalidInput("These rows are of several changes. Expected the versions that one transition changed")
     manifest = _hashed(next(each for each in moved if each.version == last.version), last.action, rehash)
-    with ledger.changing(last.name, is_new=last.action is Action.REGISTER) as page:
-        before = page.pages
+    with store.changing(last.name, is_new=last.action is Action.REGISTER) as transaction:
+        before = transaction.pages
         if before.transitions and dict(before.transitions[-1]) == dict(done[-1]):
             return
         epoch = before.transitions[-1]["epoch"] if before.transitions else 0
@@ -177,9 +179,9 @@ def enter(
         if any(known.get(each.version) != each for each in unmoved) or any(each not in history for each in renewed):
             raise InvalidInput("Rows of this change are not as they stand here. Expected them to differ in signatures")
         for row in changed:
-            page.put_version(row)
+            transaction.put_version(row)
         for row in done:
-            page.put_transition(row)
+            transaction.put_transition(row)
         whole = known | {each.version: each for each in moved}
         check_whole(RegisteredModel(last.name, whole, last.epoch, last.productions), (*history, last))
         if manifest is not None:
@@ -208,10 +210,10 @@ def _names(connection: Connection) -> tuple[str, ...]:
     return tuple(connection.execute(select(models.c.name).order_by(models.c.name)).scalars())
 
 
-def _pages(connection: Connection, name: str, newest: int | None) -> Pages:
+def _pages(connection: Connection, name: str, newest: int | None) -> ModelRows:
     found = select(versions).where(versions.c.name == name).order_by(versions.c.registered_at, versions.c.version)
     done = select(transitions).where(transitions.c.name == name).order_by(transitions.c.epoch.desc()).limit(newest)
-    return Pages(
+    return ModelRows(
         [dict(row) for row in connection.execute(found).mappings()],
         [dict(row) for row in reversed(connection.execute(done).mappings().all())],
     )

@@ -42,8 +42,8 @@ from penstock.registry.package.spec_sections import (
     Batching,
     Codecs,
     Device,
+    EndpointPolicy,
     InsidePath,
-    Knobs,
     Policy,
     Precision,
     Section,
@@ -172,9 +172,9 @@ class ModelSpec(Section):
         """`name/version`."""
         return f"{self.name}/{self.version}"
 
-    def policy_for(self, endpoint: str) -> Knobs:
+    def policy_for(self, endpoint: str) -> EndpointPolicy:
         """The knobs of an endpoint: its own, else the policy's default, else the model's; None: the setting's."""
-        own = Knobs(
+        own = EndpointPolicy(
             window_ms=self.batching.max_wait_ms,
             precision=None if self.precision == "auto" else self.precision,
             concurrency=self.concurrency,
@@ -620,7 +620,7 @@ def _nearest(location: Sequence[int | str]) -> str:
     known: dict[str, type[BaseModel]] = {
         "batching": Batching,
         "codecs": Codecs,
-        "policy": Policy if len(location) == 2 else Knobs,
+        "policy": Policy if len(location) == 2 else EndpointPolicy,
         "source": Source,
         "inputs": TensorSpec,
         "outputs": TensorSpec,

@@ -25,7 +25,7 @@ __all__ = [
     "Device",
     "InsidePath",
     "MAX_CONCURRENCY",
-    "Knobs",
+    "EndpointPolicy",
     "Policy",
     "Precision",
     "Section",
@@ -147,7 +147,7 @@ class Codecs(Section):
     """`json`: nested lists; `base64`: little-endian bytes."""
 
 
-class Knobs(Section):
+class EndpointPolicy(Section):
     """What may differ by endpoint. null: as the policy's default says, then the model, then the setting."""
 
     window_ms: Annotated[float | None, Field(ge=0, le=_MAX_WAIT_MS)] = None
@@ -163,7 +163,7 @@ class Knobs(Section):
     rollout_percent: Annotated[float | None, Field(ge=0, le=100)] = None
     """The share of requests that a candidate version may answer."""
 
-    def over(self, other: Knobs) -> Knobs:
+    def over(self, other: EndpointPolicy) -> EndpointPolicy:
         """These knobs, and where they say nothing those of `other`."""
         return other.model_copy(update=self.model_dump(exclude_none=True))
 
@@ -171,9 +171,9 @@ class Knobs(Section):
 class Policy(Section):
     """The knobs of a model and of its endpoints."""
 
-    default: Knobs = Knobs()
+    default: EndpointPolicy = EndpointPolicy()
     """For every endpoint."""
-    endpoints: dict[str, Knobs] = {}
+    endpoints: dict[str, EndpointPolicy] = {}
     """By the endpoint's name. Jobs ask for `infer`; the knobs of other endpoints have no effect."""
 
     @model_validator(mode="after")
@@ -185,6 +185,6 @@ class Policy(Section):
                 raise ValueError(f"endpoints: {error}") from None
         return self
 
-    def of(self, endpoint: str) -> Knobs:
+    def of(self, endpoint: str) -> EndpointPolicy:
         """The knobs of an endpoint, the default's where it says nothing."""
-        return self.endpoints.get(endpoint, Knobs()).over(self.default)
+        return self.endpoints.get(endpoint, EndpointPolicy()).over(self.default)

@@ -9,7 +9,7 @@ from typing import Final
 from penstock.registry.envelope import JobHeader, Keyring, seal
 from penstock.registry.tensors import Tensor
 from penstock.workers.cache import L1Cache, key_of
-from penstock.workers.results import Packed
+from penstock.workers.results import EncodedOutputs
 from tests.benchmarks import mlp
 from tests.benchmarks.harness import Client, Sample, Stand
 from tests.benchmarks.report import Progress, Row, median
@@ -73,8 +73,8 @@ def _against(what: str, ours: list[Sample], theirs: list[Sample]) -> Row:
 def _look_up_ns() -> tuple[float, float]:
     """Nanoseconds of a look at a full cache, the key made from the job, and of one at a dict with such keys: medians,
     job by job in turn."""
-    cache, bare = L1Cache(_KEPT, 1 << 28), dict[bytes, Packed]()
-    answer = Packed((Tensor("y", "float32", (1, 8)),), bytes(32), "0" * 64, 0)
+    cache, bare = L1Cache(_KEPT, 1 << 28), dict[bytes, EncodedOutputs]()
+    answer = EncodedOutputs((Tensor("y", "float32", (1, 8)),), bytes(32), "0" * 64, 0)
     header = JobHeader("mlp.0", "default", "mlp", "normal", (Tensor("x", "float32", (1, mlp.WIDTH)),))
     envelopes = [seal("job", header, row.tobytes(), Keyring.parse(None)) for row in mlp.inputs(_KEPT, seed=0)]
     keys = [key_of(header, sealed, "1", tenant="default") for sealed in envelopes]
@@ -82,7 +82,7 @@ def _look_up_ns() -> tuple[float, float]:
         cache.put(key, answer, 86_400.0)
         bare[key] = answer
 
-    def look(sealed: bytes) -> Packed | None:
+    def look(sealed: bytes) -> EncodedOutputs | None:
         return cache.get(key_of(header, sealed, "1", tenant="default"))
 
     turns = [(_ns(look, sealed), _ns(bare.get, key)) for sealed, key in zip(envelopes, keys, strict=True)]

@@ -17,8 +17,8 @@ from tests.benchmarks.__main__ import SECTIONS, measure
 from tests.benchmarks.gpu import Check
 from tests.benchmarks.report import FAILED, Progress, Row, Stage, as_data, markdown, verdict
 from tests.benchmarks.scale import SMOKE
-from tests.fork_server import Nursery
-from tests.servers import ROOT, nursery, wait_until
+from tests.fork_server import ForkServer
+from tests.servers import ROOT, fork_server, wait_until
 
 TOO_LONG = {"compilation", "levels", "swap"}
 """Sections that compile, export and compare MiniLM, for a minute however small the scale, and one that starts three
@@ -26,9 +26,9 @@ workers; tests of the compiler, the optimizer and of the flow do the same with l
 
 
 @pytest.fixture(scope="module")
-def with_torch() -> Iterator[Nursery]:
+def with_torch() -> Iterator[ForkServer]:
     """Nearly every worker of a section needs it, and how long that takes is not what is tested."""
-    with nursery("torch") as started:
+    with fork_server("torch") as started:
         started.start()
         yield started
 

@@ -120,9 +120,9 @@ def test_good_job_goes_back_as_itself():
     assert (outcome.is_back, outcome.job_id, outcome.reason) == (True, header.id, "")
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
     assert (delivery.priority, delivery.sealed) == (Priority.HIGH, _sealed(header))
-    (standing,) = broker.standings([header.id])
-    assert standing is not None
-    assert standing.tenant == "acme"
+    (job_record,) = broker.job_records([header.id])
+    assert job_record is not None
+    assert job_record.tenant == "acme"
 
 
 def test_expired_job_stays_and_says_so():

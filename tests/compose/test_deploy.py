@@ -16,12 +16,12 @@ import pytest
 import redis
 
 from penstock.compose.deploy import Deployer, deployed
-from penstock.compose.rollout.replicas import Tell, replicas
+from penstock.compose.rollout.replicas import ProgressCallback, replicas
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.catalog import Change, ModelRegistryClient
 from penstock.registry.catalog.stages import ModelStage
 from penstock.registry.deployment import Deployment
-from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -67,10 +67,10 @@ class FadingStore(StateStore):
 
     is_away = False
 
-    def wishes(self) -> dict[str, bytes]:
+    def desired(self) -> dict[str, bytes]:
         if self.is_away:
             raise BrokerUnavailable("The store of model states does not answer (ConnectionError)")
-        return super().wishes()
+        return super().desired()
 
 
 class Town:
@@ -90,7 +90,7 @@ class Town:
         self._make_store = make_store
         self._ends = ends
 
-    def operator(self, tell: Tell = lambda line: None, *, sign: Signer | None = None) -> Deployer:
+    def operator(self, tell: ProgressCallback = lambda line: None, *, sign: Signer | None = None) -> Deployer:
         """Another operator of the same registry and the same workers."""
         return self._deployer(self._open_registry(), tell, sign)
 
@@ -116,15 +116,15 @@ class Town:
 
     def is_wanted(self, label: str) -> bool | None:
         """What the newest wish says of a version; None when there was none."""
-        record = self.store.wishes().get(f"{self.model}/{label}")
-        return None if record is None else Wish.open(record, None).is_wanted
+        record = self.store.desired().get(f"{self.model}/{label}")
+        return None if record is None else DesiredVersion.open(record, None).is_wanted
 
     def active(self) -> str:
         """The label that the broker hands out; empty before the first decision."""
         decision = deployed(self.stage.broker, self.model)
         return decision.version if decision else ""
 
-    def _deployer(self, registry: ModelRegistryClient, tell: Tell, sign: Signer | None = None) -> Deployer:
+    def _deployer(self, registry: ModelRegistryClient, tell: ProgressCallback, sign: Signer | None = None) -> Deployer:
         return Deployer(
             registry, self.broker, states=self.store, sign=sign, load_timeout_s=TIMEOUT_S, sweep_s=0.05, tell=tell
         )
@@ -153,7 +153,7 @@ def town(shared_redis: RedisServer, tmp_path: Path) -> Iterator[Town]:
             drain.stop(1.0)
 
 
-def once_ready(act: Callable[[], object]) -> Tell:
+def once_ready(act: Callable[[], object]) -> ProgressCallback:
     """Does something when a worker has the version, which is before it is decided on."""
     done: list[str] = []
 
@@ -305,7 +305,7 @@ def test_other_files_in_a_worker_are_refused(town: Town):
 def test_other_files_that_answer_nothing_are_replaced(town: Town):
     """What is loaded beside the version that answers is loaded again, from the files that were registered since."""
     drain = town.start()
-    drain.want(town.model, "1")
+    drain.request_load(town.model, "1")
     wait_until(lambda: town.state(drain, "1") == "ready", 10, "the old files are loaded")
     _change(town, "1")
     town.register("1")

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.registry.broker.base import Broker, Claim, Commit, Delivery, Held, Limits, Publication, State, Verdict
+from penstock.registry.broker.base import (
+    Broker,
+    Claim,
+    Commit,
+    CommitStatus,
+    Delivery,
+    Held,
+    Limits,
+    Publication,
+    State,
+)
 from penstock.registry.queues import Priority, new_job_id
 
 ROOMY = Limits(max_depth=100_000, tenant_max_in_flight=0, job_ttl_ms=60_000)
@@ -42,8 +52,8 @@ def claim(
 ) -> list[Delivery]:
     """What the consumer is handed now."""
     broker.prepare([slot])
-    verdicts, deliveries = broker.exchange(consumer, [], [Claim(slot, credit, reserve, ageing_ms)], TTL_MS)
-    assert verdicts == []
+    statuses, deliveries = broker.exchange(consumer, [], [Claim(slot, credit, reserve, ageing_ms)], TTL_MS)
+    assert statuses == []
     return deliveries
 
 
@@ -71,11 +81,11 @@ def commit_of(
     return Commit(delivery.slot, delivery.priority, delivery.entry_id, job_id, state, sealed, tenant, reply, once)
 
 
-def settle(broker: Broker, consumer: str, *commits: Commit, result_ttl_ms: int = TTL_MS) -> list[Verdict]:
+def settle(broker: Broker, consumer: str, *commits: Commit, result_ttl_ms: int = TTL_MS) -> list[CommitStatus]:
     """Commit, and claim nothing."""
-    verdicts, deliveries = broker.exchange(consumer, commits, [], result_ttl_ms)
+    statuses, deliveries = broker.exchange(consumer, commits, [], result_ttl_ms)
     assert deliveries == []
-    return verdicts
+    return statuses
 
 
 def queued(broker: Broker, slot: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.registry.broker.base import Broker, CancelOutcome, Renewal, Standing, State
+from penstock.registry.broker.base import Broker, CancelOutcome, JobRecord, Renewal, State
 from penstock.registry.queues import reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import ROOMY, claim, commit_of, held, ids, publication, publish, queued, settle
@@ -14,7 +14,7 @@ def test_waiting_job_is_withdrawn(broker: Broker, slot: str):
     """A cancelled job that nobody was handed never is; its result is the canceller's."""
     first, second = publish(broker, slot, 2)
     assert broker.cancel(first, "acme", b"cancelled") is CancelOutcome.CANCELLED
-    assert broker.standing(first) == Standing(State.CANCELLED, "", b"cancelled")
+    assert broker.job_record(first) == JobRecord(State.CANCELLED, "", b"cancelled")
     assert ids(claim(broker, "w", slot)) == [second]
     assert queued(broker, slot) == 1
 
@@ -26,13 +26,13 @@ def test_running_job_is_asked_to_stop(broker: Broker, slot: str):
     assert broker.renew("w", [held(delivery)]).cancelled == frozenset()
     assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.REQUESTED
     assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.REQUESTED
-    standing = broker.standing(job_id)
-    assert standing is not None
-    assert (standing.state, standing.tenant, standing.cancel_requested) == (State.QUEUED, "acme", True)
+    job_record = broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.state, job_record.tenant, job_record.cancel_requested) == (State.QUEUED, "acme", True)
     renewal = broker.renew("w", [held(delivery)])
     assert renewal == Renewal(lost=frozenset(), cancelled=frozenset({job_id}))
     settle(broker, "w", commit_of(delivery, b"stopped", state=State.CANCELLED))
-    assert broker.standing(job_id) == Standing(State.CANCELLED, "", b"stopped")
+    assert broker.job_record(job_id) == JobRecord(State.CANCELLED, "", b"stopped")
 
 
 def test_asked_job_that_still_finishes_is_completed(broker: Broker, slot: str):
@@ -41,7 +41,7 @@ def test_asked_job_that_still_finishes_is_completed(broker: Broker, slot: str):
     (delivery,) = claim(broker, "w", slot)
     broker.cancel(job_id, "acme", b"cancelled")
     settle(broker, "w", commit_of(delivery, b"done"))
-    assert broker.standing(job_id) == Standing(State.COMPLETED, "", b"done")
+    assert broker.job_record(job_id) == JobRecord(State.COMPLETED, "", b"done")
 
 
 def test_request_survives_the_worker(brokerage: Brokerage, broker: Broker, slot: str):
@@ -61,7 +61,7 @@ def test_finished_job_is_settled(broker: Broker, slot: str, state: State):
     (delivery,) = claim(broker, "w", slot)
     settle(broker, "w", commit_of(delivery, b"result", state=state))
     assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.SETTLED
-    assert broker.standing(job_id) == Standing(state, "", b"result")
+    assert broker.job_record(job_id) == JobRecord(state, "", b"result")
 
 
 def test_released_job_is_withdrawn(broker: Broker, slot: str):
@@ -81,7 +81,7 @@ def test_unknown_job_and_another_tenants_look_the_same(broker: Broker, slot: str
     assert broker.cancel(publication(slot).job_id, "acme", b"cancelled") is CancelOutcome.UNKNOWN
     claim(broker, "w", slot)
     assert broker.cancel(job_id, "rival", b"cancelled") is CancelOutcome.UNKNOWN
-    assert broker.standings([job_id]) == [Standing(State.QUEUED, "acme")]
+    assert broker.job_records([job_id]) == [JobRecord(State.QUEUED, "acme")]
 
 
 def test_submitter_hears_of_a_cancellation(broker: Broker, slot: str):

@@ -34,9 +34,9 @@ def test_claimed_job_is_the_published_one(broker: Broker, slot: str):
     assert (delivery.slot, delivery.priority, delivery.sealed) == (slot, Priority.LOW, job_id.encode())
     assert delivery.attempt == 1
     assert abs(delivery.accepted_ms - broker.now_ms()) < 2000
-    standing = broker.standing(job_id)
-    assert standing is not None
-    assert (standing.is_claimed, standing.deliveries) == (True, 1)
+    job_record = broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.is_claimed, job_record.deliveries) == (True, 1)
 
 
 def test_jobs_of_one_priority_are_claimed_in_order(broker: Broker, slot: str):
@@ -94,8 +94,8 @@ def test_one_exchange_commits_and_claims_for_several_models(broker: Broker, slot
     mine, theirs = claim(broker, "w", slot, credit=1), claim(broker, "w", other, credit=1)
     stranger = commit_of(structs.replace(mine[0], entry_id=b"1-1"))
     commits = [commit_of(theirs[0]), stranger, commit_of(mine[0])]
-    verdicts, deliveries = broker.exchange("w", commits, [Claim(slot, 4, 0, 0), Claim(other, 4, 0, 0)], TTL_MS)
-    assert [verdict.value for verdict in verdicts] == ["committed", "fenced", "committed"]
+    statuses, deliveries = broker.exchange("w", commits, [Claim(slot, 4, 0, 0), Claim(other, 4, 0, 0)], TTL_MS)
+    assert [verdict.value for verdict in statuses] == ["committed", "fenced", "committed"]
     assert [delivery.slot for delivery in deliveries] == [slot, other]
 
 

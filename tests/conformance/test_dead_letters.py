@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.registry.broker.base import Broker, Event, Limits, Publication, Replay, Standing, State, Verdict
+from penstock.registry.broker.base import Broker, CommitStatus, Event, JobRecord, Limits, Publication, Replay, State
 from penstock.registry.queues import Priority, reply_key, stream_key
 from tests.conformance.conftest import DEAD_LETTERS_BYTES, Brokerage, OnRedis
 from tests.conformance.jobs import (
@@ -50,7 +50,7 @@ def test_letter_keeps_what_is_known_about_the_job(brokerage: Brokerage, broker: 
     whole = broker.dead_letter(slot, letter.entry)
     assert whole is not None
     assert whole.sealed == job.sealed
-    assert broker.standings([job.job_id]) == [Standing(State.DEAD, "", b"dead")]
+    assert broker.job_records([job.job_id]) == [JobRecord(State.DEAD, "", b"dead")]
     (told,) = broker.read({reply_key(slot, "me"): "0-0"}, 0)
     assert told.fields == [job.job_id.rpartition(".")[2].encode(), b"D-dead"]
 
@@ -123,14 +123,14 @@ def test_replayed_job_runs_under_its_own_id(broker: Broker, slot: str):
     job = publication(slot, Priority.HIGH, reply=reply, once="key", fingerprint="p")
     entry = _bury_job(broker, slot, job)
     assert broker.replay(slot, entry, job, ROOMY.job_ttl_ms) is Replay.REPLAYED
-    assert broker.standings([job.job_id]) == [Standing(State.QUEUED, "acme")]
+    assert broker.job_records([job.job_id]) == [JobRecord(State.QUEUED, "acme")]
     assert broker.dead_letters(slot) == []
     (receipt,) = broker.publish(slot, [publication(slot, once="key", fingerprint="p")], ROOMY)
     assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)
     (delivery,) = claim(broker, "w2", slot)
     assert (delivery.sealed, delivery.priority, delivery.attempt) == (job.sealed, Priority.HIGH, 1)
-    assert settle(broker, "w2", commit_of(delivery, reply=reply, once="key")) == [Verdict.COMMITTED]
-    assert broker.standings([job.job_id]) == [Standing(State.COMPLETED, "", b"result")]
+    assert settle(broker, "w2", commit_of(delivery, reply=reply, once="key")) == [CommitStatus.COMMITTED]
+    assert broker.job_records([job.job_id]) == [JobRecord(State.COMPLETED, "", b"result")]
     told = broker.read({reply: "0-0"}, 0)
     assert [entry.fields[1] for entry in told] == [b"D-dead", b"C-result"]
 
@@ -162,10 +162,10 @@ def test_replay_outlives_the_result(brokerage: Brokerage, broker: Broker, slot: 
     entry = broker.dead_letters(slot)[-1].entry
     settled = publication(slot)
     assert broker.replay(slot, entry, settled, 60_000) is Replay.REPLAYED
-    assert broker.standings([settled.job_id]) == [Standing(State.QUEUED, "acme")]
+    assert broker.job_records([settled.job_id]) == [JobRecord(State.QUEUED, "acme")]
     brokerage.elapse(150)
-    (standing,) = broker.standings([settled.job_id])
-    assert standing == Standing(State.QUEUED, "acme")
+    (job_record,) = broker.job_records([settled.job_id])
+    assert job_record == JobRecord(State.QUEUED, "acme")
 
 
 def test_replay_counts_as_in_flight(broker: Broker, slot: str):
@@ -216,7 +216,7 @@ def test_replay_of_what_is_not_there(broker: Broker, slot: str):
     """No such letter: nothing happens. A repeat whose first answer was lost is told that it worked."""
     job = publication(slot)
     assert broker.replay(slot, "1-1", job, 60_000) is Replay.MISSING
-    assert broker.standings([job.job_id]) == [None]
+    assert broker.job_records([job.job_id]) == [None]
     entry = _bury_job(broker, slot, job)
     assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
     assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
@@ -262,11 +262,11 @@ def test_job_that_could_not_be_opened_comes_back(broker: Broker, slot: str):
     broker.publish(slot, [job], ROOMY)
     (delivery,) = claim(broker, "w", slot)
     broker.bury("w", delivery, "protocol 2; expected 1")
-    assert broker.standings([job.job_id]) == [Standing(State.QUEUED, "acme")]
+    assert broker.job_records([job.job_id]) == [JobRecord(State.QUEUED, "acme")]
     (letter,) = broker.dead_letters(slot)
     assert broker.replay(slot, letter.entry, job, 60_000) is Replay.REPLAYED
     (again,) = claim(broker, "w", slot)
-    assert settle(broker, "w", commit_of(again)) == [Verdict.COMMITTED]
+    assert settle(broker, "w", commit_of(again)) == [CommitStatus.COMMITTED]
     limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "accepted"
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from penstock.registry.broker.base import Broker, CancelOutcome, Delivery, Limits, Renewal, Standing, State, Verdict
+from penstock.registry.broker.base import (
+    Broker,
+    CancelOutcome,
+    CommitStatus,
+    Delivery,
+    JobRecord,
+    Limits,
+    Renewal,
+    State,
+)
 from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
@@ -34,9 +43,9 @@ def test_lapsed_lease_passes_to_whoever_asks(brokerage: Brokerage, broker: Broke
     (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
     assert second == structs.replace(first, attempt=2)
     assert broker.take_over("w3", slot, LEASE_MS, 8) == []
-    standing = broker.standing(job_id)
-    assert standing is not None
-    assert (standing.is_claimed, standing.deliveries) == (True, 2)
+    job_record = broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.is_claimed, job_record.deliveries) == (True, 2)
 
 
 def test_renewed_lease_does_not_lapse(brokerage: Brokerage, broker: Broker, slot: str):
@@ -71,10 +80,10 @@ def test_late_commit_has_no_effect(brokerage: Brokerage, broker: Broker, slot: s
     (first,) = claim(broker, "w1", slot)
     brokerage.elapse(LEASE_MS + 10)
     (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
-    assert settle(broker, "w1", commit_of(first, b"late")) == [Verdict.FENCED]
-    assert settle(broker, "w2", commit_of(second, b"in time")) == [Verdict.COMMITTED]
-    assert settle(broker, "w1", commit_of(first, b"later")) == [Verdict.FENCED]
-    assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"in time")]
+    assert settle(broker, "w1", commit_of(first, b"late")) == [CommitStatus.FENCED]
+    assert settle(broker, "w2", commit_of(second, b"in time")) == [CommitStatus.COMMITTED]
+    assert settle(broker, "w1", commit_of(first, b"later")) == [CommitStatus.FENCED]
+    assert broker.job_records([job_id]) == [JobRecord(State.COMPLETED, "", b"in time")]
 
 
 def test_lapsed_lease_still_commits_while_nobody_took_over(brokerage: Brokerage, broker: Broker, slot: str):
@@ -82,17 +91,17 @@ def test_lapsed_lease_still_commits_while_nobody_took_over(brokerage: Brokerage,
     publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
     brokerage.elapse(LEASE_MS + 10)
-    assert settle(broker, "w1", commit_of(delivery)) == [Verdict.COMMITTED]
+    assert settle(broker, "w1", commit_of(delivery)) == [CommitStatus.COMMITTED]
 
 
 def test_first_commit_wins(broker: Broker, slot: str):
     """A commit that is repeated, since its answer was lost, is recognised and changes nothing; another is fenced."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
-    assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
-    assert settle(broker, "w", commit_of(delivery, b"1")) == [Verdict.COMMITTED]
-    assert settle(broker, "w", commit_of(delivery, b"2")) == [Verdict.FENCED]
-    assert broker.standings([job_id]) == [Standing(State.COMPLETED, "", b"1")]
+    assert settle(broker, "w", commit_of(delivery, b"1")) == [CommitStatus.COMMITTED]
+    assert settle(broker, "w", commit_of(delivery, b"1")) == [CommitStatus.COMMITTED]
+    assert settle(broker, "w", commit_of(delivery, b"2")) == [CommitStatus.FENCED]
+    assert broker.job_records([job_id]) == [JobRecord(State.COMPLETED, "", b"1")]
 
 
 def test_repeated_commit_tells_nobody_twice(broker: Broker, slot: str):
@@ -101,7 +110,7 @@ def test_repeated_commit_tells_nobody_twice(broker: Broker, slot: str):
     publish(broker, slot, reply=reply)
     (delivery,) = claim(broker, "w", slot)
     for _ in range(2):
-        assert settle(broker, "w", commit_of(delivery, reply=reply)) == [Verdict.COMMITTED]
+        assert settle(broker, "w", commit_of(delivery, reply=reply)) == [CommitStatus.COMMITTED]
     assert len(broker.read({reply: "0-0"}, 0)) == 1
 
 
@@ -111,18 +120,18 @@ def test_repetition_of_an_ended_job_frees_no_place(broker: Broker, slot: str):
     first, second = claim(broker, "w", slot)
     settle(broker, "w", commit_of(first, b"result"))
     repeated = structs.replace(commit_of(second, b"another"), job_id=ended)
-    assert settle(broker, "w", repeated) == [Verdict.GONE]
-    assert broker.standings([ended]) == [Standing(State.COMPLETED, "", b"result")]
+    assert settle(broker, "w", repeated) == [CommitStatus.GONE]
+    assert broker.job_records([ended]) == [JobRecord(State.COMPLETED, "", b"result")]
     limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
-    assert broker.standings([running]) == [Standing(State.QUEUED, "acme")]
+    assert broker.job_records([running]) == [JobRecord(State.QUEUED, "acme")]
 
 
 def test_another_boot_of_a_worker_is_another_consumer(broker: Broker, slot: str):
     """The consumer's name carries its boot: a restarted worker holds nothing of what it held before."""
     publish(broker, slot)
     (delivery,) = claim(broker, "gpu0@host:boot1", slot)
-    assert settle(broker, "gpu0@host:boot2", commit_of(delivery)) == [Verdict.FENCED]
+    assert settle(broker, "gpu0@host:boot2", commit_of(delivery)) == [CommitStatus.FENCED]
     assert broker.renew("gpu0@host:boot2", [held(delivery)]).lost == {held(delivery)}
 
 
@@ -131,12 +140,12 @@ def test_released_job_is_taken_over_at_once(broker: Broker, slot: str):
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
     broker.release("w1", [held(delivery)])
-    standing = broker.standing(job_id)
-    assert standing is not None
-    assert (standing.state, standing.is_claimed) == (State.QUEUED, False)
-    assert settle(broker, "w1", commit_of(delivery)) == [Verdict.FENCED]
+    job_record = broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.state, job_record.is_claimed) == (State.QUEUED, False)
+    assert settle(broker, "w1", commit_of(delivery)) == [CommitStatus.FENCED]
     assert broker.take_over("w2", slot, 60_000, 8) == [delivery]
-    assert settle(broker, "w2", commit_of(delivery)) == [Verdict.COMMITTED]
+    assert settle(broker, "w2", commit_of(delivery)) == [CommitStatus.COMMITTED]
 
 
 def test_job_that_is_handed_over_goes_to_those_who_have_its_version(brokerage: Brokerage, broker: Broker, slot: str):
@@ -145,11 +154,11 @@ def test_job_that_is_handed_over_goes_to_those_who_have_its_version(brokerage: B
     publish(broker, slot)
     deliveries = normal, low, late = claim(broker, "w1", slot)
     broker.release("w1", [held(delivery) for delivery in deliveries], version="2")
-    assert settle(broker, "w1", commit_of(normal)) == [Verdict.FENCED]
+    assert settle(broker, "w1", commit_of(normal)) == [CommitStatus.FENCED]
     assert broker.take_over("w2", slot, 60_000, 8) == []
     assert broker.adopt("w2", slot, ["1", "3"], 8) == []
     assert broker.adopt("w2", slot, ["1", "2"], 2) == [normal, low]
-    assert settle(broker, "w2", commit_of(normal)) == [Verdict.COMMITTED]
+    assert settle(broker, "w2", commit_of(normal)) == [CommitStatus.COMMITTED]
     brokerage.elapse(LEASE_MS + 10)
     assert broker.renew("w2", [held(low)]) == NOTHING
     assert broker.take_over("w3", slot, LEASE_MS, 8) == [late]
@@ -163,7 +172,7 @@ def test_nothing_is_handed_over_by_whoever_does_not_hold_it(broker: Broker, slot
     (delivery,) = claim(broker, "w1", slot)
     broker.release("w2", [held(delivery)], version="1")
     assert broker.adopt("w2", slot, ["1"], 8) == []
-    assert settle(broker, "w1", commit_of(delivery)) == [Verdict.COMMITTED]
+    assert settle(broker, "w1", commit_of(delivery)) == [CommitStatus.COMMITTED]
     broker.release("w1", [held(delivery)], version="1")
     assert broker.adopt("w2", slot, ["1"], 8) == []
 
@@ -212,8 +221,8 @@ def test_commit_turns_the_record_into_the_result(broker: Broker, slot: str, stat
     """Every terminal state keeps its result and leaves the queue empty."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
-    assert settle(broker, "w", commit_of(delivery, b"result\x00\n\xff", state=state)) == [Verdict.COMMITTED]
-    assert broker.standing(job_id) == Standing(state, "", b"result\x00\n\xff")
+    assert settle(broker, "w", commit_of(delivery, b"result\x00\n\xff", state=state)) == [CommitStatus.COMMITTED]
+    assert broker.job_record(job_id) == JobRecord(state, "", b"result\x00\n\xff")
     assert queued(broker, slot) == 0
 
 
@@ -222,9 +231,9 @@ def test_result_is_readable_until_its_expiry(brokerage: Brokerage, broker: Broke
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
     settle(broker, "w", commit_of(delivery), result_ttl_ms=100)
-    assert broker.standing(job_id) is not None
+    assert broker.job_record(job_id) is not None
     brokerage.elapse(120)
-    assert broker.standing(job_id) is None
+    assert broker.job_record(job_id) is None
 
 
 def test_job_that_outlives_its_lifetime_while_it_runs_is_answered(brokerage: Brokerage, broker: Broker, slot: str):
@@ -234,7 +243,7 @@ def test_job_that_outlives_its_lifetime_while_it_runs_is_answered(brokerage: Bro
     (delivery,) = claim(broker, "w", slot)
     brokerage.elapse(120)
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
-    assert settle(broker, "w", commit_of(delivery)) == [Verdict.COMMITTED]
+    assert settle(broker, "w", commit_of(delivery)) == [CommitStatus.COMMITTED]
     assert queued(broker, slot) == 0
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "accepted"
 
@@ -244,10 +253,10 @@ def test_large_commit_is_one_step(broker: Broker, slot: str):
     published = publish(broker, slot, 1500)
     deliveries = claim(broker, "w", slot, credit=1500)
     stranger = Delivery(slot, Priority.NORMAL, b"1-1", publication(slot).job_id.encode())
-    verdicts = settle(broker, "w", *(commit_of(delivery) for delivery in [*deliveries, stranger]))
-    assert verdicts == [Verdict.COMMITTED] * 1500 + [Verdict.FENCED]
+    statuses = settle(broker, "w", *(commit_of(delivery) for delivery in [*deliveries, stranger]))
+    assert statuses == [CommitStatus.COMMITTED] * 1500 + [CommitStatus.FENCED]
     assert queued(broker, slot) == 0
-    assert all(standing and standing.result == b"result" for standing in broker.standings(published))
+    assert all(job_record and job_record.result == b"result" for job_record in broker.job_records(published))
 
 
 def test_commit_spans_moments_of_acceptance(brokerage: Brokerage, broker: Broker, slot: str):
@@ -256,8 +265,8 @@ def test_commit_spans_moments_of_acceptance(brokerage: Brokerage, broker: Broker
     brokerage.elapse(5)
     publish(broker, slot, 1)
     deliveries = claim(broker, "w", slot)
-    verdicts = settle(broker, "w", *(commit_of(delivery) for delivery in reversed(deliveries)))
-    assert verdicts == [Verdict.COMMITTED] * 13
+    statuses = settle(broker, "w", *(commit_of(delivery) for delivery in reversed(deliveries)))
+    assert statuses == [CommitStatus.COMMITTED] * 13
 
 
 def test_undecodable_bytes_go_to_the_dead_letters(broker: Broker, slot: str):
@@ -281,9 +290,9 @@ def test_burial_ends_the_job_that_the_bytes_were_accepted_as(broker: Broker, slo
     normal, low = (job.job_id for job in jobs)
     mine, other = claim(broker, "w", slot)
     assert broker.bury("w", other, "bad", job_id=normal, sealed=b"forged")
-    assert broker.standings([normal, low]) == [Standing(State.QUEUED, "acme")] * 2
+    assert broker.job_records([normal, low]) == [JobRecord(State.QUEUED, "acme")] * 2
     assert broker.bury("w", mine, "bad", job_id=normal, sealed=b"why")
-    assert broker.standings([normal]) == [Standing(State.DEAD, "", b"why")]
+    assert broker.job_records([normal]) == [JobRecord(State.DEAD, "", b"why")]
 
 
 def test_entries_of_two_priorities_are_two_jobs(brokerage: Brokerage, broker: Broker, slot: str):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.registry.broker.base import Broker, Standing, State, Verdict
+from penstock.registry.broker.base import Broker, CommitStatus, JobRecord, State
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import Priority
 from tests.conformance.conftest import OnRedis
@@ -71,10 +71,10 @@ def test_commit_at_the_limit_is_whole_or_nothing(redis_brokerage: OnRedis, broke
     with filled(redis_brokerage, 1.2):
         with pytest.raises(BrokerUnavailable, match="out of memory"):
             settle(broker, "w", *commits)
-        assert broker.standings(ids) == [Standing(State.QUEUED, "acme")] * 3
+        assert broker.job_records(ids) == [JobRecord(State.QUEUED, "acme")] * 3
         assert broker.renew("w", [held(delivery) for delivery in deliveries]).lost == frozenset()
         assert queued(broker, slot) == 3
-    assert settle(broker, "w", *commits) == [Verdict.COMMITTED] * 3
+    assert settle(broker, "w", *commits) == [CommitStatus.COMMITTED] * 3
     assert queued(broker, slot) == 0
 
 

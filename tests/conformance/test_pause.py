@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.registry.broker.base import Broker, Claim, Verdict
+from penstock.registry.broker.base import Broker, Claim, CommitStatus
 from tests.conformance.conftest import Brokerage, OnRedis
 from tests.conformance.jobs import LEASE_MS, TTL_MS, claim, commit_of, held, ids, publish, queued, settle
 from tests.servers import wait_until
@@ -29,7 +29,7 @@ def test_running_jobs_go_on(brokerage: Brokerage, broker: Broker, slot: str):
     (delivery,) = claim(broker, "w", slot)
     broker.pause(slot)
     assert broker.renew("w", [held(delivery)]).lost == frozenset()
-    assert settle(broker, "w", commit_of(delivery)) == [Verdict.COMMITTED]
+    assert settle(broker, "w", commit_of(delivery)) == [CommitStatus.COMMITTED]
     assert queued(broker, slot) == 0
 
 

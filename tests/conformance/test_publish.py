@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.registry.broker.base import Broker, Limits, Standing, State
+from penstock.registry.broker.base import Broker, JobRecord, Limits, State
 from penstock.registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import ROOMY, claim, commit_of, ids, publication, publish, queued, settle
@@ -13,14 +13,14 @@ from tests.conformance.jobs import ROOMY, claim, commit_of, ids, publication, pu
 def test_accepted_job_waits_in_its_queue(broker: Broker, slot: str):
     """An accepted job has a record that says so, and stands in the queue of its priority alone."""
     (job_id,) = publish(broker, slot, priority=Priority.HIGH)
-    assert broker.standing(job_id) == Standing(State.QUEUED, "acme")
+    assert broker.job_record(job_id) == JobRecord(State.QUEUED, "acme")
     assert [depth.jobs for depth in broker.depths(slot)] == [0, 1, 0, 0]
 
 
 def test_jobs_can_be_looked_at_before_any_worker_existed(broker: Broker, slot: str):
     """A model without a worker has jobs that wait: every look at them works."""
     waiting, withdrawn = publish(broker, slot, 2)
-    assert broker.standing(waiting, subscribe=True) == Standing(State.QUEUED, "acme")
+    assert broker.job_record(waiting, subscribe=True) == JobRecord(State.QUEUED, "acme")
     assert broker.cancel(withdrawn, "acme", b"cancelled").value == "cancelled"
     assert ids(claim(broker, "w", slot)) == [waiting]
 
@@ -29,9 +29,9 @@ def test_unknown_job_has_no_standing(broker: Broker, slot: str):
     """A job that was never published is None, alone and in a list."""
     (job_id,) = publish(broker, slot)
     stranger = publication(slot).job_id
-    assert broker.standing(stranger) is None
-    assert broker.standings([stranger, job_id]) == [None, Standing(State.QUEUED, "acme")]
-    assert broker.standings([]) == []
+    assert broker.job_record(stranger) is None
+    assert broker.job_records([stranger, job_id]) == [None, JobRecord(State.QUEUED, "acme")]
+    assert broker.job_records([]) == []
 
 
 def test_publishing_an_id_again_changes_nothing(broker: Broker, slot: str):
@@ -46,7 +46,7 @@ def test_publishing_an_id_again_changes_nothing(broker: Broker, slot: str):
     settle(broker, "w", commit_of(delivery, b"answer"))
     broker.publish(slot, [job], ROOMY)
     assert queued(broker, slot) == 0
-    assert broker.standings([job.job_id]) == [Standing(State.COMPLETED, "", b"answer")]
+    assert broker.job_records([job.job_id]) == [JobRecord(State.COMPLETED, "", b"answer")]
 
 
 def test_repeated_id_is_accepted_by_a_full_queue(broker: Broker, slot: str):
@@ -63,7 +63,7 @@ def test_full_queue_refuses_exactly_what_is_too_much(broker: Broker, slot: str):
     receipts = broker.publish(slot, [*jobs, publication(slot, Priority.LOW)], Limits(3, 0, 60_000))
     assert [receipt.outcome for receipt in receipts] == ["accepted"] * 3 + ["full"] * 2 + ["accepted"]
     assert [receipt.retry_after_s > 0 for receipt in receipts] == [False] * 3 + [True] * 2 + [False]
-    assert broker.standings([job.job_id for job in jobs])[3:] == [None, None]
+    assert broker.job_records([job.job_id for job in jobs])[3:] == [None, None]
     assert [depth.jobs for depth in broker.depths(slot)] == [0, 0, 3, 1]
 
 
@@ -133,7 +133,7 @@ def test_idempotency_key_answers_with_its_first_job(broker: Broker, slot: str):
     known, conflict = broker.publish(slot, [again, other], ROOMY)
     assert (known.outcome, known.job_id) == ("known", first.job_id)
     assert conflict.outcome == "conflict"
-    assert broker.standings([again.job_id, other.job_id]) == [None, None]
+    assert broker.job_records([again.job_id, other.job_id]) == [None, None]
     assert queued(broker, slot) == 1
 
 
@@ -161,7 +161,7 @@ def test_idempotency_key_lives_as_long_as_the_result(brokerage: Brokerage, broke
     settle(broker, "w", commit_of(delivery, once="k"), result_ttl_ms=100)
     assert broker.publish(slot, [publication(slot, once="k", fingerprint="p")], ROOMY)[0].outcome == "known"
     brokerage.elapse(110)
-    assert broker.standing(job.job_id) is None
+    assert broker.job_record(job.job_id) is None
     assert broker.publish(slot, [publication(slot, once="k", fingerprint="other")], ROOMY)[0].outcome == "accepted"
 
 

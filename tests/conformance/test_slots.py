@@ -38,7 +38,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
     with redis_brokerage.server.monitor() as commands:
         jobs = [publication(model, reply=reply_key(model, "me"), once=f"k{n}", fingerprint="p") for n in range(4)]
         broker.publish(model, jobs, ROOMY)
-        broker.standing(jobs[0].job_id, subscribe=True)
+        broker.job_record(jobs[0].job_id, subscribe=True)
         broker.cancel(jobs[0].job_id, "acme", b"")
         first, second, third = claim(broker, "w", model)
         broker.emit("w", held(first), [Event("chunk", b"")], TTL_MS, after=0)

@@ -52,9 +52,9 @@ def test_large_result_is_announced_and_read_by_id(broker: Broker, slot: str):
     settle(broker, "w", commit_of(fits, b"x" * 4094, reply=reply), commit_of(large, b"x" * 4095, reply=reply))
     (entry,) = broker.read({reply: "0-0"}, 0)
     assert entry.fields[1::2] == [b"C-" + b"x" * 4094, b""]
-    standing = broker.standings(published)[1]
-    assert standing is not None
-    assert standing.result == b"x" * 4095
+    job_record = broker.job_records(published)[1]
+    assert job_record is not None
+    assert job_record.result == b"x" * 4095
 
 
 def test_fenced_commit_is_not_announced(brokerage: Brokerage, broker: Broker, slot: str):
@@ -204,11 +204,11 @@ def test_repeated_attempt_without_history_needs_no_reset(brokerage: Brokerage, b
 def test_subscriber_of_a_quiet_job_is_told_its_end(broker: Broker, slot: str):
     """Subscribed while it waits or while it runs, a job that emits nothing ends with event 3."""
     waiting, running = publish(broker, slot, 2)
-    broker.standing(waiting, subscribe=True)
+    broker.job_record(waiting, subscribe=True)
     first, second = claim(broker, "w", slot)
-    standing = broker.standing(running, subscribe=True)
-    assert standing is not None
-    assert standing.is_claimed
+    job_record = broker.job_record(running, subscribe=True)
+    assert job_record is not None
+    assert job_record.is_claimed
     settle(broker, "w", commit_of(first), commit_of(second))
     assert told(broker, waiting) == told(broker, running) == [("3-0", b"C", b"")]
 
@@ -216,7 +216,7 @@ def test_subscriber_of_a_quiet_job_is_told_its_end(broker: Broker, slot: str):
 def test_subscriber_of_a_job_that_never_started_is_told_its_end(broker: Broker, slot: str):
     """Cancelled while it waits: the end is event 3 as well, whatever a reader has been shown meanwhile."""
     (job_id,) = publish(broker, slot)
-    broker.standing(job_id, subscribe=True)
+    broker.job_record(job_id, subscribe=True)
     assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.CANCELLED
     assert told(broker, job_id) == [("3-0", b"X", b"")]
 
@@ -226,9 +226,9 @@ def test_subscription_to_a_finished_job_writes_nothing(broker: Broker, slot: str
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
     settle(broker, "w", commit_of(delivery, b"done"))
-    standing = broker.standing(job_id, subscribe=True)
-    assert standing is not None
-    assert standing.result == b"done"
+    job_record = broker.job_record(job_id, subscribe=True)
+    assert job_record is not None
+    assert job_record.result == b"done"
     assert told(broker, job_id) == []
 
 

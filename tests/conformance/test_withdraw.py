@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.registry.broker.base import Broker, Limits, Standing, State, Verdict, Withdrawal
+from penstock.registry.broker.base import Broker, CommitStatus, JobRecord, Limits, State, Withdrawal
 from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
@@ -54,7 +54,7 @@ def test_withdrawn_jobs_end_cancelled(broker: Broker, slot: str):
     job = publication(slot, reply=reply, once="key", fingerprint="p")
     broker.publish(slot, [job], ROOMY)
     assert broker.withdraw(slot, Priority.NORMAL, _withdrawals(broker, slot), TTL_MS) == 1
-    assert broker.standings([job.job_id]) == [Standing(State.CANCELLED, "", b"purged")]
+    assert broker.job_records([job.job_id]) == [JobRecord(State.CANCELLED, "", b"purged")]
     (told,) = broker.read({reply: "0-0"}, 0)
     assert told.fields == [job.job_id.rpartition(".")[2].encode(), b"X-purged"]
     (receipt,) = broker.publish(slot, [publication(slot, once="key", fingerprint="p")], ROOMY)
@@ -72,8 +72,8 @@ def test_job_that_was_claimed_meanwhile_goes_on(broker: Broker, slot: str):
     depth = broker.depths(slot)[Priority.NORMAL]
     assert (depth.jobs, depth.running) == (1, 1)
     assert broker.renew("w", [held(running)]).cancelled == frozenset()
-    assert settle(broker, "w", commit_of(running)) == [Verdict.COMMITTED]
-    states = [standing.state for standing in broker.standings(published) if standing]
+    assert settle(broker, "w", commit_of(running)) == [CommitStatus.COMMITTED]
+    states = [job_record.state for job_record in broker.job_records(published) if job_record]
     assert states == [State.COMPLETED, State.CANCELLED, State.CANCELLED]
     assert broker.take_over("w2", slot, 0, 8) == []
     assert broker.withdraw(slot, Priority.NORMAL, withdrawals, TTL_MS) == 0
@@ -96,7 +96,7 @@ def test_bytes_that_are_no_job_are_removed(broker: Broker, slot: str):
     first, second = broker.waiting(slot, Priority.NORMAL, b"", 9, 1000)
     forged = Withdrawal(second.entry_id, victim, "acme", b"forged")
     assert broker.withdraw(slot, Priority.NORMAL, [forged], TTL_MS) == 1
-    assert broker.standings([victim]) == [Standing(State.QUEUED, "acme")]
+    assert broker.job_records([victim]) == [JobRecord(State.QUEUED, "acme")]
     assert ids(claim(broker, "w", slot)) == [victim]
     assert broker.withdraw(slot, Priority.NORMAL, [Withdrawal(first.entry_id)], TTL_MS) == 0
     publish(broker, slot, 1)

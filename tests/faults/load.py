@@ -125,8 +125,8 @@ class Load:
     def ended(self) -> int:
         """Accepted jobs that have a result by now."""
         # A copy: the thread of `running` adds to them.
-        standings = self._broker.standings([handle.id for handle in tuple(self._handles.values())])
-        return sum(standing is not None and bool(standing.result) for standing in standings)
+        job_records = self._broker.job_records([handle.id for handle in tuple(self._handles.values())])
+        return sum(job_record is not None and bool(job_record.result) for job_record in job_records)
 
     def await_progress(self, timeout_s: float) -> float:
         """Waits until more jobs have ended than now, and returns how many seconds that took."""
@@ -197,7 +197,7 @@ class Load:
             if header.error is None:
                 number = float(decode(header.content, body)["y"][0, 0]) / 2
             history.effects.append(Effect(number, bytes(record[2:]), header.error is None))
-            (kept,) = self._broker.standings([header.id])
+            (kept,) = self._broker.job_records([header.id])
             if kept is not None and kept.result:
                 history.records[number] = bytes(kept.result)
                 self.results[number], _ = open_result(kept.result, self._keyring)

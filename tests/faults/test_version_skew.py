@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock import Client
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.base import Claim, Commit, Limits, Publication, State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import PROTOCOL, Keyring, RequestContext, ResultHeader, seal
@@ -39,7 +39,7 @@ def _of_protocol(sealed: bytes, protocol: int) -> bytes:
 def _publication(stage: Stage) -> Publication:
     with stage.server.client() as client:
         spec = ModelSpec.from_json(client.get(spec_key(stage.model)))
-    return Press(tenant="skewed", keyring=_UNSIGNED, max_bytes=1 << 20).publication(spec, {"x": row(1)})
+    return JobBuilder(tenant="skewed", keyring=_UNSIGNED, max_bytes=1 << 20).publication(spec, {"x": row(1)})
 
 
 @pytest.mark.parametrize("skew", [-1, 1])

@@ -143,9 +143,9 @@ def _allowed(answer: Answer, queue_ms: float, rollouts: Sequence[Rollout]) -> se
 def _headers(url: str, job_ids: Sequence[str]) -> Iterator[ResultHeader]:
     with _broker(url) as broker:
         for first in range(0, len(job_ids), _ASKED_AT_ONCE):
-            for standing in broker.standings(job_ids[first : first + _ASKED_AT_ONCE]):
-                assert standing is not None
-                yield open_result(standing.result, Keyring.parse(None))[0]
+            for job_record in broker.job_records(job_ids[first : first + _ASKED_AT_ONCE]):
+                assert job_record is not None
+                yield open_result(job_record.result, Keyring.parse(None))[0]
 
 
 @contextmanager

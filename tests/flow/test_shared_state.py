@@ -14,7 +14,7 @@ from celery import Celery
 
 from penstock import Client
 from penstock.registry.control import CONTROL_COMMAND, Command
-from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.safety.keys import OperatorKey
 from tests.conftest import StartWorker
 from tests.packages import write_package
@@ -64,7 +64,7 @@ def test_workers_converge_and_outlive_the_store(
     }
     workers = [start_worker(shared_redis, models_root, environment=environment) for _ in range(2)]
     store = StateStore.from_url(redis_server.url, prefix)
-    store.put(Wish(name, "1", at=time.time()))
+    store.put(DesiredVersion(name, "1", at=time.time()))
     begun = time.monotonic()
     wait_until(
         lambda: sum(each["models"][name].get("1", {}).get("state") == "ready" for each in store.loaded().values()) == 2,
@@ -104,7 +104,7 @@ def test_without_a_store_each_worker_keeps_its_own_state(
         start_worker(shared_redis, models_root, environment={**environment, **where})
         for where in ({"PENSTOCK_INFERENCE_STATE_REDIS_URL": url}, {})
     )
-    StateStore.from_url(shared_redis.url, f"own-{name}").put(Wish(name, "1"), operator.sign)
+    StateStore.from_url(shared_redis.url, f"own-{name}").put(DesiredVersion(name, "1"), operator.sign)
     app = Celery(broker=shared_redis.celery_url)
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
     for sign, answer in ((stranger.sign, "error"), (operator.sign, "ok")):

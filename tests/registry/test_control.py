@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.registry.control import Command, Obedience
+from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.deployment import Deployment
 from penstock.registry.errors import BadSignature, Corrupt, Forbidden, UndecodableEnvelope
 from penstock.registry.signed import Verifier
@@ -32,7 +32,7 @@ def verify(operator: OperatorKey) -> Verifier:
 def test_a_signed_command_is_good_once(operator: OperatorKey, verify: Verifier):
     """It arrives as it was given; its repetition is refused."""
     command = LOAD.given([WORKER])
-    obedience = Obedience(verify, WORKER)
+    obedience = CommandVerifier(verify, WORKER)
     sealed = command.seal(operator.sign)
     assert obedience.open(sealed) == command
     with pytest.raises(BadSignature, match="given before"):
@@ -42,18 +42,18 @@ def test_a_signed_command_is_good_once(operator: OperatorKey, verify: Verifier):
 def test_a_command_is_for_those_whom_it_names(operator: OperatorKey, verify: Verifier):
     """One that was overheard does nothing at another worker, however fresh it is (S0.3)."""
     sealed = LOAD.given([WORKER, "gpu1@host"]).seal(operator.sign)
-    assert Obedience(verify, "gpu1@host").open(sealed).model == "minilm"
+    assert CommandVerifier(verify, "gpu1@host").open(sealed).model == "minilm"
     for sent in (sealed, LOAD.given([]).seal(operator.sign)):
         with pytest.raises(BadSignature, match="given to other workers"):
-            Obedience(verify, "gpu2@host").open(sent)
+            CommandVerifier(verify, "gpu2@host").open(sent)
 
 
 @pytest.mark.parametrize("lag_s", [-301, 301])
 def test_a_command_is_good_for_five_minutes(operator: OperatorKey, verify: Verifier, lag_s: float):
-    """Recorded and played back later, or dated ahead, it is refused."""
+    """WithProvenance and played back later, or dated ahead, it is refused."""
     sealed = LOAD.given([WORKER]).seal(operator.sign)
     with pytest.raises(BadSignature, match="300 s"):
-        Obedience(verify, WORKER, clock=lambda: time.time() + lag_s).open(sealed)
+        CommandVerifier(verify, WORKER, clock=lambda: time.time() + lag_s).open(sealed)
 
 
 def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, verify: Verifier, tmp_path: Path):
@@ -71,7 +71,7 @@ def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, 
         None,
         "\ud800",
     ]
-    obedience = Obedience(verify, WORKER)
+    obedience = CommandVerifier(verify, WORKER)
     for forged in (*flipped, *others):
         with pytest.raises(Corrupt):
             obedience.open(forged)
@@ -81,14 +81,14 @@ def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, 
 def test_a_worker_without_keys_takes_no_commands(operator: OperatorKey):
     """It says which setting is missing."""
     with pytest.raises(Forbidden, match="PENSTOCK_OPERATOR_PUBLIC_KEYS"):
-        Obedience(None, WORKER).open(LOAD.given([WORKER]).seal(operator.sign))
+        CommandVerifier(None, WORKER).open(LOAD.given([WORKER]).seal(operator.sign))
 
 
 def test_an_unknown_action_is_no_command(operator: OperatorKey, verify: Verifier):
     """Signed or not: a worker knows its own kinds only."""
     sealed = Command("erase").given([WORKER]).seal(operator.sign)  # type: ignore[arg-type]
     with pytest.raises(UndecodableEnvelope, match="erase"):
-        Obedience(verify, WORKER).open(sealed)
+        CommandVerifier(verify, WORKER).open(sealed)
 
 
 def test_a_deployment_belongs_to_its_model_and_epoch(operator: OperatorKey, verify: Verifier):

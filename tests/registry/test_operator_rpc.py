@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from penstock.registry import operator_rpc
-from penstock.registry.catalog.store import Pages
+from penstock.registry.catalog.store import ModelRows
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import (
     Corrupt,
@@ -52,9 +52,9 @@ def test_what_is_no_errand_is_refused(body: bytes):
 
 def test_an_answer_carries_values_and_errors():
     """Rows and bytes come back as they were; a refusal is raised as the error that it was."""
-    pages = {"minilm": Pages([{"epoch": 3, "released_at": None}], [])}
+    pages = {"minilm": ModelRows([{"epoch": 3, "released_at": None}], [])}
     sealed = operator_rpc.seal_answer("e1", operator_rpc.Answer.of(pages), KEYRING)
-    assert operator_rpc.open_answer("e1", sealed, KEYRING).read(dict[str, Pages]) == pages
+    assert operator_rpc.open_answer("e1", sealed, KEYRING).read(dict[str, ModelRows]) == pages
     refusal = operator_rpc.Answer.refusal(TransitionConflict("another came first"))
     with pytest.raises(TransitionConflict, match="another came first"):
         operator_rpc.open_answer("e1", operator_rpc.seal_answer("e1", refusal, KEYRING), KEYRING).read(None)
@@ -62,7 +62,7 @@ def test_an_answer_carries_values_and_errors():
         "e1", operator_rpc.seal_answer("e1", operator_rpc.Answer(), KEYRING), KEYRING
     ).is_done
     with pytest.raises(UndecodableEnvelope, match="another kind"):
-        operator_rpc.Answer.of([1]).read(dict[str, Pages])
+        operator_rpc.Answer.of([1]).read(dict[str, ModelRows])
 
 
 def test_only_the_worker_s_answer_to_this_errand_is_read():

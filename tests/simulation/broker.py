@@ -18,16 +18,16 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     Delivery,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
     Renewal,
     Replay,
-    Standing,
     StreamEntry,
-    Verdict,
 )
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring, open_job
@@ -201,9 +201,9 @@ class UnreliableEnd(MemoryBroker):
         """See ProducerEnd.read."""
         return self._call("read", lambda: super(UnreliableEnd, self).read(cursors, 0, count), may_recur=False)
 
-    def standings(self, job_ids: Sequence[str]) -> list[Standing | None]:
+    def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.standings."""
-        return self._call("standings", lambda: super(UnreliableEnd, self).standings(job_ids), may_recur=False)
+        return self._call("standings", lambda: super(UnreliableEnd, self).job_records(job_ids), may_recur=False)
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
         """See Broker.activate."""
@@ -220,7 +220,7 @@ class UnreliableEnd(MemoryBroker):
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
         if claims and self._caller.is_winding_up():
             self.world.violate(f"claimed after its stop: {self._caller.label}")
@@ -228,16 +228,16 @@ class UnreliableEnd(MemoryBroker):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         """The broker's side of `exchange`."""
-        verdicts, deliveries = super().exchange(consumer, commits, claims, result_ttl_ms)
+        statuses, deliveries = super().exchange(consumer, commits, claims, result_ttl_ms)
         self._check_order(claims, deliveries)
-        if verdicts:
-            ended = [(commit.job_id[-4:], verdict.value) for commit, verdict in zip(commits, verdicts, strict=True)]
+        if statuses:
+            ended = [(commit.job_id[-4:], verdict.value) for commit, verdict in zip(commits, statuses, strict=True)]
             self.world.note(f"commit {self._caller.label} {ended}")
         if deliveries:
             self.world.note(f"claim {self._caller.label} {_shown(deliveries)}")
-        return verdicts, deliveries
+        return statuses, deliveries
 
     def _check_order(self, claims: Sequence[Claim], deliveries: Sequence[Delivery]) -> None:
         """No job is handed out while a more urgent one of its model waits; ageing is off in simulations."""

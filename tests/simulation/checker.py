@@ -24,7 +24,7 @@ from penstock.registry.envelope import ResultHeader, open_result
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.versions.deployment_store import Remembered, epoch_of
+from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
 from tests.simulation.client import Client, Job
@@ -71,7 +71,7 @@ class Mutation:
     name: str
     end: type[UnreliableEnd] = UnreliableEnd
     drain: type[SteppedDrain] = SteppedDrain
-    remembered: Callable[[Remembered], Remembered] = lambda machine: machine
+    deployments: Callable[[DeploymentStore], DeploymentStore] = lambda machine: machine
 
 
 SOUND: Final = Mutation("sound")
@@ -420,12 +420,12 @@ class Simulation:
                 history.accepted.add(job.number)
                 if not job.is_told and not self._replies_expired:
                     violate(f"its waiter was not told: {job.number}")
-            for job_id, standing in zip(job.job_ids, self._ends[0].standings(job.job_ids), strict=True):
-                if standing is not None and standing.result:
+            for job_id, job_record in zip(job.job_ids, self._ends[0].job_records(job.job_ids), strict=True):
+                if job_record is not None and job_record.result:
                     if job.number in history.records:
                         violate(f"two records of one idempotency key: {job.number}")
-                    history.records[job.number] = standing.result
-                    self._check_state(job, job_id, standing.state)
+                    history.records[job.number] = job_record.result
+                    self._check_state(job, job_id, job_record.state)
         for client in self._clients:
             for entry in client.replies():
                 for local_id, record in zip(entry.fields[::2], entry.fields[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""A producer in a schedule: the real Press and Postbox, and what a client does when it hears nothing.
+"""A producer in a schedule: the real JobBuilder and Postbox, and what a client does when it hears nothing.
 
 A call that fails is repeated with the very same bytes, as the real clients do; a caller that used an idempotency key
 and gave up tries once more with a job of its own. Whatever is offered, answered or told is kept for the judge.
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.producers.publish import accepted, cancellation
 from penstock.producers.replies import Postbox
-from penstock.registry.admission import Press
-from penstock.registry.broker.base import CancelOutcome, Limits, Publication, Standing, StreamEntry
+from penstock.registry.admission import JobBuilder
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, StreamEntry
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import BrokerUnavailable, QueueFull
 from penstock.registry.package import ModelSpec
@@ -63,7 +63,7 @@ class Waiter:
     id: str
     job: Job
 
-    def receive(self, standing: Standing | None) -> None:
+    def receive(self, job_record: JobRecord | None) -> None:
         """See Recipient."""
         self.job.is_told = True
 
@@ -79,7 +79,7 @@ class Client(Bystander):
         """Things that it has yet to do."""
         self._simulation = simulation
         self._limits = limits
-        self._press = Press(tenant=self.tenant, keyring=UNSIGNED, max_bytes=1 << 20)
+        self._builder = JobBuilder(tenant=self.tenant, keyring=UNSIGNED, max_bytes=1 << 20)
         self._waiters: list[Waiter] = []
         """Kept alive, as handles are by those who wait."""
         self._postbox: Postbox[Waiter] = Postbox(self.label)
@@ -142,7 +142,7 @@ class Client(Bystander):
     def _publication(
         self, order: Order, spec: ModelSpec, number: int, question: float, *, key: int | None = None
     ) -> Publication:
-        return self._press.publication(
+        return self._builder.publication(
             spec.model_copy(update={"version": order.version}) if order.version else spec,
             {"x": [[question, 0, 0, 0]] * order.rows},
             priority=order.priority,

@@ -16,6 +16,7 @@ from penstock.registry.broker.base import (
     CancelOutcome,
     Claim,
     Commit,
+    CommitStatus,
     Delivery,
     Held,
     Limits,
@@ -24,18 +25,17 @@ from penstock.registry.broker.base import (
     Renewal,
     Replay,
     State,
-    Verdict,
 )
 from penstock.registry.broker.memory import _Lease
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import Priority, slot_of
-from penstock.workers.batching.batcher import Batcher, Pending, _Lane
+from penstock.workers.batching.batcher import Batcher, Pending, _SubQueue
 from penstock.workers.cache import key_of
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
-from penstock.workers.results import Conclusion
-from penstock.workers.versions.deployment_store import Remembered
+from penstock.workers.results import JobOutcome
+from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
 from tests.simulation.checker import Mutation
@@ -64,7 +64,7 @@ class _Popping(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         for commit in commits:
             record = self._state.records.get(commit.job_id)
             leases = self._state.queue(commit.slot, commit.priority).leases
@@ -78,10 +78,10 @@ class PopWithoutRecord(_Popping):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
-        verdicts, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
+        statuses, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         self.pop([_entry(delivery) for delivery in deliveries])
-        return verdicts, deliveries
+        return statuses, deliveries
 
     def _collected(self) -> list[Delivery]:
         deliveries = super()._collected()
@@ -92,7 +92,7 @@ class PopWithoutRecord(_Popping):
 class AckBeforeCommit(SteppedDrain):
     """The job leaves the queue when its batch is formed."""
 
-    def _next_work(self, *, is_idle: bool) -> Work | None:
+    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
         work = super()._next_work(is_idle=is_idle)
         if work is not None:
             assert isinstance(self._broker, _Popping)
@@ -105,7 +105,7 @@ class NoFence(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         for commit in commits:
             record = self._state.records.get(commit.job_id)
             if record is not None and record.result != commit.sealed:
@@ -214,14 +214,14 @@ class ToldTwice(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         held = [self._state.lease_of(consumer, each.slot, each.priority, each.entry_id) for each in commits]
-        verdicts, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
-        for commit, lease, verdict in zip(commits, held, verdicts, strict=True):
-            if lease is None and verdict is Verdict.COMMITTED:
+        statuses, deliveries = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
+        for commit, lease, verdict in zip(commits, held, statuses, strict=True):
+            if lease is None and verdict is CommitStatus.COMMITTED:
                 with self._changed:
                     self._tell_clients([commit])
-        return verdicts, deliveries
+        return statuses, deliveries
 
 
 class DeliveriesCountedAsCrashes(UnreliableEnd):
@@ -259,7 +259,7 @@ class CommitNotAtomic(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         places = [(self._state.queue(commit.slot, commit.priority).leases, commit.entry_id) for commit in commits]
         held = [(leases, entry_id, leases.get(entry_id)) for leases, entry_id in places]
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
@@ -274,7 +274,7 @@ class ReplyWithoutRecord(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         for commit in commits:
             record = self._state.records.get(commit.job_id)
@@ -288,7 +288,7 @@ class RecordWithoutReply(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
         silent = [structs.replace(commit, reply="") for commit in commits]
         return super().serve_exchange(consumer, silent, claims, result_ttl_ms)
 
@@ -347,13 +347,13 @@ class LeastUrgentFirst(UnreliableEnd):
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
-    ) -> tuple[list[Verdict], list[Delivery]]:
-        verdicts, found = super().serve_exchange(consumer, commits, (), result_ttl_ms)
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
+        statuses, found = super().serve_exchange(consumer, commits, (), result_ttl_ms)
         for wish in claims:
             for band in reversed(Priority):
                 found += self._state.hand_out(consumer, wish.slot, band, wish.credit - len(found))
         self._check_order(claims, found)
-        return verdicts, found
+        return statuses, found
 
 
 class LateJobsRun(SteppedDrain):
@@ -376,7 +376,7 @@ class FollowerDropped(SteppedDrain):
 class _UpsideDown(Batcher[ClaimedJob]):
     """The least urgent job leads a batch."""
 
-    def _most_urgent(self) -> tuple[_Lane[ClaimedJob], Pending[ClaimedJob]]:
+    def _most_urgent(self) -> tuple[_SubQueue[ClaimedJob], Pending[ClaimedJob]]:
         lane, leader = super()._most_urgent()
         return lane, next((band[0] for band in reversed(lane.bands) if band), leader)
 
@@ -408,7 +408,7 @@ class ClaimsWhileStopping(SteppedDrain):
 class NeighboursPay(SteppedDrain):
     """One bad job fails its whole batch."""
 
-    def _conclude(self, work: Work) -> None:
+    def _conclude(self, work: BatchRun) -> None:
         failure = next((answer for answer in work.answers if isinstance(answer, Failure)), None)
         if failure is not None:
             work.answers = [failure for _ in work.answers]
@@ -418,7 +418,7 @@ class NeighboursPay(SteppedDrain):
 class AnswersSwapped(SteppedDrain):
     """Within a batch each job gets the next one's answer."""
 
-    def _conclude(self, work: Work) -> None:
+    def _conclude(self, work: BatchRun) -> None:
         work.answers = work.answers[1:] + work.answers[:1]
         super()._conclude(work)
 
@@ -471,7 +471,7 @@ class VersionsShareAnswers(SteppedDrain):
         job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
         if (kept := self._cache.get(job.digest)) is None:
             return False
-        self._concluded.append(Conclusion(job, kept))
+        self._concluded.append(JobOutcome(job, kept))
         return True
 
 
@@ -545,14 +545,16 @@ class AnotherVersionAnswers(SteppedDrain):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        named = self._shelf.named
-        object.__setattr__(self._shelf, "named", lambda name, wanted: named(name, wanted) or self._served[name].active)
+        named = self._lifecycle.named
+        object.__setattr__(
+            self._lifecycle, "named", lambda name, wanted: named(name, wanted) or self._served[name].active
+        )
 
 
 class _ForgetfulMachine:
     """Decisions are written down, and no start reads them."""
 
-    def __init__(self, machine: Remembered) -> None:
+    def __init__(self, machine: DeploymentStore) -> None:
         self._machine = machine
 
     def last(self, model: str) -> bytes:
@@ -651,5 +653,5 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(AnotherVersionAnswers, "answered by another version than it named"),
     _misled(PlacelessForgotten, "left with"),
     _misled(TooFewThreads, "fewer model threads"),
-    Mutant(Mutation("DecisionsForgotten", remembered=_ForgetfulMachine), "answered by a version of before"),
+    Mutant(Mutation("DecisionsForgotten", deployments=_ForgetfulMachine), "answered by a version of before"),
 )

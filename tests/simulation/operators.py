@@ -25,9 +25,9 @@ class Operator(Bystander):
         self._simulation = simulation
         self._seen: set[str] = set()
         self.end: UnreliableEnd = simulation.connect(self)
-        simulation.truth.when_buried = self.hear
+        simulation.truth.when_buried = self.on_record
 
-    def hear(self, slot: str, job_id: str) -> None:
+    def on_record(self, slot: str, job_id: str) -> None:
         """A letter has come in."""
         if job_id not in self._seen:
             self._seen.add(job_id)

@@ -24,10 +24,10 @@ from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownMode
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
 from penstock.workers.drain import Drain
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.job import ClaimedJob
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import Runtime
@@ -84,16 +84,16 @@ class SteppedDrain(Drain):
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
-        self._loader = self._shelf.loader = _SteppedLoader(self._world, self._double, self._ring)
+        self._loader = self._lifecycle.loader = _SteppedLoader(self._world, self._double, self._ring)
         for name, active in self._broker.actives(list(self._served)).items():
-            self._shelf._follow_at_start(self._served[name], active)
+            self._lifecycle._follow_at_start(self._served[name], active)
         for model in self._served.values():
             assert model.active is not None
             _put_in_place(model.active, self._double)
             model.active.has_loaded()
             self.executor.grow(model.active.concurrency)
-            for label in self._shelf._library.labels(model.name):
-                self._shelf.meet(model, label)
+            for label in self._lifecycle._repository.labels(model.name):
+                self._lifecycle.resolve(model, label)
         self._note_offered()
 
     def step(self, longest_wait_s: float = 0.0) -> float | None:
@@ -105,7 +105,7 @@ class SteppedDrain(Drain):
         return pause_s
 
     def _note_offered(self) -> None:
-        offered = [version for version in self._turns if version.room and self._shelf.is_offered(version)]
+        offered = [version for version in self._turns if version.room and self._lifecycle.is_offered(version)]
         self._offered_since = {version: self._offered_since.get(version, self._world.now) for version in offered}
 
     def epoch_of(self, slot: str) -> int:
@@ -126,7 +126,9 @@ class SteppedDrain(Drain):
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """As ever, of a worker whose threads are the scheduler's."""
-        is_ready = not (self._is_stopping or self.ails) and self.leases.is_in_touch and bool(self._shelf.claimable())
+        is_ready = (
+            not (self._is_stopping or self.ails) and self.leases.is_in_touch and bool(self._lifecycle.claimable())
+        )
         return is_ready, {}
 
     @property
@@ -137,7 +139,7 @@ class SteppedDrain(Drain):
     @property
     def serves_all(self) -> bool:
         """Whether every version that answers is to be had here."""
-        return len(self._shelf.claimable()) == len(self._served)
+        return len(self._lifecycle.claimable()) == len(self._served)
 
     def patience_s(self) -> float:
         """For how long the I/O thread would sleep now."""
@@ -146,17 +148,17 @@ class SteppedDrain(Drain):
     def holds(self, entry: Entry) -> bool:
         """Whether the job is in memory."""
         slot, priority, entry_id = entry
-        return (slot, int(priority), entry_id) in self._holdings._held
+        return (slot, int(priority), entry_id) in self._leased._held
 
     def has_jobs(self) -> bool:
         """Whether any are in memory, or running on after they were given back."""
-        return bool(len(self._holdings) or self.executor.running())
+        return bool(len(self._leased) or self.executor.running())
 
     def _ring(self) -> None:
         super()._ring()
         self._hear_bell()
 
-    def _next_work(self, *, is_idle: bool) -> Work | None:
+    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
         """As ever, and checks that no more urgent job of the lane stays behind; ageing is off in simulations."""
         work = super()._next_work(is_idle=is_idle)
         if work is not None:
@@ -204,7 +206,7 @@ def content_hash_of(version: str) -> str:
     return version * 64
 
 
-class Shelf:
+class ModelLifecycle:
     """The other versions of the models; `labels` are those of all of them."""
 
     def __init__(self, packages: Sequence[Package], labels: Sequence[str], further_threads: int) -> None:
@@ -213,7 +215,7 @@ class Shelf:
         self._further_threads = further_threads
 
     def package(self, name: str, label: str) -> Package:
-        """See Library.package."""
+        """See ModelRepository.package."""
         if label not in self._labels:
             raise UnknownModel(f"{name}/{label}")
         package = self._packages[name]
@@ -221,7 +223,7 @@ class Shelf:
         return replace(package, spec=package.spec.model_copy(update={"version": label, "concurrency": concurrency}))
 
     def labels(self, name: str) -> list[str]:
-        """See Library.labels."""
+        """See ModelRepository.labels."""
         return list(self._labels)
 
 
@@ -232,11 +234,11 @@ class Machine:
         self._decisions: dict[str, bytes] = {}
 
     def last(self, model: str) -> bytes:
-        """See Remembered.last."""
+        """See DeploymentStore.last."""
         return self._decisions.get(model, b"")
 
     def keep(self, model: str, active: bytes) -> None:
-        """See Remembered.keep."""
+        """See DeploymentStore.keep."""
         self._decisions[model] = max(active, self.last(model), key=epoch_of)
 
 
@@ -305,7 +307,7 @@ class Seat:
         self._worker = worker
         self._simulation = simulation
         self._number = number
-        self._work: Work | None = None
+        self._work: BatchRun | None = None
 
     @property
     def is_free(self) -> bool:
@@ -427,7 +429,7 @@ class Worker:
             name=label,
             device="cpu",
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=_METRICS,
             checkpoint=self._checkpoint,
             clock=lambda: world.now,
@@ -437,8 +439,10 @@ class Worker:
             hear_bell=lambda: self._io.rouse(),
             violate=world.violate,
             world=world,
-            library=Shelf(simulation.packages, simulation.labels_of(label), simulation.plan.further_threads),
-            remembered=simulation.mutation.remembered(simulation.machine),
+            repository=ModelLifecycle(
+                simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
+            ),
+            deployments=simulation.mutation.deployments(simulation.machine),
         )
         self.drain.when_nowhere = partial(simulation.is_nowhere, self)
         self.drain.load()

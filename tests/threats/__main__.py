@@ -45,14 +45,14 @@ def main() -> int:
 
 def _doors(folder: Path, messages: int, seed: int) -> list[str]:
     findings = []
-    for door in fuzz.targets(folder):
-        count = int(messages * _SHARES[door.name])
+    for ingress in fuzz.targets(folder):
+        count = int(messages * _SHARES[ingress.name])
         refused, slowest, slowest_cpu, begun = 0, 0.0, 0.0, time.perf_counter()
         for number in range(count):
             # Each offer has a seed of its own: a finding is repeated without those before it.
-            offered = door.make(Random(f"{seed} {door.name} {number}"))
+            offered = ingress.make(Random(f"{seed} {ingress.name} {number}"))
             try:
-                outcome = door.offer(offered)
+                outcome = ingress.offer(offered)
             except fuzz.Finding as finding:
                 findings.append(f"{number}: {finding}")
                 continue
@@ -61,7 +61,7 @@ def _doors(folder: Path, messages: int, seed: int) -> list[str]:
                 slowest, slowest_cpu = max(slowest, outcome.seconds), max(slowest_cpu, outcome.cpu_seconds)
         rate = count / (time.perf_counter() - begun)
         _say(
-            f"{door.name:9} {count:6} offered, {refused:6} refused, {rate:7.0f}/s, slowest refusal "
+            f"{ingress.name:9} {count:6} offered, {refused:6} refused, {rate:7.0f}/s, slowest refusal "
             f"{slowest * 1000:.1f} ms ({slowest_cpu * 1000:.1f} ms of CPU)"
         )
     return findings

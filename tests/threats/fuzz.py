@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from penstock.registry.admission import Press, SpecCache
+from penstock.registry.admission import JobBuilder, SpecCache
 from penstock.registry.broker.base import Limits
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import JobHeader, Keyring, open_event, open_job, open_result, seal
@@ -30,7 +30,7 @@ from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.queues import new_job_id
 from penstock.registry.settings import Settings, catalogue
 from penstock.registry.tensors import DTYPES, Tensor, decode, encode
-from penstock.workers.celery_bridge.lane import LaneDoor
+from penstock.workers.celery_bridge.lane import TaskIngress
 
 LIMIT_S: Final = 0.05
 """Within this a refusal must be there."""
@@ -299,7 +299,7 @@ _SPEC: Final[dict[str, Any]] = {
 }
 MODEL_SPEC: Final = ModelSpec.model_validate(_SPEC)
 _INPUTS: Final[dict[str, Any]] = {"x": [[1.0, 2.0, 3.0, 4.0]], "text": ["a"], "label": [3]}
-_PRESS: Final = Press(tenant="default", keyring=SIGNING, max_bytes=10 * 1024 * 1024)
+_PRESS: Final = JobBuilder(tenant="default", keyring=SIGNING, max_bytes=10 * 1024 * 1024)
 
 
 def _request(random: Random) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _any_array(random: Random) -> Any:
     return array
 
 
-def _press(request: Mapping[str, Any]) -> None:
+def _builder(request: Mapping[str, Any]) -> None:
     _PRESS.publication(MODEL_SPEC, **request)
 
 
@@ -423,7 +423,7 @@ class LaneTarget:
     def __init__(self, root: Path) -> None:
         broker = MemoryBroker()
         broker.put_spec(MODEL, MODEL_SPEC.to_json())
-        self._door = LaneDoor(broker, _PRESS, SpecCache(root), Limits(10**9, 0, 60_000), is_open=True)
+        self._door = TaskIngress(broker, _PRESS, SpecCache(root), Limits(10**9, 0, 60_000), is_open=True)
         self._count = 0
 
     def take(self, arguments: Any) -> None:
@@ -443,7 +443,7 @@ def targets(folder: Path) -> list[Target]:
     return [
         Target("envelope", envelope, _open_all, (Corrupt,)),
         Target("tensors", _tensors, lambda offered: decode(*offered), (Corrupt,)),
-        Target("inputs", _request, _press, (Rejected,)),
+        Target("inputs", _request, _builder, (Rejected,)),
         Target("spec", _spec, SpecDoor(folder / "models").take, (ConfigurationError,)),
         Target("settings", _settings, SettingsDoor(folder).take, (ConfigurationError,)),
         Target("lane", lambda random: arguments_of(lane_message(random)), LaneTarget(folder).take, (Rejected, _NoTask)),

@@ -33,15 +33,15 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzz.Target]:
 @given(random=st.randoms(use_true_random=False))
 def test_door_refuses_in_time_or_reads(name: str, doors: dict[str, fuzz.Target], random: Random):
     """Whatever comes; hypothesis looks for the smallest that does something else."""
-    door = doors[name]
-    door.offer(door.make(random))
+    ingress = doors[name]
+    ingress.offer(ingress.make(random))
 
 
 @pytest.mark.parametrize("name", DOORS)
 def test_door_withstands_many(name: str, doors: dict[str, fuzz.Target]):
     """A seeded run of some hundreds: mostly refusals, so that the changes do what they are for, and some readings."""
-    door, random = doors[name], Random(f"{name} 1")
-    outcomes = [door.offer(door.make(random)) for _ in range(300)]
+    ingress, random = doors[name], Random(f"{name} 1")
+    outcomes = [ingress.offer(ingress.make(random)) for _ in range(300)]
     assert sum(bool(outcome.refusal) for outcome in outcomes) > 150
     assert name == "envelope" or not all(outcome.refusal for outcome in outcomes)
 
@@ -52,10 +52,10 @@ def test_door_withstands_many(name: str, doors: dict[str, fuzz.Target]):
 def test_known_attacks_are_refused(name: str, kind: str, doors: dict[str, fuzz.Target]):
     """The corpus: what fuzzing found, and what others' parsers fell for. The first item is a good one."""
     good, *hostile = fuzz.seeds(kind)
-    door = doors[name]
+    ingress = doors[name]
     shape = {"settings": lambda item: ({}, item), "lane": fuzz.arguments_of}.get(name, lambda item: item)
     shaped = [shape(item) for item in (good, *hostile)]
-    outcomes = [door.offer(item) for item in shaped]
+    outcomes = [ingress.offer(item) for item in shaped]
     assert len(outcomes) > 25
     assert sum(bool(outcome.refusal) for outcome in outcomes[1:]) > len(hostile) * 0.7
     assert name == "envelope" or not outcomes[0].refusal

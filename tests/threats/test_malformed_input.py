@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import InvalidInput, PenstockError, UndecodableEnvelope
 from penstock.registry.package import ModelSpec
@@ -32,7 +32,7 @@ SPEC = ModelSpec.model_validate(
         "outputs": [{"name": "y", "dtype": "float32", "shape": ["batch", 4]}],
     }
 )
-PRESS = Press(tenant="default", keyring=Keyring.parse(None), max_bytes=MAX_BYTES)
+PRESS = JobBuilder(tenant="default", keyring=Keyring.parse(None), max_bytes=MAX_BYTES)
 ROWS = MAX_BYTES // 16
 FULL = np.ones((ROWS, 4), np.float32)
 TEXT = {"text": ["a"]}

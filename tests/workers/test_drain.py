@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.base import Broker, Limits, Publication, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -23,7 +23,7 @@ from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.drain import Drain
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import RedisServer, wait_until
@@ -63,11 +63,11 @@ class Bench:
         self.drain = drain
         self.metrics = metrics
         self._models = models
-        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
+        self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
 
     def sealed(self, model: str, number: float = 0, **how: Any) -> Publication:
         """A job on its way to the broker."""
-        return self._press.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how)
+        return self._builder.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how)
 
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""
@@ -77,16 +77,16 @@ class Bench:
 
     def state(self, job_id: str) -> State:
         """What the job's record says."""
-        standing = self.broker.standing(job_id)
-        assert standing is not None
-        return standing.state
+        job_record = self.broker.job_record(job_id)
+        assert job_record is not None
+        return job_record.state
 
     def result(self, job_id: str) -> tuple[ResultHeader, float | None]:
         """The result, once it is there: its header, and the first number of `y`."""
 
         def sealed() -> bytes:
-            standing = self.broker.standing(job_id)
-            return standing.result if standing else b""
+            job_record = self.broker.job_record(job_id)
+            return job_record.result if job_record else b""
 
         header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
         return header, None if header.error else float(decode(header.content, body)["y"][0, 0])
@@ -125,7 +125,7 @@ def start(connect: Connect, models_root: Path) -> Iterator[StartBench]:
             name=f"bench-{next(names)}",
             device="cpu",
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=metrics,
             checkpoint=checkpoint,
         )

@@ -17,7 +17,7 @@ from penstock.registry.queues import Priority
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
-from penstock.workers.executor import Executor, TooLarge, Work, seats_for
+from penstock.workers.executor import BatchRun, Executor, TooLarge, seats_for
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
@@ -85,7 +85,7 @@ def fits(most: int, forward: Forward = lambda rows: rows * 2) -> Forward:
     return on_device
 
 
-def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16) -> Work:
+def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16) -> BatchRun:
     """A batch with one job per list of numbers, a row for each number."""
     items = []
     for order, numbers in enumerate(jobs):
@@ -95,10 +95,10 @@ def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16
         job = ClaimedJob(delivery, header, inputs, len(numbers), 0.0, 0.0, 0)
         items.append(Pending(KEY, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
     rows = sum(item.rows for item in items)
-    return Work(Batch(KEY, items, rows, rows, "full", 2), runtime, max_rows)
+    return BatchRun(Batch(KEY, items, rows, rows, "full", 2), runtime, max_rows)
 
 
-def run(work: Work, executor: Executor | None = None) -> list[list[float] | str]:
+def run(work: BatchRun, executor: Executor | None = None) -> list[list[float] | str]:
     """The forward of one batch, on this thread: the numbers of each job's answer, or the code of its failure."""
     executor = executor or executor_of()
     executor.submit(work, prepare_apart=False)
@@ -256,29 +256,29 @@ def model(models_root, **batching: int) -> ServedVersion:
 def test_a_cap_of_rows_is_half_of_what_did_not_fit_and_is_relaxed_step_by_step(models_root):
     """8 of 16 rows did not fit: batches of 4, of 8 after five quiet minutes, of 16 after ten; not a moment earlier."""
     served = model(models_root)
-    served.learn(TooLarge(8, 0), 1000.0)
+    served.cap_batches(TooLarge(8, 0), 1000.0)
     assert served.max_rows == 4
-    served.relax(1299.9)
+    served.raise_cap(1299.9)
     assert served.max_rows == 4
-    served.relax(1300.0)
+    served.raise_cap(1300.0)
     assert (served.max_rows, served.is_capped) == (8, True)
-    served.relax(1600.0)
+    served.raise_cap(1600.0)
     assert (served.max_rows, served.is_capped) == (16, False)
-    served.relax(9999.0)
+    served.raise_cap(9999.0)
     assert served.max_rows == 16
 
 
 def test_another_misfit_tightens_the_cap_and_begins_the_wait_anew(models_root):
     """A smaller misfit halves again; a larger one loosens nothing."""
     served = model(models_root)
-    served.learn(TooLarge(8, 0), 0.0)
-    served.learn(TooLarge(4, 0), 200.0)
+    served.cap_batches(TooLarge(8, 0), 0.0)
+    served.cap_batches(TooLarge(4, 0), 200.0)
     assert served.max_rows == 2
-    served.learn(TooLarge(16, 0), 250.0)
+    served.cap_batches(TooLarge(16, 0), 250.0)
     assert served.max_rows == 2
-    served.relax(549.0)
+    served.raise_cap(549.0)
     assert served.max_rows == 2
-    served.relax(550.0)
+    served.raise_cap(550.0)
     assert served.max_rows == 4
 
 
@@ -287,13 +287,13 @@ def test_a_cap_of_tokens_leaves_short_texts_their_full_batches(models_root):
     root = models_root
     write_package(root, "texts", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
     served = ServedVersion(load_package(root / "texts" / "1"), InferenceConfig())
-    served.learn(TooLarge(8, 800), 0.0)
+    served.cap_batches(TooLarge(8, 800), 0.0)
     assert served.max_rows == 16
     assert [batch_rows(served, length) for length in (20, 50, 100, 500)] == [16, 8, 4, 1]
-    served.relax(300.0)
+    served.raise_cap(300.0)
     assert batch_rows(served, 100) == 8
     for minutes in range(10, 100, 5):
-        served.relax(60.0 * minutes)
+        served.raise_cap(60.0 * minutes)
     assert not served.is_capped
     assert batch_rows(served, 500) == 16
 
@@ -313,7 +313,7 @@ def test_model_threads_are_added_while_it_runs():
     """For a version that may run more forwards at a time than those before it; never fewer, nor beyond the seats."""
     meeting = threading.Barrier(3)
 
-    def meet(rows: Array) -> Array:
+    def resolve(rows: Array) -> Array:
         meeting.wait(5.0)
         return rows
 
@@ -325,7 +325,7 @@ def test_model_threads_are_added_while_it_runs():
         executor.grow(3)
         executor.grow(1)
         assert (executor.threads, executor.idle) == (3, 3)
-        works = [work_of(Device(meet), [[float(number)]]) for number in range(3)]
+        works = [work_of(Device(resolve), [[float(number)]]) for number in range(3)]
         for work in works:
             executor.submit(work, prepare_apart=False)
         for _ in works:

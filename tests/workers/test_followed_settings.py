@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Failure, ResultHeader, open_result
 from penstock.registry.errors import ConfigurationError
@@ -19,10 +19,10 @@ from penstock.registry.package import find, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.drain import Drain
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 from tests.packages import recorded_forwards, write_double, write_package, write_recorder
 from tests.servers import wait_until
 from tests.workers.batching.test_calibrate import GIB, Device
@@ -39,7 +39,7 @@ class Bench:
         packages = {name: load_package(find(root, name).path) for name in models}
         self._specs = {name: package.spec for name, package in packages.items()}
         self._broker = MemoryBroker()
-        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
+        self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
         self._end = self._broker.connect()
         self.drain = Drain(
             Settings.load(overrides={"home": str(root.parent / "home"), **settings}, environ={}, cwd=root),
@@ -48,14 +48,14 @@ class Bench:
             name="bench",
             device=device,
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=InferenceMetrics((0.1, 1.0)),
-            library=ModelsRoot(root, [root]),
+            repository=DiskRepository(root, [root]),
         )
 
     def submit(self, model: str, *numbers: float) -> list[str]:
         """One job per number; their ids."""
-        jobs = [self._press.publication(self._specs[model], {"x": [[each, 0, 0, 0]]}) for each in numbers]
+        jobs = [self._builder.publication(self._specs[model], {"x": [[each, 0, 0, 0]]}) for each in numbers]
         assert {receipt.outcome for receipt in self._end.publish(model, jobs, ROOMY)} == {"accepted"}
         return [job.job_id for job in jobs]
 
@@ -63,8 +63,8 @@ class Bench:
         """How the job ended, once it has: its header, and the first number of `y` or the failure."""
 
         def sealed() -> bytes:
-            standing = self._end.standing(job_id)
-            return standing.result if standing else b""
+            job_record = self._end.job_record(job_id)
+            return job_record.result if job_record else b""
 
         header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
         return header, header.error or float(decode(header.content, body)["y"][0, 0])
@@ -202,7 +202,7 @@ def test_the_worker_goes_on_serving_beside_a_version_that_is_wrong(
         described = bench.drain.versions()["double"].get("2", {})
         return str(described.get("problem", "")) if described.get("state") == "failed" else ""
 
-    bench.drain.want("double", "2")
+    bench.drain.request_load("double", "2")
     line = wait_until(problem, 5, "the version has failed")
     assert text in line
     assert "\n" not in line

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import Press
-from penstock.registry.broker.base import Broker, Depth, Held, Limits, Standing, State
+from penstock.registry.admission import JobBuilder
+from penstock.registry.broker.base import Broker, Depth, Held, JobRecord, Limits, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring, Retry, open_result
 from penstock.registry.package import Package, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import Array, decode
 from penstock.workers.drain import Drain
-from penstock.workers.executor import Work
-from penstock.workers.observe.listener import Ended, Failed, Unwatched
+from penstock.workers.executor import BatchRun
+from penstock.workers.observe.listener import Ended, Failed, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import Prepared, Runtime
@@ -41,7 +41,7 @@ A_DAY_MS = 86_400_000
 LIMITS = Limits(100_000, 0, A_DAY_MS)
 
 
-class Notes(Unwatched):
+class Notes(NullListener):
     """A watcher that remembers who was retried and who ended how."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Worker:
             name=f"bench-{len(bench.workers)}",
             device="cpu",
             threads=1,
-            watcher=self.notes,
+            listener=self.notes,
             metrics=self.metrics,
             clock=bench.clock,
             jitter=lambda: jitter,
@@ -114,11 +114,11 @@ class Worker:
         for _ in range(times):
             self.drain.step(0.0)
 
-    def begin(self, seat: str = "a") -> Work | None:
+    def begin(self, seat: str = "a") -> BatchRun | None:
         """A model thread takes its next work."""
         return self.drain.executor.begin(seat)
 
-    def end(self, work: Work, seat: str = "a") -> None:
+    def end(self, work: BatchRun, seat: str = "a") -> None:
         """The forward of that work, and its handing in."""
         self.drain.executor.run(work)
         self.drain.executor.finish(seat, work)
@@ -154,7 +154,7 @@ class Bench:
         self._root = models_root
         self._broker = MemoryBroker(self.clock)
         self.ends: list[Broker] = [self._broker]
-        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
+        self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
 
     @property
     def broker(self) -> MemoryBroker:
@@ -172,7 +172,7 @@ class Bench:
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""
         spec = load_package(self._root / model / "1").spec
-        jobs = [self._press.publication(spec, {"x": [[number, 0, 0, 0]]}, **how) for number in numbers]
+        jobs = [self._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, **how) for number in numbers]
         assert {receipt.outcome for receipt in self.broker.publish(model, jobs, LIMITS)} == {"accepted"}
         return [job.job_id for job in jobs]
 
@@ -197,18 +197,18 @@ class Bench:
             suspects = [job for job in worker.journal.jobs if job.slot == slot]
             self.broker.suspect(slot, suspects, worker.drain.consumer, A_DAY_MS)
 
-    def standing(self, job_id: str) -> Standing:
+    def job_record(self, job_id: str) -> JobRecord:
         """What the job's record says."""
-        standing = self.broker.standing(job_id)
-        assert standing is not None
-        return standing
+        job_record = self.broker.job_record(job_id)
+        assert job_record is not None
+        return job_record
 
     def state(self, job_id: str) -> State:
-        return self.standing(job_id).state
+        return self.job_record(job_id).state
 
     def answer(self, job_id: str) -> float | str:
         """The first number of `y`, or the code of the failure."""
-        header, body = open_result(self.standing(job_id).result, UNSIGNED)
+        header, body = open_result(self.job_record(job_id).result, UNSIGNED)
         return header.error.code if header.error else float(decode(header.content, body)["y"][0, 0])
 
 
@@ -403,14 +403,14 @@ def test_a_suspect_runs_in_the_form_that_its_author_built(bench: Bench, models_r
     Others go on in the form in use."""
     amend(write_double(models_root), batching={"max_batch_size": max_rows})
     spec = load_package(models_root / "double" / "1").spec
-    job = bench._press.publication(spec, {"x": [[float(row), 0, 0, 0] for row in range(1, 5)]})
+    job = bench._builder.publication(spec, {"x": [[float(row), 0, 0, 0] for row in range(1, 5)]})
     bench.broker.publish("double", [job], LIMITS)
     first = bench.employ()
     first.turn(2)
     assert first.begin() is not None
     bench.crash(first)
     worker = bench.employ()
-    heard: list[Work] = []
+    heard: list[BatchRun] = []
     version = worker.drain._served["double"].active
     assert version is not None
     version.runtime = formed = Formed(version.runtime)
@@ -481,7 +481,7 @@ def test_a_suspect_that_waits_may_still_come_to_another_end(fate: str, bench: Be
     elif fate == "paused":
         bench.broker.pause("recorder")
         bench.pass_time(2)
-        assert not bench.standing(job).is_claimed
+        assert not bench.job_record(job).is_claimed
     else:
         worker.drain.ask_to_stop(10.0)
         worker.turn()
@@ -492,7 +492,7 @@ def test_a_suspect_that_waits_may_still_come_to_another_end(fate: str, bench: Be
     assert worker.forwards() == []
     assert worker.drain.reserved() == []
     if fate in ("drained", "paused"):
-        assert not bench.standing(job).is_claimed
+        assert not bench.job_record(job).is_claimed
         bench.broker.resume("recorder")
         bench.workers[:] = [bench.employ()]
         bench.pass_time(1)
@@ -696,7 +696,7 @@ def test_a_resting_job_that_was_lost_is_forgotten(bench: Bench, models_root: Pat
     assert len(bench.broker.take_over("somebody else", "flaky", 0, 10)) == 1
     bench.pass_time(LEASE_S)
     assert worker.forwards() == []
-    assert bench.standing(job).is_claimed
+    assert bench.job_record(job).is_claimed
     assert worker.drain.readiness[1]["in_memory"] == 0
 
 
@@ -728,13 +728,13 @@ def test_sigterm_gives_a_retried_job_back(when: str, bench: Bench, models_root: 
         worker.drain.ask_to_stop(10.0)
         worker.end(work)
     worker.turn(3)
-    assert not bench.standing(job).is_claimed
+    assert not bench.job_record(job).is_claimed
     bench.workers[:] = [bench.employ()]
     bench.pass_time(1)
     bench.workers[0].forwards()
     bench.pass_time(4)
     bench.workers[0].forwards()
-    header, _ = open_result(bench.standing(job).result, UNSIGNED)
+    header, _ = open_result(bench.job_record(job).result, UNSIGNED)
     assert (header.error, header.attempt) == (None, 1)
 
 
@@ -830,14 +830,14 @@ def test_beside_a_hung_forward_the_rest_is_given_back_at_the_limit(bench: Bench,
     thread = Thread(worker, "a")
     waiting = bench.publish("recorder", *range(2, 40))
     bench.pass_time(LIMIT_S - 0.5)
-    assert any(bench.standing(job).is_claimed for job in waiting)
+    assert any(bench.job_record(job).is_claimed for job in waiting)
     bench.pass_time(1)
-    assert not any(bench.standing(job).is_claimed for job in waiting)
+    assert not any(bench.job_record(job).is_claimed for job in waiting)
     bench.pass_time(3)
-    assert not any(bench.standing(job).is_claimed for job in waiting)
+    assert not any(bench.job_record(job).is_claimed for job in waiting)
     assert worker.counted("penstock_taken_over") == 0
     assert [job.job_id for job in worker.journal.jobs] == hung
-    assert bench.standing(hung[0]).is_claimed
+    assert bench.job_record(hung[0]).is_claimed
     other = bench.employ()
     bench.pass_time(1)
     other.forwards()
@@ -859,7 +859,7 @@ def test_a_limit_shorter_than_the_drains_own_rest_is_kept(models_root: Path, led
         thread = Thread(worker, "a")
         (waiting,) = bench.publish("recorder", 2)
         bench.pass_time(1)
-        assert not bench.standing(waiting).is_claimed
+        assert not bench.job_record(waiting).is_claimed
         thread.finish()
 
 
@@ -875,9 +875,9 @@ def test_a_process_that_stood_still_gives_its_forward_another_limit(bench: Bench
     bench.now += 2 * LIMIT_S
     (waiting,) = bench.publish("recorder", 2)
     bench.pass_time(LIMIT_S - 1)
-    assert bench.standing(waiting).is_claimed
+    assert bench.job_record(waiting).is_claimed
     bench.pass_time(2)
-    assert not bench.standing(waiting).is_claimed
+    assert not bench.job_record(waiting).is_claimed
     thread.finish()
     assert bench.answer(job) == 2
 
@@ -895,7 +895,7 @@ def test_progress_moves_the_limit(bench: Bench, models_root: Path, ledger: Path)
         thread.work.touch()
     (later,) = bench.publish("recorder", 2)
     bench.pass_time(1)
-    assert bench.standing(later).is_claimed
+    assert bench.job_record(later).is_claimed
     thread.finish()
     assert bench.answer(job) == 2
 
@@ -929,9 +929,9 @@ def test_on_a_lost_device_nothing_more_is_begun_and_the_rest_is_given_back(
         while worker.drain.is_healthy() is None and time.monotonic() < deadline:
             os.sched_yield()
         assert worker.drain.is_healthy() == "the device is lost: cuda:0: an illegal access"
-        while any(bench.standing(job).is_claimed for job in waiting) and time.monotonic() < deadline:
+        while any(bench.job_record(job).is_claimed for job in waiting) and time.monotonic() < deadline:
             os.sched_yield()
-        assert not any(bench.standing(job).is_claimed for job in waiting)
+        assert not any(bench.job_record(job).is_claimed for job in waiting)
         assert [job.job_id for job in worker.journal.jobs] == [lost]
     finally:
         worker.drain.stop(0.0)

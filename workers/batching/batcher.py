@@ -24,7 +24,7 @@ import msgspec
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.queues import Priority
-from penstock.workers.batching.buckets import Load, Room, most_efficient_run, padded_tokens, padding_ratio
+from penstock.workers.batching.buckets import BatchLoad, Room, most_efficient_run, padded_tokens, padding_ratio
 
 __all__ = ["Batch", "BatchKey", "BatchLimits", "Batcher", "Pending", "Reason"]
 
@@ -124,7 +124,7 @@ class Batcher(Generic[T]):
         self._room = Room(limits.max_rows, limits.max_tokens or sys.maxsize, limits.max_bytes or sys.maxsize)
         self._fitting_rows = self._steered_rows = limits.max_rows
         self._wait_s = limits.max_wait_s
-        self._lanes: dict[BatchKey, _Lane[T]] = {}
+        self._lanes: dict[BatchKey, _SubQueue[T]] = {}
         self._jobs = 0
         self._added = 0
         self._passed_over = 0
@@ -228,20 +228,20 @@ class Batcher(Generic[T]):
     def _most_rows(self) -> int:
         return min(self.limits.max_rows, self._fitting_rows, self._steered_rows)
 
-    def _lane(self, key: BatchKey) -> _Lane[T]:
+    def _lane(self, key: BatchKey) -> _SubQueue[T]:
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane(key)
+            lane = self._lanes[key] = _SubQueue(key)
         return lane
 
-    def _settle(self, lane: _Lane[T]) -> None:
+    def _settle(self, lane: _SubQueue[T]) -> None:
         """Bring a lane's totals up to date; an empty lane goes, or a model with many shapes would keep them all."""
         if any(lane.bands):
             lane.recount()
         else:
             del self._lanes[lane.key]
 
-    def _due(self, lane: _Lane[T], now: float) -> Reason | None:
+    def _due(self, lane: _SubQueue[T], now: float) -> Reason | None:
         """Why this lane should be flushed even when the device is busy."""
         if lane.rows >= self._room.rows:
             return "full"
@@ -252,7 +252,7 @@ class Batcher(Generic[T]):
             return "wait"
         return None
 
-    def _most_urgent(self) -> tuple[_Lane[T], Pending[T]]:
+    def _most_urgent(self) -> tuple[_SubQueue[T], Pending[T]]:
         """The most urgent job, the oldest among equals, and its lane."""
         lane, *others = self._lanes.values()
         leader = lane.most_urgent()
@@ -268,7 +268,7 @@ class Batcher(Generic[T]):
         aged = [item for lane in self._lanes.values() for item in lane.aged(leader.priority, since)]
         return min(aged, key=_order, default=None)
 
-    def _draft(self, lane: _Lane[T], leader: Pending[T], now: float) -> _Draft[T]:
+    def _draft(self, lane: _SubQueue[T], leader: Pending[T], now: float) -> _Draft[T]:
         """Take out of the lane: the leader, the share of the aged, then band after band while they fit whole."""
         draft = _Draft(leader, self._room)
         lane.bands[leader.priority].remove(leader)
@@ -281,7 +281,7 @@ class Batcher(Generic[T]):
         self._deduct(lane, draft)
         return draft
 
-    def _take_aged(self, draft: _Draft[T], lane: _Lane[T], since: float) -> None:
+    def _take_aged(self, draft: _Draft[T], lane: _SubQueue[T], since: float) -> None:
         leader = draft.items[0]
         share = leader.rows + max(1, self._room.rows // _AGED_SHARE)
         while draft.rows < share:
@@ -319,7 +319,7 @@ class Batcher(Generic[T]):
         band[: len(window)] = [item for item in window if item not in chosen]
         draft.take(taken)
 
-    def _deduct(self, lane: _Lane[T], draft: _Draft[T]) -> None:
+    def _deduct(self, lane: _SubQueue[T], draft: _Draft[T]) -> None:
         """Settle a lane from which a batch was taken."""
         lane.rows -= draft.rows
         lane.nbytes -= draft.nbytes
@@ -330,7 +330,7 @@ class Batcher(Generic[T]):
         self._jobs -= len(draft.items)
 
 
-class _Lane(Generic[T]):
+class _SubQueue(Generic[T]):
     """The pending jobs of one key: a band per priority, each in order of arrival, and what they add up to."""
 
     __slots__ = ("bands", "key", "longest", "nbytes", "rows")
@@ -367,8 +367,8 @@ class _Draft(Generic[T]):
         self.rows, self.longest, self.nbytes = leader.rows, leader.length, leader.nbytes
         self.room = room
 
-    def load(self) -> Load:
-        return Load(self.rows, self.longest, self.nbytes, sum(item.rows * item.length for item in self.items))
+    def load(self) -> BatchLoad:
+        return BatchLoad(self.rows, self.longest, self.nbytes, sum(item.rows * item.length for item in self.items))
 
     def take(self, items: list[Pending[T]]) -> None:
         """Add jobs that are known to fit."""

@@ -17,7 +17,7 @@ from penstock.registry.errors import InvalidInput
 
 __all__ = [
     "LengthBuckets",
-    "Load",
+    "BatchLoad",
     "Measured",
     "Room",
     "most_efficient_run",
@@ -42,7 +42,7 @@ class Measured(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Load(NamedTuple):
+class BatchLoad(NamedTuple):
     """What is in a batch already; `tokens` are real ones: the sum over its jobs of rows * length."""
 
     rows: int
@@ -102,7 +102,7 @@ def _edges(longest: int) -> tuple[int, ...]:
 
 
 def most_efficient_run(
-    base: Load, shorter: Sequence[Measured], longer: Sequence[Measured], room: Room, overhead_tokens: int
+    base: BatchLoad, shorter: Sequence[Measured], longer: Sequence[Measured], room: Room, overhead_tokens: int
 ) -> tuple[int, int]:
     """How many of `shorter` and of `longer` to batch with `base`, so that little of the work is padding.
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from penstock.workers.results import Packed
+from penstock.workers.results import EncodedOutputs
 
 __all__ = ["L1Cache"]
 
@@ -35,7 +35,7 @@ class L1Cache:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._clock = clock
-        self._entries: OrderedDict[bytes, tuple[Packed, float]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float]] = OrderedDict()
         self._ends: list[tuple[float, bytes]] = []
         """A heap of when entries expire; some of them are gone, or were written anew."""
         self._nbytes = 0
@@ -49,7 +49,7 @@ class L1Cache:
         """What the entries take, in bytes."""
         return self._nbytes
 
-    def get(self, key: bytes) -> Packed | None:
+    def get(self, key: bytes) -> EncodedOutputs | None:
         """The answer that is kept under `key`, if its time is not over."""
         with self._lock:
             found = self._entries.get(key)
@@ -61,7 +61,7 @@ class L1Cache:
             self._entries.move_to_end(key)
             return found[0]
 
-    def put(self, key: bytes, answer: Packed, ttl_s: float) -> None:
+    def put(self, key: bytes, answer: EncodedOutputs, ttl_s: float) -> None:
         """Keeps an answer for `ttl_s` seconds, in the place of what was kept under `key`."""
         size = _size_of(answer)
         with self._lock:
@@ -105,5 +105,5 @@ class L1Cache:
         self._nbytes -= _size_of(answer)
 
 
-def _size_of(answer: Packed) -> int:
+def _size_of(answer: EncodedOutputs) -> int:
     return len(answer.body) + _ENTRY_BYTES + _TENSOR_BYTES * len(answer.content)

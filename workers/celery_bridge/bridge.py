@@ -31,20 +31,20 @@ from celery.worker.request import Request
 from kombu.messaging import Producer
 
 from penstock.registry.broker.base import State
-from penstock.registry.control import CONTROL_COMMAND, Command, Obedience
+from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import PenstockError
 from penstock.registry.queues import CELERY_TASK
 from penstock.workers.observe.listener import Ended, Failed
 
 __all__ = [
-    "CeleryWatcher",
+    "CeleryEventSender",
     "DrainView",
-    "EventSwitch",
-    "ForgivingConsumer",
-    "LaneRequest",
-    "ResultStore",
-    "obey",
+    "TaskEventsFlag",
+    "ResilientConsumer",
+    "InferRequest",
+    "CeleryResultStore",
+    "register_control_command",
     "show_drain",
     "withdraw_commands",
 ]
@@ -124,7 +124,7 @@ class _Revoked(_TaskEvent, tag="task-revoked"):
     signum: None = None
 
 
-class CeleryWatcher:
+class CeleryEventSender:
     """The drain's watcher that turns jobs into Celery's task events, and knows Celery's revoked ids.
 
     Attributes:
@@ -164,25 +164,25 @@ class CeleryWatcher:
     # The drain's side
 
     def received(self, jobs: Sequence[JobHeader], at: float) -> None:
-        """See Watcher.received."""
+        """See JobListener.received."""
         self._note(len(jobs), lambda clock: self._receptions(jobs, at, clock))
 
     def started(self, jobs: Sequence[JobHeader], at: float) -> None:
-        """See Watcher.started."""
+        """See JobListener.started."""
         self._note(len(jobs), lambda clock: self._starts(jobs, at, clock))
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
-        """See Watcher.finished."""
+        """See JobListener.finished."""
         for model, count in Counter(each.header.model for each in ended).items():
             self.totals[_shown_name(model)] += count
         self._note(len(ended), lambda clock: self._ends(ended, at, clock))
 
     def retried(self, failed: Sequence[Failed], at: float) -> None:
-        """See Watcher.retried."""
+        """See JobListener.retried."""
         self._note(len(failed), lambda clock: self._retries(failed, at, clock))
 
     def is_revoked(self, job_id: str) -> bool:
-        """See Watcher.is_revoked. A job of the lane is also withdrawn by the id of its Celery task."""
+        """See JobListener.is_revoked. A job of the lane is also withdrawn by the id of its Celery task."""
         revoked = worker_state.revoked
         return bool(revoked) and (job_id in revoked or job_id.rpartition(".")[2] in revoked)
 
@@ -317,7 +317,7 @@ def _described(job: JobHeader) -> str:
     return repr({"tenant": job.tenant, "priority": job.priority, **inputs})
 
 
-class EventSwitch:
+class TaskEventsFlag:
     """Whether task events are on, as `enable_events` and `disable_events` leave it."""
 
     def __init__(self, worker: Any) -> None:
@@ -336,7 +336,7 @@ class EventSwitch:
         return self._is_on
 
 
-def show_drain(view: DrainView, watcher: CeleryWatcher, hostname: str, *, settings: Mapping[str, object]) -> None:
+def show_drain(view: DrainView, listener: CeleryEventSender, hostname: str, *, settings: Mapping[str, object]) -> None:
     """Make `inspect active`, `reserved` and `stats` and Celery's heartbeat tell of the drain's jobs too.
 
     settings: what `stats` shows under `inference`, plain data without secrets. Costs nothing per job: the drain is
@@ -354,17 +354,17 @@ def show_drain(view: DrainView, watcher: CeleryWatcher, hostname: str, *, settin
         known = celery_stats(state)
         return {
             **known,
-            "total": {**known["total"], **watcher.totals.copy()},
-            "events": {"dropped": watcher.dropped},
+            "total": {**known["total"], **listener.totals.copy()},
+            "events": {"dropped": listener.dropped},
             "inference": settings,
         }
 
     Panel.data.update(active=active, dump_active=active, reserved=reserved, dump_reserved=reserved, stats=stats)
     heartbeat.active_requests = _ActiveJobs(view)
-    heartbeat.all_total_count = _FinishedJobs(watcher)
+    heartbeat.all_total_count = _FinishedJobs(listener)
 
 
-def obey(obedience: Obedience, act: Callable[[Command], str]) -> None:
+def register_control_command(obedience: CommandVerifier, act: Callable[[Command], str]) -> None:
     """Take signed commands through Celery's remote control: `act` says what was done, or raises PenstockError."""
 
     def command(state: Any, command: object = None) -> dict[str, str]:
@@ -415,14 +415,14 @@ class _ActiveJobs:
 class _FinishedJobs:
     """Stands for Celery's one-element total where the heartbeat reads it."""
 
-    def __init__(self, watcher: CeleryWatcher) -> None:
-        self._watcher = watcher
+    def __init__(self, listener: CeleryEventSender) -> None:
+        self._listener = listener
 
     def __getitem__(self, index: int) -> int:
-        return int(worker_state.all_total_count[index]) + self._watcher.totals.total()
+        return int(worker_state.all_total_count[index]) + self._listener.totals.total()
 
 
-class LaneRequest(Request):  # type: ignore[misc]  # Celery is untyped
+class InferRequest(Request):  # type: ignore[misc]  # Celery is untyped
     """The request of a `penstock.infer` task: its payload appears in no event, no `inspect` and no log line."""
 
     def __init__(self, message: Any, **options: Any) -> None:
@@ -445,7 +445,7 @@ class LaneRequest(Request):  # type: ignore[misc]  # Celery is untyped
 _UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError)
 
 
-class ForgivingConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
+class ResilientConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
     """Celery's consumer, that takes a message nobody can read for a lost connection, not for its own end.
 
     Celery would end the worker, and the drain with it. kombu has removed such a message before it fails to read it.
@@ -469,7 +469,7 @@ class ForgivingConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
         return handle_or_drop
 
 
-class ResultStore:
+class CeleryResultStore:
     """Celery's result backend, for tasks whose jobs ended after their message was acknowledged."""
 
     def __init__(self, app: Celery) -> None:

@@ -1,7 +1,7 @@
 """Jobs that come through Celery's `send_task`, and their results on the way back.
 
-    task message --LaneDoor--> <model>.<task id> in the broker --> acknowledged; from then on it is a job like any
-    commit --> `{model}:lane` --LaneReplies--> Celery's result backend --> acknowledged
+    task message --TaskIngress--> <model>.<task id> in the broker --> acknowledged; from then on it is a job like any
+    commit --> `{model}:lane` --TaskResultForwarder--> Celery's result backend --> acknowledged
 
 A crash in between repeats a step and changes nothing: a job id is published once, and a result that is stored twice
 is the same result. The lane's reply streams are never trimmed: an entry leaves when its results are stored.
@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import redis
 
-from penstock.registry.admission import Press, SpecCache
-from penstock.registry.broker.base import Broker, Limits, ProducerEnd, Standing, State
+from penstock.registry.admission import JobBuilder, SpecCache
+from penstock.registry.broker.base import Broker, JobRecord, Limits, ProducerEnd, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.errors import (
     Corrupt,
@@ -33,7 +33,7 @@ from penstock.registry.package import ModelSpec
 from penstock.registry.queues import GROUP, lane_key, slot_of
 from penstock.registry.tensors import decode, lists
 
-__all__ = ["LaneDoor", "LaneReplies", "Outcomes"]
+__all__ = ["TaskIngress", "TaskResultForwarder", "TaskResultBackend"]
 
 _BLOCK_MS: Final = 1_000
 _REFRESH_S: Final = 5.0
@@ -47,7 +47,7 @@ _OWN_PENDING: Final = "0"
 _log = logging.getLogger("penstock.server")
 
 
-class Outcomes(Protocol):
+class TaskResultBackend(Protocol):
     """Where the results of tasks are kept for `AsyncResult`."""
 
     def succeeded(self, task_id: str, result: dict[str, Any]) -> None:
@@ -60,12 +60,14 @@ class Outcomes(Protocol):
         """The task was withdrawn before it ran."""
 
 
-class LaneDoor:
+class TaskIngress:
     """Turns task messages into jobs. Closed where jobs must be signed by those who send them. One thread's."""
 
-    def __init__(self, broker: ProducerEnd, press: Press, specs: SpecCache, limits: Limits, *, is_open: bool) -> None:
+    def __init__(
+        self, broker: ProducerEnd, builder: JobBuilder, specs: SpecCache, limits: Limits, *, is_open: bool
+    ) -> None:
         self._broker = broker
-        self._press = press
+        self._builder = builder
         self._specs = specs
         self._limits = limits
         self._is_open = is_open
@@ -100,7 +102,7 @@ class LaneDoor:
         slot = slot_of(job_id)
         if slot != spec.name:
             raise InvalidInput(f"Bad task id {task_id!r:.80}. Expected letters, digits, '_', ':' or '-'")
-        job = self._press.publication(
+        job = self._builder.publication(
             spec,
             inputs,
             priority=priority,
@@ -124,7 +126,7 @@ class _Entry(NamedTuple):
     job_ids: tuple[str, ...]
 
 
-class LaneReplies:
+class TaskResultForwarder:
     """The thread that carries finished jobs of the lane into Celery's result backend.
 
     The streams are shared by all workers through a consumer group. `worker` names this one, also after a restart,
@@ -132,7 +134,7 @@ class LaneReplies:
     """
 
     def __init__(
-        self, client: redis.Redis, broker: Broker, keyring: Keyring, outcomes: Outcomes, *, worker: str
+        self, client: redis.Redis, broker: Broker, keyring: Keyring, outcomes: TaskResultBackend, *, worker: str
     ) -> None:
         self._redis = client
         self._broker = broker
@@ -208,27 +210,27 @@ class LaneReplies:
         return [entry for key, entries in found for entry in _entries(slots[key], entries)]
 
     def _store(self, entry: _Entry) -> None:
-        for job_id, standing in zip(entry.job_ids, self._broker.standings(entry.job_ids), strict=True):
-            self._settle(job_id, standing)
+        for job_id, job_record in zip(entry.job_ids, self._broker.job_records(entry.job_ids), strict=True):
+            self._settle(job_id, job_record)
         key = lane_key(entry.slot)
         with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.xack(key, GROUP, entry.entry_id)
             pipeline.xdel(key, entry.entry_id)
             pipeline.execute()
 
-    def _settle(self, job_id: str, standing: Standing | None) -> None:
+    def _settle(self, job_id: str, job_record: JobRecord | None) -> None:
         slot, _, task_id = job_id.rpartition(".")
-        if standing is None:
+        if job_record is None:
             gone = "The job has ended, and its result has expired before Celery's result backend could take it"
             self._outcomes.failed(task_id, ResultGone(gone))
             return
         try:
-            header, body = open_result(standing.result, self._keyring)
+            header, body = open_result(job_record.result, self._keyring)
             outputs = {} if header.error else lists(decode(header.content, body))
         except Corrupt as error:
             self._outcomes.failed(task_id, JobFailed(f"The result cannot be read: {error}"))
             return
-        if standing.state is State.CANCELLED:
+        if job_record.state is State.CANCELLED:
             self._outcomes.revoked(task_id)
         elif header.error:
             self._outcomes.failed(task_id, job_failure(header.error.code, header.error.message))

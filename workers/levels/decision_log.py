@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.registry.queues import parse_name
-from penstock.workers.levels.progression import THRESHOLDS, Decision, Standing, replay
+from penstock.workers.levels.progression import THRESHOLDS, Decision, LevelState, replay
 from penstock.workers.process.device import granted_threads
 from penstock.workers.runtime.cpu import cpu_label
 
-__all__ = ["DecisionLog", "Subject", "environment"]
+__all__ = ["DecisionLog", "DecisionKey", "environment"]
 
 _LARGEST_FILE: Final = 1 << 20
 _FRAMEWORKS: Final = ("torch", "transformers", "onnxruntime")
@@ -42,7 +42,7 @@ _A_DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class DecisionKey:
     """What a decision is about. `environment`: where it holds; see the function of that name."""
 
     model: str
@@ -60,16 +60,16 @@ class DecisionLog:
         self.run: Final = secrets.token_hex(8)
         """What this process's lines are marked with."""
 
-    def append(self, subject: Subject, decision: Decision) -> dict[str, object]:
+    def append(self, key: DecisionKey, decision: Decision) -> dict[str, object]:
         """Writes a decision; returns the record that was written. Raises OSError."""
         record = {
             "time": round(self._clock(), 3),
             "run": self.run,
-            **asdict(subject),
+            **asdict(key),
             "level": decision.level,
             **asdict(decision),
         }
-        self._write(subject.model, record)
+        self._write(key.model, record)
         return record
 
     def note_death(self, model: str, content_hash: str, step: str) -> None:
@@ -94,7 +94,7 @@ class DecisionLog:
         finally:
             os.close(descriptor)
 
-    def earlier(self, subject: Subject) -> dict[str, Decision]:
+    def earlier(self, key: DecisionKey) -> dict[str, Decision]:
         """The last decision on each step about this content in this environment, whichever process made it.
 
         A single refusal of what was enabled before is passed over: a machine that is busy with others while a worker
@@ -102,10 +102,10 @@ class DecisionLog:
         processes died within a day counts as measured and refused: jobs that kill a process do so in any form, but
         they run alone the next time, and one that kills for itself would do so batch by batch.
         """
-        about = {"content_hash": subject.content_hash, "environment": subject.environment}
+        about = {"content_hash": key.content_hash, "environment": key.environment}
         earlier: dict[str, Decision] = {}
         doubted: set[str] = set()
-        for decision in self._decisions(subject.model, about):
+        for decision in self._decisions(key.model, about):
             step, known = decision.step, earlier.get(decision.step)
             is_first_doubt = known is not None and (known.action, decision.action) == ("enabled", "refused")
             if is_first_doubt and step not in doubted:
@@ -113,28 +113,28 @@ class DecisionLog:
                 continue
             doubted.discard(step)
             earlier[step] = decision
-        for step, deaths in self._deaths(subject).items():
+        for step, deaths in self._deaths(key).items():
             if deaths >= _MOST_DEATHS:
                 reason = f"{deaths} processes died within a day while it ran"
                 earlier[step] = Decision(step, "refused", "it killed its process", reason, None, {"deaths": deaths})
         return earlier
 
-    def _deaths(self, subject: Subject) -> Counter[str]:
+    def _deaths(self, key: DecisionKey) -> Counter[str]:
         """How many processes died lately, by the form that ran this content."""
         since = self._clock() - _A_DAY_S
         return Counter(
             record["step"]
-            for record in self._records(subject.model)
-            if (record.get("action"), record.get("content_hash")) == (_DIED, subject.content_hash)
+            for record in self._records(key.model)
+            if (record.get("action"), record.get("content_hash")) == (_DIED, key.content_hash)
             and isinstance(record.get("step"), str)
             and record["step"] in THRESHOLDS
             and isinstance(record.get("time"), int | float)
             and record["time"] > since
         )
 
-    def replayed(self, subject: Subject, run: str) -> Standing:
+    def replayed(self, key: DecisionKey, run: str) -> LevelState:
         """Where the process that is marked `run` stood with the subject after its last decision."""
-        return replay(self._decisions(subject.model, {"run": run, "content_hash": subject.content_hash}))
+        return replay(self._decisions(key.model, {"run": run, "content_hash": key.content_hash}))
 
     def _decisions(self, model: str, about: Mapping[str, str]) -> Iterator[Decision]:
         for record in self._records(model):

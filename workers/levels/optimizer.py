@@ -34,7 +34,7 @@ from penstock.safety.golden_store import GoldenStore
 from penstock.safety.orchestrator import Gate, joined
 from penstock.safety.validators import Validator, changed_precision_validators, same_precision_validators
 from penstock.workers.compilation import CompilationRefused, TorchCompiler
-from penstock.workers.levels.decision_log import DecisionLog, Subject, environment
+from penstock.workers.levels.decision_log import DecisionKey, DecisionLog, environment
 from penstock.workers.levels.profiler import Profiler, trace
 from penstock.workers.levels.progression import (
     BATCHING,
@@ -46,13 +46,13 @@ from penstock.workers.levels.progression import (
     TOKENIZER_POOL,
     Decision,
     Evidence,
-    Standing,
+    LevelState,
     is_form,
     readiness,
 )
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Counted, Prepared, Runtime
-from penstock.workers.runtime.forms import Forward, Recorded, Tunable, twin_of
+from penstock.workers.runtime.forms import Forward, Tunable, WithProvenance, twin_of
 from penstock.workers.runtime.tokeniser import TokenCache, Tokenising
 
 __all__ = ["Action", "Audit", "Optimizer"]
@@ -111,7 +111,7 @@ class _Request(NamedTuple):
 class _Attached:
     """One loaded version. The optimizer's thread owns it, but for `standing`, which changes under the lock only."""
 
-    subject: Subject
+    key: DecisionKey
     runtime: Runtime
     profiler: Profiler
     steps: tuple[str, ...]
@@ -119,7 +119,7 @@ class _Attached:
     max_level: int
     max_rows: int
     earlier: Mapping[str, Decision]
-    standing: Standing = field(default_factory=Standing)
+    level_state: LevelState = field(default_factory=LevelState)
     asked: frozenset[str] = frozenset()
     measured: dict[str, Decision] = field(default_factory=dict)
     """Trials of forms that may not be used."""
@@ -148,19 +148,19 @@ class _Attached:
             long_builds=self.long_builds,
             is_asked_for=step in self.asked,
             was_accepted=earlier is not None and earlier.action == "enabled",
-            form=self.standing.form,
-            form_gain=self.standing.form_gain,
+            form=self.level_state.form,
+            form_gain=self.level_state.form_gain,
         )
 
     def may_try(self, step: str) -> bool:
         """Whether nothing is known yet that speaks against a trial, or an operator wants one all the same."""
-        if step in self.standing.enabled:
+        if step in self.level_state.enabled:
             return False
         if step in self.asked:
             return True
         earlier = self.earlier.get(step)
         was_measured = earlier is not None and earlier.action == "refused" and bool(earlier.evidence)
-        return step not in self.standing.settled and not was_measured
+        return step not in self.level_state.settled and not was_measured
 
 
 class Optimizer:
@@ -221,18 +221,18 @@ class Optimizer:
         spec = runtime.spec
         compilation = self._config.compilation
         judged = f"compiled by {compilation.backend} within {compilation.tolerance:g}"
-        subject = Subject(spec.name, spec.version, content_hash, environment(self._device, judged))
+        key = DecisionKey(spec.name, spec.version, content_hash, environment(self._device, judged))
         keeps_inputs = "hashes_only" not in (self._config.privacy.mode, self._config.cache.privacy_mode)
         has_goldens = keeps_inputs and spec.deterministic and not spec.streams
         profiler = Profiler(runtime, GoldenStore(seed=secrets.randbits(32)) if has_goldens else None)
         attached = _Attached(
-            subject,
+            key,
             runtime,
             profiler,
             self._steps_of(runtime, max_rows, keeps_inputs=keeps_inputs),
             self._max_level_of(spec.max_level),
             max_rows,
-            self.log.earlier(subject),
+            self.log.earlier(key),
         )
         if isinstance(runtime, Tunable):
             runtime.forms.on_fallback = partial(self._fell_back, attached)
@@ -248,8 +248,8 @@ class Optimizer:
             attached = self._attached.pop(key, None)
             if attached is not None:
                 attached.is_detached = True
-                subject = attached.subject
-                self._metrics.level(subject.model, subject.version, "", 0)
+                key = attached.key
+                self._metrics.level(key.model, key.version, "", 0)
 
     def ask(self, name: str, action: Action) -> Future[str]:
         """Has this done to every version of a model here; the text says what came of it.
@@ -345,24 +345,24 @@ class Optimizer:
 
     def _decide(self, attached: _Attached, decision: Decision) -> bool:
         """Records a decision; False when it cannot be recorded: nothing is turned on that nobody can trace."""
-        subject = attached.subject
+        key = attached.key
         try:
-            self._audit(self.log.append(subject, decision))
+            self._audit(self.log.append(key, decision))
             is_recorded = True
         except Exception:
-            logger.exception("a decision could not be recorded", extra={"model": subject.model, "step": decision.step})
+            logger.exception("a decision could not be recorded", extra={"model": key.model, "step": decision.step})
             is_recorded = False
             if decision.action == "enabled":
                 decision = replace(decision, action="refused", reason="it could not be recorded")
                 # One record may have been written, and the other not.
                 with suppress(OSError):
-                    self.log.append(subject, decision)
-        attached.standing = attached.standing.apply(decision)
+                    self.log.append(key, decision)
+        attached.level_state = attached.level_state.apply(decision)
         logger.info(
             "decided",
             extra={
-                "model": subject.model,
-                "version": subject.version,
+                "model": key.model,
+                "version": key.version,
                 "step": decision.step,
                 "action": decision.action,
                 "gain": decision.gain,
@@ -373,13 +373,13 @@ class Optimizer:
         return is_recorded
 
     def _show_level(self, attached: _Attached) -> None:
-        subject = attached.subject
-        self._metrics.level(subject.model, subject.version, "", attached.standing.level)
+        key = attached.key
+        self._metrics.level(key.model, key.version, "", attached.level_state.level)
 
     def _fell_back(self, attached: _Attached, form: str, reason: str) -> None:
         """A form failed at serving; called on a model thread. Its batch has the reference's answer already."""
         with self._lock:
-            if attached.standing.form == form and not attached.is_detached:
+            if attached.level_state.form == form and not attached.is_detached:
                 self._decide(attached, Decision(form, "disabled", "it failed at serving", reason))
 
     # Trials
@@ -389,13 +389,13 @@ class Optimizer:
         runtime = attached.runtime
         attached.long_builds += step not in _QUICK_BUILD
         if not isinstance(runtime, Tunable):
-            raise ConfigurationError(f"{attached.subject.model} has no other forms")
+            raise ConfigurationError(f"{attached.key.model} has no other forms")
         batches, served = self._golden_batches(attached)
         as_built = twin_of(runtime.forms.reference)
         reference = [as_built(batch) for batch in batches]
         forward = runtime.candidates(self._compiler)[step]()
         trial = self._judge(attached, step, forward, batches, reference, served)
-        return trial._replace(made=forward.made) if isinstance(forward, Recorded) else trial
+        return trial._replace(made=forward.made) if isinstance(forward, WithProvenance) else trial
 
     def _judge(
         self,
@@ -416,8 +416,8 @@ class Optimizer:
         if step in _SAME_PRECISION:
             validators = same_precision_validators(outputs, self._config.compilation.tolerance)
         verdict = self._gate.judge([forward(batch) for batch in batches], reference, validators)
-        subject = attached.subject
-        self._metrics.gate(subject.model, subject.version, "", "accepted" if verdict.accepted else "refused")
+        key = attached.key
+        self._metrics.gate(key.model, key.version, "", "accepted" if verdict.accepted else "refused")
         evidence = {name: value for name, value in verdict.evidence.items() if math.isfinite(value)}
         if not verdict.accepted:
             return _Trial("; ".join(verdict.reasons), None, evidence)
@@ -483,13 +483,13 @@ class Optimizer:
         if not request.answer.set_running_or_notify_cancel():
             return
         with self._lock:
-            attached = [each for each in self._attached.values() if each.subject.model == request.model]
+            attached = [each for each in self._attached.values() if each.key.model == request.model]
         if not attached:
             request.answer.set_result(f"{request.model} is not loaded here")
             return
         lines: list[str] = []
         for each in attached:
-            prefix = f"{each.subject.model}/{each.subject.version}"
+            prefix = f"{each.key.model}/{each.key.version}"
             try:
                 done = self._carry_out(each, request.action)
             except Exception as error:
@@ -511,7 +511,7 @@ class Optimizer:
 
     def _insist(self, attached: _Attached, step: str) -> str:
         """Tries a form at an operator's wish."""
-        if step in attached.standing.enabled:
+        if step in attached.level_state.enabled:
             return f"{step} is enabled already"
         attached.asked |= {step}
         found = readiness(step, attached.evidence(step), attached.max_level)
@@ -521,7 +521,7 @@ class Optimizer:
 
     def _measure(self, attached: _Attached, step: str) -> str:
         """Tries a form of whatever level, and uses it in no case."""
-        if step in attached.standing.enabled:
+        if step in attached.level_state.enabled:
             return f"{step} is enabled already"
         decision = self._try(attached, step).decision(step, "measured")
         attached.measured[step] = decision
@@ -545,19 +545,19 @@ class Optimizer:
             attached = list(self._attached.values())
         entries: dict[str, list[dict[str, object]]] = {}
         for each in attached:
-            entries.setdefault(each.subject.model, []).append(_entry(each))
+            entries.setdefault(each.key.model, []).append(_entry(each))
         return entries
 
 
 def _entry(attached: _Attached) -> dict[str, object]:
-    standing, profile = attached.standing, attached.profiler.profile
+    level_state, profile = attached.level_state, attached.profiler.profile
     goldens = attached.profiler.goldens
     return {
-        "version": attached.subject.version,
-        "content_hash": attached.subject.content_hash,
-        "level": standing.level,
+        "version": attached.key.version,
+        "content_hash": attached.key.content_hash,
+        "level": level_state.level,
         "max_level": attached.max_level,
-        "form": standing.form,
+        "form": level_state.form,
         "profile": {**asdict(profile), "rows_per_s": round(profile.rows_per_s, 1)},
         "goldens": {"jobs": len(goldens), "bytes": goldens.nbytes} if goldens else None,
         "answers": attached.answers,
@@ -569,11 +569,11 @@ def _entry(attached: _Attached) -> dict[str, object]:
 
 def _step_entry(attached: _Attached, step: str) -> dict[str, object]:
     """`state`: on, disabled, refused, waiting, not tried, or not allowed by max_level; `gain` None: not measured."""
-    standing = attached.standing
+    level_state = attached.level_state
     # What an earlier process measured counts until this one has.
-    decision = standing.settled.get(step) or attached.measured.get(step) or attached.earlier.get(step)
+    decision = level_state.settled.get(step) or attached.measured.get(step) or attached.earlier.get(step)
     found = readiness(step, attached.evidence(step), attached.max_level)
-    if step in standing.enabled:
+    if step in level_state.enabled:
         state = "on"
     elif THRESHOLDS[step].level > attached.max_level:
         state = "not allowed"

@@ -16,7 +16,7 @@ from typing import Any, Final
 from penstock.registry.envelope import Failure
 from penstock.registry.tensors import STRING
 from penstock.safety.golden_store import GoldenStore
-from penstock.workers.executor import Work
+from penstock.workers.executor import BatchRun
 from penstock.workers.runtime.base import Prepared, Runtime
 
 __all__ = ["Profile", "Profiler", "trace"]
@@ -63,7 +63,7 @@ class Profiler:
         """The numbers so far."""
         return self._profile
 
-    def observe(self, work: Work) -> None:
+    def observe(self, work: BatchRun) -> None:
         """Notes a batch that has ended. Costs microseconds; copies nothing but the few jobs that become goldens."""
         before, rows = self._profile, work.batch.rows
         seconds = work.ended - work.started
@@ -80,7 +80,7 @@ class Profiler:
         if self.goldens is not None:
             self._capture(work, self.goldens)
 
-    def _capture(self, work: Work, goldens: GoldenStore) -> None:
+    def _capture(self, work: BatchRun, goldens: GoldenStore) -> None:
         for item, answer in zip(work.batch.items, work.answers, strict=True):
             job_id = item.job.header.id
             if goldens.wants(job_id) and not isinstance(answer, Failure):

@@ -31,7 +31,7 @@ __all__ = [
     "Decision",
     "Evidence",
     "Readiness",
-    "Standing",
+    "LevelState",
     "Threshold",
     "is_form",
     "readiness",
@@ -192,7 +192,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LevelState:
     """Where a model version stands: the decisions so far, applied."""
 
     enabled: frozenset[str] = frozenset()
@@ -207,7 +207,7 @@ class Standing:
         """The highest level of a step that is on."""
         return max((THRESHOLDS[step].level for step in self.enabled), default=0)
 
-    def apply(self, decision: Decision) -> Standing:
+    def apply(self, decision: Decision) -> LevelState:
         """The standing after a decision. A form that is enabled replaces the one in use."""
         step, settled = decision.step, {**self.settled, decision.step: decision}
         if decision.action == "enabled":
@@ -215,14 +215,14 @@ class Standing:
                 return replace(self, enabled=self.enabled | {step}, settled=settled)
             # Found in comparison with the form that it replaces.
             gain = self.form_gain * (decision.gain or 1.0)
-            return Standing(self.enabled - {self.form} | {step}, step, gain, settled)
+            return LevelState(self.enabled - {self.form} | {step}, step, gain, settled)
         form, gain = (EAGER, 1.0) if self.form == step else (self.form, self.form_gain)
-        return Standing(self.enabled - {step}, form, gain, settled)
+        return LevelState(self.enabled - {step}, form, gain, settled)
 
 
-def replay(decisions: Iterable[Decision]) -> Standing:
+def replay(decisions: Iterable[Decision]) -> LevelState:
     """The standing that these decisions led to."""
-    standing = Standing()
+    level_state = LevelState()
     for decision in decisions:
-        standing = standing.apply(decision)
-    return standing
+        level_state = level_state.apply(decision)
+    return level_state

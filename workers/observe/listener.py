@@ -13,7 +13,7 @@ import msgspec
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure, JobHeader
 
-__all__ = ["Ended", "Failed", "Unwatched", "Watcher"]
+__all__ = ["Ended", "Failed", "NullListener", "JobListener"]
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
@@ -34,7 +34,7 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
     error: Failure
 
 
-class Watcher(Protocol):
+class JobListener(Protocol):
     """Told of every job's way through a worker. `at` is unix time in seconds."""
 
     def received(self, jobs: Sequence[JobHeader], at: float) -> None:
@@ -53,7 +53,7 @@ class Watcher(Protocol):
         """Whether somebody withdrew the job through the watcher; asked once per claimed job."""
 
 
-class Unwatched:
+class NullListener:
     """The watcher of a drain that nobody watches."""
 
     def received(self, jobs: Sequence[JobHeader], at: float) -> None:

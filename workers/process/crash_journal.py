@@ -30,7 +30,7 @@ from penstock.registry.broker.base import Held, WorkerEnd
 from penstock.registry.queues import Priority
 from penstock.workers.levels.decision_log import DecisionLog
 
-__all__ = ["MARGIN_S", "FileJournal", "FormInUse", "Journal", "Unwritten", "hung", "journal_path", "report_crashes"]
+__all__ = ["MARGIN_S", "FileJournal", "FormInUse", "Journal", "NullJournal", "hung", "journal_path", "report_crashes"]
 
 _MAGIC: Final = b"PSJ1"
 _HEAD: Final = struct.Struct("<4sHH")
@@ -82,7 +82,7 @@ class Journal(Protocol):
         """The worker stops in order: from here on no death counts against anybody."""
 
 
-class Unwritten:
+class NullJournal:
     """The journal of a worker whose death nobody will look into."""
 
     def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 from penstock.registry.errors import ConfigurationError, PenstockError
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "refuse"]
+__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "exit_with"]
 
 EXIT_CONFIGURATION: Final = 78
 """EX_CONFIG of sysexits.h."""
@@ -18,7 +18,7 @@ EXIT_TEMPORARY: Final = 75
 """EX_TEMPFAIL: the same process may work later."""
 
 
-def refuse(error: PenstockError) -> NoReturn:
+def exit_with(error: PenstockError) -> NoReturn:
     """Say why this process cannot work, and end it."""
     sys.stderr.write(f"penstock: {error}\n")
     raise SystemExit(EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_TEMPORARY)

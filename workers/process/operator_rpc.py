@@ -1,6 +1,6 @@
 """Does errands: what operators without a way to the database or the broker ask of a worker (registry/operator_rpc.py).
 
-    a signed Command, on Celery's thread -> Clerk.attend -> a thread of its own -> registry, files, broker
+    a signed Command, on Celery's thread -> OperatorRpcServer.attend -> a thread of its own -> registry, files, broker
     asked again, until it is done        -> the answer, sealed
 
 A worker signs nothing of it: rows and active versions come with the operator's signature, and are checked before they
@@ -30,10 +30,10 @@ from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 
 if TYPE_CHECKING:
-    from penstock.registry.catalog.store import Ledger
+    from penstock.registry.catalog.store import RegistryStore
     from penstock.registry.package.manifest import Manifest
 
-__all__ = ["Clerk"]
+__all__ = ["OperatorRpcServer"]
 
 _PATIENCE_S: Final = 0.2
 """How long Celery's thread waits for an errand before it says that it is not done yet."""
@@ -45,7 +45,7 @@ _PLAIN: Final = re.compile(r"\w[\w.-]{0,127}\Z")
 _log = logging.getLogger("penstock.server")
 
 
-class Clerk:
+class OperatorRpcServer:
     """Does errands one after the other, or a few at a time where they take long. verify: the operators' signatures."""
 
     def __init__(self, settings: Settings, broker: FleetEnd, verify: Verifier | None) -> None:
@@ -59,7 +59,7 @@ class Clerk:
         self._done: OrderedDict[str, Future[Any]] = OrderedDict()
         self._running = threading.Semaphore(_AT_ONCE)
 
-    def attend(self, command: Command) -> str:
+    def handle(self, command: Command) -> str:
         """Begins the errand of a command, or looks for one that was begun; the sealed answer.
 
         Raises UndecodableEnvelope, and ModelNotReady when too many are under way.
@@ -95,9 +95,9 @@ class Clerk:
     def _do(self, errand: operator_rpc.Errand) -> object:
         match errand:
             case operator_rpc.Names():
-                return self._ledger.names()
+                return self._store.names()
             case operator_rpc.Read(names, newest):
-                return self._ledger.read(names, newest)
+                return self._store.read(names, newest)
             case operator_rpc.Enter(versions, transitions):
                 self._enter(versions, transitions)
                 return None
@@ -125,11 +125,11 @@ class Clerk:
                 return self._broker.workers()
 
     @cached_property
-    def _ledger(self) -> Ledger:
+    def _store(self) -> RegistryStore:
         # SQLAlchemy costs a third of a second and 30 MB, for the first operator who asks.
-        from penstock.registry.catalog.store import SqlLedger
+        from penstock.registry.catalog.store import SqlStore
 
-        return SqlLedger(self._registry_url)
+        return SqlStore(self._registry_url)
 
     def _activate(self, errand: operator_rpc.Activate) -> bool:
         """Writes no decision that workers would not believe: it would keep them from answering."""
@@ -142,7 +142,7 @@ class Clerk:
         if self._verify is None:
             raise Forbidden("Errands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker")
         enter(
-            self._ledger,
+            self._store,
             versions,
             transitions,
             verify=self._verify,

@@ -27,7 +27,7 @@ from penstock.workers.runtime.base import Counted, DeviceLost, Prepared
 if TYPE_CHECKING:
     from penstock.workers.compilation import TorchCompiler
 
-__all__ = ["EAGER", "Forms", "Forward", "Recorded", "Tunable", "Twinned", "finite_outputs", "twin_of"]
+__all__ = ["EAGER", "Forms", "Forward", "WithProvenance", "Tunable", "ThreadCopyable", "finite_outputs", "twin_of"]
 
 logger = logging.getLogger("penstock.runtime")
 
@@ -41,23 +41,23 @@ EAGER: Final = "eager"
 
 
 @runtime_checkable
-class Twinned(Protocol):
+class ThreadCopyable(Protocol):
     """A forward that runs an author's code, which need not bear a second call at the same time."""
 
     def __call__(self, prepared: Prepared) -> dict[str, Array]:
         """See Forward."""
 
-    def twin(self) -> Forward:
+    def thread_copy(self) -> Forward:
         """The same for another thread: it answers alike and shares nothing that changes."""
 
 
 def twin_of(forward: Forward) -> Forward:
     """What a thread that is none of the model's may call while the model serves."""
-    return forward.twin() if isinstance(forward, Twinned) else forward
+    return forward.thread_copy() if isinstance(forward, ThreadCopyable) else forward
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class WithProvenance:
     """A forward of which is known how it was made, and what it has met since; see Counted."""
 
     forward: Forward
@@ -104,7 +104,7 @@ class Forms:
         self.reference: Final = reference
         self.on_fallback: Callable[[str, str], None] = _unheard
         """Called on a model thread with the name of a form that was just given up, and why. Must be quick."""
-        self.stamp = 0
+        self.generation = 0
         """Another number after each change of the form in use; 0 before the first. No two models of a process share
         one but 0: what was answered under a number was answered by one form, unless the number changed meanwhile."""
         self._finite = finite
@@ -160,9 +160,9 @@ class Forms:
 
     def _change(self, form: _Form) -> None:
         # Before and after: whoever reads the number in between sees one that holds for nothing.
-        self.stamp = next(_stamps)
+        self.generation = next(_stamps)
         self._current = form
-        self.stamp = next(_stamps)
+        self.generation = next(_stamps)
 
     def _non_finite(self, outputs: Mapping[str, Array]) -> str:
         for name in self._finite:

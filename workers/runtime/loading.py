@@ -27,13 +27,13 @@ from penstock.workers.frameworks.adapters import Adapter
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext
 
-__all__ = ["Loading", "PackageRuntime"]
+__all__ = ["LoadOptions", "PackageRuntime"]
 
 _EXAMPLE_LENGTH: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadOptions:
     """How a package is to be loaded.
 
     content_hash: what its files must hash to; empty: whatever they do. precision: of torch models whose package does
@@ -49,9 +49,9 @@ class Loading:
 class PackageRuntime(ABC):
     """A Runtime but for `prepare` and `run`. Subclasses build the model and let go of it."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         self._package = package
-        self._loading = loading or Loading()
+        self._loading = loading or LoadOptions()
         self._content_hash = ""
         self._memory_bytes = 0
         self._adapter: Adapter | InferenceProxy | None = None

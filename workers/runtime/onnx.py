@@ -20,7 +20,7 @@ from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import Array
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import DeviceLost, Prepared, concatenate
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -38,7 +38,7 @@ _CUDA_LOST: Final = ("CUDA failure 700", "CUDA failure 710", "CUDA failure 719",
 class OnnxRuntime(PackageRuntime):
     """Runs an ONNX graph on NumPy arrays."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._outputs = [spec.name for spec in package.spec.outputs]
         self.model: InferenceSession | None = None

@@ -10,7 +10,7 @@ from penstock.registry.package import Package
 from penstock.registry.package.spec_sections import Precision
 from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
 from penstock.workers.runtime.base import Runtime
-from penstock.workers.runtime.loading import Loading
+from penstock.workers.runtime.loading import LoadOptions
 from penstock.workers.runtime.onnx import OnnxRuntime
 from penstock.workers.runtime.pipeline import PipelineRuntime
 from penstock.workers.runtime.python_entrypoint import PythonRuntime
@@ -20,7 +20,7 @@ from penstock.workers.runtime.transformers import EncoderRuntime
 
 __all__ = ["open_runtime"]
 
-_RUNTIMES: Final[dict[str, Callable[[Package, Loading], Runtime]]] = {
+_RUNTIMES: Final[dict[str, Callable[[Package, LoadOptions], Runtime]]] = {
     "onnx": OnnxRuntime,
     "python": PythonRuntime,
     "pytorch": PyTorchRuntime,
@@ -48,10 +48,10 @@ def open_runtime(
             f"{package.spec.reference}: format {package.spec.format} needs the framework {framework}, expected one of "
             f"the setting frameworks: {', '.join(sorted(frameworks)) or 'none'}"
         )
-    return _runtime_of(package)(package, Loading(content_hash, precision, warmup_requests))
+    return _runtime_of(package)(package, LoadOptions(content_hash, precision, warmup_requests))
 
 
-def _runtime_of(package: Package) -> Callable[[Package, Loading], Runtime]:
+def _runtime_of(package: Package) -> Callable[[Package, LoadOptions], Runtime]:
     if package.spec.format == "transformers":
         return EncoderRuntime if package.spec.task is None else PipelineRuntime
     return _RUNTIMES[package.spec.format]

@@ -24,7 +24,7 @@ from penstock.registry.package.manifest import Manifest
 from penstock.registry.tensors import DTYPES, Array
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ _MOST_CHARACTERS_PER_TOKEN: Final = 64
 class PipelineRuntime(PackageRuntime):
     """Runs a transformers pipeline on text."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._input = package.spec.inputs[0].name
         self._best = 1

@@ -20,7 +20,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext, concatenate
 from penstock.workers.runtime.entrypoint import PackageModules
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 
 __all__ = ["PythonRuntime"]
 
@@ -28,7 +28,7 @@ __all__ = ["PythonRuntime"]
 class PythonRuntime(PackageRuntime):
     """Runs a package's own Python code. Device, threads and precision are that code's own affair."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._modules: PackageModules | None = None
         self.model: Callable[..., Any] | None = None

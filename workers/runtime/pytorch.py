@@ -29,8 +29,8 @@ from penstock.workers.runtime.base import Prepared, concatenate
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.entrypoint import PackageModules
 from penstock.workers.runtime.export import Exportable, open_exported
-from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _MOST_NAMES: Final = 4
 class ModuleRuntime(PackageRuntime):
     """Runs a module on tensors, in inference mode. Subclasses say where the module comes from."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._names = tuple(spec.name for spec in package.spec.inputs)
         self._outputs = {spec.name: spec.dtype for spec in package.spec.outputs}
@@ -137,7 +137,7 @@ class ModuleRuntime(PackageRuntime):
 class PyTorchRuntime(ModuleRuntime):
     """Runs the module that a package's own Python builds."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._modules: PackageModules | None = None
         self.forms: Final = Forms(_AsBuilt(self), finite_outputs(package.spec))
@@ -217,7 +217,7 @@ class PyTorchRuntime(ModuleRuntime):
         compiled = compiler.compile(self, form)
         is_replayed = compiled.report.backend == "cudagraphs"
         called = self._in_few_shapes(compiled) if is_replayed else compiled
-        return Recorded(
+        return WithProvenance(
             lambda prepared: self._forward(prepared, called, dtype), compiled.report.as_data(), compiled.counts
         )
 
@@ -297,21 +297,21 @@ class PyTorchRuntime(ModuleRuntime):
 
 @dataclass(frozen=True, slots=True)
 class _AsBuilt:
-    """The forward of the module that was loaded; see Twinned."""
+    """The forward of the module that was loaded; see ThreadCopyable."""
 
     runtime: PyTorchRuntime
 
     def __call__(self, prepared: Prepared) -> dict[str, Array]:
         return ModuleRuntime.run(self.runtime, prepared)
 
-    def twin(self) -> Forward:
+    def thread_copy(self) -> Forward:
         """The same by an instance of its own."""
         return _Instance(self.runtime, sharing_weights(self.runtime._loaded), self.runtime._dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Instance:
-    """The forward of another instance of the module, with floats in `dtype` if there is one; see Twinned."""
+    """The forward of another instance of the module, with floats in `dtype` if there is one; see ThreadCopyable."""
 
     runtime: PyTorchRuntime
     module: torch.nn.Module
@@ -320,7 +320,7 @@ class _Instance:
     def __call__(self, prepared: Prepared) -> dict[str, Array]:
         return self.runtime._forward(prepared, self.module, self.dtype)
 
-    def twin(self) -> Forward:
+    def thread_copy(self) -> Forward:
         """The same by an instance of its own."""
         return _Instance(self.runtime, sharing_weights(self.module), self.dtype)
 

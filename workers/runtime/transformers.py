@@ -32,8 +32,8 @@ from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.export import Exportable, open_exported
-from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.tokeniser import Ids, Tokeniser
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
 
@@ -74,7 +74,7 @@ _Embed: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 class EncoderRuntime(PackageRuntime):
     """Runs a transformers encoder on text: `text` string (batch,) -> one float32 vector a row."""
 
-    def __init__(self, package: Package, loading: Loading | None = None) -> None:
+    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
         super().__init__(package, loading)
         self._input = package.spec.inputs[0].name
         self._output = package.spec.outputs[0].name
@@ -228,7 +228,7 @@ class EncoderRuntime(PackageRuntime):
 
         is_replayed = compiled.report.backend == "cudagraphs"
         forward = self._embedding(self._in_few_shapes(embed) if is_replayed else embed)
-        return Recorded(forward, compiled.report.as_data(), compiled.counts)
+        return WithProvenance(forward, compiled.report.as_data(), compiled.counts)
 
     def _in_few_shapes(self, compiled: _Embed) -> _Embed:
         """The same for slices padded to a bucket in rows and in length: a CUDA graph is captured for each of those."""

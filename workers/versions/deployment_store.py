@@ -22,7 +22,7 @@ from penstock.registry.deployment import Deployment
 from penstock.registry.errors import Corrupt
 from penstock.registry.signed import Verifier
 
-__all__ = ["DeploymentFiles", "Forgotten", "Remembered", "epoch_of"]
+__all__ = ["FileDeploymentStore", "NullDeploymentStore", "DeploymentStore", "epoch_of"]
 
 _MOST_BYTES: Final = 8192
 _SUFFIX: Final = ".active"
@@ -30,7 +30,7 @@ _SUFFIX: Final = ".active"
 logger = logging.getLogger("penstock.server")
 
 
-class Remembered(Protocol):
+class DeploymentStore(Protocol):
     """The last decisions, as deliveries bring them along: `<epoch> <record>`."""
 
     def last(self, model: str) -> bytes:
@@ -40,7 +40,7 @@ class Remembered(Protocol):
         """Keep a decision that was believed, unless a later one is there. Does not wait for anybody; raises OSError."""
 
 
-class Forgotten:
+class NullDeploymentStore:
     """Where decisions are not signed: whoever may write to the broker decides anyway."""
 
     def last(self, model: str) -> bytes:
@@ -51,7 +51,7 @@ class Forgotten:
         """Nothing is kept."""
 
 
-class DeploymentFiles:
+class FileDeploymentStore:
     """One file per model in `folder`, mode 0600, for all workers of this machine."""
 
     def __init__(self, folder: Path, verify: Verifier) -> None:
@@ -59,7 +59,7 @@ class DeploymentFiles:
         self._verify = verify
 
     def last(self, model: str) -> bytes:
-        """See Remembered.last. What cannot be read, and what no operator of today has signed, counts as nothing."""
+        """See DeploymentStore.last. Unreadable files, and records without a trusted signature, count as none."""
         try:
             active = _read(self._folder / f"{model}{_SUFFIX}")
             Deployment.open(active, model, self._verify)
@@ -71,7 +71,7 @@ class DeploymentFiles:
         return active
 
     def keep(self, model: str, active: bytes) -> None:
-        """See Remembered.keep."""
+        """See DeploymentStore.keep."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / f"{model}{_SUFFIX}"
         with _locked(self._folder):

@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock.registry.envelope import Failure
 from penstock.workers.job import ClaimedJob
-from penstock.workers.versions.lifecycle import Shelf
+from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.version import ServedVersion, VersionState
 
@@ -29,8 +29,10 @@ class Placing:
     most_waiting: if more wait for somebody to be heard of, the others fail. clock: monotonic seconds.
     """
 
-    def __init__(self, shelf: Shelf, peers: Peers, clock: Callable[[], float], *, most_waiting: int) -> None:
-        self._shelf = shelf
+    def __init__(
+        self, lifecycle: ModelLifecycle, peers: Peers, clock: Callable[[], float], *, most_waiting: int
+    ) -> None:
+        self._lifecycle = lifecycle
         self._peers = peers
         self._clock = clock
         self._most_waiting = most_waiting
@@ -79,13 +81,13 @@ class Placing:
     def find(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:
         """See the module."""
         name, named = job.header.model, job.header.version
-        version = self._shelf.named(name, named)
-        is_offered = version is not None and self._shelf.is_offered(version)
+        version = self._lifecycle.named(name, named)
+        is_offered = version is not None and self._lifecycle.is_offered(version)
         if version is not None and is_offered:
             return version if version.room > 0 else version.label
         if label := self._peers.label_of(name, named):
             return label
-        if version is not None and version.state is VersionState.COLD and self._shelf.may_be_loaded(version):
+        if version is not None and version.state is VersionState.COLD and self._lifecycle.may_be_loaded(version):
             # Only memory speaks against it, and whatever was not used for longest can make room.
             return version
         if self._peers.is_nowhere(name, named) or len(self._waiting) > self._most_waiting:
@@ -95,10 +97,10 @@ class Placing:
     def not_served(self, job: ClaimedJob) -> Failure:
         """What a job is told whose version no live worker has."""
         name, named = job.header.model, job.header.version
-        version = self._shelf.named(name, named)
+        version = self._lifecycle.named(name, named)
         if version is not None and version.state is VersionState.FAILED:
             return Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
         why = ", and no operator has registered, promoted or asked for this content" if version is not None else ""
-        served = ", ".join(sorted({*self._shelf.offered(name), *self._peers.labels(name)}))
+        served = ", ".join(sorted({*self._lifecycle.offered(name), *self._peers.labels(name)}))
         message = f"Version {named:.80} is not served by any live worker{why}. Expected one of: {served or 'none'}"
         return Failure("ModelError", message)

@@ -24,13 +24,13 @@ from penstock.registry.package import Package
 from penstock.registry.settings import LATEST, InferenceConfig
 from penstock.registry.signed import Verifier
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.versions.deployment_store import Remembered, epoch_of
+from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from penstock.workers.versions.loader import Loaded, Loader, excess_bytes, to_unload
-from penstock.workers.versions.repository import Library
+from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.tuner import Tuner
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
-__all__ = ["Shelf"]
+__all__ = ["ModelLifecycle"]
 
 logger = logging.getLogger("penstock.server")
 
@@ -45,7 +45,7 @@ _UNLOADED: Final = (VersionState.COLD, VersionState.FAILED)
 _IN_MEMORY: Final = (VersionState.READY, VersionState.LOADING)
 
 
-class Shelf:
+class ModelLifecycle:
     """The models of one worker; it begins with `packages`, which answer until another version was promoted.
 
     verify: the operators' signatures on records; None: none are asked for. on_version_change: called with a model and
@@ -61,14 +61,14 @@ class Shelf:
         broker: Broker,
         loader: Loader,
         *,
-        library: Library,
+        repository: ModelRepository,
         tuner: Tuner,
         metrics: InferenceMetrics,
         verify: Verifier | None,
         on_version_change: Callable[[str, str, str], None],
         ring: Callable[[], None],
         takes_any: bool,
-        remembered: Remembered,
+        deployments: DeploymentStore,
     ) -> None:
         self.models: Final[dict[str, ServedModel]] = {}
         self.turns: Final[deque[ServedVersion]] = deque()
@@ -76,19 +76,19 @@ class Shelf:
         self.loader = loader
         self._config = config
         self._broker = broker
-        self._library = library
+        self._repository = repository
         self._tuner = tuner
         self._metrics = metrics
         self._verify = verify
         self._on_version_change = on_version_change
         self._ring = ring
         self._takes_any = takes_any
-        self._remembered = remembered
+        self._deployments = deployments
         self._kept: dict[str, bytes] = {}
         """By model, the decision that is remembered; empty for one that could not be written."""
         self._is_pinned = config.model_version != LATEST
         """Whether one version answers whatever is promoted."""
-        self._orders: deque[Callable[[], None]] = deque()
+        self._requests: deque[Callable[[], None]] = deque()
         """What other threads ask of this one."""
         self._missing: dict[tuple[str, str], str] = {}
         """What operators want and is not to be found, and why."""
@@ -105,18 +105,18 @@ class Shelf:
 
     # For any thread
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Load a version and keep it loaded; `described` tells how it went. content_hash: what it must hash to."""
-        self.order(partial(self._want, name, label, content_hash))
+        self.request(partial(self._load_requested, name, label, content_hash))
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Unload a version once it is idle, unless it is the one that answers. content_hash: what jobs that name it may
         have loaded all the same, where operators sign."""
-        self.order(partial(self._let_go_of, name, label, content_hash))
+        self.request(partial(self._unload_requested, name, label, content_hash))
 
-    def order(self, order: Callable[[], None]) -> None:
+    def request(self, request: Callable[[], None]) -> None:
         """Have something done on the I/O thread."""
-        self._orders.append(order)
+        self._requests.append(request)
         self._ring()
 
     def may_serve(self, name: str) -> bool:
@@ -145,7 +145,7 @@ class Shelf:
         """Whether a job may have it loaded; see above for what operators sign."""
         model = self.models[version.name]
         is_decided = bool(model.record or model.decided) and not self._is_pinned
-        return self._verify is None or not is_decided or version is model.active or version.is_vouched_for
+        return self._verify is None or not is_decided or version is model.active or version.is_approved
 
     def _fits(self, version: ServedVersion) -> bool:
         """Whether there is memory for it beside what answers or is wanted; the rest would go."""
@@ -162,7 +162,7 @@ class Shelf:
             if not decided or decided == kept:
                 continue
             try:
-                self._remembered.keep(name, decided)
+                self._deployments.keep(name, decided)
             except BlockingIOError:
                 # Another worker of this machine is at it.
                 continue
@@ -222,17 +222,17 @@ class Shelf:
         for version in [version for version in self.turns if version.is_ready]:
             self._unload(version)
 
-    def tend(self) -> None:
+    def run_requests(self) -> None:
         """Does what other threads have asked for."""
-        while self._orders:
+        while self._requests:
             # An order that the broker was away for is still there when it is back; any other error is its end.
             try:
-                self._orders[0]()
+                self._requests[0]()
             except BrokerUnavailable:
                 raise
             except Exception:
                 logger.exception("an order could not be followed")
-            self._orders.popleft()
+            self._requests.popleft()
         if self._is_over_memory:
             self._give_memory_back()
         for version in [version for version in self._unwanted if self._may_go(version)]:
@@ -287,7 +287,7 @@ class Shelf:
 
     def _follow_at_start(self, model: ServedModel, active: bytes) -> None:
         """What the broker has, unless this machine has obeyed a later decision."""
-        last = self._remembered.last(model.name)
+        last = self._deployments.last(model.name)
         if last != active:
             self.follow(model, last)
         self.follow(model, active)
@@ -302,7 +302,7 @@ class Shelf:
             # Something was promoted, and nobody here knows what: the highest version on disk may be a draft.
             model.active = None
 
-    def hear(self, name: str, active: bytes) -> None:
+    def on_record(self, name: str, active: bytes) -> None:
         """A record that no claim has brought: the model is idle, and has time to load what answers from now on."""
         model = self.models[name]
         if active != model.record:
@@ -324,9 +324,9 @@ class Shelf:
     def named(self, name: str, wanted: str) -> ServedVersion | None:
         """The version of a model that a job calls `wanted`: met already, or lying under the models root."""
         model = self.models[name]
-        return model.named(wanted) or self.meet(model, wanted)
+        return model.named(wanted) or self.resolve(model, wanted)
 
-    def meet(self, model: ServedModel, label: str) -> ServedVersion | None:
+    def resolve(self, model: ServedModel, label: str) -> ServedVersion | None:
         """A version of this label, loaded or not, if it lies under the models root."""
         if (version := model.versions.get(label)) is not None:
             return version
@@ -339,18 +339,18 @@ class Shelf:
             version.calibrated_rows = rows
             version.resize(rows)
         if content_hash := self._registered.get((model.name, label)):
-            version.promise(content_hash)
+            version.pin_content(content_hash)
         model.versions[label] = version
         self.turns.append(version)
         return version
 
     def _copy_of(self, model: ServedModel, label: str, content_hash: str) -> ServedVersion | None:
         """The version, with this content and no other; None while it is not to be had here."""
-        version = self._reread(model, self.meet(model, label))
+        version = self._reread(model, self.resolve(model, label))
         if version is None or not content_hash:
             return version
         if version.content_hash == content_hash:
-            version.promise(content_hash)
+            version.pin_content(content_hash)
             return version
         if version.is_ready:
             # The files may have been made right since it was loaded.
@@ -361,7 +361,7 @@ class Shelf:
                 )
                 return None
             self._unload(version)
-        version.promise(content_hash)
+        version.pin_content(content_hash)
         return version
 
     # Into memory and out of it
@@ -382,7 +382,7 @@ class Shelf:
     def _find(self, name: str, label: str) -> ServedVersion | None:
         """A version as it lies under the models root now."""
         try:
-            return ServedVersion(self._library.package(name, label), self._config)
+            return ServedVersion(self._repository.package(name, label), self._config)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             # Jobs may name any version, so this is for those who look closely.
             logger.debug("version not found: %s", error, extra={"model": name, "version": label[:80]})
@@ -391,7 +391,7 @@ class Shelf:
     def _why_missing(self, name: str, label: str) -> str:
         """What is wrong with a version that an operator asks for and that is not to be had here, in one line."""
         try:
-            self._library.package(name, label)
+            self._repository.package(name, label)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             return str(error)
         return f"{name}/{label} is not under this worker's models root with the content that was asked for"
@@ -410,7 +410,7 @@ class Shelf:
             model.active = found
         return found
 
-    def _want(self, name: str, label: str, content_hash: str) -> None:
+    def _load_requested(self, name: str, label: str, content_hash: str) -> None:
         model = self.models.get(name) or self._bring(name, label)
         if model is not None and model.label == label:
             # What answers is for promotions to change; `described` tells of any difference.
@@ -432,7 +432,7 @@ class Shelf:
     def _bring(self, name: str, label: str) -> ServedModel | None:
         """A model that came under the models root after this worker's start."""
         try:
-            package = self._library.package(name, label)
+            package = self._repository.package(name, label)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             logger.error("model not loaded: %s", error, extra={"model": name[:80], "version": label[:80]})
             return None
@@ -444,7 +444,7 @@ class Shelf:
             self._announce(model.active)
         return model
 
-    def _let_go_of(self, name: str, label: str, content_hash: str) -> None:
+    def _unload_requested(self, name: str, label: str, content_hash: str) -> None:
         self._missing.pop((name, label), None)
         self._wished.pop((name, label), None)
         is_registered = bool(content_hash) and self._verify is not None
@@ -457,7 +457,7 @@ class Shelf:
         version.is_wanted = False
         if version is not model.active and (is_registered or version.state is VersionState.FAILED):
             # Whoever names it next may have what was registered, or else what is there then.
-            version.promise(content_hash if is_registered else "")
+            version.pin_content(content_hash if is_registered else "")
         self._unwanted.add(version)
 
     def _load_at_start(self) -> None:
@@ -475,7 +475,7 @@ class Shelf:
         highest, problem = model.active, ""
         candidates = [highest.label, *self._lower_labels(model)] if highest is not None else []
         for label in candidates:
-            version = self.meet(model, label)
+            version = self.resolve(model, label)
             if version is None:
                 continue
             try:
@@ -494,7 +494,7 @@ class Shelf:
         """The versions to try in the place of the one that answers, the highest first; none if somebody decided."""
         if self._is_pinned or model.deployment is not None:
             return []
-        labels = self._library.labels(model.name)
+        labels = self._repository.labels(model.name)
         return labels[: labels.index(model.label)][::-1] if model.label in labels else []
 
     def _answering(self) -> list[ServedVersion]:
@@ -511,7 +511,7 @@ class Shelf:
         version.unload()
         if content_hash := self._registered.get((version.name, version.label)):
             # Also where it was registered while it answered: jobs may name it later.
-            version.promise(content_hash)
+            version.pin_content(content_hash)
         self._metrics.loaded(version.name, version.label, False)
         logger.info("model unloaded", extra={"model": version.name, "version": version.label})
 
@@ -519,6 +519,6 @@ class Shelf:
         """Clients check jobs against specs: that of the version that answers, and those of the ones they may name."""
         model = self.models[version.name]
         self._broker.put_spec(version.name, version.spec.to_json())
-        for label in self._library.labels(version.name):
-            if (other := self.meet(model, label)) is not None:
+        for label in self._repository.labels(version.name):
+            if (other := self.resolve(model, label)) is not None:
                 self._broker.put_spec(other.name, other.spec.to_json(), label)

@@ -136,7 +136,7 @@ class Loader:
                 self._abandoned.pop(id(runtime), None)
                 runtime.close()
                 continue
-            if not problem and load.version.promised_hash not in ("", runtime.content_hash):
+            if not problem and load.version.pinned_hash not in ("", runtime.content_hash):
                 # The promise was made while it was being loaded.
                 runtime.close()
                 problem = f"{load.version.spec.reference}: its files are not those that were promoted"

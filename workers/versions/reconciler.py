@@ -16,11 +16,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import BrokerUnavailable, Corrupt
 from penstock.registry.signed import Verifier
 
-__all__ = ["Host", "Reconciler"]
+__all__ = ["ReconcilerTarget", "Reconciler"]
 
 _LEAVE_S: Final = 1.0
 """How long a store that does not answer may keep a worker from its end."""
@@ -28,16 +28,16 @@ _LEAVE_S: Final = 1.0
 logger = logging.getLogger("penstock.server")
 
 
-class Host(Protocol):
+class ReconcilerTarget(Protocol):
     """A worker, as the reconciler sees it."""
 
     def may_serve(self, name: str) -> bool:
         """Whether the model is one that this worker serves."""
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Load a version and keep it."""
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Unload a version once it is idle, unless it answers; jobs that name it may have this content loaded."""
 
     def versions(self) -> Mapping[str, object]:
@@ -48,10 +48,16 @@ class Reconciler:
     """Sweeps every `interval_s` seconds, on a thread of its own, or when nudged."""
 
     def __init__(
-        self, store: StateStore, host: Host, *, worker: str, interval_s: float, verify: Verifier | None = None
+        self,
+        store: StateStore,
+        target: ReconcilerTarget,
+        *,
+        worker: str,
+        interval_s: float,
+        verify: Verifier | None = None,
     ) -> None:
         self._store = store
-        self._host = host
+        self._target = target
         self._worker = worker
         self._interval_s = interval_s
         self._verify = verify
@@ -83,25 +89,29 @@ class Reconciler:
 
     def sweep(self) -> None:
         """Act on what is new, then say what is loaded. Raises BrokerUnavailable, and then nothing was unloaded."""
-        wishes = self._store.wishes()
-        for reference, record in wishes.items():
+        desired = self._store.desired()
+        for reference, record in desired.items():
             if self._followed.get(reference) != record:
                 self._follow(reference, record)
-        self._followed = wishes
-        self._store.report(self._worker, {"models": self._host.versions()})
+        self._followed = desired
+        self._store.report(self._worker, {"models": self._target.versions()})
 
     def _follow(self, reference: str, record: bytes) -> None:
         try:
-            wish = Wish.open(record, self._verify)
+            desired_version = DesiredVersion.open(record, self._verify)
         except Corrupt as error:
             logger.error("a wanted version is not believed: %s", error, extra={"reference": reference[:160]})
             return
-        if wish.reference != reference or not self._host.may_serve(wish.model):
+        if desired_version.reference != reference or not self._target.may_serve(desired_version.model):
             return
-        if wish.is_wanted:
-            self._host.want(wish.model, wish.version, content_hash=wish.content_hash)
+        if desired_version.is_wanted:
+            self._target.request_load(
+                desired_version.model, desired_version.version, content_hash=desired_version.content_hash
+            )
         else:
-            self._host.let_go_of(wish.model, wish.version, content_hash=wish.content_hash)
+            self._target.request_unload(
+                desired_version.model, desired_version.version, content_hash=desired_version.content_hash
+            )
 
     def _run(self) -> None:
         while not self._is_stopping:

@@ -19,7 +19,7 @@ from penstock.registry.package import SPEC_FILE, Package, PackageRef, discover, 
 from penstock.registry.queues import parse_name
 from penstock.registry.settings import LATEST, Settings
 
-__all__ = ["Library", "ModelsRoot", "Nothing"]
+__all__ = ["ModelRepository", "DiskRepository", "EmptyRepository"]
 
 logger = logging.getLogger("penstock.server")
 
@@ -28,7 +28,7 @@ _REMEMBERED_S: Final = 2.0
 _MOST_REMEMBERED: Final = 1000
 
 
-class Library(Protocol):
+class ModelRepository(Protocol):
     """Packages by model and version label."""
 
     def package(self, name: str, label: str) -> Package:
@@ -60,7 +60,7 @@ class _Broken(NamedTuple):
     until: float
 
 
-class ModelsRoot:
+class DiskRepository:
     """The packages that lie in `<root>/<name>/<version>` now."""
 
     def __init__(
@@ -82,7 +82,7 @@ class ModelsRoot:
         self._broken: dict[str, _Broken] = {}
 
     @classmethod
-    def of(cls, settings: Settings) -> ModelsRoot:
+    def of(cls, settings: Settings) -> DiskRepository:
         """The models root of a process with these settings."""
         inference = settings.inference
         return cls(inference.repo_root, settings.trusted_roots, inference.safeguards.max_sequence_length)
@@ -107,7 +107,7 @@ class ModelsRoot:
         return self._valid(list(lying.values()))
 
     def package(self, name: str, label: str) -> Package:
-        """See Library.package. A miss costs a look at one file, however many packages there are."""
+        """See ModelRepository.package. A miss costs a look at one file, however many packages there are."""
         reference = f"{parse_name('model', name)}/{parse_name('version', label)}"
         folder, now = self._root / name / label, self._clock()
         state = _state_of_spec(folder, reference)
@@ -123,7 +123,7 @@ class ModelsRoot:
             raise
 
     def labels(self, name: str) -> list[str]:
-        """See Library.labels; none while the models root is away."""
+        """See ModelRepository.labels; none while the models root is away."""
         try:
             return [found.version for found in discover(self._root, parse_name("model", name))]
         except ConfigurationError as error:
@@ -170,7 +170,7 @@ def _state_of_spec(folder: Path, reference: str) -> _State:
         raise ConfigurationError(f"{reference}/{SPEC_FILE}: cannot be read ({error.strerror})") from None
 
 
-class Nothing:
+class EmptyRepository:
     """No packages but those that the worker was given."""
 
     def package(self, name: str, label: str) -> Package:

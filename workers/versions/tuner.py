@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.versions.version import Observer
 
-__all__ = ["Tuner", "Untuned"]
+__all__ = ["Tuner", "NullTuner"]
 
 
 class Tuner(Protocol):
@@ -24,7 +24,7 @@ class Tuner(Protocol):
         """Model -> an entry for each attached version, as plain data."""
 
 
-class Untuned:
+class NullTuner:
     """Every model as its author built it."""
 
     def attach(self, key: Hashable, runtime: Runtime, content_hash: str, max_rows: int) -> Observer | None:

@@ -24,7 +24,7 @@ from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import STRING, Tensor
 from penstock.workers.batching.batcher import Batch, Batcher, BatchKey, BatchLimits, Pending
 from penstock.workers.batching.controller import LatencyController
-from penstock.workers.executor import JobStream, TooLarge, Work
+from penstock.workers.executor import BatchRun, JobStream, TooLarge
 from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.forms import Forms, Tunable
@@ -80,7 +80,7 @@ def is_name_of(name: str, label: str, content_hash: str) -> bool:
 class Observer(Protocol):
     """Learns from the batches of one loaded version."""
 
-    def observe(self, work: Work) -> None:
+    def observe(self, work: BatchRun) -> None:
         """Microseconds: this is the thread that claims and commits."""
 
 
@@ -105,7 +105,7 @@ class ServedVersion:
         self.name: Final = package.spec.name
         self.label: Final = package.spec.version
         self.signature: Final[Signature] = package.spec.signature
-        self.promised_hash = ""
+        self.pinned_hash = ""
         """The content that was promoted under this label; empty: whatever lies on disk will do."""
         self._config = config
         knobs = self.spec.policy_for(ENDPOINT)
@@ -213,7 +213,7 @@ class ServedVersion:
     @property
     def form(self) -> int:
         """The form in which it answers the next batch; see Forms.stamp."""
-        return self._forms.stamp if self._forms is not None else 0
+        return self._forms.generation if self._forms is not None else 0
 
     @property
     def tokenises(self) -> bool:
@@ -221,9 +221,9 @@ class ServedVersion:
         return self.spec.format == "transformers"
 
     @property
-    def is_vouched_for(self) -> bool:
+    def is_approved(self) -> bool:
         """Whether operators have promoted it, or asked for it to be loaded: this content of it, where they said."""
-        return bool(self.promised_hash) or self.is_wanted
+        return bool(self.pinned_hash) or self.is_wanted
 
     @property
     def room(self) -> int:
@@ -241,20 +241,20 @@ class ServedVersion:
     def _open(self) -> Runtime:
         return open_runtime(
             self.package,
-            self.promised_hash,
+            self.pinned_hash,
             frameworks=self._config.frameworks,
             precision=self._precision,
             warmup_requests=self._config.compilation.warmup_requests,
         )
 
-    def promise(self, content_hash: str) -> None:
+    def pin_content(self, content_hash: str) -> None:
         """This content, and no other, was promoted under the version's label."""
-        self.promised_hash = content_hash
+        self.pinned_hash = content_hash
         if self.state in (VersionState.COLD, VersionState.FAILED):
             self.state = VersionState.COLD
             self._renew()
 
-    def learn(self, too_large: TooLarge, now: float) -> None:
+    def cap_batches(self, too_large: TooLarge, now: float) -> None:
         """Some forward did not fit the device: half of it is the cap of batches, until it has held for a while.
 
         Where forwards have tokens these are what did not fit: short texts may still come in full batches.
@@ -267,7 +267,7 @@ class ServedVersion:
         self._set_cap(rows, tokens, now)
         logger.warning("batches are capped", extra={"model": self.name, "max_rows": rows, "max_tokens": tokens})
 
-    def relax(self, now: float) -> None:
+    def raise_cap(self, now: float) -> None:
         """Doubles a learnt cap that has held: what filled the device may have left it."""
         if now >= self._raise_cap_at:
             rows, tokens = self._cap
@@ -324,7 +324,7 @@ class ServedVersion:
             self.batcher.discard(is_too_long)
         return found
 
-    def observe(self, work: Work, now: float) -> None:
+    def observe(self, work: BatchRun, now: float) -> None:
         """A batch was committed at `now`: what it took steers the next ones.
 
         The observer does not hear of those that ran as built: it would time the form in use by them, and try others on
@@ -338,12 +338,12 @@ class ServedVersion:
         if self.observer is not None and not work.is_as_built:
             self.observer.observe(work)
 
-    def hold(self, job: ClaimedJob) -> None:
+    def reserve(self, job: ClaimedJob) -> None:
         """The job waits or runs here."""
         self.in_memory += not job.takes_room
         job.takes_room = True
 
-    def make_room(self, job: ClaimedJob) -> None:
+    def release(self, job: ClaimedJob) -> None:
         """The job no longer waits or runs here."""
         self.in_memory -= job.takes_room
         job.takes_room = False
@@ -351,7 +351,7 @@ class ServedVersion:
     def add(self, jobs: list[ClaimedJob]) -> None:
         """Puts jobs before the batcher, in their order of arrival."""
         for job in jobs:
-            self.hold(job)
+            self.reserve(job)
         self.batcher.extend([self._pending(job) for job in jobs])
 
     def alone(self, job: ClaimedJob) -> Batch[ClaimedJob]:
@@ -379,9 +379,9 @@ class ServedVersion:
         open_stream: Callable[[ClaimedJob, Callable[[], None]], JobStream],
         *,
         is_as_built: bool = False,
-    ) -> Work:
+    ) -> BatchRun:
         """A batch ready for the model threads; is_as_built: see Work."""
-        return Work(
+        return BatchRun(
             batch,
             self.runtime,
             self._cap.rows,
@@ -414,7 +414,7 @@ class ServedModel:
         """What that says; None before the first promotion: then the highest version on disk that loads answers."""
         self.decided = b""
         """The record that says so, as it was believed."""
-        self.is_drained = False
+        self.is_empty = False
         """Whether the last claim found fewer jobs than it asked for."""
 
     @property

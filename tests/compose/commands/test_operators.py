@@ -253,7 +253,7 @@ def test_large_queue_is_purged_in_parts(shared_redis: RedisServer, there: dict[s
         assert [call for call in server.slowlog_get() if call["duration"] > 100_000] == []
         assert server.xlen(stream_key(slot, Priority.NORMAL)) == 0
     with closing(RedisStreams.from_url(shared_redis.url)) as broker:
-        states = {standing and standing.state for standing in broker.standings([job.id for job in jobs])}
+        states = {job_record and job_record.state for job_record in broker.job_records([job.id for job in jobs])}
     assert states == {State.CANCELLED}
 
 

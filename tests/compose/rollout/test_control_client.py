@@ -11,24 +11,24 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 
-from penstock.compose.rollout.control_client import Orders
-from penstock.registry.control import CONTROL_COMMAND, Command, Obedience
+from penstock.compose.rollout.control_client import ControlClient
+from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
 from tests.servers import RedisServer, let_pass, wait_until
 
 
-def _orders(celery_url: str, key: OperatorKey) -> Orders:
-    return Orders(Settings.load(environ={"PENSTOCK_CELERY_URL": celery_url}), key.sign)
+def _control(celery_url: str, key: OperatorKey) -> ControlClient:
+    return ControlClient(Settings.load(environ={"PENSTOCK_CELERY_URL": celery_url}), key.sign)
 
 
-def _obedience(key: OperatorKey, name: str) -> Obedience:
-    return Obedience(PublicKeys.parse(key.public_text).verify, name)
+def _obedience(key: OperatorKey, name: str) -> CommandVerifier:
+    return CommandVerifier(PublicKeys.parse(key.public_text).verify, name)
 
 
 @contextmanager
-def _listening(server: RedisServer, name: str, obedience: Obedience) -> Iterator[list[Command]]:
+def _listening(server: RedisServer, name: str, obedience: CommandVerifier) -> Iterator[list[Command]]:
     """A node that obeys; refuses to unload, and is slow to answer its first order to compile."""
     obeyed: list[Command] = []
 
@@ -67,18 +67,18 @@ def _listening(server: RedisServer, name: str, obedience: Obedience) -> Iterator
 def test_a_worker_that_listens_late_is_asked_again(redis_server: RedisServer, tmp_path: Path):
     """Its drain is ready before Celery listens in it: an order that nobody heard is given once more."""
     key = OperatorKey.generate(tmp_path / "operator.pem")
-    orders, name = _orders(redis_server.celery_url, key), f"{uuid4().hex}@test"
+    control, name = _control(redis_server.celery_url, key), f"{uuid4().hex}@test"
     obedience = _obedience(key, name)
     refusals: list[dict[str, str]] = []
-    asking = threading.Thread(target=lambda: refusals.append(orders.give(Command("load", "m", "1"), [name], 20)))
-    with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as heard:
-        heard.psubscribe("*celery.pidbox*")
-        heard.get_message(timeout=5)
+    asking = threading.Thread(target=lambda: refusals.append(control.give(Command("load", "m", "1"), [name], 20)))
+    with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as on_heartbeat:
+        on_heartbeat.psubscribe("*celery.pidbox*")
+        on_heartbeat.get_message(timeout=5)
         asking.start()
-        wait_until(lambda: heard.get_message(timeout=0.1), 10, "the first order")
+        wait_until(lambda: on_heartbeat.get_message(timeout=0.1), 10, "the first order")
     with _listening(redis_server, name, obedience) as obeyed:
         asking.join(20)
-    orders.close()
+    control.close()
     assert refusals == [{}]
     assert {(command.action, command.model, command.version) for command in obeyed} == {("load", "m", "1")}
 
@@ -88,10 +88,10 @@ def test_a_worker_that_answers_late_is_asked_again(redis_server: RedisServer, tm
     key = OperatorKey.generate(tmp_path / "operator.pem")
     name = f"{uuid4().hex}@test"
     with _listening(redis_server, name, _obedience(key, name)) as obeyed:
-        orders = _orders(redis_server.celery_url, key)
-        assert orders.give(Command("compile", "m"), [name], 10) == {}
+        control = _control(redis_server.celery_url, key)
+        assert control.give(Command("compile", "m"), [name], 10) == {}
         assert len({command.nonce for command in obeyed}) == len(obeyed) >= 2
-        orders.close()
+        control.close()
 
 
 def test_refusals_and_silence_are_told_by_worker(redis_server: RedisServer, tmp_path: Path):
@@ -100,12 +100,12 @@ def test_refusals_and_silence_are_told_by_worker(redis_server: RedisServer, tmp_
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
     name = f"{uuid4().hex}@test"
     with _listening(redis_server, name, _obedience(key, name)):
-        orders = _orders(redis_server.celery_url, key)
-        assert orders.give(Command("load", "m", "1"), [name], 10) == {}
-        told = orders.give(Command("unload", "m", "1"), [name, "nobody@test"], 1.5)
+        control = _control(redis_server.celery_url, key)
+        assert control.give(Command("load", "m", "1"), [name], 10) == {}
+        told = control.give(Command("unload", "m", "1"), [name, "nobody@test"], 1.5)
         assert told == {name: "it answers jobs", "nobody@test": "gave no answer within 1.5 s"}
-        orders.close()
-        foreign = _orders(redis_server.celery_url, stranger)
+        control.close()
+        foreign = _control(redis_server.celery_url, stranger)
         (refusal,) = foreign.give(Command("load", "m", "1"), [name], 10).values()
         assert "its key is not known here" in refusal
         foreign.close()
@@ -113,7 +113,7 @@ def test_refusals_and_silence_are_told_by_worker(redis_server: RedisServer, tmp_
 
 def test_a_broker_that_is_away_is_named(tmp_path: Path):
     """Within the time-out, without its address."""
-    orders = _orders(f"redis+socket://{tmp_path}/absent.sock", OperatorKey.generate(tmp_path / "operator.pem"))
+    control = _control(f"redis+socket://{tmp_path}/absent.sock", OperatorKey.generate(tmp_path / "operator.pem"))
     with pytest.raises(BrokerUnavailable, match=r"Celery's broker does not answer \(\w+\)\Z"):
-        orders.give(Command("reconcile"), ["nobody@test"], 1)
-    orders.close()
+        control.give(Command("reconcile"), ["nobody@test"], 1)
+    control.close()

@@ -19,7 +19,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.catalog import ModelRegistryClient
 from penstock.registry.catalog.lineage import ModelLineage
 from penstock.registry.catalog.stages import ModelStage
-from penstock.registry.catalog.store import Pages
+from penstock.registry.catalog.store import ModelRows
 from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Keyring
@@ -33,7 +33,7 @@ from penstock.registry.errors import (
 )
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
-from penstock.workers.process.operator_rpc import Clerk
+from penstock.workers.process.operator_rpc import OperatorRpcServer
 from tests.packages import write_package
 from tests.registry.catalog.catalogs import SOURCE, new_key
 
@@ -41,10 +41,10 @@ WORKER = "gpu0@host"
 
 
 class Post:
-    """Orders without Celery: sealed answers of a clerk in this process, one of which may be replaced on its way."""
+    """ControlClient without Celery: sealed answers of a server in this process; a test may replace one of them."""
 
-    def __init__(self, clerk: Clerk, keyring: Keyring) -> None:
-        self._clerk = clerk
+    def __init__(self, rpc_server: OperatorRpcServer, keyring: Keyring) -> None:
+        self._rpc_server = rpc_server
         self._keyring = keyring
         self.replaced: dict[type, object] = {}
         self.asked: list[str] = []
@@ -56,12 +56,12 @@ class Post:
         return WORKER
 
     def run(self, errand: operator_rpc.Errand, worker: str, kind: Any) -> Any:
-        """See Orders.run."""
+        """See ControlClient.run."""
         assert worker == WORKER
         self.asked.append(type(errand).__name__)
         command = Command("errand", errand=secrets.token_hex(8), body=operator_rpc.encode(errand))
         while not (
-            answer := operator_rpc.open_answer(command.errand, self._clerk.attend(command), self._keyring)
+            answer := operator_rpc.open_answer(command.errand, self._rpc_server.handle(command), self._keyring)
         ).is_done:
             pass
         return self.replaced.get(type(errand), None) or answer.read(kind)
@@ -82,12 +82,12 @@ class Outpost:
         self.root = folder / "models"
         for version in ("1", "2"):
             write_package(self.root, "times", SOURCE, version=version)
-        self.clerk = Clerk(self.settings, self.broker, self._verify(self.key))
+        self.rpc_server = OperatorRpcServer(self.settings, self.broker, self._verify(self.key))
 
     def operator(self, key: OperatorKey | None = None) -> tuple[Deployer, Post]:
         """One more operator, and what is between them and the worker."""
         key = key or self.key
-        post = Post(self.clerk, self.settings.keyring)
+        post = Post(self.rpc_server, self.settings.keyring)
         remote = Remote(post)  # type: ignore[arg-type]
         registry = ModelRegistryClient(
             RemoteLedger(remote), sign=key.sign, verify=self._verify(self.key), rehash=remote.rehash, actor="far"
@@ -139,7 +139,7 @@ def test_of_two_operators_one_is_told_that_the_other_came_first(outpost: Outpost
     """Nothing is locked while an operator thinks: what was overtaken is refused, and nothing of it written."""
     (one, _), (other, post) = outpost.operator(), outpost.operator()
     _prepare(one)
-    seen = other.registry._ledger.read(("times",))["times"]
+    seen = other.registry._store.read(("times",))["times"]
     one.registry.promote("times", "2", "production")
     post.replaced[operator_rpc.Read] = {"times": seen}
     with pytest.raises(TransitionConflict, match="changed meanwhile"):
@@ -153,15 +153,15 @@ def test_a_worker_that_lies_is_not_believed(outpost: Outpost):
     """Rows that no operator signed, an older state of one of them, one left out, another content: refused (S0.3)."""
     deployer, post = outpost.operator()
     _prepare(deployer)
-    true = deployer.registry._ledger.read(("times",))["times"]
+    true = deployer.registry._store.read(("times",))["times"]
     old = true.versions[0]
     deployer.promote("times", "2")
-    now = deployer.registry._ledger.read(("times",))["times"]
+    now = deployer.registry._store.read(("times",))["times"]
     lies = [
-        Pages([{**now.versions[0], "stage": "draft"}, now.versions[1]], now.transitions),
-        Pages([old, now.versions[1]], now.transitions),
-        Pages(now.versions[:1], now.transitions),
-        Pages(now.versions, [*now.transitions[:-2], now.transitions[-1]]),
+        ModelRows([{**now.versions[0], "stage": "draft"}, now.versions[1]], now.transitions),
+        ModelRows([old, now.versions[1]], now.transitions),
+        ModelRows(now.versions[:1], now.transitions),
+        ModelRows(now.versions, [*now.transitions[:-2], now.transitions[-1]]),
     ]
     for lie in lies:
         post.replaced[operator_rpc.Read] = {"times": lie}
@@ -203,8 +203,8 @@ def test_a_new_key_takes_over_while_both_are_believed(outpost: Outpost):
     _prepare(deployer)
     new = new_key()
     both = PublicKeys.parse(f"{outpost.key.public_text},{new.public_text}").verify
-    outpost.clerk = Clerk(outpost.settings, outpost.broker, both)
-    post = Post(outpost.clerk, outpost.settings.keyring)
+    outpost.rpc_server = OperatorRpcServer(outpost.settings, outpost.broker, both)
+    post = Post(outpost.rpc_server, outpost.settings.keyring)
     remote = Remote(post)  # type: ignore[arg-type]
     registry = ModelRegistryClient(RemoteLedger(remote), sign=new.sign, verify=both, rehash=remote.rehash)
     before = registry.history("times")

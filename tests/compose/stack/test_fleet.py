@@ -99,5 +99,5 @@ def test_workers_read_the_settings_of_their_supervisor(tmp_path):
 def test_patience_follows_the_settings(tmp_path):
     """A worker may be silent for as long as a forward may take, and drain for as long as it is given."""
     given = settings(tmp_path, PENSTOCK_INFERENCE_TIMEOUT_SECONDS="7", PENSTOCK_INFERENCE_QUEUE_DRAIN_GRACE_S="3")
-    patience = worker_patience(given)
-    assert (patience.silence_s, patience.warm_s) == (8, 8)
+    timeouts = worker_patience(given)
+    assert (timeouts.silence_s, timeouts.warm_s) == (8, 8)

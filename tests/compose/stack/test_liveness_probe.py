@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.compose.stack.fleet import JournalWitness
-from penstock.compose.stack.supervisor import Patience, Program, Supervisor
+from penstock.compose.stack.fleet import JournalProbe
+from penstock.compose.stack.supervisor import Program, Supervisor, SupervisorTimeouts
 from penstock.registry.broker.base import Delivery, Limits, Publication
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import Priority, new_job_id
@@ -24,7 +24,7 @@ LIMIT_S = 1.0
 CONSUMER = "gpu0@test:1"
 A_DAY_MS = 86_400_000
 # Far more patience with a silent process than a forward has: who is quicker has read the journal.
-PATIENCE = Patience(silence_s=60, first_delay_s=60, longest_delay_s=60)
+PATIENCE = SupervisorTimeouts(silence_s=60, first_delay_s=60, longest_delay_s=60)
 PROCESS = """
 import ctypes, os, sys, time
 from pathlib import Path
@@ -68,8 +68,8 @@ class Scene:
         entry, limit_s = delivery.entry_id.decode(), str(LIMIT_S)
         arguments = [sys.executable, "-c", PROCESS, str(self.home), CONSUMER, slot, entry, deed, limit_s]
         environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
-        self.witness = JournalWitness(settings, url or server.url)
-        program = Program("gpu0", arguments, environ, beats=True, output=self.output, witness=self.witness)
+        self.probe = JournalProbe(settings, url or server.url)
+        program = Program("gpu0", arguments, environ, beats=True, output=self.output, probe=self.probe)
         self.supervisor = Supervisor([program], PATIENCE)
         self.supervisor.start()
         self.pid: int = wait_until(self.supervisor.pids, 20, "the worker runs")["gpu0"]
@@ -165,7 +165,7 @@ def test_a_broker_that_is_away_neither_stops_the_supervisor_nor_loses_the_death(
     scene = scenes[0]
     wait_until(lambda: "death is not reported yet" in caplog.text, 20, "the report fails")
     assert not scene.is_reported
-    again = JournalWitness(Settings.load(environ={"PENSTOCK_HOME": str(scene.home)}, cwd=tmp_path), shared_redis.url)
+    again = JournalProbe(Settings.load(environ={"PENSTOCK_HOME": str(scene.home)}, cwd=tmp_path), shared_redis.url)
     again.ended()
     wait_until(lambda: scene.is_reported, 5, "its death is reported")
     assert [delivery.crashes for delivery in scene.suspicions()] == [1]

@@ -15,18 +15,22 @@ import pytest
 
 from penstock.compose.stack.supervisor import (
     EXIT_CONFIGURATION,
-    Patience,
+    ChildHealth,
     Program,
     Supervisor,
-    Vigil,
+    SupervisorTimeouts,
     restart_delay_s,
     stop_signal,
 )
 from tests.servers import ROOT, wait_until
 
-QUICK = Patience(first_beat_s=20, silence_s=2.5, warm_s=20, cold_s=1, first_delay_s=0.2, longest_delay_s=1, steady_s=60)
-HEARTBEAT = "import os, sys, time; from penstock.workers.process.heartbeat import start; "
+QUICK = SupervisorTimeouts(
+    first_beat_s=20, silence_s=2.5, warm_s=20, cold_s=1, first_delay_s=0.2, longest_delay_s=1, steady_s=60
+)
+HEARTBEAT = (
+    "import os, sys, time; from penstock.workers.process.heartbeat import start; "
     "fd = int(os.environ['PENSTOCK_HEARTBEAT_FD'])"
+)
 
 
 def is_alive(pid: int) -> bool:
@@ -52,8 +56,8 @@ def supervise() -> Iterator[Callable[..., Supervisor]]:
     """Starts supervisors and closes them at the end."""
     started: list[Supervisor] = []
 
-    def start(*programs: Program, patience: Patience = QUICK) -> Supervisor:
-        supervisor = Supervisor(programs, patience)
+    def start(*programs: Program, timeouts: SupervisorTimeouts = QUICK) -> Supervisor:
+        supervisor = Supervisor(programs, timeouts)
         supervisor.start()
         started.append(supervisor)
         return supervisor
@@ -70,15 +74,15 @@ def supervise() -> Iterator[Callable[..., Supervisor]]:
 
 def test_restart_delay_doubles_up_to_the_longest():
     """Failures in a row are answered with ever longer pauses, up to a bound, for ever."""
-    patience = Patience(first_delay_s=1, longest_delay_s=30)
-    assert [restart_delay_s(n, patience, jitter=1) for n in (1, 2, 3, 5, 6, 10_000)] == [1, 2, 4, 16, 30, 30]
-    assert restart_delay_s(3, patience, jitter=0) == 2
+    timeouts = SupervisorTimeouts(first_delay_s=1, longest_delay_s=30)
+    assert [restart_delay_s(n, timeouts, jitter=1) for n in (1, 2, 3, 5, 6, 10_000)] == [1, 2, 4, 16, 30, 30]
+    assert restart_delay_s(3, timeouts, jitter=0) == 2
 
 
 def test_a_steady_run_clears_the_record():
     """A child that ran for a while is started again after the first delay, whatever went before."""
-    patience = Patience(first_delay_s=1, steady_s=60)
-    vigil = Vigil(patience, beats=True)
+    timeouts = SupervisorTimeouts(first_delay_s=1, steady_s=60)
+    vigil = ChildHealth(timeouts, beats=True)
     for start in (0.0, 10.0):
         vigil.started(start)
         vigil.ended(start + 1, jitter=1)
@@ -90,41 +94,41 @@ def test_a_steady_run_clears_the_record():
 
 def test_silence_condemns_only_after_its_limit():
     """A child is hung once it has been silent for longer than the limit, and not before."""
-    vigil = Vigil(Patience(silence_s=31, first_beat_s=120), beats=True)
+    vigil = ChildHealth(SupervisorTimeouts(silence_s=31, first_beat_s=120), beats=True)
     vigil.started(0.0)
-    assert vigil.condemned(119.0) is None
-    assert "within 120 s of its start" in str(vigil.condemned(121.0))
-    vigil.heard("", 121.0)
-    assert vigil.condemned(151.0) is None
-    assert "no sign of life for 31 s" in str(vigil.condemned(152.5))
+    assert vigil.kill_reason(119.0) is None
+    assert "within 120 s of its start" in str(vigil.kill_reason(121.0))
+    vigil.on_heartbeat("", 121.0)
+    assert vigil.kill_reason(151.0) is None
+    assert "no sign of life for 31 s" in str(vigil.kill_reason(152.5))
 
 
 def test_a_complaint_condemns_at_once():
     """A child that says what is wrong with it is replaced without waiting; the next one starts clean."""
-    vigil = Vigil(Patience(), beats=True)
+    vigil = ChildHealth(SupervisorTimeouts(), beats=True)
     vigil.started(0.0)
-    vigil.heard("a forward ran for more than 30 s", 1.0)
-    vigil.heard("", 2.0)
-    assert vigil.condemned(2.0) == "a forward ran for more than 30 s"
+    vigil.on_heartbeat("a forward ran for more than 30 s", 1.0)
+    vigil.on_heartbeat("", 2.0)
+    assert vigil.kill_reason(2.0) == "a forward ran for more than 30 s"
     vigil.started(5.0)
-    assert vigil.condemned(6.0) is None
+    assert vigil.kill_reason(6.0) is None
 
 
 def test_programs_without_heartbeat_are_never_hung():
     """Silence means nothing for a program that does not beat."""
-    vigil = Vigil(Patience(), beats=False)
+    vigil = ChildHealth(SupervisorTimeouts(), beats=False)
     vigil.started(0.0)
-    assert vigil.condemned(1e6) is None
+    assert vigil.kill_reason(1e6) is None
 
 
 def test_stop_escalates():
     """SIGTERM first, SIGQUIT after the warm time or a second request, SIGKILL at last."""
-    patience = Patience(warm_s=15, cold_s=3)
-    assert stop_signal(114.9, [100.0], patience) is signal.SIGTERM
-    assert stop_signal(115.0, [100.0], patience) is signal.SIGQUIT
-    assert stop_signal(118.0, [100.0], patience) is signal.SIGKILL
-    assert stop_signal(103.0, [100.0, 102.0, 102.5], patience) is signal.SIGQUIT
-    assert stop_signal(105.0, [100.0, 102.0], patience) is signal.SIGKILL
+    timeouts = SupervisorTimeouts(warm_s=15, cold_s=3)
+    assert stop_signal(114.9, [100.0], timeouts) is signal.SIGTERM
+    assert stop_signal(115.0, [100.0], timeouts) is signal.SIGQUIT
+    assert stop_signal(118.0, [100.0], timeouts) is signal.SIGKILL
+    assert stop_signal(103.0, [100.0, 102.0, 102.5], timeouts) is signal.SIGQUIT
+    assert stop_signal(105.0, [100.0, 102.0], timeouts) is signal.SIGKILL
 
 
 # --- processes ---
@@ -160,7 +164,8 @@ def test_a_healthy_child_is_left_alone(supervise, tmp_path):
     output = tmp_path / "output"
     healthy = f"{HEARTBEAT}; start(fd, lambda: print('beat')); time.sleep(600)"
     supervisor = supervise(
-        python("healthy", healthy, beats=True, output=output), patience=Patience(first_beat_s=20, silence_s=1.6)
+        python("healthy", healthy, beats=True, output=output),
+        timeouts=SupervisorTimeouts(first_beat_s=20, silence_s=1.6),
     )
     wait_until(lambda: "beat" in lines(output), 20, "the child beats")
     first = supervisor.pids()

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.compose.views.top import Look, compare, draw, line, take
+from penstock.compose.views.top import Snapshot, compare, draw, line, take
 from penstock.registry.broker.base import Depth
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import Priority
@@ -34,11 +34,11 @@ _ENTER, _LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 """What a terminal is told to show another screen, and to come back."""
 
 
-def _look(at: float, drained: int, load: dict[str, float] | None, *, pid: int = 1, waiting: int = 0) -> Look:
+def _look(at: float, drained: int, load: dict[str, float] | None, *, pid: int = 1, waiting: int = 0) -> Snapshot:
     depths = [Depth("m", priority, 0, 0, 0.0) for priority in Priority]
     depths[Priority.NORMAL] = Depth("m", Priority.NORMAL, waiting + 3, 3, 1.5 if waiting else 0.0)
     report = {"name": "w", "pid": pid, "device": "cpu", "ready": True, "models": {"m": "1"}, "in_memory": 3}
-    return Look(at, {"m": depths}, {"m": drained}, frozenset(), [report], {("w", pid, "m"): load} if load else {})
+    return Snapshot(at, {"m": depths}, {"m": drained}, frozenset(), [report], {("w", pid, "m"): load} if load else {})
 
 
 def _load(jobs: int, batches: int, rows: int, queue_s: float, compute_s: float) -> dict[str, float]:
@@ -89,7 +89,7 @@ def test_what_nobody_reports_is_unknown():
 
 def test_model_that_appeared_meanwhile_counts_from_now():
     """Between two looks a model may be registered, and a broker emptied."""
-    empty = Look(10.0, {}, {}, frozenset(), [], {})
+    empty = Snapshot(10.0, {}, {}, frozenset(), [], {})
     assert compare(empty, _look(11.0, 5000, None))["models"][0]["jobs_per_s"] == 0.0
     assert compare(_look(10.0, 5000, None), _look(11.0, 0, None))["models"][0]["jobs_per_s"] == 0.0
 
@@ -105,7 +105,7 @@ def _busy_and_idle(models: int, workers: int) -> dict[str, Any]:
         {"name": f"w{each:03}", "pid": each, "device": "cpu", "ready": each < workers - 1, "models": serves}
         for each in range(workers)
     ]
-    seen = Look(10.0, depths, dict.fromkeys(depths, 0), frozenset(), reports, {})
+    seen = Snapshot(10.0, depths, dict.fromkeys(depths, 0), frozenset(), reports, {})
     return compare(seen, seen)
 
 
@@ -232,7 +232,7 @@ class _Terminal:
             self.output += os.read(self.master, 65536)
         return text in self.output
 
-    def press(self, key: bytes) -> None:
+    def builder(self, key: bytes) -> None:
         os.write(self.master, key)
 
 
@@ -259,7 +259,7 @@ def test_screen_ends_cleanly(environ: dict[str, str], slot: str, end: bytes | si
         wait_until(lambda: terminal.shows(slot.encode()), 30, "the model is on the screen")
         assert terminal.output.startswith(_ENTER)
         if isinstance(end, bytes):
-            terminal.press(end)
+            terminal.builder(end)
         else:
             terminal.process.send_signal(end)
         status = terminal.process.wait(10)
@@ -278,7 +278,7 @@ def test_screen_follows_the_terminals_size(environ: dict[str, str], slot: str):
         drawn = len(terminal.output)
         wait_until(lambda: terminal.shows(b"") and len(terminal.output) > drawn, 5, "it is drawn anew")
         wait_until(lambda: _widest(terminal) <= 40, 5, "it is as wide as the terminal")
-        terminal.press(b"q")
+        terminal.builder(b"q")
         assert terminal.process.wait(10) == 0
 
 

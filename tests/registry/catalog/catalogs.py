@@ -35,7 +35,7 @@ def ticks() -> Callable[[], datetime]:
 
 
 @dataclass
-class Shelf:
+class ModelLifecycle:
     """One model of a registry, with its packages on the disk."""
 
     url: str

@@ -37,7 +37,7 @@ from penstock.registry.errors import (
 )
 from penstock.registry.package import Package, load_package
 from penstock.registry.package.manifest import Manifest
-from tests.registry.catalog.catalogs import SOURCE, Shelf, productions
+from tests.registry.catalog.catalogs import SOURCE, ModelLifecycle, productions
 from tests.servers import ROOT
 
 DRAFT, STAGING, PRODUCTION, ARCHIVED = ModelStage
@@ -52,12 +52,12 @@ LINEAGE = ModelLineage(
 
 
 @pytest.fixture
-def shelf(registry_url: str, models_root: Path, slot: str) -> Shelf:
+def shelf(registry_url: str, models_root: Path, slot: str) -> ModelLifecycle:
     """A model without versions."""
-    return Shelf(registry_url, models_root, slot)
+    return ModelLifecycle(registry_url, models_root, slot)
 
 
-def test_registered_version_is_its_content(shelf: Shelf):
+def test_registered_version_is_its_content(shelf: ModelLifecycle):
     """AR-018: the version is the SHA-256 of its files; one byte more is another version."""
     package = shelf.package("1")
     first = shelf.client.register(package)
@@ -74,7 +74,7 @@ def test_registered_version_is_its_content(shelf: Shelf):
     assert shelf.name in shelf.client.models()
 
 
-def test_registering_again_changes_nothing(shelf: Shelf):
+def test_registering_again_changes_nothing(shelf: ModelLifecycle):
     """The same content under the same label is the version that is there, wherever it stands by now."""
     shelf.put("1", STAGING)
     before = shelf.client.history(shelf.name)
@@ -83,7 +83,7 @@ def test_registering_again_changes_nothing(shelf: Shelf):
     assert shelf.client.history(shelf.name) == before
 
 
-def test_label_belongs_to_one_content(shelf: Shelf):
+def test_label_belongs_to_one_content(shelf: ModelLifecycle):
     """Changed files under a known label are refused, with the file that changed; so is a label with a meaning."""
     shelf.put("1")
     (shelf.root / shelf.name / "1" / "model.py").write_text(SOURCE + "# changed\n")
@@ -94,15 +94,15 @@ def test_label_belongs_to_one_content(shelf: Shelf):
     assert shelf.stages() == {"1": DRAFT}
 
 
-def test_content_has_one_label(shelf: Shelf):
+def test_content_has_one_label(shelf: ModelLifecycle):
     """Two labels for one content would make one of them a lie: the second is refused."""
     shelf.put("1")
     first = shelf.client.find(shelf.name, "1")
     package = shelf.package("2")
     manifest = replace(package.manifest(), content_hash=first.content_hash)
-    twin = _Fixed(package, manifest)
+    thread_copy = _Fixed(package, manifest)
     with pytest.raises(InvalidInput, match="registered already, as version 1"):
-        shelf.client.register(twin)  # no two folders have the same content
+        shelf.client.register(thread_copy)  # no two folders have the same content
     assert shelf.stages() == {"1": DRAFT}
 
 
@@ -117,7 +117,7 @@ class _Fixed:
         return self._manifest
 
 
-def _reach(shelf: Shelf, stage: ModelStage) -> None:
+def _reach(shelf: ModelLifecycle, stage: ModelStage) -> None:
     # Another version is in production, so that only the rules decide.
     shelf.put("other", PRODUCTION)
     if stage is PRODUCTION:
@@ -139,7 +139,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(ModelStage, ModelStage)], ids=lambda stage: stage.value)
-def test_every_step_between_stages(before: ModelStage, after: ModelStage, shelf: Shelf):
+def test_every_step_between_stages(before: ModelStage, after: ModelStage, shelf: ModelLifecycle):
     """AR-020: each of the 16 steps, by promote and by demote: done when allowed, else refused and nothing changed."""
     _reach(shelf, before)
     stages = shelf.stages()
@@ -165,7 +165,7 @@ def test_rules_allow_what_the_table_says_and_no_more(action: Action):
                 check_step("m/1", action, before, after)
 
 
-def test_promoting_archives_the_one_before(shelf: Shelf):
+def test_promoting_archives_the_one_before(shelf: ModelLifecycle):
     """AR-082: one version is in production; the step that brings the next one says which it replaced."""
     shelf.put("1", PRODUCTION)
     shelf.put("2", STAGING)
@@ -174,7 +174,7 @@ def test_promoting_archives_the_one_before(shelf: Shelf):
     assert shelf.stages() == {"1": ARCHIVED, "2": PRODUCTION}
 
 
-def test_database_itself_forbids_two_in_production(shelf: Shelf):
+def test_database_itself_forbids_two_in_production(shelf: ModelLifecycle):
     """AR-082: SQL that goes past the client meets the unique index."""
     shelf.put("1", PRODUCTION)
     shelf.put("2", STAGING)
@@ -183,7 +183,7 @@ def test_database_itself_forbids_two_in_production(shelf: Shelf):
     assert shelf.stages() == {"1": PRODUCTION, "2": STAGING}
 
 
-def test_two_rollbacks_go_back_two_versions(shelf: Shelf):
+def test_two_rollbacks_go_back_two_versions(shelf: ModelLifecycle):
     """AR-022, AR-084: v1, v2, v3, then v2, then v1 again; then there is nothing to go back to."""
     for version in "123":
         shelf.put(version, PRODUCTION)
@@ -198,7 +198,7 @@ def test_two_rollbacks_go_back_two_versions(shelf: Shelf):
     assert [*productions(shelf.client.history(shelf.name))][-3:] == ["3", "2", "1"]
 
 
-def test_rollback_after_a_rollback_forgets_what_was_undone(shelf: Shelf):
+def test_rollback_after_a_rollback_forgets_what_was_undone(shelf: ModelLifecycle):
     """After v1, v2, back to v1, and v3, a rollback goes to v1 and not to v2."""
     shelf.put("1", PRODUCTION)
     shelf.put("2", PRODUCTION)
@@ -207,7 +207,7 @@ def test_rollback_after_a_rollback_forgets_what_was_undone(shelf: Shelf):
     assert shelf.client.rollback(shelf.name).version == "1"
 
 
-def test_version_may_be_in_production_twice(shelf: Shelf):
+def test_version_may_be_in_production_twice(shelf: ModelLifecycle):
     """An archived version goes through staging again; rollbacks go back through both of its times."""
     shelf.put("1", PRODUCTION)
     shelf.put("2", PRODUCTION)
@@ -216,7 +216,7 @@ def test_version_may_be_in_production_twice(shelf: Shelf):
     assert [shelf.client.rollback(shelf.name).version for _ in range(2)] == ["2", "1"]
 
 
-def test_rollback_of_nothing(shelf: Shelf):
+def test_rollback_of_nothing(shelf: ModelLifecycle):
     """A model that was never in production has nothing to go back to."""
     shelf.put("1", STAGING)
     with pytest.raises(TransitionRefused, match="no earlier production version"):
@@ -226,7 +226,9 @@ def test_rollback_of_nothing(shelf: Shelf):
 def test_history_keeps_a_hundred_productions(models_root: Path, tmp_path: Path, slot: str):
     """AR-083: of 101 promotions 100 are remembered, and 99 rollbacks go back through them to the oldest."""
     manifests: dict[str, Manifest] = {}
-    shelf = Shelf(f"sqlite:///{tmp_path}/registry.db", models_root, slot, {"rehash": lambda source: manifests[source]})
+    shelf = ModelLifecycle(
+        f"sqlite:///{tmp_path}/registry.db", models_root, slot, {"rehash": lambda source: manifests[source]}
+    )
     for version in "123":
         manifests[str(shelf.package(version).folder)] = shelf.package(version).manifest()
         shelf.put(version)
@@ -243,7 +245,7 @@ def test_history_keeps_a_hundred_productions(models_root: Path, tmp_path: Path, 
         shelf.client.rollback(slot)
 
 
-def test_epoch_grows_with_every_change(shelf: Shelf):
+def test_epoch_grows_with_every_change(shelf: ModelLifecycle):
     """Every change has a number of its own, one more than the last; a refused one has none."""
     shelf.put("1", PRODUCTION)
     shelf.put("2", STAGING)
@@ -260,7 +262,7 @@ def test_epoch_grows_with_every_change(shelf: Shelf):
 
 def test_lineage_survives_a_restart(registry_url: str, models_root: Path, slot: str):
     """AR-019, AR-081: another process reads every field as it was told."""
-    shelf = Shelf(registry_url, models_root, slot)
+    shelf = ModelLifecycle(registry_url, models_root, slot)
     shelf.client.register(shelf.package("1"), LINEAGE)
     program = (
         "import sys; from penstock.registry.catalog import ModelRegistryClient as C; "
@@ -272,7 +274,7 @@ def test_lineage_survives_a_restart(registry_url: str, models_root: Path, slot: 
     assert ModelLineage.model_validate_json(told.stdout) == LINEAGE
 
 
-def test_lineage_is_frozen_by_production(shelf: Shelf):
+def test_lineage_is_frozen_by_production(shelf: ModelLifecycle):
     """AR-081: it may be corrected until the version was in production, and never again: not by SQL, nor archived."""
     shelf.client.register(shelf.package("1"), LINEAGE)
     better = LINEAGE.model_copy(update={"data_version": "reviews-2026-11"})
@@ -292,14 +294,14 @@ def test_lineage_is_frozen_by_production(shelf: Shelf):
     assert shelf.client.lineage(shelf.name, "1") == better
 
 
-def test_content_is_frozen_in_the_database(shelf: Shelf):
+def test_content_is_frozen_in_the_database(shelf: ModelLifecycle):
     """AR-018: no statement gives a registered version another content."""
     shelf.put("1")
     with pytest.raises(DBAPIError, match="content is frozen"):
         shelf.execute("UPDATE penstock_versions SET content_hash = :other WHERE name = :name", other="0" * 64)
 
 
-def test_registering_with_another_lineage_is_refused(shelf: Shelf):
+def test_registering_with_another_lineage_is_refused(shelf: ModelLifecycle):
     """Only `describe` changes a lineage; saying nothing, or the same again, is fine."""
     shelf.client.register(shelf.package("1"), LINEAGE)
     assert shelf.client.register(shelf.package("1")).lineage == LINEAGE
@@ -327,7 +329,7 @@ def test_bad_lineage_is_refused_by_field(fields: dict, told: str):
     assert len(str(refused.value)) < 300
 
 
-def test_approver_sees_every_step_and_may_veto_it(shelf: Shelf):
+def test_approver_sees_every_step_and_may_veto_it(shelf: ModelLifecycle):
     """AR-020: who approves is asked before each change of a stage, with what it would replace."""
     seen: list[Change] = []
     vetoed = {PRODUCTION: "not on a Friday"}
@@ -354,7 +356,7 @@ def test_approver_sees_every_step_and_may_veto_it(shelf: Shelf):
     assert shelf.stages() == {"1": ARCHIVED, "2": PRODUCTION}
 
 
-def test_gate_is_asked_before_production_only(shelf: Shelf):
+def test_gate_is_asked_before_production_only(shelf: ModelLifecycle):
     """The gate judges what is promoted to production; a rollback restores what has passed it."""
     asked: list[str] = []
 
@@ -373,7 +375,7 @@ def test_gate_is_asked_before_production_only(shelf: Shelf):
     assert shelf.stages() == {"1": PRODUCTION, "2": ARCHIVED, "bad": STAGING}
 
 
-def test_every_change_is_audited_before_it_is_committed(shelf: Shelf):
+def test_every_change_is_audited_before_it_is_committed(shelf: ModelLifecycle):
     """What cannot be recorded does not happen; what happens is recorded once, refused attempts are not."""
     recorded: list[Transition] = []
     client = shelf.reopened(audit=recorded.append, actor="ada")
@@ -393,7 +395,7 @@ def test_every_change_is_audited_before_it_is_committed(shelf: Shelf):
     assert len(shelf.client.history(shelf.name)) == 5
 
 
-def test_change_is_seen_when_it_is_committed(shelf: Shelf):
+def test_change_is_seen_when_it_is_committed(shelf: ModelLifecycle):
     """Readers wait for no writer, and see what was there before its commit."""
     seen: list[str] = []
     shelf.put("1", PRODUCTION)
@@ -405,7 +407,7 @@ def test_change_is_seen_when_it_is_committed(shelf: Shelf):
     assert reader.find(shelf.name).version == "2"
 
 
-def test_listeners_are_told_of_every_change_of_production_once(shelf: Shelf):
+def test_listeners_are_told_of_every_change_of_production_once(shelf: ModelLifecycle):
     """AR-080: (name, content before, content now) after the commit; a listener that fails keeps nobody from it."""
     told: list[tuple[str, str | None, str]] = []
 
@@ -421,7 +423,7 @@ def test_listeners_are_told_of_every_change_of_production_once(shelf: Shelf):
     assert told == [(shelf.name, None, first), (shelf.name, first, second), (shelf.name, second, first)]
 
 
-def test_latest_is_the_version_in_production(shelf: Shelf):
+def test_latest_is_the_version_in_production(shelf: ModelLifecycle):
     """CX-014: not the highest label, nor the newest one."""
     shelf.put("1", PRODUCTION)
     shelf.put("3", STAGING)
@@ -431,14 +433,14 @@ def test_latest_is_the_version_in_production(shelf: Shelf):
     assert shelf.client.find(shelf.name, "latest").version == "3"
 
 
-def test_latest_without_production(shelf: Shelf):
+def test_latest_without_production(shelf: ModelLifecycle):
     """CX-014: the error says what there is."""
     shelf.put("1", STAGING)
     with pytest.raises(UnknownModel, match=r"has no version in production. There are: 1 \(staging, [0-9a-f]{8}\)"):
         shelf.client.find(shelf.name)
 
 
-def test_version_is_named_by_its_label_or_its_hash(shelf: Shelf):
+def test_version_is_named_by_its_label_or_its_hash(shelf: ModelLifecycle):
     """A label, the whole hash, or six digits of it and more; fewer digits name nothing."""
     shelf.put("1")
     shelf.put("2.0-rc1")
@@ -449,7 +451,7 @@ def test_version_is_named_by_its_label_or_its_hash(shelf: Shelf):
             shelf.client.find(shelf.name, version.content_hash[:5])
 
 
-def test_shared_hash_prefix_is_refused(shelf: Shelf):
+def test_shared_hash_prefix_is_refused(shelf: ModelLifecycle):
     """Six digits that begin two hashes name neither, and the error names both labels."""
     for version, end in (("1", "1"), ("2", "2")):
         package = shelf.package(version)
@@ -479,7 +481,7 @@ def test_shared_hash_prefix_is_refused(shelf: Shelf):
         (lambda client, name: client.describe("no-such-model", "1", LINEAGE), UnknownModel, "Unknown model"),
     ],
 )
-def test_what_does_not_exist_is_told_with_what_does(call, error: type[PenstockError], told: str, shelf: Shelf):
+def test_what_does_not_exist_is_told_with_what_does(call, error: type[PenstockError], told: str, shelf: ModelLifecycle):
     """One line, what was asked for and what there is; nothing is changed."""
     shelf.put("1")
     with pytest.raises(error, match=told) as refused:
@@ -489,7 +491,7 @@ def test_what_does_not_exist_is_told_with_what_does(call, error: type[PenstockEr
     assert shelf.stages() == {"1": DRAFT}
 
 
-def test_changed_files_are_found_and_never_promoted(shelf: Shelf):
+def test_changed_files_are_found_and_never_promoted(shelf: ModelLifecycle):
     """AR-021: one byte more in a file, and neither verify nor promote nor rollback takes the version."""
     shelf.put("1", PRODUCTION)
     shelf.put("2", PRODUCTION)
@@ -508,7 +510,7 @@ def test_changed_files_are_found_and_never_promoted(shelf: Shelf):
     assert shelf.stages() == {"1": ARCHIVED, "2": PRODUCTION, "3": STAGING}
 
 
-def test_missing_files_are_never_promoted(shelf: Shelf):
+def test_missing_files_are_never_promoted(shelf: ModelLifecycle):
     """A version whose folder is gone says so, with no path of this machine."""
     shelf.put("1", STAGING)
     (shelf.root / shelf.name / "1" / "model.yaml").unlink()
@@ -518,7 +520,7 @@ def test_missing_files_are_never_promoted(shelf: Shelf):
 
 
 @pytest.mark.parametrize("swap", ["write", "replace", "add", "touch back"])
-def test_file_swapped_between_verify_and_apply_is_refused(swap: str, shelf: Shelf):
+def test_file_swapped_between_verify_and_apply_is_refused(swap: str, shelf: ModelLifecycle):
     """AR-021: the files were right when they were hashed and are others at the commit: nothing is promoted."""
     shelf.put("1", PRODUCTION)
     shelf.put("2", STAGING)
@@ -540,7 +542,7 @@ def test_file_swapped_between_verify_and_apply_is_refused(swap: str, shelf: Shel
     assert shelf.stages() == {"1": PRODUCTION, "2": STAGING}
 
 
-def test_swap_while_registering_is_refused(shelf: Shelf):
+def test_swap_while_registering_is_refused(shelf: ModelLifecycle):
     """The files must still be those that were hashed when the version is written."""
     package = shelf.package("1")
     manifest = package.manifest()
@@ -551,7 +553,7 @@ def test_swap_while_registering_is_refused(shelf: Shelf):
         shelf.client.find(shelf.name, "1")
 
 
-def test_who_decides_second_is_told(shelf: Shelf):
+def test_who_decides_second_is_told(shelf: ModelLifecycle):
     """AR-021: while one promotion is being approved another one comes first: the slower one is refused."""
     for version in ("1", "2", "3"):
         shelf.put(version, PRODUCTION if version == "1" else STAGING)
@@ -564,7 +566,7 @@ def test_who_decides_second_is_told(shelf: Shelf):
     assert shelf.stages() == {"1": ARCHIVED, "2": STAGING, "3": PRODUCTION}
 
 
-def test_what_was_approved_is_what_is_changed(shelf: Shelf):
+def test_what_was_approved_is_what_is_changed(shelf: ModelLifecycle):
     """A version that went elsewhere while its promotion was being approved is not promoted from there."""
     shelf.put("1", STAGING)
 
@@ -576,7 +578,7 @@ def test_what_was_approved_is_what_is_changed(shelf: Shelf):
     assert shelf.stages() == {"1": DRAFT}
 
 
-def test_two_rollbacks_at_once_go_back_one_version(shelf: Shelf):
+def test_two_rollbacks_at_once_go_back_one_version(shelf: ModelLifecycle):
     """Two operators who see the same bad version undo it once; the second is told."""
     for version in "123":
         shelf.put(version, PRODUCTION)
@@ -594,7 +596,7 @@ def _at_once(calls: list[Callable[[], RegisteredVersion]]) -> list[RegisteredVer
         return [future.result(60) for future in [threads.submit(call) for call in calls]]
 
 
-def test_registrations_at_once_all_succeed(shelf: Shelf):
+def test_registrations_at_once_all_succeed(shelf: ModelLifecycle):
     """Different versions that are registered at the same moment wait for each other; none is turned away."""
     versions = [str(number) for number in range(8)]
     for version in versions:
@@ -604,7 +606,7 @@ def test_registrations_at_once_all_succeed(shelf: Shelf):
     assert sorted(each.epoch for each in made) == [*range(1, 9)]
 
 
-def test_one_version_registered_by_many_at_once_is_one(shelf: Shelf):
+def test_one_version_registered_by_many_at_once_is_one(shelf: ModelLifecycle):
     """Registering is idempotent also in a race: everybody gets the same version."""
     shelf.package("1")
     made = _at_once([partial(shelf.reopened().register, shelf.package("1")) for _ in range(8)])
@@ -612,7 +614,7 @@ def test_one_version_registered_by_many_at_once_is_one(shelf: Shelf):
     assert len(shelf.client.history(shelf.name)) == 1
 
 
-def test_rollback_to_what_was_looked_at(shelf: Shelf):
+def test_rollback_to_what_was_looked_at(shelf: ModelLifecycle):
     """Who prepared version 2 for a rollback is told when the rollback would restore another one by now."""
     for version in "123":
         shelf.put(version, PRODUCTION)
@@ -622,7 +624,7 @@ def test_rollback_to_what_was_looked_at(shelf: Shelf):
     assert shelf.client.rollback(shelf.name, "2").version == "2"
 
 
-def test_two_clients_see_each_other(shelf: Shelf):
+def test_two_clients_see_each_other(shelf: ModelLifecycle):
     """AR-044: what one client did, another one of the same database sees at once."""
     other = shelf.reopened()
     shelf.put("1", STAGING)
@@ -640,5 +642,5 @@ def test_sqlite_file_is_private(tmp_path: Path, models_root: Path, slot: str):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert client.versions() == ()
-    client.register(load_package(Shelf(f"sqlite:///{file}", models_root, slot).package("1").folder))
+    client.register(load_package(ModelLifecycle(f"sqlite:///{file}", models_root, slot).package("1").folder))
     assert [each.reference for each in client.versions()] == [f"{slot}/1"]

@@ -19,7 +19,7 @@ from penstock.registry.catalog import ModelRegistryClient, ModelStage
 from penstock.registry.catalog.database import REVISION
 from penstock.registry.catalog.tables import SCHEMA_TABLE, metadata
 from penstock.registry.errors import ConfigurationError, PenstockError, RegistryUnavailable
-from tests.registry.catalog.catalogs import Shelf
+from tests.registry.catalog.catalogs import ModelLifecycle
 from tests.servers import ROOT, PostgresDatabase, free_port
 
 
@@ -174,7 +174,7 @@ def test_making_the_file_leaves_nothing_else(tmp_path: Path):
 
 def test_refused_change_leaves_nothing_behind(registry_url: str, models_root: Path, slot: str):
     """An exception after the rows were written undoes them all, on both databases."""
-    shelf = Shelf(registry_url, models_root, slot)
+    shelf = ModelLifecycle(registry_url, models_root, slot)
     shelf.put("1", ModelStage.PRODUCTION)
     shelf.put("2", ModelStage.STAGING)
     before = (shelf.client.versions(slot), shelf.client.history(slot))

@@ -13,7 +13,7 @@ from penstock.registry.catalog import ModelLineage, ModelStage
 from penstock.registry.catalog.tables import versions
 from penstock.registry.errors import BadSignature
 from penstock.safety.keys import OperatorKey, PublicKeys
-from tests.registry.catalog.catalogs import Shelf, new_key
+from tests.registry.catalog.catalogs import ModelLifecycle, new_key
 
 ARCHIVED, PRODUCTION, STAGING = ModelStage.ARCHIVED, ModelStage.PRODUCTION, ModelStage.STAGING
 
@@ -25,21 +25,21 @@ def key() -> OperatorKey:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, models_root: Path, slot: str, key: OperatorKey) -> Shelf:
+def shelf(tmp_path: Path, models_root: Path, slot: str, key: OperatorKey) -> ModelLifecycle:
     """A model with one version archived, one in production and one in staging, all signed; in SQLite."""
     return _filled(f"sqlite:///{tmp_path}/registry.db", models_root, slot, key)
 
 
-def _filled(url: str, models_root: Path, slot: str, key: OperatorKey) -> Shelf:
+def _filled(url: str, models_root: Path, slot: str, key: OperatorKey) -> ModelLifecycle:
     signed = {"sign": key.sign, "verify": PublicKeys.parse(key.public_text).verify}
-    shelf = Shelf(url, models_root, slot, signed)
+    shelf = ModelLifecycle(url, models_root, slot, signed)
     shelf.put("1", PRODUCTION)
     shelf.put("2", PRODUCTION)
     shelf.put("3", STAGING)
     return shelf
 
 
-def test_signed_records_are_believed(shelf: Shelf):
+def test_signed_records_are_believed(shelf: ModelLifecycle):
     """What the operator wrote, every holder of the public key reads; describing and going back keep it so."""
     shelf.client.describe(shelf.name, "3", ModelLineage(code_hash="3f2a91c"))
     shelf.client.rollback(shelf.name)
@@ -49,7 +49,7 @@ def test_signed_records_are_believed(shelf: Shelf):
     assert len(reader.history(shelf.name)) == 11
 
 
-def test_signatures_hold_beyond_the_end_of_the_history(shelf: Shelf, monkeypatch: pytest.MonkeyPatch):
+def test_signatures_hold_beyond_the_end_of_the_history(shelf: ModelLifecycle, monkeypatch: pytest.MonkeyPatch):
     """A version whose last change is forgotten by now is still the one that was signed."""
     monkeypatch.setattr("penstock.registry.catalog.store.HISTORY", 2)
     for version in ("4", "5"):
@@ -59,7 +59,7 @@ def test_signatures_hold_beyond_the_end_of_the_history(shelf: Shelf, monkeypatch
     assert shelf.client.find(shelf.name, "1").stage is ARCHIVED
 
 
-def test_unsigned_records_are_refused(shelf: Shelf):
+def test_unsigned_records_are_refused(shelf: ModelLifecycle):
     """A client without the operator's key cannot bring a version that others believe."""
     intruder = shelf.reopened(sign=None, verify=None)
     shelf.put("4", STAGING, intruder)
@@ -69,7 +69,7 @@ def test_unsigned_records_are_refused(shelf: Shelf):
         shelf.client.promote(shelf.name, "3", PRODUCTION)
 
 
-def test_records_of_another_operator_are_refused(shelf: Shelf):
+def test_records_of_another_operator_are_refused(shelf: ModelLifecycle):
     """A key that nobody here was told of signs nothing."""
     shelf.put("4", STAGING, shelf.reopened(sign=new_key().sign, verify=None))
     with pytest.raises(BadSignature, match="not known here"):
@@ -105,7 +105,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_rows_are_refused(edit: str, shelf: Shelf):
+def test_edited_rows_are_refused(edit: str, shelf: ModelLifecycle):
     """Whatever SQL does to a model's rows, none of its reads and changes goes on as if nothing were."""
     for statement in EDITS[edit]:
         shelf.execute(statement)
@@ -120,14 +120,14 @@ def test_edited_rows_are_refused(edit: str, shelf: Shelf):
         assert "\n" not in str(refused.value)
 
 
-def test_missing_step_is_named(shelf: Shelf):
+def test_missing_step_is_named(shelf: ModelLifecycle):
     """Whoever looks for what was hidden is told where."""
     shelf.execute("DELETE FROM penstock_transitions WHERE name = :name AND epoch = 5")
     with pytest.raises(BadSignature, match=f"the history of {shelf.name} has no epoch 5"):
         shelf.client.find(shelf.name)
 
 
-def test_older_rows_put_back_are_refused(shelf: Shelf):
+def test_older_rows_put_back_are_refused(shelf: ModelLifecycle):
     """Rows that were good once do not bring back a version whose end is in the history."""
     old = shelf.execute("SELECT * FROM penstock_versions WHERE name = :name AND version = '2'")
     shelf.client.promote(shelf.name, "3", PRODUCTION)
@@ -140,7 +140,7 @@ def test_older_rows_put_back_are_refused(shelf: Shelf):
         shelf.client.find(shelf.name)
 
 
-def test_rows_that_are_no_records_are_refused_without_keys_too(shelf: Shelf):
+def test_rows_that_are_no_records_are_refused_without_keys_too(shelf: ModelLifecycle):
     """Whatever a column holds, the error is one line about the record."""
     trusting = shelf.reopened(verify=None)
     shelf.execute("UPDATE penstock_versions SET spec = 'nonsense' WHERE name = :name AND version = '3'")

@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 
 from penstock.registry.catalog import ModelStage
-from penstock.registry.catalog.store import Page, SqlLedger, enter
+from penstock.registry.catalog.store import ModelTransaction, SqlStore, enter
 from penstock.registry.catalog.tables import open_transition, open_version, seal_row
 from penstock.registry.errors import BadSignature, ContentChanged, InvalidInput, TransitionConflict
 from penstock.registry.operator_rpc import Row
 from penstock.registry.package import load_package
 from penstock.safety.keys import OperatorKey, PublicKeys
-from tests.registry.catalog.catalogs import Shelf, new_key
+from tests.registry.catalog.catalogs import ModelLifecycle, new_key
 
 
 class Overheard:
     """A ledger that keeps what a client would write, and writes nothing."""
 
     def __init__(self, url: str) -> None:
-        self._ledger = SqlLedger(url)
+        self._store = SqlStore(url)
         self.versions: list[Row] = []
         self.transitions: list[Row] = []
-        self.names = self._ledger.names
-        self.read = self._ledger.read
+        self.names = self._store.names
+        self.read = self._store.read
 
     @contextmanager
-    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[Page]:
+    def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[ModelTransaction]:
         """The rows as they are; what is put stays here."""
         self.pages = self.read((name,), newest)[name]
         yield self
@@ -51,7 +51,7 @@ class Desk:
     def __init__(self, url: str, root: Path, slot: str) -> None:
         self.key = new_key()
         self.verify = PublicKeys.parse(self.key.public_text).verify
-        self.shelf = Shelf(url, root, slot, {"sign": self.key.sign, "verify": self.verify})
+        self.shelf = ModelLifecycle(url, root, slot, {"sign": self.key.sign, "verify": self.verify})
         self.shelf.put("1", ModelStage.PRODUCTION)
         self.shelf.put("2", ModelStage.STAGING)
         self.shelf.put("3")
@@ -59,14 +59,14 @@ class Desk:
     def decided(self, key: OperatorKey | None = None, version: str = "2") -> Overheard:
         """A promotion to production, signed."""
         overheard = Overheard(self.shelf.url)
-        client = self.shelf.reopened(ledger=overheard, sign=(key or self.key).sign)
+        client = self.shelf.reopened(store=overheard, sign=(key or self.key).sign)
         client.promote(self.shelf.name, version, ModelStage.PRODUCTION)
         return overheard
 
     def enter(self, versions: Any, transitions: Any, rehash: Callable[[str], Any] | None = None) -> None:
         """As a worker does it."""
         look = rehash or (lambda source: load_package(Path(source)).manifest())
-        enter(SqlLedger(self.shelf.url), versions, transitions, verify=self.verify, rehash=look)
+        enter(SqlStore(self.shelf.url), versions, transitions, verify=self.verify, rehash=look)
 
     @property
     def production(self) -> str:
@@ -160,7 +160,7 @@ def test_records_signed_anew_are_the_same_records(desk: Desk):
     new = new_key()
     both = PublicKeys.parse(f"{desk.key.public_text},{new.public_text}").verify
     overheard = Overheard(desk.shelf.url)
-    desk.shelf.reopened(ledger=overheard, sign=new.sign).renew(desk.shelf.name)
+    desk.shelf.reopened(store=overheard, sign=new.sign).renew(desk.shelf.name)
     desk.verify = both
     for label in ("2", "3"):
         other = next(open_version(row, both) for row in overheard.versions if row["version"] == label)

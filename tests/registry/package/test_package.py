@@ -13,7 +13,7 @@ import yaml
 from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
 from penstock.registry.package import FORMATS, ModelSpec, discover, find, load_package, schema
 from penstock.registry.package.schema import schema_text
-from penstock.registry.package.spec_sections import Knobs
+from penstock.registry.package.spec_sections import EndpointPolicy
 from tests.servers import ROOT
 
 SAMPLES = ROOT / "models"
@@ -653,7 +653,7 @@ def test_policy_of_an_endpoint_falls_back_knob_by_knob():
         "endpoints": {"fast": {"window_ms": 0, "concurrency": 4, "precision": "bf16", "rollout_percent": 10}},
     }
     spec = ModelSpec.model_validate(PLAIN | own | {"policy": policy})
-    assert spec.policy_for("fast") == Knobs(
+    assert spec.policy_for("fast") == EndpointPolicy(
         window_ms=0,
         precision="bf16",
         concurrency=4,
@@ -661,10 +661,10 @@ def test_policy_of_an_endpoint_falls_back_knob_by_knob():
         fallback_runtime="reference",
         rollout_percent=10,
     )
-    assert spec.policy_for("infer") == Knobs(
+    assert spec.policy_for("infer") == EndpointPolicy(
         window_ms=5, precision="fp16", concurrency=2, cache_ttl_s=60, fallback_runtime="reference"
     )
-    assert ModelSpec.model_validate(PLAIN).policy_for("infer") == Knobs(concurrency=1)
+    assert ModelSpec.model_validate(PLAIN).policy_for("infer") == EndpointPolicy(concurrency=1)
 
 
 def test_513_are_refused_where_512_are_the_limit():

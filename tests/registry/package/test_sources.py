@@ -28,7 +28,7 @@ MLFLOW_WARNINGS = (
 )
 
 
-class Shelf(Protocol):
+class ModelLifecycle(Protocol):
     """A source under test, and the hands that put files into it."""
 
     source: Source
@@ -105,7 +105,7 @@ def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(params=["local", "hub", "mlflow"])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
+def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> ModelLifecycle:
     """Each source in turn."""
     root = tmp_path / "shelf"
     root.mkdir()
@@ -127,7 +127,7 @@ def package(tmp_path: Path) -> Path:
 class TestEverySource:
     """What holds wherever files come from (AR-017)."""
 
-    def test_files_arrive_unchanged(self, shelf: Shelf, package: Path):
+    def test_files_arrive_unchanged(self, shelf: ModelLifecycle, package: Path):
         """Each file, under its name, with its bytes (AR-077 to AR-079)."""
         expected = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in package.iterdir()}
         fetched = shelf.source.fetch(shelf.put(package))
@@ -135,7 +135,7 @@ class TestEverySource:
         assert {path.name for path in fetched.folder.iterdir()} == set(expected)
         fetched.manifest.check_unchanged()
 
-    def test_fetching_twice_gives_the_same_content(self, shelf: Shelf, package: Path):
+    def test_fetching_twice_gives_the_same_content(self, shelf: ModelLifecycle, package: Path):
         """The second time everything is there already."""
         reference = shelf.put(package)
         first, second = shelf.source.fetch(reference), shelf.source.fetch(reference)
@@ -143,7 +143,7 @@ class TestEverySource:
         assert first.folder == second.folder
         first.manifest.check_unchanged()
 
-    def test_a_later_change_is_noticed(self, shelf: Shelf, package: Path):
+    def test_a_later_change_is_noticed(self, shelf: ModelLifecycle, package: Path):
         """What was fetched is what is loaded."""
         fetched = shelf.source.fetch(shelf.put(package))
         with (fetched.folder / "config.json").open("a") as opened:
@@ -151,7 +151,7 @@ class TestEverySource:
         with pytest.raises(ConfigurationError, match=r"file config\.json: changed since it was hashed"):
             fetched.manifest.check_unchanged()
 
-    def test_what_is_not_there_is_named(self, shelf: Shelf, tmp_path: Path):
+    def test_what_is_not_there_is_named(self, shelf: ModelLifecycle, tmp_path: Path):
         """One line, without a path of the machine (CX-013)."""
         with pytest.raises(ConfigurationError) as refused:
             shelf.source.fetch(shelf.unknown)
@@ -160,19 +160,19 @@ class TestEverySource:
         assert "\n" not in str(refused.value)
 
     @pytest.mark.parametrize("reference", ["", "..", "../../etc", "/etc", "a@b@c", "runs:/../../etc/x", "models:/x"])
-    def test_references_that_are_none_are_refused(self, shelf: Shelf, reference: str):
+    def test_references_that_are_none_are_refused(self, shelf: ModelLifecycle, reference: str):
         """Whatever a reference looks like, it leads to files of the source or is refused."""
         with pytest.raises(ConfigurationError):
             shelf.source.fetch(reference)
 
-    def test_pickled_weights_are_refused(self, shelf: Shelf, package: Path):
+    def test_pickled_weights_are_refused(self, shelf: ModelLifecycle, package: Path):
         """The line says why."""
         (package / "model.safetensors").unlink()
         (package / "pytorch_model.bin").write_bytes(pickle.dumps({}))
         with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin.* pickle.* can run code"):
             shelf.source.fetch(shelf.put(package))
 
-    def test_code_that_comes_with_weights_is_refused(self, shelf: Shelf, package: Path):
+    def test_code_that_comes_with_weights_is_refused(self, shelf: ModelLifecycle, package: Path):
         """Nothing asks whether to trust it."""
         (package / "config.json").write_text('{"auto_map": {"AutoModel": "evil.Model"}}')
         with pytest.raises(ConfigurationError, match="found auto_map"):
@@ -180,7 +180,7 @@ class TestEverySource:
 
 
 @pytest.mark.parametrize("make", [LocalShelf, HubShelf])
-def test_links_to_elsewhere_are_refused(make: Callable[[Path], Shelf], package: Path, tmp_path: Path):
+def test_links_to_elsewhere_are_refused(make: Callable[[Path], ModelLifecycle], package: Path, tmp_path: Path):
     """A package's own links stay inside it, and those of the hub's cache inside the repository."""
     (tmp_path / "secret.json").write_text("{}")
     (package / "extra.json").symlink_to(tmp_path / "secret.json")

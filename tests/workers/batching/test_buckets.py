@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.registry.errors import InvalidInput
 from penstock.workers.batching.buckets import (
+    BatchLoad,
     LengthBuckets,
-    Load,
     Room,
     most_efficient_run,
     padded_tokens,
@@ -100,7 +100,7 @@ def test_no_run_that_fits_is_more_efficient_than_the_one_chosen(
 ):
     """Against all runs tried one by one, the chosen one fits and has the highest share of real tokens."""
     shorter, longer = nearest_first(jobs, base.length)
-    load = Load(base.rows, base.length, base.nbytes, base.rows * base.length)
+    load = BatchLoad(base.rows, base.length, base.nbytes, base.rows * base.length)
 
     def efficiency(i: int, j: int) -> float:
         run = [base, *shorter[:i], *longer[:j]]
@@ -120,6 +120,6 @@ def test_no_run_that_fits_is_more_efficient_than_the_one_chosen(
 def test_costlier_forwards_make_fuller_batches():
     """With a cheap forward two lengths run apart; with a dear one the padding is the lesser evil."""
     shorter, longer = nearest_first([Item(1, 10)] * 8, 200)
-    base, room = Load(rows=1, longest=200, nbytes=0, tokens=200), Room(64, UNLIMITED, UNLIMITED)
+    base, room = BatchLoad(rows=1, longest=200, nbytes=0, tokens=200), Room(64, UNLIMITED, UNLIMITED)
     assert most_efficient_run(base, shorter, longer, room, overhead_tokens=32) == (0, 0)
     assert most_efficient_run(base, shorter, longer, room, overhead_tokens=10_000) == (8, 0)

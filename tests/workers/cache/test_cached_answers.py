@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.envelope import ResultHeader
 from penstock.registry.package import find
 from penstock.workers.drain import Drain
@@ -92,7 +92,7 @@ def test_tenants_share_nothing_unless_they_may(start: StartBench, ledger: Path, 
     """The same input of two tenants: two forwards, or one (CF-024)."""
     bench = start(privacy={"cache_tenant_isolation": isolated})
     _ask(bench, slot, 7)
-    other = Press(tenant="umbrella", keyring=UNSIGNED, max_bytes=1 << 20)
+    other = JobBuilder(tenant="umbrella", keyring=UNSIGNED, max_bytes=1 << 20)
     job = other.publication(bench._models[slot], {"x": [[7, 0, 0, 0]]})
     bench.broker.publish(slot, [job], ROOMY)
     header, answer = bench.result(job.job_id)
@@ -217,7 +217,7 @@ def test_a_version_that_jobs_name_has_answers_of_its_own(stage: Stage):
 def _unload(stage: Stage, drain: Drain, label: str) -> None:
     """As the limit of memory does."""
     (version,) = [version for version in drain._turns if version.label == label]
-    drain._shelf.order(lambda: drain._shelf._unload(version))
+    drain._lifecycle.request(lambda: drain._lifecycle._unload(version))
     wait_until(lambda: stage.state(label, drain) == "cold", 5, "it is unloaded")
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from penstock.registry.tensors import Tensor, encode
 from penstock.workers.cache import L1Cache
 from penstock.workers.cache.memory import _size_of
-from penstock.workers.results import Packed
+from penstock.workers.results import EncodedOutputs
 
 _ROOM = 1 << 20
 
 
-def _answer(body: bytes = b"answer", content_hash: str = "a" * 64) -> Packed:
-    return Packed((Tensor("y", "float32", (1, 4)),), body, content_hash, 0)
+def _answer(body: bytes = b"answer", content_hash: str = "a" * 64) -> EncodedOutputs:
+    return EncodedOutputs((Tensor("y", "float32", (1, 4)),), body, content_hash, 0)
 
 
 class _Clock:
@@ -116,7 +116,7 @@ def test_it_does_what_a_plain_dictionary_would(steps: list[tuple[str, int, int]]
     """Against the obvious way to write it (AR-030)."""
     clock = _Clock()
     cache = L1Cache(capacity, _ROOM, clock)
-    oracle: OrderedDict[bytes, tuple[Packed, float]] = OrderedDict()
+    oracle: OrderedDict[bytes, tuple[EncodedOutputs, float]] = OrderedDict()
     for step, number, seconds in steps:
         key = bytes([number])
         if step == "wait":
@@ -175,7 +175,7 @@ def test_memory_stays_within_its_bound():
     before, _ = tracemalloc.get_traced_memory()
     for number in range(10_001):
         tensor = Tensor("y", "float32", (1, 384))
-        cache.put(number.to_bytes(16, "big"), Packed((tensor,), bytes(1536), "a" * 64, 0), 60)
+        cache.put(number.to_bytes(16, "big"), EncodedOutputs((tensor,), bytes(1536), "a" * 64, 0), 60)
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert len(cache) == 10_000
@@ -189,7 +189,7 @@ def test_many_outputs_count_as_what_they_take():
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for number in range(2_000):
-        cache.put(number.to_bytes(16, "big"), Packed(*encode(outputs), "a" * 64, 0), 60)
+        cache.put(number.to_bytes(16, "big"), EncodedOutputs(*encode(outputs), "a" * 64, 0), 60)
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert taken <= cache.nbytes <= 4 << 20

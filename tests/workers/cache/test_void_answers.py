@@ -131,7 +131,7 @@ def test_what_a_form_said_before_the_model_was_loaded_anew(bench: Bench, models_
     assert work is not None
     worker.end(work)
     (version,) = worker.drain._turns
-    worker.drain._shelf._unload(version)
+    worker.drain._lifecycle._unload(version)
     bench.publish("m", 0.0)
 
     def is_loaded() -> bool:
@@ -214,7 +214,7 @@ def test_streams_of_kept_answers_have_no_start(bench: Bench, models_root: Path):
     worker.forwards()
     jobs += bench.publish("double", 7)
     worker.turn(4)
-    outcomes = [open_outcome(job_id, bench.standing(job_id), UNSIGNED) for job_id in jobs]
+    outcomes = [open_outcome(job_id, bench.job_record(job_id), UNSIGNED) for job_id in jobs]
     assert [(outcome.info().is_cached, outcome.has_run) for outcome in outcomes] == [(False, True), (True, False)]
 
 

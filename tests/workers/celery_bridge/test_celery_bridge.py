@@ -27,10 +27,10 @@ from penstock.registry.tensors import Tensor
 from penstock.workers.celery_bridge import bridge
 from penstock.workers.celery_bridge.bridge import (
     OPEN_COMMANDS,
-    CeleryWatcher,
-    EventSwitch,
-    LaneRequest,
-    ResultStore,
+    CeleryEventSender,
+    CeleryResultStore,
+    InferRequest,
+    TaskEventsFlag,
     show_drain,
     withdraw_commands,
 )
@@ -123,22 +123,22 @@ def monitoring(app: Celery) -> Iterator[Monitor]:
 @contextmanager
 def watching(
     app: Celery, is_wanted: Callable[[], bool] = lambda: True, interval_s: float = 0.01
-) -> Iterator[CeleryWatcher]:
-    watcher = CeleryWatcher(app, HOST, interval_s=interval_s, is_wanted=is_wanted)
-    watcher.start()
+) -> Iterator[CeleryEventSender]:
+    listener = CeleryEventSender(app, HOST, interval_s=interval_s, is_wanted=is_wanted)
+    listener.start()
     try:
-        yield watcher
+        yield listener
     finally:
-        watcher.stop()
+        listener.stop()
 
 
 def test_a_job_appears_to_monitors_with_its_model_times_and_outcome_but_not_its_payload(app: Celery):
     """Received, started and succeeded events carry what Flower shows: name, arguments' shapes, runtime, version."""
     done, at = job(), time.time()
-    with monitoring(app) as monitor, watching(app) as watcher:
-        watcher.received([done], at)
-        watcher.started([done], at + 1)
-        watcher.finished([ended(done)], at + 2)
+    with monitoring(app) as monitor, watching(app) as listener:
+        listener.received([done], at)
+        listener.started([done], at + 1)
+        listener.finished([ended(done)], at + 2)
         task = monitor.task(done.id, "SUCCESS")
     assert task.name == "penstock.infer.mlp"
     assert (task.received, task.started, task.succeeded) == (at, at + 1, at + 2)
@@ -160,9 +160,9 @@ def test_a_job_appears_to_monitors_with_its_model_times_and_outcome_but_not_its_
 def test_every_end_of_a_job_has_its_state_in_celery(app: Celery, end: State, state: str):
     """Failures and dead letters are failed tasks with the error's text; cancelled and expired jobs are revoked."""
     gone = job()
-    with monitoring(app) as monitor, watching(app) as watcher:
-        watcher.received([gone], 1000.0)
-        watcher.finished([ended(gone, end, Failure("ModelError", "ValueError: no"))], 1001.0)
+    with monitoring(app) as monitor, watching(app) as listener:
+        listener.received([gone], 1000.0)
+        listener.finished([ended(gone, end, Failure("ModelError", "ValueError: no"))], 1001.0)
         task = monitor.task(gone.id, state)
     if state == "FAILURE":
         assert task.exception == "ModelError('ValueError: no')"
@@ -173,14 +173,14 @@ def test_every_end_of_a_job_has_its_state_in_celery(app: Celery, end: State, sta
 def test_a_failed_forward_of_a_job_that_runs_again_shows_as_a_retry(app: Celery):
     """Until it runs again the task is in retry, with what the forward failed of; its end is its own."""
     failing = job()
-    with monitoring(app) as monitor, watching(app) as watcher:
-        watcher.received([failing], 1000.0)
-        watcher.started([failing], 1001.0)
-        watcher.retried([Failed(failing, Failure("ModelError", "ValueError: not now"))], 1002.0)
+    with monitoring(app) as monitor, watching(app) as listener:
+        listener.received([failing], 1000.0)
+        listener.started([failing], 1001.0)
+        listener.retried([Failed(failing, Failure("ModelError", "ValueError: not now"))], 1002.0)
         task = monitor.task(failing.id, "RETRY")
         assert (task.retried, task.exception) == (1002.0, "ModelError('ValueError: not now')")
-        watcher.started([failing], 1003.0)
-        watcher.finished([ended(failing)], 1004.0)
+        listener.started([failing], 1003.0)
+        listener.finished([ended(failing)], 1004.0)
         task = monitor.task(failing.id, "SUCCESS")
     assert task.succeeded == 1004.0
 
@@ -188,9 +188,9 @@ def test_a_failed_forward_of_a_job_that_runs_again_shows_as_a_retry(app: Celery)
 def test_the_task_that_brought_a_lane_job_ends_with_it(app: Celery):
     """The sender of a task looks for the task's id, not for the job's: both end in the monitor."""
     through_celery = job(lane=True, local_id="b6f1c0de-task")
-    with monitoring(app) as monitor, watching(app) as watcher:
-        watcher.received([through_celery], 1000.0)
-        watcher.finished([ended(through_celery)], 1001.0)
+    with monitoring(app) as monitor, watching(app) as listener:
+        listener.received([through_celery], 1000.0)
+        listener.finished([ended(through_celery)], 1001.0)
         monitor.task("mlp.b6f1c0de-task", "SUCCESS")
         monitor.task("b6f1c0de-task", "SUCCESS")
 
@@ -198,35 +198,35 @@ def test_the_task_that_brought_a_lane_job_ends_with_it(app: Celery):
 def test_batches_of_jobs_travel_as_a_few_compressed_messages(app: Celery):
     """Thousands of events leave as one message per flush, and none is lost or changed on the way."""
     batches = [[job() for _ in range(64)] for _ in range(20)]
-    with monitoring(app) as monitor, watching(app, interval_s=0.2) as watcher:
+    with monitoring(app) as monitor, watching(app, interval_s=0.2) as listener:
         for batch in batches:
-            watcher.received(batch, 1000.0)
-            watcher.started(batch, 1000.5)
-            watcher.finished([ended(header) for header in batch], 1001.0)
+            listener.received(batch, 1000.0)
+            listener.started(batch, 1000.5)
+            listener.finished([ended(header) for header in batch], 1001.0)
         wait_until(lambda: len(monitor.events) >= 20 * 64 * 3, 10, "all events are seen")
     assert len(monitor.events) == 20 * 64 * 3
     # Events of one flush share its clock.
     assert len({event["clock"] for event in monitor.events}) <= 3
     assert {task.state for task in monitor.state.tasks.values()} == {"SUCCESS"}
-    assert watcher.totals == {"penstock.infer.mlp": 20 * 64}
-    assert watcher.dropped == 0
+    assert listener.totals == {"penstock.infer.mlp": 20 * 64}
+    assert listener.dropped == 0
 
 
 def test_nothing_is_sent_while_events_are_off(app: Celery):
     """The switch is followed both ways, and jobs that ended meanwhile are counted, not sent late."""
     is_on = [False]
     unseen, seen = job(), job()
-    with monitoring(app) as monitor, watching(app, lambda: is_on[0]) as watcher:
-        watcher.finished([ended(unseen)], 1000.0)
+    with monitoring(app) as monitor, watching(app, lambda: is_on[0]) as listener:
+        listener.finished([ended(unseen)], 1000.0)
         is_on[0] = True
 
         def seen_again() -> Any:
-            watcher.finished([ended(seen)], 1001.0)
+            listener.finished([ended(seen)], 1001.0)
             return seen.id in monitor.state.tasks
 
         wait_until(seen_again, 10, "events flow again")
     assert unseen.id not in monitor.state.tasks
-    assert watcher.totals["penstock.infer.mlp"] >= 2
+    assert listener.totals["penstock.infer.mlp"] >= 2
 
 
 def test_a_broker_that_is_away_costs_events_and_nothing_else(redis_server: RedisServer):
@@ -234,17 +234,17 @@ def test_a_broker_that_is_away_costs_events_and_nothing_else(redis_server: Redis
     ones arrive when it is back.
     """
     app = application(redis_server)
-    with watching(app) as watcher:
-        watcher.received([job()], time.time())
+    with watching(app) as listener:
+        listener.received([job()], time.time())
         redis_server.kill()
         longest = 0.0
 
         def drops() -> bool:
             nonlocal longest
             begun = time.perf_counter()
-            watcher.received([job()] * 64, time.time())
+            listener.received([job()] * 64, time.time())
             longest = max(longest, time.perf_counter() - begun)
-            return watcher.dropped > 0
+            return listener.dropped > 0
 
         wait_until(drops, 20, "events are dropped")
         redis_server.restart()
@@ -252,7 +252,7 @@ def test_a_broker_that_is_away_costs_events_and_nothing_else(redis_server: Redis
             late = job()
 
             def arrives() -> bool:
-                watcher.finished([ended(late)], time.time())
+                listener.finished([ended(late)], time.time())
                 return late.id in monitor.state.tasks
 
             wait_until(arrives, 20, "events arrive again")
@@ -263,21 +263,21 @@ def test_a_frozen_broker_fills_a_bounded_buffer(redis_server: RedisServer, monke
     """With a broker that accepts and never answers, memory is bounded and the rest is dropped and counted."""
     monkeypatch.setattr(bridge, "MAX_BUFFERED", 100)
     redis_server.pause()
-    with watching(application(redis_server), interval_s=60) as watcher:
+    with watching(application(redis_server), interval_s=60) as listener:
         for _ in range(5):
-            watcher.received([job()] * 50, time.time())
-        assert watcher.dropped == 150
+            listener.received([job()] * 50, time.time())
+        assert listener.dropped == 150
         redis_server.resume()
 
 
 def test_a_revoked_id_is_known_as_job_and_as_task():
     """`control revoke` takes a job's id, or the id of the task that brought it."""
-    watcher = CeleryWatcher(Celery(set_as_current=False), HOST, interval_s=1, is_wanted=lambda: True)
-    assert not watcher.is_revoked("mlp.one")
+    listener = CeleryEventSender(Celery(set_as_current=False), HOST, interval_s=1, is_wanted=lambda: True)
+    assert not listener.is_revoked("mlp.one")
     worker_state.revoked.update(["mlp.one", "two"])
-    assert watcher.is_revoked("mlp.one")
-    assert watcher.is_revoked("mlp.two")
-    assert not watcher.is_revoked("mlp.three")
+    assert listener.is_revoked("mlp.one")
+    assert listener.is_revoked("mlp.two")
+    assert not listener.is_revoked("mlp.three")
 
 
 def test_disable_events_is_believed_although_the_dispatcher_stays_enabled(app: Celery):
@@ -287,7 +287,7 @@ def test_disable_events_is_believed_although_the_dispatcher_stays_enabled(app: C
     with app.connection_for_write() as connection:
         dispatcher = app.events.Dispatcher(connection, hostname=HOST, groups=None)
         consumer = SimpleNamespace(event_dispatcher=None)
-        switch = EventSwitch(SimpleNamespace(task_events=True, consumer=consumer))
+        switch = TaskEventsFlag(SimpleNamespace(task_events=True, consumer=consumer))
         assert switch()
         consumer.event_dispatcher = dispatcher
         assert switch()
@@ -316,10 +316,10 @@ class Held:
 
 def test_inspect_tells_of_the_drains_jobs(app: Celery):
     """`active`, `reserved` and `stats` show what the drain holds and has done, without payloads."""
-    watcher = CeleryWatcher(app, HOST, interval_s=1, is_wanted=lambda: False)
+    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
     running, waiting = job(), job("minilm")
-    show_drain(Held([running], [waiting]), watcher, HOST, settings={})
-    watcher.finished([ended(job()), ended(job())], 1000.0)
+    show_drain(Held([running], [waiting]), listener, HOST, settings={})
+    listener.finished([ended(job()), ended(job())], 1000.0)
 
     controller = SimpleNamespace(stats=lambda: {"total": {"penstock.infer": 1}, "pid": 1})
     state = SimpleNamespace(tset=set, consumer=SimpleNamespace(controller=controller))
@@ -335,9 +335,9 @@ def test_inspect_tells_of_the_drains_jobs(app: Celery):
 
 def test_celerys_heartbeat_counts_the_drains_jobs(app: Celery):
     """Flower's column of active tasks comes from the heartbeat."""
-    watcher = CeleryWatcher(app, HOST, interval_s=1, is_wanted=lambda: False)
-    show_drain(Held([job(), job()], []), watcher, HOST, settings={})
-    watcher.finished([ended(job())], 1000.0)
+    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
+    show_drain(Held([job(), job()], []), listener, HOST, settings={})
+    listener.finished([ended(job())], 1000.0)
     sent: list[dict[str, Any]] = []
     eventer = SimpleNamespace(
         on_enabled=set(), on_disabled=set(), send=lambda event, **fields: sent.append({"type": event, **fields})
@@ -356,7 +356,7 @@ def test_only_commands_that_look_or_revoke_stay_open():
         assert name not in Panel.data
 
 
-def request_of(app: Celery, payload: object) -> LaneRequest:
+def request_of(app: Celery, payload: object) -> InferRequest:
     """The request that a worker of `app` would make of a message with this payload."""
 
     def infer() -> None:
@@ -372,7 +372,7 @@ def request_of(app: Celery, payload: object) -> LaneRequest:
         delivery_info={},
         properties={},
     )
-    return LaneRequest(message, app=app, hostname=HOST, task=task)
+    return InferRequest(message, app=app, hostname=HOST, task=task)
 
 
 def test_the_request_of_a_lane_task_shows_nobody_its_payload(app: Celery):
@@ -393,7 +393,7 @@ def test_a_payload_that_is_no_task_is_an_invalid_task_and_no_crash(app: Celery, 
 
 def test_a_stored_result_is_what_get_returns(app: Celery):
     """The result backend holds successes, failures by class and text, and revocations, as AsyncResult expects."""
-    store = ResultStore(app)
+    store = CeleryResultStore(app)
     store.succeeded("t-done", {"outputs": {"y": [[1.0]]}})
     store.failed("t-failed", ModelError("ValueError: no"))
     store.revoked("t-revoked")
@@ -418,9 +418,9 @@ def test_a_message_leaves_the_events_exchange_for_its_own_routing_key(app: Celer
             connection.Consumer(
                 queue, callbacks=[lambda body, message: seen.append((message.headers, body))], no_ack=True
             ),
-            watching(app) as watcher,
+            watching(app) as listener,
         ):
-            watcher.received([job()], 1000.0)
+            listener.received([job()], 1000.0)
             while not seen:
                 connection.drain_events(timeout=5)
     headers, events = seen[0]
@@ -430,11 +430,11 @@ def test_a_message_leaves_the_events_exchange_for_its_own_routing_key(app: Celer
 
 def test_celerys_own_producer_and_ours_reach_the_same_receiver(app: Celery):
     """Worker events come from Celery's dispatcher, task events from us: one monitor sees both."""
-    with monitoring(app) as monitor, watching(app) as watcher, app.connection_for_write() as connection:
+    with monitoring(app) as monitor, watching(app) as listener, app.connection_for_write() as connection:
         with app.events.Dispatcher(connection, hostname=HOST) as dispatcher:
             assert isinstance(dispatcher.producer, Producer)
             dispatcher.send("worker-online", freq=2)
-        watcher.received([job()], 1000.0)
+        listener.received([job()], 1000.0)
         wait_until(
             lambda: {event["type"] for event in monitor.events} >= {"worker-online", "task-received"}, 10, "both"
         )

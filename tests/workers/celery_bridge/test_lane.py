@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.registry.admission import Press, SpecCache
+from penstock.registry.admission import JobBuilder, SpecCache
 from penstock.registry.broker.base import Claim, Commit, Delivery, Limits, State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Failure, JobHeader, Keyring, ResultHeader, open_job, seal
@@ -29,7 +29,7 @@ from penstock.registry.package.signature import TensorSpec
 from penstock.registry.queues import lane_key, record_key
 from penstock.registry.tensors import decode, encode
 from penstock.workers.celery_bridge import lane
-from penstock.workers.celery_bridge.lane import LaneDoor, LaneReplies
+from penstock.workers.celery_bridge.lane import TaskIngress, TaskResultForwarder
 from tests.servers import RedisServer, wait_until
 
 UNSIGNED = Keyring.parse(None)
@@ -57,9 +57,9 @@ def broker(shared_redis: RedisServer, slot: str) -> Iterator[RedisStreams]:
     broker.close()
 
 
-def door(broker: RedisStreams, *, keyring: Keyring = UNSIGNED, is_open: bool = True) -> LaneDoor:
-    press = Press(tenant="default", keyring=keyring, max_bytes=1024)
-    return LaneDoor(broker, press, SpecCache(Path("nowhere")), LIMITS, is_open=is_open)
+def ingress(broker: RedisStreams, *, keyring: Keyring = UNSIGNED, is_open: bool = True) -> TaskIngress:
+    builder = JobBuilder(tenant="default", keyring=keyring, max_bytes=1024)
+    return TaskIngress(broker, builder, SpecCache(Path("nowhere")), LIMITS, is_open=is_open)
 
 
 def claim(broker: RedisStreams, slot: str) -> list[Delivery]:
@@ -121,8 +121,10 @@ class Ledger:
 
 
 @contextmanager
-def carrying(server: RedisServer, broker: RedisStreams, ledger: Ledger, worker: str = "w1") -> Iterator[LaneReplies]:
-    replies = LaneReplies(server.client(), broker, UNSIGNED, ledger, worker=worker)
+def carrying(
+    server: RedisServer, broker: RedisStreams, ledger: Ledger, worker: str = "w1"
+) -> Iterator[TaskResultForwarder]:
+    replies = TaskResultForwarder(server.client(), broker, UNSIGNED, ledger, worker=worker)
     replies.start()
     try:
         yield replies
@@ -132,7 +134,7 @@ def carrying(server: RedisServer, broker: RedisStreams, ledger: Ledger, worker: 
 
 def test_a_task_becomes_a_job_under_its_own_id(broker: RedisStreams, slot: str):
     """The job carries what the task asked for, and its result is to come back through the lane."""
-    job_id = door(broker).admit(
+    job_id = ingress(broker).admit(
         "task-1", model=slot, inputs=ROWS, tenant="acme", priority="high", deadline_s=2.5, version="1", outputs=["y"]
     )
     assert job_id == f"{slot}.task-1"
@@ -146,12 +148,12 @@ def test_a_task_becomes_a_job_under_its_own_id(broker: RedisStreams, slot: str):
 
 def test_the_same_task_again_is_the_same_job(broker: RedisStreams, slot: str):
     """Celery redelivers a message that was not acknowledged: nothing is queued twice, also after the job ran."""
-    assert door(broker).admit("task-1", model=slot, inputs=ROWS) == door(broker).admit(
+    assert ingress(broker).admit("task-1", model=slot, inputs=ROWS) == ingress(broker).admit(
         "task-1", model=slot, inputs=ROWS
     )
     (delivery,) = claim(broker, slot)
     finish(broker, delivery)
-    door(broker).admit("task-1", model=slot, inputs=ROWS)
+    ingress(broker).admit("task-1", model=slot, inputs=ROWS)
     assert claim(broker, slot) == []
 
 
@@ -182,13 +184,13 @@ def test_what_will_never_be_accepted_is_rejected_with_what_was_expected(
     """Nothing is written for a task whose job cannot be; its sender reads why."""
     arguments = {"task_id": "task-1", "model": slot, "inputs": ROWS, **change}
     with pytest.raises(error, match=text):
-        door(broker).admit(arguments.pop("task_id"), **arguments)
+        ingress(broker).admit(arguments.pop("task_id"), **arguments)
     assert claim(broker, slot) == []
 
 
 def test_a_full_queue_says_when_to_come_back(broker: RedisStreams, slot: str):
     """The lane puts such a message back, so the error is QueueFull with a pause, not a failure."""
-    entrance = door(broker)
+    entrance = ingress(broker)
     for number in range(3):
         entrance.admit(f"task-{number}", model=slot, inputs=ROWS)
     with pytest.raises(QueueFull) as refusal:
@@ -199,15 +201,15 @@ def test_a_full_queue_says_when_to_come_back(broker: RedisStreams, slot: str):
 def test_the_lane_is_closed_where_jobs_are_signed(broker: RedisStreams, slot: str):
     """Nobody signs a task message: with signing on the lane refuses, unless the operator trusts Celery's broker."""
     with pytest.raises(Forbidden, match="send_task is off here"):
-        door(broker, keyring=SIGNED, is_open=False).admit("task-1", model=slot, inputs=ROWS)
-    door(broker, keyring=SIGNED).admit("task-1", model=slot, inputs=ROWS)
+        ingress(broker, keyring=SIGNED, is_open=False).admit("task-1", model=slot, inputs=ROWS)
+    ingress(broker, keyring=SIGNED).admit("task-1", model=slot, inputs=ROWS)
     (delivery,) = claim(broker, slot)
     assert open_job(delivery.sealed, SIGNED)[0].key == "k1"
 
 
 def test_every_end_of_a_job_reaches_celerys_backend(shared_redis: RedisServer, broker: RedisStreams, slot: str):
     """Results as nested lists, failures as exceptions of their class and text, cancelled jobs as revoked."""
-    entrance, ledger = door(broker), Ledger()
+    entrance, ledger = ingress(broker), Ledger()
     entrance.admit("done", model=slot, inputs=ROWS)
     entrance.admit("failed", model=slot, inputs=ROWS)
     entrance.admit("cancelled", model=slot, inputs=ROWS)
@@ -238,7 +240,7 @@ def test_results_wait_while_celerys_backend_is_away(
     monkeypatch.setattr(lane, "_RETRY_S", 0.05)
     ledger = Ledger()
     ledger.fail = True
-    door(broker).admit("late", model=slot, inputs=ROWS)
+    ingress(broker).admit("late", model=slot, inputs=ROWS)
     finish(broker, claim(broker, slot)[0])
     with carrying(shared_redis, broker, ledger), shared_redis.client() as client:
         wait_until(lambda: ledger.calls >= 3, 10, "it was tried again")
@@ -259,7 +261,7 @@ def test_results_of_a_worker_that_died_are_stored_by_another(
     monkeypatch.setattr(lane, "_REFRESH_S", 0.1)
     dead, ledger = Ledger(), Ledger()
     dead.fail = True
-    door(broker).admit("orphan", model=slot, inputs=ROWS)
+    ingress(broker).admit("orphan", model=slot, inputs=ROWS)
     finish(broker, claim(broker, slot)[0])
     with carrying(shared_redis, broker, dead, worker="w1"):
         wait_until(lambda: dead.calls, 10, "the first worker has it")
@@ -272,7 +274,7 @@ def test_a_result_that_expired_unseen_is_a_failure_and_not_a_hang(
 ):
     """The entry outlives the record: whoever waits hears that the result is gone."""
     ledger = Ledger()
-    door(broker).admit("gone", model=slot, inputs=ROWS)
+    ingress(broker).admit("gone", model=slot, inputs=ROWS)
     header = finish(broker, claim(broker, slot)[0])
     with shared_redis.client() as client:
         client.delete(record_key(header.id))
@@ -292,6 +294,6 @@ def test_a_model_that_appears_later_is_carried_too(
     with carrying(shared_redis, broker, ledger):
         wait_until(lambda: threading.active_count() > 1, 5, "it runs")
         broker.put_spec(slot, spec)
-        door(broker).admit("first", model=slot, inputs=ROWS)
+        ingress(broker).admit("first", model=slot, inputs=ROWS)
         finish(broker, claim(broker, slot)[0])
         assert ledger.of("first")["model"] == slot

@@ -14,10 +14,10 @@ from penstock.registry.queues import Priority
 from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
 from penstock.workers.compilation import TorchCompiler
-from penstock.workers.executor import Executor, Work
+from penstock.workers.executor import BatchRun, Executor
 from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
-from penstock.workers.runtime.forms import Forms, Forward, Recorded, finite_outputs
+from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
 
@@ -114,7 +114,7 @@ class Rotation:
         def forward(prepared: Prepared) -> dict[str, Array]:
             return self._answered(prepared, form.change, form.cost_s)
 
-        return forward if form.made is None else Recorded(forward, form.made, dict)
+        return forward if form.made is None else WithProvenance(forward, form.made, dict)
 
     def _answered(self, prepared: Prepared, change: Callable[[Array], Array], cost_s: float) -> dict[str, Array]:
         self.calls += 1
@@ -128,7 +128,7 @@ def served(
     runtime: Runtime,
     clock: Callable[[], float],
     jobs: Sequence[Mapping[str, Array]],
-    observe: Callable[[Work], None],
+    observe: Callable[[BatchRun], None],
     first: int = 0,
 ) -> list[Mapping[str, Array]]:
     """Runs these jobs as one batch on a model thread's seat, has it observed, and returns their answers.
@@ -144,7 +144,7 @@ def served(
         job = ClaimedJob(delivery, header, dict(inputs), runtime.spec.signature.rows(inputs), 0.0, 0.0, 0)
         items.append(Pending(key, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
     rows = sum(item.rows for item in items)
-    work = Work(Batch(key, items, rows, rows, "full", 2), runtime, max(rows, 64))
+    work = BatchRun(Batch(key, items, rows, rows, "full", 2), runtime, max(rows, 64))
     executor = Executor(1, lambda: None, lambda _: {}, lambda _: None, clock)
     executor.submit(work, prepare_apart=False)
     assert executor.begin("here") is work

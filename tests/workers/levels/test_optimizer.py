@@ -19,10 +19,10 @@ import pytest
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
 from penstock.workers.compilation import CompilationRefused
-from penstock.workers.levels.decision_log import DecisionLog, Subject
+from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.levels.profiler import Profiler
-from penstock.workers.levels.progression import Decision, Readiness, Standing
+from penstock.workers.levels.progression import Decision, LevelState, Readiness
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.servers import wait_until
 from tests.workers.levels.fake_model import WIDTH, Clock, Form, Rotation, served
@@ -345,14 +345,14 @@ def test_how_a_form_was_compiled_goes_with_its_decision(make_bench: MakeBench):
     assert make_bench(forms).step("compiled")["made"] == made
 
 
-def standing_of(bench: Bench) -> Standing:
+def standing_of(bench: Bench) -> LevelState:
     (attached,) = bench.optimizer._attached.values()
-    return attached.standing
+    return attached.level_state
 
 
-def standing_subject(bench: Bench) -> Subject:
+def standing_subject(bench: Bench) -> DecisionKey:
     (attached,) = bench.optimizer._attached.values()
-    return attached.subject
+    return attached.key
 
 
 def test_log_replays_to_the_same_state(make_bench: MakeBench):
@@ -371,7 +371,7 @@ def test_log_replays_to_the_same_state(make_bench: MakeBench):
     bench.settle()
     live = standing_of(bench)
     (attached,) = bench.optimizer._attached.values()
-    assert bench.optimizer.log.replayed(attached.subject, bench.optimizer.log.run) == live
+    assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
     assert (live.form, "int8" in live.settled) == ("onnx", True)
     lines = (bench.home / "decisions" / "rotation.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == bench.records
@@ -502,7 +502,7 @@ def test_log_tells_what_the_audit_did_not_take(make_bench: MakeBench):
     bench.settle()
     live = standing_of(bench)
     (attached,) = bench.optimizer._attached.values()
-    assert bench.optimizer.log.replayed(attached.subject, bench.optimizer.log.run) == live
+    assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
     assert (live.level, bench.runtime.forms.name) == (0, "eager")
 
 

@@ -128,23 +128,23 @@ def test_gains_of_forms_that_replace_each_other_multiply():
 
 def test_enabled_form_replaces_the_one_in_use():
     """One form answers at a time; other steps stay as they are."""
-    standing = replay([Decision(step, "enabled") for step in ("batching", "compiled", "bf16")])
-    assert (standing.enabled, standing.form, standing.level) == (frozenset({"batching", "bf16"}), "bf16", 3)
+    level_state = replay([Decision(step, "enabled") for step in ("batching", "compiled", "bf16")])
+    assert (level_state.enabled, level_state.form, level_state.level) == (frozenset({"batching", "bf16"}), "bf16", 3)
 
 
 def test_disabled_form_leaves_the_reference():
     """What is disabled answers no longer, and what else is on stays on."""
     steps = [Decision("batching", "enabled"), Decision("bf16", "enabled"), Decision("bf16", "disabled", reason="NaN")]
-    standing = replay(steps)
-    assert (standing.enabled, standing.form, standing.level) == (frozenset({"batching"}), "eager", 2)
-    assert standing.settled["bf16"].reason == "NaN"
+    level_state = replay(steps)
+    assert (level_state.enabled, level_state.form, level_state.level) == (frozenset({"batching"}), "eager", 2)
+    assert level_state.settled["bf16"].reason == "NaN"
 
 
 def test_refused_form_leaves_the_one_in_use():
     """A candidate that fails its trial changes nothing but what is known of it."""
-    standing = replay([Decision("bf16", "enabled"), Decision("int8", "refused", reason="cosine")])
-    assert (standing.enabled, standing.form) == (frozenset({"bf16"}), "bf16")
-    assert set(standing.settled) == {"bf16", "int8"}
+    level_state = replay([Decision("bf16", "enabled"), Decision("int8", "refused", reason="cosine")])
+    assert (level_state.enabled, level_state.form) == (frozenset({"bf16"}), "bf16")
+    assert set(level_state.settled) == {"bf16", "int8"}
 
 
 DECISIONS = st.builds(
@@ -155,11 +155,11 @@ DECISIONS = st.builds(
 @given(st.lists(DECISIONS, max_size=30), st.integers(0, 30))
 def test_standing_is_always_whole(decisions: list[Decision], cut: int):
     """At most one form is on and it is the one in use; a log that is replayed in two parts gives the same."""
-    standing = replay(decisions)
-    forms = {step for step in standing.enabled if is_form(step)}
-    assert forms == ({standing.form} if standing.form != "eager" else set())
+    level_state = replay(decisions)
+    forms = {step for step in level_state.enabled if is_form(step)}
+    assert forms == ({level_state.form} if level_state.form != "eager" else set())
     resumed = replay(decisions[:cut])
     for decision in decisions[cut:]:
         resumed = resumed.apply(decision)
-    assert resumed == standing
-    assert standing.level == max((THRESHOLDS[step].level for step in standing.enabled), default=0)
+    assert resumed == level_state
+    assert level_state.level == max((THRESHOLDS[step].level for step in level_state.enabled), default=0)

@@ -22,7 +22,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import Priority, new_job_id
-from penstock.workers.levels.decision_log import DecisionLog, Subject
+from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
 from penstock.workers.process.crash_journal import MARGIN_S, FileJournal, hung, journal_path, report_crashes
 from tests.servers import ROOT, RedisServer, wait_until
 
@@ -295,7 +295,7 @@ def test_two_reporters_at_once_count_one_death(
 @pytest.mark.parametrize("deed", ["run", "run compiled"])
 def test_the_form_that_ran_is_noted(start: Callable[..., Process], tmp_path: Path, deed: str):
     """In the log of decisions, once per death: by it a form that kills its process is left off."""
-    subject = Subject("mlp", "1", "ab" * 32, "any machine")
+    subject = DecisionKey("mlp", "1", "ab" * 32, "any machine")
     for deaths in (1, 2, 3):
         start("mlp=1-0", "mlp=2-0", deed=deed).kill()
         for _ in range(2):

@@ -27,7 +27,7 @@ from penstock.registry.errors import (
 )
 from penstock.registry.settings import Settings
 from penstock.safety.keys import PublicKeys
-from penstock.workers.process.operator_rpc import Clerk
+from penstock.workers.process.operator_rpc import OperatorRpcServer
 from tests.packages import write_double, write_package
 from tests.registry.catalog.catalogs import new_key
 from tests.servers import ROOT, wait_until
@@ -65,11 +65,11 @@ class Counter:
         self.root = folder / "models"
         self.root.mkdir()
         self.broker = SlowBroker()
-        self.clerk = Clerk(self.settings, self.broker, None)
+        self.rpc_server = OperatorRpcServer(self.settings, self.broker, None)
 
     def ask(self, errand: operator_rpc.Errand, key: str = "e1") -> operator_rpc.Answer:
         """One look at an errand."""
-        sealed = self.clerk.attend(Command("errand", errand=key, body=operator_rpc.encode(errand)))
+        sealed = self.rpc_server.handle(Command("errand", errand=key, body=operator_rpc.encode(errand)))
         return operator_rpc.open_answer(key, sealed, self.settings.keyring)
 
     def run(self, errand: operator_rpc.Errand, kind: Any = None) -> Any:
@@ -132,7 +132,7 @@ def test_a_package_is_read_below_the_models_root(counter: Counter):
 def test_no_decision_is_written_that_workers_would_not_believe(counter: Counter):
     """Of another model or epoch, or signed by a stranger: refused before the broker has it (S0.3)."""
     known, stranger = new_key(), new_key()
-    counter.clerk = Clerk(counter.settings, counter.broker, PublicKeys.parse(known.public_text).verify)
+    counter.rpc_server = OperatorRpcServer(counter.settings, counter.broker, PublicKeys.parse(known.public_text).verify)
     decision = Deployment(3, "double", "1", "ab" * 32)
     for slot, epoch, record in (
         ("double", 3, decision.seal(stranger.sign)),
@@ -204,4 +204,4 @@ def _without_registry(counter: Counter) -> operator_rpc.Errand:
 def test_what_is_no_errand_is_refused_before_anything_runs(counter: Counter):
     """It is the answer to the command itself."""
     with pytest.raises(UndecodableEnvelope, match="not an errand"):
-        counter.clerk.attend(Command("errand", errand="e1", body=b"\x91\xa5erase"))
+        counter.rpc_server.handle(Command("errand", errand="e1", body=b"\x91\xa5erase"))

@@ -23,7 +23,7 @@ from penstock.registry.package import load_package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.tensors import Array
 from penstock.workers.runtime import Runtime, open_runtime
-from penstock.workers.runtime.loading import Loading, PackageRuntime
+from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.pytorch import ModuleRuntime
 from tests.servers import ROOT
 from tests.workers.runtime import formats
@@ -287,7 +287,7 @@ def test_files_that_change_during_the_load_are_refused(own_folder: Path):
     package = load_package(own_folder)
     kind = type(open_runtime(package))
     file = loaded_weights(own_folder)
-    runtime = changing(kind, lambda: overwrite(file))(package, Loading())  # type: ignore[arg-type]
+    runtime = changing(kind, lambda: overwrite(file))(package, LoadOptions())  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"{file.name}: changed since it was hashed"):
         runtime.load("cpu", 1)
     assert runtime.model is None  # type: ignore[attr-defined]

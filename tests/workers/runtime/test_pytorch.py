@@ -302,8 +302,8 @@ def test_trial_beside_the_traffic_has_an_instance_of_its_own(models_root: Path):
         before = module.get_buffer("last").clone()
         assert twin_of(forward)(prepared)["y"].tolist() == [[5.0] * 4] * 2
         assert torch.equal(module.get_buffer("last"), before)
-    twin = sharing_weights(module)
-    assert twin.get_parameter("weight") is module.get_parameter("weight")
+    thread_copy = sharing_weights(module)
+    assert thread_copy.get_parameter("weight") is module.get_parameter("weight")
 
 
 def test_reduced_copy_is_the_module_in_another_precision(models_root: Path):

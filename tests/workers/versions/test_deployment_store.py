@@ -14,7 +14,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.deployment import Deployment
 from penstock.registry.signed import Verifier
 from penstock.safety.keys import OperatorKey, PublicKeys
-from penstock.workers.versions.deployment_store import DeploymentFiles, epoch_of
+from penstock.workers.versions.deployment_store import FileDeploymentStore, epoch_of
 from tests.servers import wait_until
 from tests.workers.versions.test_lifecycle import Stage, two_versions
 
@@ -57,7 +57,7 @@ def home_of(stage: Stage) -> Path:
     return stage.root.parent / "home"
 
 
-def remembered(stage: Stage, epoch: int) -> Path:
+def deployments(stage: Stage, epoch: int) -> Path:
     """The file, once it has the decision of that epoch."""
     file = home_of(stage) / "deployments" / f"{stage.model}.active"
     wait_until(lambda: file.exists() and epoch_of(file.read_bytes()) == epoch, 5, "the decision is remembered")
@@ -73,21 +73,21 @@ def test_a_restarted_worker_goes_on_with_the_last_decision(stage: Stage, operato
     restarted(stage, verify)
     stage.promote("1", epoch=7, sign=operator.sign)
     assert stage.answer() == ("1", 1.0)
-    remembered(stage, 7)
+    deployments(stage, 7)
     put_back(stage, *{"an older record": old, "no record": (), "garbage": (9, b"\nrubbish")}[how])
     restarted(stage, verify)
     assert stage.answer() == ("1", 1.0)
     put_back(stage)
     stage.promote("2", epoch=8, sign=operator.sign)
     assert stage.answer() == ("2", 10.0)
-    remembered(stage, 8)
+    deployments(stage, 8)
 
 
 def test_operators_may_begin_anew(stage: Stage, operator: OperatorKey, tmp_path: Path):
     """A new registry begins with epoch 1: believed with another key in place of the old one, or without the file."""
     stage.promote("1", epoch=7, sign=operator.sign)
     restarted(stage, trust(operator))
-    file = remembered(stage, 7)
+    file = deployments(stage, 7)
     put_back(stage)
     stage.promote("2", epoch=1, sign=operator.sign)
     restarted(stage, trust(operator))
@@ -97,7 +97,7 @@ def test_operators_may_begin_anew(stage: Stage, operator: OperatorKey, tmp_path:
     stage.promote("2", epoch=1, sign=other.sign)
     restarted(stage, trust(other))
     assert stage.answer() == ("2", 10.0)
-    assert remembered(stage, 1) == file
+    assert deployments(stage, 1) == file
     put_back(stage)
     stage.promote("1", epoch=1, sign=other.sign)
     stage.drains.pop().stop(1.0)
@@ -108,7 +108,7 @@ def test_operators_may_begin_anew(stage: Stage, operator: OperatorKey, tmp_path:
 
 def test_a_file_holds_the_latest_decision_whoever_writes_last(tmp_path: Path, operator: OperatorKey):
     """Two workers of a machine, one of them late; for the owner's eyes only, and nothing half-written is left."""
-    first, second = (DeploymentFiles(tmp_path / "deployments", trust(operator)) for _ in range(2))
+    first, second = (FileDeploymentStore(tmp_path / "deployments", trust(operator)) for _ in range(2))
     assert first.last("model") == b""
     later, earlier = (active_of(operator, epoch) for epoch in (12, 3))
     first.keep("model", later)
@@ -126,7 +126,7 @@ def active_of(operator: OperatorKey, epoch: int) -> bytes:
 @pytest.mark.parametrize("what", ["nothing", "rubbish", "another model's", "a stranger's", "a pipe", "a folder"])
 def test_what_is_no_decision_of_an_operator_counts_as_nothing(tmp_path: Path, operator: OperatorKey, what: str):
     """Neither does it keep a worker from starting."""
-    files = DeploymentFiles(tmp_path, trust(operator))
+    files = FileDeploymentStore(tmp_path, trust(operator))
     path = tmp_path / "model.active"
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
     contents = {
@@ -175,8 +175,8 @@ def test_a_key_that_is_not_trusted_any_more_does_not_count_against_those_that_ar
 ):
     """Its last decision is written over by the first of another, whatever its epoch."""
     other = OperatorKey.generate(tmp_path / "other.pem")
-    DeploymentFiles(tmp_path, trust(operator)).keep("model", active_of(operator, 9))
-    both, only_other = (DeploymentFiles(tmp_path, trust(*keys)) for keys in ((operator, other), (other,)))
+    FileDeploymentStore(tmp_path, trust(operator)).keep("model", active_of(operator, 9))
+    both, only_other = (FileDeploymentStore(tmp_path, trust(*keys)) for keys in ((operator, other), (other,)))
     both.keep("model", active_of(other, 2))
     assert epoch_of(both.last("model")) == 9
     only_other.keep("model", active_of(other, 2))

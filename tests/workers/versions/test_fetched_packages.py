@@ -14,7 +14,7 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
 from penstock.registry.package.sources import is_elsewhere, package_folder
 from penstock.registry.settings import Settings
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 from tests.registry.package.test_sources import COMMIT, MLFLOW_WARNINGS, HubShelf
 from tests.workers.runtime import formats
 
@@ -60,7 +60,7 @@ def test_a_package_on_the_hub_is_fetched_and_answers(
     assert folder == package_folder(reference, models_root) == models_root / "affine" / "1"
     assert not any(path.is_symlink() for path in folder.iterdir())
     settings = Settings.load(overrides={"repo_root": str(models_root)}, environ={}, cwd=models_root)
-    package = ModelsRoot.of(settings).package("affine", "1")
+    package = DiskRepository.of(settings).package("affine", "1")
     assert package.manifest().content_hash == load_package(uploaded).manifest().content_hash
     x = np.ones((2, 4), np.float32)
     np.testing.assert_allclose(formats.answers(formats.opened(folder), x=x)["y"], formats.affine(x), rtol=1e-5)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import Press
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.base import Broker, Publication, State
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Failure, ResultHeader, open_result
@@ -21,9 +21,9 @@ from penstock.registry.signed import Verifier
 from penstock.registry.tensors import decode
 from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.drain import Drain
-from penstock.workers.observe.listener import Unwatched
+from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
 from tests.servers import wait_until
 from tests.workers.test_drain import ROOMY, UNSIGNED, Connect, connect
@@ -72,7 +72,7 @@ class Stage:
         self._names = itertools.count()
         self.changes: list[tuple[str, str, str]] = []
         self.drains: list[Drain] = []
-        self._press = Press(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
+        self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
 
     def start(
         self, *others: Package, verify: Verifier | None = None, root: Path | None = None, **settings: Any
@@ -90,9 +90,9 @@ class Stage:
             name=name,
             device="cpu",
             threads=1,
-            watcher=Unwatched(),
+            listener=NullListener(),
             metrics=InferenceMetrics((0.1, 1.0)),
-            library=ModelsRoot(root, [root]),
+            repository=DiskRepository(root, [root]),
             verify=verify,
             on_version_change=lambda *change: self.changes.append(change),
         )
@@ -109,7 +109,7 @@ class Stage:
     def submit(self, number: float = 1.0, version: str = "") -> str:
         """One job; its id."""
         spec = load_package(find(self.root, self.model, version or None).path).spec
-        job: Publication = self._press.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version)
+        job: Publication = self._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version)
         (receipt,) = self.broker.publish(self.model, [job], ROOMY)
         assert receipt.outcome == "accepted"
         return job.job_id
@@ -118,8 +118,8 @@ class Stage:
         """How the job ended, once it has: its header, and the first number of `y` or the failure."""
 
         def sealed() -> bytes:
-            standing = self.broker.standing(job_id)
-            return standing.result if standing else b""
+            job_record = self.broker.job_record(job_id)
+            return job_record.result if job_record else b""
 
         header, body = open_result(wait_until(sealed, 10, "the job ends"), UNSIGNED)
         return header, header.error or float(decode(header.content, body)["y"][0, 0])
@@ -225,9 +225,9 @@ def test_a_worker_that_cannot_load_the_promoted_version_claims_nothing(stage: St
     wait_until(lambda: stage.state("1") == "failed", 5, "the load fails")
     problem = stage.drains[0].versions()[stage.model]["1"]["problem"]
     assert "were promoted" in problem or "promoted" in problem
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert standing.state is State.QUEUED
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert job_record.state is State.QUEUED
     assert "1" not in stage.loads()
     stage.promote("1", epoch=3)
     assert stage.result(job_id)[1] == 1.0
@@ -257,15 +257,15 @@ def test_loading_has_a_limit(stage: Stage):
 def test_load_and_unload_on_demand(stage: Stage):
     """What operators want is loaded without a job, and let go of; the version that answers is never unloaded."""
     drain = stage.start()
-    drain.want(stage.model, "1")
+    drain.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
-    drain.let_go_of(stage.model, "1")
-    drain.let_go_of(stage.model, "2")
+    drain.request_unload(stage.model, "1")
+    drain.request_unload(stage.model, "2")
     wait_until(lambda: stage.state("1") == "cold", 5, "the version is let go")
     assert stage.answer() == ("2", 10.0)
     assert stage.state("2") == "ready"
-    drain.want(stage.model, "no-such")
-    drain.want("../../etc", "1")
+    drain.request_load(stage.model, "no-such")
+    drain.request_load("../../etc", "1")
     assert stage.answer() == ("2", 10.0)
 
 
@@ -294,7 +294,7 @@ def test_a_decision_that_comes_late_changes_nothing(stage: Stage):
     stage.promote("1", epoch=5)
     assert stage.answer() == ("1", 1.0)
     older = Deployment(4, stage.model, "2", "0" * 64).seal()
-    drain._shelf.follow(drain._served[stage.model], b"4 " + older)
+    drain._lifecycle.follow(drain._served[stage.model], b"4 " + older)
     assert stage.answer() == ("1", 1.0)
 
 
@@ -334,7 +334,7 @@ def test_idle_workers_hear_of_a_change_within_two_seconds(stage: Stage):
 def test_a_copy_that_was_mended_on_disk_answers_in_the_end(stage: Stage):
     """Loaded before the promotion with other files under its label, it is loaded anew, never served as it was."""
     drain = stage.start()
-    drain.want(stage.model, "1")
+    drain.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
     source = stage.root / stage.model / "1" / "model.py"
     source.write_text(source.read_text().replace("* 1", "* 7"))
@@ -346,27 +346,27 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
     """What ends loading with other content than was promoted meanwhile does not serve."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
     drain = stage.start()
-    drain.want(stage.model, "0.1")
+    drain.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
     stage.promote("0.1", epoch=1, content_hash="ab" * 32)
     job_id = stage.submit()
     wait_until(lambda: stage.state("0.1") == "failed", 5, "the load has failed")
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert standing.state is State.QUEUED
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert job_record.state is State.QUEUED
 
 
 def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
     """An operator who waits for it reads why it will not come; when the folder has come, it loads."""
     drain = stage.start()
-    drain.want(stage.model, "7")
+    drain.request_load(stage.model, "7")
     wait_until(lambda: stage.state("7") == "failed", 5, "the worker says that it has no such version")
     write_scale(stage.root, stage.model, "7", 70)
-    drain.want(stage.model, "7")
+    drain.request_load(stage.model, "7")
     wait_until(lambda: stage.state("7") == "ready", 5, "it is loaded")
-    drain.want(stage.model, "8")
+    drain.request_load(stage.model, "8")
     wait_until(lambda: stage.state("8") == "failed", 5, "the next")
-    drain.let_go_of(stage.model, "8")
+    drain.request_unload(stage.model, "8")
     wait_until(lambda: stage.state("8") == "", 5, "nobody wants it any more")
 
 
@@ -374,9 +374,9 @@ def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: 
     """The operator gave up waiting: the load ends, and its memory is given back."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.4)
     drain = stage.start()
-    drain.want(stage.model, "0.1")
+    drain.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
-    drain.let_go_of(stage.model, "0.1")
+    drain.request_unload(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") != "loading", 5, "the load ends")
     wait_until(lambda: stage.state("0.1") == "cold", 2, "it is unloaded")
 
@@ -384,7 +384,7 @@ def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: 
 def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(stage: Stage):
     """The wish may come before the worker hears of the flip; every answer of its last batches says what it was."""
     drain = stage.start()
-    drain.let_go_of(stage.model, "2")
+    drain.request_unload(stage.model, "2")
     jobs = [stage.submit(float(number)) for number in range(40)]
     stage.promote("1", epoch=1)
     jobs += [stage.submit(float(number)) for number in range(40)]

@@ -52,7 +52,9 @@ def ask_for(stage: Stage, *versions: str, number: float = 1.0, deadline_s: float
     jobs = []
     for version in versions:
         spec = known.model_copy(update={"version": version})
-        jobs.append(stage._press.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version, deadline_s=deadline_s))
+        jobs.append(
+            stage._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version, deadline_s=deadline_s)
+        )
     assert {receipt.outcome for receipt in stage.broker.publish(stage.model, jobs, ROOMY)} == {"accepted"}
     return [job.job_id for job in jobs]
 
@@ -66,8 +68,8 @@ def failure_of(stage: Stage, job_id: str) -> str:
 
 def has_claimed(stage: Stage, drain: Drain, job_id: str) -> bool:
     """Whether the job is in that worker's memory."""
-    standing = stage.broker.standing(job_id)
-    return bool(standing and standing.is_claimed and drain.readiness[1]["in_memory"])
+    job_record = stage.broker.job_record(job_id)
+    return bool(job_record and job_record.is_claimed and drain.readiness[1]["in_memory"])
 
 
 def content_hash_of(package: Package) -> str:
@@ -121,7 +123,7 @@ def test_a_version_may_be_named_by_its_content_wherever_it_is(stage: Stage):
     (job_id,) = ask_for(stage, content_hash_of(package)[:12], number=4.0)
     wait_until(lambda: has_claimed(stage, without, job_id), 5, "it is claimed where version 1 is not")
     having = stage.start()
-    having.want(stage.model, "1")
+    having.request_load(stage.model, "1")
     header, value = stage.result(job_id)
     assert (header.version, value) == ("1", 4.0)
 
@@ -137,7 +139,7 @@ def test_a_job_does_not_push_out_what_a_worker_needs_while_another_has_its_versi
     assert stage.answer(1.0) == ("2", 10.0)
     wait_until(lambda: stage.state("1", full) == "cold", 5, "the other goes")
     having = stage.start()
-    having.want(stage.model, "1")
+    having.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1", having) == "ready", 5, "the other worker has it")
     wait_until(lambda: any(b'"is_offered": true' in each for each in stage.broker.workers()), 5, "and says so")
     time.sleep(1.1)
@@ -157,9 +159,9 @@ def test_jobs_have_nothing_loaded_that_the_operators_did_not_ask_for(stage: Stag
     assert "no operator has registered, promoted or asked for this content. Expected one of: 2" in message
     assert stage.loads() == ["2"]
     package = load_package(find(stage.root, stage.model, "1").path)
-    drain.want(stage.model, "1", content_hash=content_hash_of(package))
+    drain.request_load(stage.model, "1", content_hash=content_hash_of(package))
     assert stage.answer(1.0, "1") == ("1", 1.0)
-    drain.let_go_of(stage.model, "1")
+    drain.request_unload(stage.model, "1")
     wait_until(lambda: stage.state("1") == "cold", 5, "it is let go of")
     source = stage.root / stage.model / "1" / "model.py"
     good = source.read_text()
@@ -177,16 +179,16 @@ def test_jobs_have_loaded_what_operators_have_registered(stage: Stage, tmp_path:
     registered = content_hash_of(load_package(find(stage.root, stage.model, "1").path))
     write_scale(stage.root, stage.model, "1.5", 7)
     later = write_scale(stage.root.parent / "to come", stage.model, "1.7", 9)
-    drain.let_go_of(stage.model, "1.7", content_hash=content_hash_of(later))
-    drain.let_go_of(stage.model, "2", content_hash=registered)
-    drain.let_go_of(stage.model, "1", content_hash=registered)
-    drain.let_go_of(stage.model, "1.5", content_hash=registered)
+    drain.request_unload(stage.model, "1.7", content_hash=content_hash_of(later))
+    drain.request_unload(stage.model, "2", content_hash=registered)
+    drain.request_unload(stage.model, "1", content_hash=registered)
+    drain.request_unload(stage.model, "1.5", content_hash=registered)
     assert stage.answer(1.0, "1") == ("1", 1.0)
     assert "promoted" in failure_of(stage, stage.submit(1.0, "1.5")), "other content than was registered"
     shutil.copytree(stage.root.parent / "to come" / stage.model / "1.7", stage.root / stage.model / "1.7")
     assert stage.answer(1.0, "1.7") == ("1.7", 9.0)
     assert stage.answer() == ("2", 10.0)
-    assert drain._served[stage.model].versions["2"].promised_hash != registered, "what answers is for promotions"
+    assert drain._served[stage.model].versions["2"].pinned_hash != registered, "what answers is for promotions"
 
 
 def test_before_a_promotion_the_disk_decides_what_jobs_may_name(stage: Stage, tmp_path: Path):
@@ -203,9 +205,9 @@ def test_a_job_whose_time_runs_out_while_its_version_is_loaded_ends_in_time(stag
     begun = time.monotonic()
     (job_id,) = ask_for(stage, "0.1", deadline_s=0.5)
     stage.result(job_id)
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert standing.state is State.EXPIRED
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert job_record.state is State.EXPIRED
     assert time.monotonic() - begun < 2.0
 
 
@@ -215,9 +217,9 @@ def test_jobs_without_a_place_are_given_back_at_a_stop(stage: Stage):
     job_id = stage.submit(5.0, "1")
     wait_until(lambda: has_claimed(stage, drain, job_id), 5, "it is claimed")
     drain.stop(1.0)
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert (standing.is_claimed, standing.state) == (False, State.QUEUED)
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert (job_record.is_claimed, job_record.state) == (False, State.QUEUED)
     stage.start()
     assert stage.result(job_id)[1] == 5.0
 

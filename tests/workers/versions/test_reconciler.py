@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.registry.desired_state import StateStore, Wish
+from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import BrokerUnavailable
 from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.versions.reconciler import Reconciler
@@ -29,10 +29,10 @@ class Worker:
     def may_serve(self, name: str) -> bool:
         return name in self.models
 
-    def want(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
         self.told.append(("want", f"{name}/{label}", content_hash))
 
-    def let_go_of(self, name: str, label: str, *, content_hash: str = "") -> None:
+    def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         self.told.append(("let go", f"{name}/{label}", content_hash))
 
     def versions(self) -> Mapping[str, object]:
@@ -57,14 +57,14 @@ def test_a_wish_is_followed_once_until_it_is_made_again(store: StateStore):
     """Sweeps repeat nothing; a new record of the same wish is a new wish; what is not wanted any more is let go."""
     worker = Worker("minilm")
     reconciler = Reconciler(store, worker, worker="w", interval_s=5)
-    store.put(Wish("minilm", "2", content_hash="ab", at=1))
-    store.put(Wish("other", "1", at=1))
+    store.put(DesiredVersion("minilm", "2", content_hash="ab", at=1))
+    store.put(DesiredVersion("other", "1", at=1))
     for _ in range(3):
         reconciler.sweep()
     assert worker.told == [("want", "minilm/2", "ab")]
-    store.put(Wish("minilm", "2", content_hash="ab", at=2))
+    store.put(DesiredVersion("minilm", "2", content_hash="ab", at=2))
     reconciler.sweep()
-    store.put(Wish("minilm", "2", is_wanted=False, content_hash="ab", at=3))
+    store.put(DesiredVersion("minilm", "2", is_wanted=False, content_hash="ab", at=3))
     reconciler.sweep()
     assert worker.told[1:] == [("want", "minilm/2", "ab"), ("let go", "minilm/2", "ab")]
 
@@ -72,7 +72,7 @@ def test_a_wish_is_followed_once_until_it_is_made_again(store: StateStore):
 def test_keys_carry_the_prefix_and_tell_what_is_loaded(store: StateStore, shared_redis: RedisServer, prefix: str):
     """IN-017, IN-018: wanted and loaded versions, under the prefix of the settings; a worker that leaves is gone."""
     reconciler = Reconciler(store, Worker("minilm"), worker="gpu0@here", interval_s=60)
-    store.put(Wish("minilm", "1"))
+    store.put(DesiredVersion("minilm", "1"))
     reconciler.start()
     client = redis.Redis.from_url(shared_redis.url)
     wait_until(lambda: client.hlen(f"{prefix}:loaded"), 5, "the first sweep")
@@ -90,7 +90,7 @@ def test_sweeps_come_at_the_interval_and_when_nudged(store: StateStore):
     reconciler.start()
     try:
         wait_until(lambda: store.loaded(), 5, "the first sweep")
-        store.put(Wish("minilm", "2", at=1))
+        store.put(DesiredVersion("minilm", "2", at=1))
         begun = time.monotonic()
         wait_until(lambda: worker.told, 5, "the next sweep")
         assert time.monotonic() - begun < 2 * 0.4
@@ -100,7 +100,7 @@ def test_sweeps_come_at_the_interval_and_when_nudged(store: StateStore):
     patient.start()
     try:
         wait_until(lambda: len(worker.told) == 2, 5, "its first sweep")
-        store.put(Wish("minilm", "2", at=2))
+        store.put(DesiredVersion("minilm", "2", at=2))
         patient.nudge()
         wait_until(lambda: len(worker.told) == 3, 5, "the nudged sweep")
     finally:
@@ -113,7 +113,7 @@ def test_wishes_that_are_gone_are_forgotten(store: StateStore):
     reconciler = Reconciler(store, worker, worker="w", interval_s=5)
     for number in range(3):
         store._redis.delete(store._wanted)
-        store.put(Wish("minilm", f"{number}", at=1))
+        store.put(DesiredVersion("minilm", f"{number}", at=1))
         reconciler.sweep()
     assert set(reconciler._followed) == {"minilm/2"}
     assert [reference for _, reference, _ in worker.told] == ["minilm/0", "minilm/1", "minilm/2"]
@@ -160,13 +160,13 @@ def test_only_signed_wishes_are_followed_where_signatures_are_asked_for(store: S
     reconciler = Reconciler(
         store, worker, worker="w", interval_s=5, verify=PublicKeys.parse(operator.public_text).verify
     )
-    store.put(Wish("minilm", "1"))
-    store.put(Wish("minilm", "2"), stranger.sign)
-    store._redis.hset(store._wanted, "mlp/1", Wish("minilm", "3").seal(operator.sign))
+    store.put(DesiredVersion("minilm", "1"))
+    store.put(DesiredVersion("minilm", "2"), stranger.sign)
+    store._redis.hset(store._wanted, "mlp/1", DesiredVersion("minilm", "3").seal(operator.sign))
     store._redis.hset(store._wanted, "mlp/2", b"no record")
     reconciler.sweep()
     assert worker.told == []
-    store.put(Wish("minilm", "1"), operator.sign)
+    store.put(DesiredVersion("minilm", "1"), operator.sign)
     reconciler.sweep()
     assert worker.told == [("want", "minilm/1", "")]
 
@@ -175,13 +175,13 @@ def test_a_store_that_is_away_unloads_nothing(redis_server: RedisServer, prefix:
     """IN-007: sweeps fail, the worker keeps what it has, and goes on sweeping when the store is back, emptied."""
     worker = Worker("minilm")
     store = StateStore.from_url(redis_server.url, prefix)
-    store.put(Wish("minilm", "1"))
+    store.put(DesiredVersion("minilm", "1"))
     reconciler = Reconciler(store, worker, worker="w", interval_s=0.1)
     reconciler.start()
     wait_until(lambda: worker.told, 5, "the first sweep")
     redis_server.kill()
     with pytest.raises(BrokerUnavailable):
-        store.wishes()
+        store.desired()
     redis_server.start()
     wait_until(lambda: "w" in StateStore.from_url(redis_server.url, prefix).loaded(), 10, "it sweeps again")
     reconciler.stop()

@@ -13,7 +13,7 @@ import yaml
 from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
-from penstock.workers.versions.repository import ModelsRoot, Nothing
+from penstock.workers.versions.repository import DiskRepository, EmptyRepository
 from tests.packages import write_package
 
 SOURCE = "def build():\n    return lambda inputs: {'y': inputs['x']}\n"
@@ -34,7 +34,7 @@ def half_copied(root: Path, name: str, version: str) -> Path:
 def answering(root: Path, *models: str, model_version: str = "latest") -> dict[str, str]:
     """The label that answers, by model, at the start of a worker with these settings."""
     overrides = {"repo_root": str(root), "model_version": model_version, "worker": {"models": models}}
-    packages = ModelsRoot(root, [root]).answering(Settings.load(overrides=overrides, environ={}, cwd=root))
+    packages = DiskRepository(root, [root]).answering(Settings.load(overrides=overrides, environ={}, cwd=root))
     return {package.spec.name: package.spec.version for package in packages}
 
 
@@ -44,24 +44,24 @@ class Looks:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.reads = 0
-        self._library = ModelsRoot(root, [root], clock=lambda: self.now)
-        read = self._library._read
+        self._repository = DiskRepository(root, [root], clock=lambda: self.now)
+        read = self._repository._read
 
         def counted(folder: Path) -> Package:
             self.reads += 1
             return read(folder)
 
-        monkeypatch.setattr(self._library, "_read", counted)
+        monkeypatch.setattr(self._repository, "_read", counted)
 
     def refusal(self, name: str, label: str) -> str:
         """Why a package is not to be had."""
         with pytest.raises((ConfigurationError, UnknownModel)) as refused:
-            self._library.package(name, label)
+            self._repository.package(name, label)
         return str(refused.value)
 
     def version(self, name: str, label: str) -> str:
         """The label of a package that is to be had."""
-        return self._library.package(name, label).spec.version
+        return self._repository.package(name, label).spec.version
 
 
 def test_highest_version_answers(models_root: Path):
@@ -141,7 +141,7 @@ def test_folders_that_are_no_packages_do_not_matter(models_root: Path):
     (models_root / "one" / "2").symlink_to("2")
     (models_root / "README.md").write_text("one model\n")
     assert answering(models_root) == {"one": "1"}
-    assert ModelsRoot(models_root, [models_root]).labels("one") == ["1"]
+    assert DiskRepository(models_root, [models_root]).labels("one") == ["1"]
     with pytest.raises(ConfigurationError, match=r"^Under the models root: Bad model name '\.cache'\. "):
         answering(models_root, model_version="1")
 
@@ -208,12 +208,12 @@ def test_names_never_lead_out_of_the_models_root(tmp_path: Path, models_root: Pa
     write(models_root, "one", "1")
     write(tmp_path, "secret", "1")
     with pytest.raises(InvalidInput, match=r"^Bad (model|version) name"):
-        ModelsRoot(models_root, [tmp_path]).package(name, label)
+        DiskRepository(models_root, [tmp_path]).package(name, label)
 
 
 def test_links_in_a_circle_are_one_line(models_root: Path):
     """A version, a spec and an entry point that lead to themselves, for whoever names them."""
-    library = ModelsRoot(models_root, [models_root])
+    repository = DiskRepository(models_root, [models_root])
     write(models_root, "one", "1", "2", "3")
     for label, file in (("2", "model.yaml"), ("3", "model.py")):
         (models_root / "one" / label / file).unlink()
@@ -221,27 +221,27 @@ def test_links_in_a_circle_are_one_line(models_root: Path):
     (models_root / "one" / "4").symlink_to("4")
     for label in "234":
         with pytest.raises(ConfigurationError, match=rf"^one/{label}/model\.yaml: ") as refused:
-            library.package("one", label)
+            repository.package("one", label)
         assert str(models_root) not in str(refused.value)
-    assert library.package("one", "1").spec.version == "1"
+    assert repository.package("one", "1").spec.version == "1"
 
 
 def test_a_models_root_that_went_away_has_no_versions(models_root: Path, caplog: pytest.LogCaptureFixture):
     """An unmounted disk ends no worker: what is loaded goes on answering."""
-    library = ModelsRoot(models_root / "mount", [models_root])
-    assert library.labels("one") == []
+    repository = DiskRepository(models_root / "mount", [models_root])
+    assert repository.labels("one") == []
     assert caplog.messages == [
         "versions not found: Models root 'mount' is not a folder. Expected <name>/<version>/model.yaml in it"
     ]
     with pytest.raises(UnknownModel):
-        library.package("one", "1")
+        repository.package("one", "1")
 
 
 def test_without_a_models_root_there_is_nothing():
     """A worker that was given its packages finds no others."""
-    assert Nothing().labels("one") == []
+    assert EmptyRepository().labels("one") == []
     with pytest.raises(UnknownModel, match=r"^Unknown model 'one/1'"):
-        Nothing().package("one", "1")
+        EmptyRepository().package("one", "1")
 
 
 def test_no_input_is_longer_than_the_setting_allows(models_root: Path):
@@ -258,7 +258,7 @@ def test_no_input_is_longer_than_the_setting_allows(models_root: Path):
         """The longest input that is accepted."""
         overrides = {"repo_root": str(models_root), "safeguards": {"input_validation": validation}}
         settings = Settings.load(overrides=overrides, environ={}, cwd=models_root)
-        signature = ModelsRoot.of(settings).package(name, "1").spec.signature
+        signature = DiskRepository.of(settings).package(name, "1").spec.signature
         for length in (4096, 2048, 513, 512, 128, 16):
             with suppress(InvalidInput):
                 signature.check({"x": np.zeros((1, length), np.float32)})

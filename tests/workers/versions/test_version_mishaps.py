@@ -17,7 +17,7 @@ from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.runtime.loading import PackageRuntime
-from penstock.workers.versions.repository import ModelsRoot
+from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
 from tests.servers import wait_until
 from tests.workers.versions.test_lifecycle import Stage, two_versions, write_scale
@@ -34,7 +34,7 @@ def test_a_wish_for_other_content_leaves_the_version_that_answers_alone(stage: S
     """A promotion that is prepared where the files differ is refused with nothing changed."""
     drain = stage.start()
     assert stage.answer() == ("2", 10.0)
-    drain.want(stage.model, "2", content_hash="ab" * 32)
+    drain.request_load(stage.model, "2", content_hash="ab" * 32)
     time.sleep(0.5)
     assert stage.state("2") == "ready"
     assert stage.answer() == ("2", 10.0)
@@ -52,9 +52,9 @@ def test_a_record_that_is_not_believed_promotes_nothing_at_a_start(stage: Stage,
     stage.start(verify=verify)
     job_id = stage.submit()
     time.sleep(0.7)
-    standing = stage.broker.standing(job_id)
-    assert standing is not None
-    assert not standing.result, stage.result(job_id)
+    job_record = stage.broker.job_record(job_id)
+    assert job_record is not None
+    assert not job_record.result, stage.result(job_id)
 
 
 def test_a_worker_that_starts_beside_a_record_it_does_not_believe_leaves_the_spec_alone(stage: Stage, tmp_path: Path):
@@ -97,7 +97,7 @@ def test_a_load_that_hangs_is_not_tried_beside_itself(stage: Stage):
     drain = stage.start(load_timeout_s=0.1)
     stage.promote("0.1", epoch=1)
     for _ in range(4):
-        drain._shelf.order(drain._shelf.try_again)
+        drain._lifecycle.request(drain._lifecycle.try_again)
         wait_until(lambda: stage.state("0.1") == "failed", 5, "it takes too long")
         time.sleep(0.1)
     assert len(_loading_threads(stage)) <= 1
@@ -123,7 +123,7 @@ def test_a_worker_that_loads_leaves_jobs_to_those_that_have_the_version(stage: S
     """B joined after the version was prepared in A and before the flip."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=3.0)
     a = stage.start()
-    a.want(stage.model, "0.1")
+    a.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1", a) == "ready", 10, "A is prepared")
     b = stage.start()
     stage.promote("0.1", epoch=1)
@@ -142,7 +142,7 @@ def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
     stage.promote("1", epoch=1)
     job_id = stage.submit()
     wait_until(lambda: stage.state("1") in ("ready", "failed"), 5, "the load ends")
-    drain._shelf.order(drain._shelf.try_again)
+    drain._lifecycle.request(drain._lifecycle.try_again)
     assert stage.result(job_id)[1] == 1.0, drain.versions()[stage.model]["1"]["problem"]
 
 
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
     write_scale(stage.root, stage.model, "0.3", 100)
     (loop / "model.py").unlink()
     (loop / "model.py").symlink_to("model.py")
-    drain.want(stage.model, "0.3")
+    drain.request_load(stage.model, "0.3")
     time.sleep(0.5)
     assert drain.is_healthy() is None
     assert stage.answer() == ("2", 10.0)
@@ -169,7 +169,7 @@ def test_a_prepared_version_is_not_the_first_to_go(stage: Stage):
     drain = stage.start(model_memory_mb=35)
     assert stage.answer() == ("2", 10.0)
     assert stage.answer(1.0, "0.2")[1] == 100.0
-    drain.want(stage.model, "1")
+    drain.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "prepared")
     assert stage.answer(1.0, "0.1")[1] == 100.0
     time.sleep(0.5)
@@ -189,7 +189,7 @@ def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.Mo
         prepare(slots)
 
     monkeypatch.setattr(drain._broker, "prepare", flaky)
-    drain.want("another", "1")
+    drain.request_load("another", "1")
     time.sleep(1.0)
     assert drain.versions()["another"]["1"]["state"] == "ready"
 
@@ -209,9 +209,9 @@ def test_a_follower_that_names_no_version_does_not_share_its_leaders_failure(sta
     named, unnamed = stage.submit(1.0, "0.5"), stage.submit(1.0)
     assert isinstance(stage.result(named)[1], Failure)
     time.sleep(0.5)
-    standing = stage.broker.standing(unnamed)
-    assert standing is not None
-    assert not standing.result
+    job_record = stage.broker.job_record(unnamed)
+    assert job_record is not None
+    assert not job_record.result
 
 
 def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(stage: Stage):
@@ -225,7 +225,7 @@ def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(sta
     drain = stage.start()
     stage.promote("0.5", epoch=1)
     wait_until(lambda: stage.state("0.5") == "failed", 10, "the load fails")
-    drain._shelf.order(drain._shelf.try_again)
+    drain._lifecycle.request(drain._lifecycle.try_again)
     wait_until(lambda: stage.state("0.5") == "loading", 5, "it is tried again")
     stage.submit()
     time.sleep(0.7)
@@ -240,7 +240,7 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
     stage.promote("3", epoch=1)
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
     from penstock.workers.drain import Drain
-    from penstock.workers.observe.listener import Unwatched
+    from penstock.workers.observe.listener import NullListener
     from penstock.workers.observe.metrics import InferenceMetrics
 
     drain = Drain(
@@ -250,9 +250,9 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
         name="w",
         device="cpu",
         threads=1,
-        watcher=Unwatched(),
+        listener=NullListener(),
         metrics=InferenceMetrics((0.1, 1.0)),
-        library=ModelsRoot(stage.root, [stage.root]),
+        repository=DiskRepository(stage.root, [stage.root]),
     )
     stage.drains.append(drain)
     try:
@@ -285,10 +285,10 @@ def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage
     assert stage.answer() == ("2", 10.0)
     assert drain.versions()["another"]["1"]["state"] == "failed"
     assert "z" in drain.versions()["another"]["1"]["problem"]
-    assert drain._shelf.claimable() == [stage.model]
+    assert drain._lifecycle.claimable() == [stage.model]
     (broken / "model.yaml").write_text((broken / "model.yaml").read_text().replace("name: y", "name: z"))
-    drain._shelf.order(drain._shelf.try_again)
-    wait_until(lambda: drain._shelf.claimable() == [stage.model, "another"], 5, "it is loaded")
+    drain._lifecycle.request(drain._lifecycle.try_again)
+    wait_until(lambda: drain._lifecycle.claimable() == [stage.model, "another"], 5, "it is loaded")
 
 
 @pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["nothing else", "the settings name it"])
