@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
 import click
+
 from penstock.compose.cli import main as command_line
 from penstock.registry import errors
 from penstock.registry.metrics import METRICS
