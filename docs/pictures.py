@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md -> the bar charts beside them.
+"""The pictures of the documents: charts of the tables in docs/benchmarks.md, diagrams of docs/pictures/*.txt.
 
     python docs/pictures.py    writes docs/pictures/*.svg anew
 
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from diagrams import draw
 
 __all__ = ["Bar", "chart", "main", "pictures"]
 
@@ -53,7 +55,7 @@ def chart(title: str, bars: Sequence[Bar], legend: Sequence[str] = ()) -> str:
 def _legend(names: Sequence[str]) -> list[str]:
     lines = []
     for number, (name, colour) in enumerate(zip(names, _COLOURS, strict=False)):
-        x = _LABEL_PX + number * 170
+        x = _LABEL_PX + number * 230
         lines += [_box(x, 30, 12, colour), _text(x + 18, 41, name)]
     return lines
 
@@ -66,10 +68,11 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str =
     return f'<text x="{x:.1f}" y="{y:.0f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
 
 
-def pictures(benchmarks: str) -> dict[str, str]:
-    """File name -> SVG, from the text of docs/benchmarks.md."""
-    rows = _rows(benchmarks)
-    return {
+def pictures() -> dict[str, str]:
+    """File name -> SVG."""
+    rows = _rows((_DOCS / "benchmarks.md").read_text())
+    diagrams = {f"{source.stem}.svg": draw(source.read_text()) for source in (_DOCS / "pictures").glob("*.txt")}
+    return diagrams | {
         "cpu-per-job.svg": _cpu_by_stage(rows),
         "latency.svg": _latency(rows),
         "peers.svg": _peers(rows),
@@ -123,7 +126,7 @@ def _peers(rows: dict[str, list[str]]) -> str:
 
 def main() -> None:
     """Writes the pictures."""
-    for name, svg in pictures((_DOCS / "benchmarks.md").read_text()).items():
+    for name, svg in pictures().items():
         (_DOCS / "pictures" / name).write_text(svg)
 
 

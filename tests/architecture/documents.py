@@ -133,7 +133,9 @@ def documents() -> dict[str, Document]:
 
 @cache
 def script(name: str) -> ModuleType:
-    """A program of docs/, which is no package."""
+    """A program of docs/, which is no package; it finds the others beside it."""
+    if (folder := str(ROOT / "docs")) not in sys.path:
+        sys.path.append(folder)
     place = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert place is not None
     assert place.loader is not None
