@@ -30,6 +30,12 @@ ON_THE_HOST = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 SETTINGS = {setting.key: setting for setting in catalogue()}
 VARIABLES = {setting.variable: setting for setting in catalogue()}
 ROOMS = ("compose", "docs", "models", "producers", "registry", "safety", "tests", "workers")
+PRIVATE_WORDS = re.compile(
+    r"\b(whoever|somebody|nobody|anybody|goldens|doors?|obey(?:s|ed)?|flips?|flipped|put aside|buried|bury|"
+    r"believe[sd]?|to be had|kept answers?|wanted outputs|for company)\b",
+    re.IGNORECASE,
+)
+"""Someone, reference samples, endpoint, accept, cut over, dead-lettered, trust, available, cached, requested, batching."""
 MADE_BY_THE_READER = {"compose/.env", "models/minilm/2", "models/sentiment/2"}
 every_document = pytest.mark.parametrize("path", sorted(written()))
 
@@ -73,6 +79,12 @@ def test_links_lead_somewhere(path: str):
         if not is_there or (anchor and anchor not in known[place].anchors):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("path", sorted({*written()} - {"CONTRIBUTING.md"}))
+def test_words_are_those_of_the_field(path: str):
+    """No private word stands where the field has a common one; CONTRIBUTING.md quotes some."""
+    assert PRIVATE_WORDS.findall(written()[path].prose) == []
 
 
 def test_every_page_is_in_the_navigation():
