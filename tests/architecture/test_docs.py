@@ -35,7 +35,7 @@ PRIVATE_WORDS = re.compile(
     r"believe[sd]?|to be had|kept answers?|wanted outputs|for company)\b",
     re.IGNORECASE,
 )
-"""Someone, reference samples, endpoint, accept, cut over, dead-lettered, trust, available, cached, requested, batching."""
+"""Their common words: reference samples, endpoint, accept, cut over, dead-lettered, trust, cached, batching delay."""
 MADE_BY_THE_READER = {"compose/.env", "models/minilm/2", "models/sentiment/2"}
 every_document = pytest.mark.parametrize("path", sorted(written()))
 
