@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 import penstock
 from penstock.compose.cli import main
+from penstock.registry.broker.base import State
 from penstock.registry.metrics import METRICS
 from penstock.registry.package import ModelSpec
 from penstock.registry.settings import CONFIG_VARIABLE, catalogue
@@ -231,6 +232,30 @@ def test_generated_tables_are_tables():
         for table in re.findall(r"(?:^\|.*\|\n)+", document.text, re.MULTILINE):
             widths = {len(re.split(r"(?<!\\)\|", line)) for line in table.splitlines()}
             assert len(widths) == 1, table
+
+
+def test_threads_of_a_worker_are_listed():
+    """The table of threads has every thread that a worker's process starts under a name."""
+    table = written()["docs/architecture.md"].text
+    started = {
+        keyword.value.value
+        for source in (ROOT / "workers").rglob("*.py")
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "threading.Thread"
+        for keyword in node.keywords
+        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
+    }
+    assert len(started) >= 10
+    assert [
+        name for name in sorted(map(str, started)) if not re.search(rf"^\|[^|]*`{name}`", table, re.MULTILINE)
+    ] == []
+
+
+def test_states_of_a_job_are_listed():
+    """The architecture's table and picture have each state of a job's record."""
+    table = written()["docs/architecture.md"].text
+    picture = (ROOT / "docs" / "pictures" / "job-states.txt").read_text()
+    assert [state.name for state in State if f"| {state.name}" not in table or f" {state.name}" not in picture] == []
 
 
 def test_pictures_show_their_sources():
