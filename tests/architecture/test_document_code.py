@@ -70,8 +70,6 @@ def names(
         "__name__": "document",
         "app": app,
         "rows": np.ones((1, 384), np.float32),
-        "batches": [np.full((2, 384), number, np.float32) for number in range(5)],
-        "sentences": SENTENCES[:20],
     }
     level = logging.getLogger("penstock").level
     yield found
@@ -100,7 +98,7 @@ def test_code_of_the_readme_runs(names: dict[str, Any], app: Celery, capsys: pyt
     run("README.md", names)
     embedding = names["job"].result(10)["embedding"]
     assert (embedding.shape, embedding.dtype) == ((1, 384), np.float32)
-    assert np.shape(names["vectors"]) == (20, 384)
+    assert np.shape(names["vectors"]) == (100, 384)
     assert [job.result(10)["logits"].shape for job in names["jobs"]] == [(2, 10)] * 5
     events = re.findall(r"^\d+ ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
     assert events == ["queued", "started", *["chunk", "progress"] * 5, "completed"]
