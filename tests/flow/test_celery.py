@@ -116,8 +116,8 @@ def test_a_task_that_celery_delivers_twice_runs_once(
     shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
 ):
     """The job's id comes from the task's, so a message that comes again is known."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, "lane-recorder")
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, "lane-recorder")
     app = celery_of(shared_redis)
     start_worker(shared_redis, models_root)
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_a_task_that_celery_delivers_twice_runs_once(
     last = send(app, "lane-recorder", [[5.0, 0.0, 0.0, 0.0]])
     assert outcome(app, last)["outputs"] == {"y": [[10.0, 0.0, 0.0, 0.0]]}
     assert outcome(app, "same-task")["outputs"] == {"y": TWICE}
-    assert sum(rows.count(1.0) for rows in recorded_forwards(ledger)) == 1
+    assert sum(rows.count(1.0) for rows in recorded_forwards(forward_log)) == 1
 
 
 def test_results_of_the_lane_survive_the_worker(

@@ -251,7 +251,7 @@ class CrashCountedTwice(UnreliableEnd):
     """A report that is repeated counts again."""
 
     def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
-        super().serve_suspect(slot, jobs, f"{incident} at {self.now_ms()} {self.world.rng.random()}", ttl_ms)
+        super().serve_suspect(slot, jobs, f"{incident} at {self.now_ms()} {self.schedule.rng.random()}", ttl_ms)
 
 
 class CommitNotAtomic(UnreliableEnd):
@@ -264,7 +264,7 @@ class CommitNotAtomic(UnreliableEnd):
         held = [(leases, entry_id, leases.get(entry_id)) for leases, entry_id in places]
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         for leases, entry_id, lease in held:
-            if lease is not None and self.world.rng.random() < 0.05:
+            if lease is not None and self.schedule.rng.random() < 0.05:
                 leases[entry_id] = lease
         return answer
 
@@ -278,7 +278,7 @@ class ReplyWithoutRecord(UnreliableEnd):
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         for commit in commits:
             record = self._state.records.get(commit.job_id)
-            if record is not None and self.world.rng.random() < 0.05:
+            if record is not None and self.schedule.rng.random() < 0.05:
                 record.state, record.result = State.QUEUED, b""
         return answer
 

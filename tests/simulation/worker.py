@@ -37,7 +37,7 @@ from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.plan import LEASE_S, Fault
-from tests.simulation.virtual_time import World
+from tests.simulation.virtual_time import Schedule
 
 if TYPE_CHECKING:
     from tests.simulation.checker import Simulation
@@ -67,15 +67,15 @@ class SteppedDrain(Drain):
         double: Double,
         hear_bell: Callable[[], None],
         violate: Callable[[str], None],
-        world: World,
+        schedule: Schedule,
         **kwargs: Any,
     ) -> None:
-        self._world = world
+        self._schedule = schedule
         self._double = double
         self._hear_bell = hear_bell
         self._violate = violate
         self._offered_since: dict[ServedVersion, float] = {}
-        """Versions that jobs which name them may wait for here, and since when, in the world's time."""
+        """Versions that jobs which name them may wait for here, and since when, in virtual time."""
         self.unable_at = -inf
         """When it last had something to load before it could serve all."""
         self.when_nowhere: Callable[[str, str], None] = lambda _slot, _label: None
@@ -84,7 +84,7 @@ class SteppedDrain(Drain):
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
-        self._loader = self._lifecycle.loader = _SteppedLoader(self._world, self._double, self._ring)
+        self._loader = self._lifecycle.loader = _SteppedLoader(self._schedule, self._double, self._ring)
         for name, active in self._broker.actives(list(self._served)).items():
             self._lifecycle._follow_at_start(self._served[name], active)
         for model in self._served.values():
@@ -101,12 +101,12 @@ class SteppedDrain(Drain):
         pause_s = super().step(longest_wait_s)
         self._note_offered()
         if not self.serves_all:
-            self.unable_at = self._world.now
+            self.unable_at = self._schedule.now
         return pause_s
 
     def _note_offered(self) -> None:
         offered = [version for version in self._turns if version.room and self._lifecycle.is_offered(version)]
-        self._offered_since = {version: self._offered_since.get(version, self._world.now) for version in offered}
+        self._offered_since = {version: self._offered_since.get(version, self._schedule.now) for version in offered}
 
     def epoch_of(self, slot: str) -> int:
         """Of the decision that it obeys."""
@@ -174,23 +174,23 @@ class SteppedDrain(Drain):
 
 
 class _SteppedLoader(Loader):
-    """Loads take the world's time, and some of them fail."""
+    """Loads take virtual time, and some of them fail."""
 
-    def __init__(self, world: World, double: Double, ring: Callable[[], None]) -> None:
-        super().__init__("cpu", 1, ring=ring, clock=lambda: world.now)
-        self._world = world
+    def __init__(self, schedule: Schedule, double: Double, ring: Callable[[], None]) -> None:
+        super().__init__("cpu", 1, ring=ring, clock=lambda: schedule.now)
+        self._schedule = schedule
         self._double = double
 
     def begin(self, version: ServedVersion, runtime: Runtime) -> None:
-        rng = self._world.rng
-        self._world.inject("load", version.spec.reference)
+        rng = self._schedule.rng
+        self._schedule.inject("load", version.spec.reference)
         problem = "a load that fails" if rng.random() < 0.1 else ""
 
         def end() -> None:
             _put_in_place(version, self._double)
             self.end(runtime, problem, 0)
 
-        self._world.after(rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 1.5))), end)
+        self._schedule.after(rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 1.5))), end)
 
 
 def _put_in_place(version: ServedVersion, double: Double) -> None:
@@ -257,21 +257,21 @@ class Strand:
         """The next turn comes in `delay` seconds, and not when it was due before."""
         self._turn += 1
         self.is_asleep = False
-        self._worker.world.after(delay, partial(self._fire, self._turn))
+        self._worker.schedule.after(delay, partial(self._fire, self._turn))
 
     def rouse(self) -> None:
         """The next turn comes at once, or right after the one that is under way."""
         if self.is_busy:
             self._is_roused = True
         else:
-            self.due(self._worker.world.rng.uniform(0.0, 0.0005))
+            self.due(self._worker.schedule.rng.uniform(0.0, 0.0005))
 
     def _fire(self, turn: int) -> None:
-        worker, world = self._worker, self._worker.world
+        worker, schedule = self._worker, self._worker.schedule
         if turn != self._turn or worker.is_gone:
             return
-        if world.now < worker.frozen_until:
-            self.due(worker.frozen_until - world.now + world.rng.uniform(0.0, 0.01))
+        if schedule.now < worker.frozen_until:
+            self.due(worker.frozen_until - schedule.now + schedule.rng.uniform(0.0, 0.01))
             return
         self.is_busy, self._is_roused = True, False
         try:
@@ -280,7 +280,7 @@ class Strand:
             worker.die()
             return
         except Exception as error:  # the process would end here, and nobody would expect it
-            world.violate(f"raised {error!r} at {_place_of(error)}")
+            schedule.violate(f"raised {error!r} at {_place_of(error)}")
             worker.die()
             return
         finally:
@@ -290,7 +290,7 @@ class Strand:
         if delay is None:
             self.is_asleep = True
         else:
-            self.due(delay + world.rng.uniform(0.0, 0.002))
+            self.due(delay + schedule.rng.uniform(0.0, 0.002))
 
 
 class Seat:
@@ -303,7 +303,7 @@ class Seat:
         self.asked: set[float] = set()
         """What the batch has asked the model so far."""
         self.began = (0.0, 0.0)
-        """When the batch was last looked over: the world's time, and the broker's in ms."""
+        """When the batch was last looked over: virtual time, and the broker's in ms."""
         self._worker = worker
         self._simulation = simulation
         self._number = number
@@ -329,7 +329,7 @@ class Seat:
         self._work = work
         self.asked = set()
         self.forward_s = self._simulation.forward_s()
-        self.began = (worker.world.now, worker.end.now_ms())
+        self.began = (worker.schedule.now, worker.end.now_ms())
         # While this one waits at a checkpoint, another may begin and end.
         outer, worker.seat = worker.seat, self
         try:
@@ -375,7 +375,7 @@ class Supervisor(Bystander):
     """Starts workers in the place of those that died or left, and reports what had been on their models."""
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__(simulation.world, "supervisor")
+        super().__init__(simulation.schedule, "supervisor")
         self._simulation = simulation
         self.end: UnreliableEnd = simulation.connect(self)
 
@@ -387,22 +387,22 @@ class Supervisor(Bystander):
 
     def replace(self) -> None:
         """Another worker boots in a moment."""
-        self.world.after(self.world.rng.choice((0.0, 0.3, 1.2)), self._simulation.boot)
+        self.schedule.after(self.schedule.rng.choice((0.0, 0.3, 1.2)), self._simulation.boot)
 
     def _report(self, consumer: str, suspects: Sequence[Held]) -> None:
         try:
             for slot in sorted({job.slot for job in suspects}):
                 self.end.suspect(slot, [job for job in suspects if job.slot == slot], consumer, TTL_MS)
         except BrokerUnavailable:
-            self.world.after(self.world.rng.uniform(0.05, 0.3), partial(self._report, consumer, suspects))
+            self.schedule.after(self.schedule.rng.uniform(0.05, 0.3), partial(self._report, consumer, suspects))
 
 
 class Worker:
     """One boot of one worker."""
 
     def __init__(self, simulation: Simulation, label: str, settings: Settings) -> None:
-        world: World = simulation.world
-        self.world = world
+        schedule: Schedule = simulation.schedule
+        self.schedule = schedule
         self.label = label
         self.cut_until = 0.0
         self._disturbed_at = -1e9
@@ -410,7 +410,7 @@ class Worker:
         self._waits = 0
         """How many of its threads wait for something just now."""
         self.is_gone = False
-        self.born = world.now
+        self.born = schedule.now
         self.stopped_at: float | None = None
         """When it was told to wind up."""
         self._simulation = simulation
@@ -432,13 +432,13 @@ class Worker:
             listener=NullListener(),
             metrics=_METRICS,
             checkpoint=self._checkpoint,
-            clock=lambda: world.now,
-            jitter=world.rng.random,
+            clock=lambda: schedule.now,
+            jitter=schedule.rng.random,
             journal=lambda _consumer, _seats: self.journal,
             double=self._forward,
             hear_bell=lambda: self._io.rouse(),
-            violate=world.violate,
-            world=world,
+            violate=schedule.violate,
+            schedule=schedule,
             repository=ModelLifecycle(
                 simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
             ),
@@ -451,9 +451,9 @@ class Worker:
         self._leases = Strand(self, self.drain.leases.tick)
         self._seats = [Seat(self, simulation, number) for number in range(simulation.plan.concurrency)]
         self.end.rouse = self._io.rouse
-        self._io.due(world.rng.uniform(0.0, 0.05))
-        self._leases.due(world.rng.uniform(0.0, 0.05))
-        world.note(f"{label} boots")
+        self._io.due(schedule.rng.uniform(0.0, 0.05))
+        self._leases.due(schedule.rng.uniform(0.0, 0.05))
+        schedule.note(f"{label} boots")
 
     @property
     def disturbed_at(self) -> float:
@@ -471,20 +471,20 @@ class Worker:
         if self.is_gone:
             return
         self.is_gone = True
-        self.world.inject("death", self.label)
+        self.schedule.inject("death", self.label)
         leased = self.end.leased_to(self.drain.consumer)
         if self.stopped_at is None:
             self._simulation.truth.crashes.update(job.header.id for seat in self._seats for job in seat.jobs())
         # The system closes a dead process's connections in a moment; what its blocking claim is handed until then
         # is leased to nobody.
-        self.world.after(self.world.rng.uniform(0.0, 0.05), self.end.drop_armed)
+        self.schedule.after(self.schedule.rng.uniform(0.0, 0.05), self.end.drop_armed)
         self._simulation.expect_redelivery(self, leased)
         self._simulation.supervisor.has_died(self)
 
     def freeze(self, seconds: float) -> None:
         """Not a step of it for so long."""
-        self.world.inject("freeze", self.label)
-        self.frozen_until = max(self.frozen_until, self.world.now + seconds)
+        self.schedule.inject("freeze", self.label)
+        self.frozen_until = max(self.frozen_until, self.schedule.now + seconds)
         self.disturbed_at = self.frozen_until
 
     def fail_at(self, fault: Fault) -> None:
@@ -494,8 +494,8 @@ class Worker:
     def terminate(self, grace_s: float) -> None:
         """SIGTERM."""
         if self.stopped_at is None and not self.is_gone:
-            self.stopped_at = self.world.now
-            self.world.inject("drain", self.label)
+            self.stopped_at = self.schedule.now
+            self.schedule.inject("drain", self.label)
             self.drain.ask_to_stop(grace_s)
 
     # What it does
@@ -503,10 +503,10 @@ class Worker:
     def wait(self, delay: float) -> None:
         """See Caller.wait."""
         self._waits += 1
-        overran_s = self.world.elapse(delay)
+        overran_s = self.schedule.elapse(delay)
         self._waits -= 1
         if overran_s > _LATE_S:
-            self.disturbed_at = self.world.now
+            self.disturbed_at = self.schedule.now
         if self.is_gone:
             raise Crash
 
@@ -525,16 +525,16 @@ class Worker:
                 if fault.nth > 1:
                     self._fail_points.append(Fault(fault.kind, 0.0, 0, fault.seconds, point, fault.nth - 1))
                 elif fault.kind == "crash":
-                    self.world.inject(f"crash {point}", self.label)
+                    self.schedule.inject(f"crash {point}", self.label)
                     raise Crash
                 else:
-                    self.world.inject(f"freeze {point}", self.label)
+                    self.schedule.inject(f"freeze {point}", self.label)
                     self.freeze(fault.seconds)
                     self.wait(fault.seconds)
                 return
 
     def _turn_io(self) -> float | None:
-        self._io_began = self.world.now
+        self._io_began = self.schedule.now
         pause_s = self.drain.step(0.0)
         if pause_s is None:
             self._leave()
@@ -542,11 +542,11 @@ class Worker:
         if self.drain.ails and not self._is_given_up:
             # Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
             self._is_given_up = True
-            self.world.after(self.world.rng.uniform(0.3, 1.5), self.die)
+            self.schedule.after(self.schedule.rng.uniform(0.3, 1.5), self.die)
         for number in range(len(self._seats), self.drain.executor.threads):
             self._seats.append(Seat(self, self._simulation, number))
         for seat, _ in zip((each for each in self._seats if each.is_free), self.drain.executor.waiting(), strict=False):
-            seat.strand.due(self.world.rng.uniform(0.0, 0.001))
+            seat.strand.due(self.schedule.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.patience_s())
 
     def _forward(self, version: str, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -555,10 +555,10 @@ class Worker:
         assert self.seat is not None
         makings = self._simulation.forward_begins(self, self.seat, questions)
         if "poison" in makings:
-            self.world.inject("poison", self.label)
+            self.schedule.inject("poison", self.label)
             raise Crash
         if "hung" in makings:
-            self.world.inject("hung", self.label)
+            self.schedule.inject("hung", self.label)
             self.seat.forward_s = inf
         if 0 < self._simulation.plan.device_rows < len(questions):
             raise OutOfMemory(f"{len(questions)} rows")
@@ -570,14 +570,14 @@ class Worker:
 
     def _leave(self) -> None:
         self.is_gone = True
-        self.world.note(f"{self.label} leaves")
+        self.schedule.note(f"{self.label} leaves")
         self.end.drop_armed()
         self._simulation.has_left(self)
         self._simulation.supervisor.replace()
 
     def is_engaged(self) -> bool:
         """Whether it has jobs in memory, or may turn out to have had some once it thaws."""
-        return not self.is_gone and (self.frozen_until > self.world.now or self.drain.has_jobs())
+        return not self.is_gone and (self.frozen_until > self.schedule.now or self.drain.has_jobs())
 
     def has_had(self, slot: str, label: str, since: float) -> bool:
         """Whether it has had a version since then, in peace, and could have said so."""

@@ -78,7 +78,7 @@ def test_disabled_inference_is_the_bare_model(
 ):
     """CF-003: every forward has one row, equal jobs each run, no level is reached, and the answers are those of the
     model alone to the last bit."""
-    write_recorder(models_root, tmp_path / "ledger", "bare", forward_s=0.02)
+    write_recorder(models_root, tmp_path / "forward_log", "bare", forward_s=0.02)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_ENABLED": "false"})
     questions = [np.array([[number, 0.1, 1e-30, -number]], np.float32) for number in (1.0, 2.0, 2.0, 3.0, 3.0)]
     with Client(shared_redis.url) as client:
@@ -86,7 +86,7 @@ def test_disabled_inference_is_the_bare_model(
         answers = [job.result(timeout=20)["y"] for job in jobs]
     for question, answer in zip(questions, answers, strict=True):
         assert answer.tobytes() == (question * 2).tobytes()
-    served = [forward for forward in recorded_forwards(tmp_path / "ledger") if forward[0] > 0]
+    served = [forward for forward in recorded_forwards(tmp_path / "forward_log") if forward[0] > 0]
     assert sorted(served) == [[1.0], [2.0], [2.0], [3.0], [3.0]]
     assert worker.report()["levels"] == {}
 
