@@ -39,7 +39,7 @@ from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal
 from penstock.workers.results import CANCELLED, EXPIRED, JobOutcome
-from penstock.workers.router import FOLLOWS, GIVE_BACK, UNPLACED, Answered, HandOver, JobRouter, Route, Run
+from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Suspect
 from penstock.workers.scheduler import Scheduler
 from penstock.workers.status import StatusReporter
 from penstock.workers.telemetry import BatchTelemetry
@@ -337,13 +337,13 @@ class Drain:
         """Put one job where its route says."""
         if isinstance(route, Answered):
             self._completer.add(route.outcome)
-        elif route is UNPLACED:
+        elif route is Aside.UNPLACED:
             self._backlog.add_unplaced(self.parts.flights.end_all([job]))
-        elif route is GIVE_BACK:
+        elif route is Aside.GIVE_BACK:
             self._to_release += self.parts.flights.end_all([job])
         elif isinstance(route, Run):
             self._await_batch(route.version, [job])
-        elif route is not FOLLOWS:
+        elif isinstance(route, Suspect):
             self._await_batch(route.version, [job], are_suspects=True)
 
     def _await_batch(self, version: ServedVersion, jobs: Sequence[ClaimedJob], *, are_suspects: bool = False) -> None:
@@ -360,7 +360,7 @@ class Drain:
     def _reroute(self, jobs: Iterable[ClaimedJob]) -> None:
         """Their version cannot be loaded here: another worker may have it."""
         for job in jobs:
-            self._put(job, UNPLACED if job.header.version else GIVE_BACK)
+            self._put(job, Aside.UNPLACED if job.header.version else Aside.GIVE_BACK)
 
     def _dispatch(self) -> None:
         self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)
@@ -435,7 +435,7 @@ class Drain:
             route = self.parts.router.place(job, broker_now, waiting=self._backlog.searched)
             if isinstance(route, HandOver):
                 leaving[job.header.model, route.label].append(job)
-            elif route is UNPLACED:
+            elif route is Aside.UNPLACED:
                 self._backlog.add_unplaced([job], is_searched=True)
             else:
                 self._put(job, route)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias
+from enum import Enum
+from typing import NamedTuple, TypeAlias
 
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
@@ -27,10 +28,8 @@ from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.version import ServedModel, ServedVersion
 
 __all__ = [
-    "FOLLOWS",
-    "GIVE_BACK",
-    "UNPLACED",
     "Answered",
+    "Aside",
     "HandOver",
     "JobRouter",
     "Route",
@@ -63,18 +62,15 @@ class HandOver(NamedTuple):
     label: str
 
 
-class _Mark(NamedTuple):
-    name: str
+class Aside(Enum):
+    """The job gets no forward of this worker now."""
+
+    FOLLOWS = "an equal job leads; its answer will be the answer of this job"
+    UNPLACED = "the version that the job names is not here, and it is not known yet which worker has it"
+    GIVE_BACK = "the active version is not here; another worker may have it"
 
 
-FOLLOWS: Final = _Mark("follows")
-"""An equal job leads; its answer will be this job's."""
-UNPLACED: Final = _Mark("unplaced")
-"""The version that the job names is not here, and it is not known yet which worker has it."""
-GIVE_BACK: Final = _Mark("give back")
-"""The active version is not here: another worker may have it."""
-
-Route: TypeAlias = Run | Suspect | Answered | HandOver | _Mark
+Route: TypeAlias = Run | Suspect | Answered | HandOver | Aside
 
 
 class JobRouter:
@@ -120,7 +116,7 @@ class JobRouter:
         version = self.named_here(job) if job.header.version else self._active_here(model)
         if version is not None:
             return self._admit(job, version)
-        return UNPLACED if job.header.version else GIVE_BACK
+        return Aside.UNPLACED if job.header.version else Aside.GIVE_BACK
 
     def place(self, job: ClaimedJob, broker_now: float, *, waiting: int) -> Route:
         """The way of an unplaced job. UNPLACED: it goes on waiting. waiting: see HandOver.find."""
@@ -133,7 +129,7 @@ class JobRouter:
             return self._admit(job, place)
         if isinstance(place, Failure):
             return _refused(job, place)
-        return UNPLACED if place is None else HandOver(place)
+        return Aside.UNPLACED if place is None else HandOver(place)
 
     def resume(self, job: ClaimedJob, version: ServedVersion) -> Route:
         """The way of a job whose pause between two tries is over."""
@@ -146,7 +142,7 @@ class JobRouter:
     def rejoin(self, follower: ClaimedJob, version: ServedVersion) -> Route:
         """The way of a job whose leader ended without an answer for it."""
         if self._joins(follower, version):
-            return FOLLOWS
+            return Aside.FOLLOWS
         return _forward_of(follower, version)
 
     def find_elsewhere(self, job: ClaimedJob, *, waiting: int) -> ServedVersion | str | Failure | None:
@@ -196,7 +192,7 @@ class JobRouter:
             outputs = self._answers.find(job, version)
             if outputs is not None:
                 return Answered(JobOutcome(job, outputs, "cached", version))
-        return FOLLOWS if self._joins(job, version) else None
+        return Aside.FOLLOWS if self._joins(job, version) else None
 
     def _joins(self, job: ClaimedJob, version: ServedVersion) -> bool:
         if not version.policy.shares_flights or not self._flights.join(job):

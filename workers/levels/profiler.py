@@ -16,7 +16,7 @@ from typing import Any, Final
 from penstock.registry.envelope import Failure
 from penstock.registry.tensors import STRING
 from penstock.safety.golden_store import GoldenStore
-from penstock.workers.executor import BatchRun
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.runtime.base import Prepared, Runtime
 
 __all__ = ["Profile", "Profiler", "trace"]

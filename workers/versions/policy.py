@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.registry.package import ModelSpec
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import STRING
 from penstock.workers.batching.batcher import BatchLimits
@@ -32,7 +33,7 @@ class VersionPolicy:
     """Whether neither the package nor a setting gives the batch size: on a GPU its memory decides."""
     concurrency: int
     """Forwards that may run at the same time."""
-    precision: str
+    precision: Precision
     timeout_s: float
     """The longest time that a forward may show no progress."""
     shares_flights: bool

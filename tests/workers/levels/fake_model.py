@@ -12,12 +12,14 @@ from penstock.registry.envelope import JobHeader
 from penstock.registry.package import ModelSpec
 from penstock.registry.queues import Priority
 from penstock.registry.tensors import Array
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
 from penstock.workers.compilation import TorchCompiler
-from penstock.workers.executor import BatchRun, Executor
+from penstock.workers.executor import Executor
 from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
+from tests.workers.doubles import version_of
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
 
@@ -144,7 +146,7 @@ def served(
         job = ClaimedJob(delivery, header, dict(inputs), runtime.spec.signature.rows(inputs), 0.0, 0.0, 0)
         items.append(Pending(key, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
     rows = sum(item.rows for item in items)
-    work = BatchRun(Batch(key, items, rows, rows, "full", 2), runtime, max(rows, 64))
+    work = BatchRun(version_of(runtime, runtime.spec, max(rows, 64)), Batch(key, items, rows, rows, "full", 2))
     executor = Executor(1, lambda: None, lambda _: {}, lambda _: None, clock)
     executor.submit(work, prepare_apart=False)
     assert executor.begin("here") is work

@@ -67,11 +67,11 @@ def test_jobs_share_a_forward_from_level_2_on(
     spec = yaml.safe_load((folder / "model.yaml").read_text())
     (folder / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}} | package))
     model = ServedVersion(load_package(folder), InferenceConfig.model_validate(config))
-    assert (model.limits.max_rows, model.max_rows) == (rows, rows)
+    assert (model.queue.limits.max_rows, model.queue.max_rows) == (rows, rows)
     jobs = [claimed({"x": np.full((1, 4), number, np.float32)}) for number in range(3)]
     for job in jobs:
         model.fit(job)
-    model.add(jobs)
-    batch = model.batcher.next(0.0, device_idle=True)
+    model.queue.add([model.pending(job) for job in jobs])
+    batch = model.queue.batcher.next(0.0, device_idle=True)
     assert batch is not None
     assert batch.rows == min(rows, 3)
