@@ -54,6 +54,8 @@ class BatchRun:
     is_as_built: bool = False
     """Whether only the model as its author built it may run the batch; see `forward`."""
     model: LoadedModel = field(init=False)
+    max_rows: int = field(init=False)
+    """Rows of the largest forward that was allowed when the run was made."""
     generation: int = field(init=False)
     """The generation of the model's form when the run was made; see Forms.generation."""
     clock: Callable[[], float] = time.monotonic
@@ -79,6 +81,7 @@ class BatchRun:
 
     def __post_init__(self) -> None:
         self.model = self.version.model
+        self.max_rows = self.version.queue.max_rows
         self.generation = self.version.generation
 
     @property

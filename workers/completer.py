@@ -143,9 +143,9 @@ class Completer:
                 continue
             if job.is_lost or outcome.state in (State.CANCELLED, State.EXPIRED):
                 # The end of the leader says nothing about its followers.
-                retries += _rejoining(followers, outcome.version)
+                retries += _rejoining(followers)
             else:
-                self._uncommitted += [self._sealed(outcome.followed_by(follower)) for follower in followers]
+                self._uncommitted += [self._sealed(outcome.of_follower(*follower)) for follower in followers]
         return retries
 
     def _sealed(self, outcome: JobOutcome) -> tuple[JobOutcome, Commit]:
@@ -169,7 +169,7 @@ class Completer:
         self._metrics.retried(job.header.model)
         job.tries += 1
         # The pause may be longer than its followers can wait: they go ahead.
-        return [*_rejoining(self._flights.end(job), version), Retry(job, version, pause_s)]
+        return [*_rejoining(self._flights.end(job)), Retry(job, version, pause_s)]
 
     # Commits -> settled
 
@@ -219,5 +219,5 @@ class Completer:
         self._leased.drop([outcome.job])
 
 
-def _rejoining(followers: Sequence[ClaimedJob], version: ServedVersion | None) -> list[Retry]:
-    return [Retry(follower, version, None) for follower in followers] if version is not None else []
+def _rejoining(followers: Sequence[Waiting]) -> list[Retry]:
+    return [Retry(job, version, None) for job, version in followers if version is not None]

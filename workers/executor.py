@@ -241,8 +241,8 @@ def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> li
     try:
         if prepared is None:
             prepared = run.model.runtime.prepare([job.inputs for job in jobs])
-        if prepared.rows > run.version.queue.max_rows:
-            return [_run_in_slices(run, job, run.version.queue.max_rows) for job in jobs]
+        if prepared.rows > run.max_rows:
+            return [_run_in_slices(run, job, run.max_rows) for job in jobs]
         outputs = run.forward(prepared)
         run.tokens += prepared.tokens
         run.padded_tokens += prepared.padded_tokens

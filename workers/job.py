@@ -27,8 +27,6 @@ class ClaimedJob(msgspec.Struct, eq=False):
     """After this time, by the broker's clock, the job must not begin."""
     digest: bytes = b""
     """Equal jobs have the same digest. Empty: the job shares no answer."""
-    followers: list[ClaimedJob] | None = None
-    """Equal jobs that get this job's answer; see SingleFlight."""
     tries: int = 1
     """Forwards that this worker has given the job or is giving it, as its retry policy allows."""
     takes_room: bool = False

@@ -63,10 +63,10 @@ class JobOutcome(msgspec.Struct, frozen=True, gc=False):
         failure = self.failure
         return State.COMPLETED if failure is None else _STATES.get(failure.code, State.FAILED)
 
-    def followed_by(self, follower: ClaimedJob) -> JobOutcome:
-        """The outcome of an equal job that waited for this one."""
+    def of_follower(self, follower: ClaimedJob, version: ServedVersion | None) -> JobOutcome:
+        """The outcome of an equal job that waited for this one. version: the one that it waited for."""
         how: How = "followed" if self.how == "ran" else self.how
-        return JobOutcome(follower, self.answer, how, self.version, self.run)
+        return JobOutcome(follower, self.answer, how, version, self.run)
 
 
 def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, keyring: Keyring) -> bytes:

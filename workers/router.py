@@ -195,7 +195,7 @@ class JobRouter:
         return Aside.FOLLOWS if self._joins(job, version) else None
 
     def _joins(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        if not version.policy.shares_flights or not self._flights.join(job):
+        if not version.policy.shares_flights or not self._flights.join(job, version):
             return False
         self._metrics.single_flight(version.name)
         return True

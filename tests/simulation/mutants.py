@@ -371,10 +371,10 @@ class LateJobsRun(SteppedScheduler):
 class FollowerDropped(SingleFlight):
     """A job that joined an equal one is forgotten."""
 
-    def join(self, job: ClaimedJob) -> bool:
-        joins = super().join(job)
+    def join(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        joins = super().join(job, version)
         if joins:
-            self._leaders[job.digest].followers = None
+            self._followers.pop(job.digest)
         return joins
 
 

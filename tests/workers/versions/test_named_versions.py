@@ -156,7 +156,7 @@ def test_jobs_have_nothing_loaded_that_the_operators_did_not_ask_for(stage: Stag
     stage.promote("2", epoch=1, sign=operator.sign)
     assert stage.answer() == ("2", 10.0)
     message = failure_of(stage, stage.submit(1.0, "1"))
-    assert "no operator has registered, promoted or asked for this content. Expected one of: 2" in message
+    assert "no operator has registered, promoted or requested this content. Expected one of: 2" in message
     assert stage.loads() == ["2"]
     package = load_package(find(stage.root, stage.model, "1").path)
     drain.lifecycle.request_load(stage.model, "1", content_hash=content_hash_of(package))
