@@ -11,12 +11,8 @@ from __future__ import annotations
 from penstock.workers.compilation.compiler import TorchCompiler
 from penstock.workers.compilation.forward import CompilationReport, CompiledForward
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from penstock.workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused
 
 __all__ = [
-    "Compilable",
-    "CompilableRuntime",
-    "CompilationRefused",
     "CompilationReport",
     "CompiledForward",
     "TorchCompileSafetyMonitor",

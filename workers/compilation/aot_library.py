@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.workers.compilation.native_library import NativeLibrary
-from penstock.workers.compilation.target import CompilationRefused
+from penstock.workers.runtime.compilable import CompilationRefused
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +63,8 @@ class AotLibrary:
 
         self._unflatten = _pytree.tree_unflatten
         try:
-            self._repository = load_library(package, device, instances=instances, is_single=is_single)
-            self._repository.bind(weights)
+            self._library = load_library(package, device, instances=instances, is_single=is_single)
+            self._library.bind(weights)
         except KeyError as error:
             raise CompilationRefused(f"The library asks for {error!s:.80}. Expected weights of the model") from None
         except (OSError, RuntimeError) as error:
@@ -74,11 +74,11 @@ class AotLibrary:
             raise CompilationRefused(f"The library cannot be loaded ({error!s:.200})") from error
         # The library keeps addresses only, so the tensors must live as long as it does.
         self._weights = weights
-        self._out_spec = _pytree.treespec_loads(self._repository.out_spec)
+        self._out_spec = _pytree.treespec_loads(self._library.out_spec)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """What the module returns; the inputs are contiguous and of the shapes that the library serves."""
-        return self._unflatten(self._repository.run(tensors), self._out_spec)
+        return self._unflatten(self._library.run(tensors), self._out_spec)
 
 
 def load_library(package: bytes, device: torch.device, *, instances: int = 1, is_single: bool = False) -> _Library:

@@ -24,9 +24,9 @@ from penstock.registry.package import load_package
 from penstock.workers.compilation.aot_library import load_library, state_of
 from penstock.workers.compilation.build_process import FINDINGS, PART_SUFFIX
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from penstock.workers.compilation.target import CompilableRuntime, CompilationRefused, Shapes
-from penstock.workers.compilation.tracing import first_line, trace
+from penstock.workers.runtime.compilable import CompilableRuntime, CompilationRefused, Shapes
 from penstock.workers.runtime.open import open_runtime
+from penstock.workers.runtime.tracing import first_line, trace
 
 if TYPE_CHECKING:
     import torch
@@ -89,12 +89,12 @@ def _build(request: Mapping[str, Any], folder: Path) -> dict[str, bytes]:
     if not check:
         raise CompilationRefused("; ".join(check.reasons))
     program = trace(target, shapes)
-    repository = _compile(program, folder / "model.pt2")
+    library = _compile(program, folder / "model.pt2")
     findings = {"graph_breaks": check.graph_breaks, "graphs": 1}
     return {
         FINDINGS: json.dumps(findings).encode(),
-        "library": repository,
-        "constants": _own_constants(program, repository, target.module, shapes.device),
+        "library": library,
+        "constants": _own_constants(program, library, target.module, shapes.device),
     }
 
 
@@ -113,12 +113,12 @@ def _compile(program: torch.export.ExportedProgram, path: Path) -> bytes:
 
 
 def _own_constants(
-    program: torch.export.ExportedProgram, repository: bytes, module: torch.nn.Module, device: torch.device
+    program: torch.export.ExportedProgram, library: bytes, module: torch.nn.Module, device: torch.device
 ) -> bytes:
     """The tensors that the library asks for and the module does not have by name, as tracing made them."""
     from safetensors.torch import save
 
-    own = set(load_library(repository, device).constant_names()) - set(state_of(module))
+    own = set(load_library(library, device).constant_names()) - set(state_of(module))
     return save({name: program.constants[name].detach().cpu().contiguous() for name in own})
 
 

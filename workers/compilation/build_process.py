@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from penstock.workers.compilation.target import CompilationRefused
+from penstock.workers.runtime.compilable import CompilationRefused
 
 __all__ = ["FINDINGS", "PART_SUFFIX", "BuildProcess"]
 

@@ -40,7 +40,7 @@ from penstock.workers.compilation.build_process import FINDINGS, BuildProcess
 from penstock.workers.compilation.cuda_graphs import GraphReplays
 from penstock.workers.compilation.forward import Backend, CompilationReport, CompiledForward
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from penstock.workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused, Shapes
+from penstock.workers.runtime.compilable import Compilable, CompilableRuntime, CompilationRefused, Shapes
 from penstock.workers.runtime.torch_device import sharing_weights
 
 if TYPE_CHECKING:
@@ -120,15 +120,15 @@ class TorchCompiler:
         findings = json.loads(parts[FINDINGS])
         # Not before the child's minute, in which whatever else the worker loads makes it grow.
         before_mb = _used_mb(job.shapes.device)
-        repository = job.repository(parts)
-        self._compare(job, repository, was_warm=was_warm)
+        library = job.library(parts)
+        self._compare(job, library, was_warm=was_warm)
         health = self._monitor.check_health(before_mb, _used_mb(job.shapes.device))
         if not health:
             raise CompilationRefused("; ".join(health.reasons))
         return CompiledForward(
             job.target.module,
             job.shapes,
-            repository,
+            library,
             CompilationReport(
                 backend=job.backend,
                 graph_breaks=findings["graph_breaks"],
@@ -139,7 +139,7 @@ class TorchCompiler:
             ),
         )
 
-    def _compare(self, job: _Job, repository: Callable[..., Any], *, was_warm: bool) -> None:
+    def _compare(self, job: _Job, library: Callable[..., Any], *, was_warm: bool) -> None:
         """Warms the form up. Raises CompilationRefused if an answer is not finite or not the module's."""
         import torch
 
@@ -150,7 +150,7 @@ class TorchCompiler:
             for example in job.smallest if was_warm else job.target.examples:
                 expected = module(*example)
                 try:
-                    found = repository(*(tensor.contiguous() for tensor in example))
+                    found = library(*(tensor.contiguous() for tensor in example))
                 except RuntimeError as error:
                     raise CompilationRefused(f"The compiled model failed ({error!s:.200})") from error
                 validity = self._monitor.check_output_validity(found)
@@ -210,7 +210,7 @@ class _Job:
         """The example that costs least, alone."""
         return (min(self.target.examples, key=lambda example: sum(tensor.numel() for tensor in example)),)
 
-    def repository(self, parts: Mapping[str, bytes]) -> Callable[..., Any]:
+    def library(self, parts: Mapping[str, bytes]) -> Callable[..., Any]:
         """The code of an artefact, bound to the module's weights."""
         from safetensors.torch import load
 
@@ -218,8 +218,8 @@ class _Job:
         constants = {name: tensor.to(self.shapes.device) for name, tensor in load(parts["constants"]).items()}
         weights = {**state_of(self.target.module), **constants}
         device = self.shapes.device
-        repository = AotLibrary(parts["library"], weights, device, instances=self.instances, is_single=is_replayed)
-        return GraphReplays(repository, device) if is_replayed else repository
+        library = AotLibrary(parts["library"], weights, device, instances=self.instances, is_single=is_replayed)
+        return GraphReplays(library, device) if is_replayed else library
 
 
 def _calls_at_a_time(spec: ModelSpec) -> int:

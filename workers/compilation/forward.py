@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.workers.compilation.cuda_graphs import GraphReplays
-from penstock.workers.compilation.target import Shapes
+from penstock.workers.runtime.compilable import Shapes
 
 if TYPE_CHECKING:
     import torch
@@ -33,23 +33,29 @@ class CompilationReport:
     was_warm: bool
     memory_growth_mb: float
 
-    def as_data(self) -> dict[str, object]:
-        """The same as plain data."""
-        return asdict(self)
-
 
 class CompiledForward:
     """Answers as the module does. For any thread, in inference mode; it never compiles anything."""
 
     def __init__(
-        self, module: torch.nn.Module, shapes: Shapes, repository: Callable[..., Any], report: CompilationReport
+        self, module: torch.nn.Module, shapes: Shapes, library: Callable[..., Any], report: CompilationReport
     ) -> None:
         self.report = report
         self._module = module
         self._shapes = shapes
-        self._repository: Callable[..., Any] | None = repository
+        self._library: Callable[..., Any] | None = library
         self._uncovered_calls = 0
         self._lock = threading.Lock()
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether CUDA graphs run it."""
+        return self.report.backend == "cudagraphs"
+
+    @property
+    def made(self) -> dict[str, object]:
+        """How it was made, as plain data."""
+        return asdict(self.report)
 
     @property
     def uncovered_calls(self) -> int:
@@ -59,25 +65,25 @@ class CompiledForward:
     @property
     def replays(self) -> int:
         """Calls that a CUDA graph answered."""
-        return self._repository.replays if isinstance(self._repository, GraphReplays) else 0
+        return self._library.replays if isinstance(self._library, GraphReplays) else 0
 
     def counts(self) -> dict[str, int]:
         """What it has met: calls of shapes that it does not serve, and the CUDA graphs of those that it does."""
         counts = {"uncovered_calls": self._uncovered_calls}
-        if isinstance(self._repository, GraphReplays):
-            counts |= {"cuda_graphs": self._repository.graphs, "replays": self._repository.replays}
+        if isinstance(self._library, GraphReplays):
+            counts |= {"cuda_graphs": self._library.graphs, "replays": self._library.replays}
         return counts
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """What the module returns for these tensors. Raises what the device raises."""
-        repository = self._repository
-        if repository is not None and self._shapes.cover(tensors):
+        library = self._library
+        if library is not None and self._shapes.cover(tensors):
             # The code was compiled for dense inputs and would misread others.
-            return repository(*(tensor.contiguous() for tensor in tensors))
+            return library(*(tensor.contiguous() for tensor in tensors))
         with self._lock:
             self._uncovered_calls += 1
         return self._module(*tensors)
 
     def close(self) -> None:
         """Lets go of the library once the calls under way have returned; later ones are the module's."""
-        self._repository = None
+        self._library = None

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.workers.compilation.target import CompilationRefused
+from penstock.workers.runtime.compilable import CompilationRefused
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +52,11 @@ class NativeLibrary:
         with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
             path = Path(folder) / "model.so"
             path.write_bytes(_shared_object(package))
-            self._repository = ctypes.CDLL(str(path))
+            self._library = ctypes.CDLL(str(path))
         self._container = ctypes.c_void_p()
         self._weights: list[ctypes.c_void_p] = []
         # Not at exit: a thread that does not end with the process may be in the middle of a forward.
-        weakref.finalize(self, _release, self._repository, self._container, self._weights).atexit = False
+        weakref.finalize(self, _release, self._library, self._container, self._weights).atexit = False
         try:
             self._do(
                 "CreateWithDevice",
@@ -131,16 +131,16 @@ class NativeLibrary:
         return size.value
 
     def _do(self, function: str, *arguments: Any) -> None:
-        if getattr(self._repository, _PREFIX + function)(*arguments) != 0:
+        if getattr(self._library, _PREFIX + function)(*arguments) != 0:
             raise RuntimeError(f"{function} failed in compiled code")
 
 
-def _release(repository: ctypes.CDLL, container: ctypes.c_void_p, weights: list[ctypes.c_void_p]) -> None:
+def _release(library: ctypes.CDLL, container: ctypes.c_void_p, weights: list[ctypes.c_void_p]) -> None:
     """Ends the model and lets go of its weights; the code stays mapped, as Python unloads no library."""
     import torch
 
     if container:
-        getattr(repository, f"{_PREFIX}Delete")(container)
+        getattr(library, f"{_PREFIX}Delete")(container)
     torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(weights)
 
 

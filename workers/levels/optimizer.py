@@ -33,7 +33,7 @@ from penstock.registry.tensors import STRING, Array
 from penstock.safety.golden_store import GoldenStore
 from penstock.safety.orchestrator import Gate, joined
 from penstock.safety.validators import Validator, changed_precision_validators, same_precision_validators
-from penstock.workers.compilation import CompilationRefused, TorchCompiler
+from penstock.workers.compilation import TorchCompiler
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog, environment
 from penstock.workers.levels.profiler import Profiler, trace
 from penstock.workers.levels.progression import (
@@ -52,6 +52,7 @@ from penstock.workers.levels.progression import (
 )
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Counted, Prepared, Runtime
+from penstock.workers.runtime.compilable import CompilationRefused
 from penstock.workers.runtime.forms import Forward, Tunable, WithProvenance, twin_of
 from penstock.workers.runtime.tokeniser import TokenCache, Tokenising
 

@@ -16,16 +16,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import Counted, DeviceLost, Prepared
-
-if TYPE_CHECKING:
-    from penstock.workers.compilation import TorchCompiler
+from penstock.workers.runtime.compilable import ModelCompiler
 
 __all__ = ["EAGER", "Forms", "Forward", "WithProvenance", "Tunable", "ThreadCopyable", "finite_outputs", "twin_of"]
 
@@ -83,7 +81,7 @@ class Tunable(Protocol):
     def forms(self) -> Forms:
         """Through which it runs."""
 
-    def candidates(self, compiler: TorchCompiler | None) -> Mapping[str, Callable[[], Forward]]:
+    def candidates(self, compiler: ModelCompiler | None) -> Mapping[str, Callable[[], Forward]]:
         """The forms that could be had here, by name, the most promising of each level first.
 
         compiler: None where nothing is to be compiled.

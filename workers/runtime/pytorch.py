@@ -26,6 +26,7 @@ from penstock.registry.tensors import DTYPES, STRING, Array
 from penstock.workers.batching.buckets import row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared, concatenate
+from penstock.workers.runtime.compilable import Compilable, ModelCompiler
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.entrypoint import PackageModules
 from penstock.workers.runtime.export import Exportable, open_exported
@@ -35,8 +36,6 @@ from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sha
 
 if TYPE_CHECKING:
     import torch
-
-    from penstock.workers.compilation import Compilable, TorchCompiler
 
 __all__ = ["ModuleRuntime", "PyTorchRuntime"]
 
@@ -151,7 +150,7 @@ class PyTorchRuntime(ModuleRuntime):
         """See Counted: calls of the model, and what the form in use has met."""
         return {**super().counts(), **self.forms.counts()}
 
-    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
+    def candidates(self, compiler: ModelCompiler | None) -> dict[str, Callable[[], Forward]]:
         """See Tunable. A precision that the package or the operator asked for is kept."""
         device = self._loaded_device
         found: dict[str, Callable[[], Forward]] = {}
@@ -173,8 +172,6 @@ class PyTorchRuntime(ModuleRuntime):
 
     def compilable(self, form: str) -> Compilable:
         """The declared inputs, by position -> the declared outputs, for every batch up to the largest."""
-        from penstock.workers.compilation import Compilable
-
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
         module = self._reduced("bf16") if form == "compiled-bf16" else self._loaded
         longest = self.spec.batching.max_length or _COMPILED_LENGTH
@@ -212,14 +209,12 @@ class PyTorchRuntime(ModuleRuntime):
     def _reduced_forward(self, precision: Precision) -> Forward:
         return _Instance(self, self._reduced(precision), self._loaded_device.dtype(precision))
 
-    def _compiled(self, compiler: TorchCompiler, form: str) -> Forward:
+    def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
         compiled = compiler.compile(self, form)
-        is_replayed = compiled.report.backend == "cudagraphs"
+        is_replayed = compiled.is_replayed
         called = self._in_few_shapes(compiled) if is_replayed else compiled
-        return WithProvenance(
-            lambda prepared: self._forward(prepared, called, dtype), compiled.report.as_data(), compiled.counts
-        )
+        return WithProvenance(lambda prepared: self._forward(prepared, called, dtype), compiled.made, compiled.counts)
 
     def _in_few_shapes(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The same for batches filled up to a bucket of rows: a CUDA graph is captured for each of those.

@@ -30,6 +30,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.batching.buckets import LengthBuckets, row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared
+from penstock.workers.runtime.compilable import Compilable, ModelCompiler
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.export import Exportable, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
@@ -39,8 +40,6 @@ from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own
 
 if TYPE_CHECKING:
     import torch
-
-    from penstock.workers.compilation import Compilable, TorchCompiler
 
 __all__ = ["EncoderRuntime", "slice_by_length"]
 
@@ -146,7 +145,7 @@ class EncoderRuntime(PackageRuntime):
             slices = {f"slices_of_{edge}": self._padded_to[edge] for edge in edges}
         return {**super().counts(), **slices, **self.forms.counts()}
 
-    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
+    def candidates(self, compiler: ModelCompiler | None) -> dict[str, Callable[[], Forward]]:
         """See Tunable. A precision that the package or the operator asked for is kept."""
         device = self._loaded_device
         may_change = self.precision == "auto"
@@ -170,8 +169,6 @@ class EncoderRuntime(PackageRuntime):
 
     def compilable(self, form: str) -> Compilable:
         """(ids, mask) -> vectors, for every shape up to the largest that is served."""
-        from penstock.workers.compilation import Compilable
-
         module = self._reduced("bf16") if form == "compiled-bf16" else self._loaded
         corners = ((2, 4), (1, 2), (self._compiled_rows, self._max_tokens))
         return Compilable(module, tuple(self._example_tensors(*corner) for corner in corners))
@@ -219,16 +216,16 @@ class EncoderRuntime(PackageRuntime):
         short.encoder.set_attn_implementation("eager")
         return lambda ids, mask: (short if ids.shape[1] <= _SHORT_TOKENS else long)(ids, mask)
 
-    def _compiled(self, compiler: TorchCompiler, form: str) -> Forward:
+    def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         compiled = compiler.compile(self, form)
 
         def embed(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
             vectors: torch.Tensor = compiled(ids, _filled(ids, mask))
             return vectors
 
-        is_replayed = compiled.report.backend == "cudagraphs"
+        is_replayed = compiled.is_replayed
         forward = self._embedding(self._in_few_shapes(embed) if is_replayed else embed)
-        return WithProvenance(forward, compiled.report.as_data(), compiled.counts)
+        return WithProvenance(forward, compiled.made, compiled.counts)
 
     def _in_few_shapes(self, compiled: _Embed) -> _Embed:
         """The same for slices padded to a bucket in rows and in length: a CUDA graph is captured for each of those."""

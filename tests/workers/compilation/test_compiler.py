@@ -19,17 +19,11 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
 from penstock.registry.package.spec_sections import Precision
 from penstock.registry.settings import CompilationConfig, Settings
-from penstock.workers.compilation import (
-    Compilable,
-    CompilationRefused,
-    CompiledForward,
-    TorchCompiler,
-    TorchCompileSafetyMonitor,
-)
+from penstock.workers.compilation import CompiledForward, TorchCompiler, TorchCompileSafetyMonitor
 from penstock.workers.compilation.compiler import _backend
-from penstock.workers.compilation.target import Shapes
-from penstock.workers.compilation.tracing import trace
+from penstock.workers.runtime.compilable import Compilable, CompilationRefused, Shapes
 from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.tracing import trace
 from tests.servers import ROOT, wait_until
 from tests.workers.compilation.conftest import Compiled
 from tests.workers.compilation.packages import loaded, write_module
@@ -129,7 +123,7 @@ def test_other_shapes_are_answered_by_the_module(compiled: Compiled):
 @pytest.mark.slow
 def test_report_says_how_it_was_compiled(compiled: Compiled):
     """CF-013: the backend that was chosen, the graph breaks, the time and the memory, as plain data."""
-    report = compiled.forward.report.as_data()
+    report = compiled.forward.made
     assert report["backend"] == "inductor"
     assert (report["graph_breaks"], report["graphs"], report["was_warm"]) == (0, 1, False)
     assert 0 < compiled.forward.report.compile_s < 600

@@ -13,10 +13,10 @@ from penstock.registry.package import ModelSpec
 from penstock.registry.queues import Priority
 from penstock.registry.tensors import Array
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
-from penstock.workers.compilation import TorchCompiler
 from penstock.workers.executor import BatchRun, Executor
 from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
+from penstock.workers.runtime.compilable import ModelCompiler
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
@@ -99,7 +99,7 @@ class Rotation:
     def close(self) -> None:
         """There is nothing to let go of."""
 
-    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
+    def candidates(self, compiler: ModelCompiler | None) -> dict[str, Callable[[], Forward]]:
         return {name: lambda name=name: self._built(name) for name in self._candidates}  # type: ignore[misc]
 
     def _reference(self, prepared: Prepared) -> dict[str, Array]:

@@ -18,12 +18,12 @@ import pytest
 
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
-from penstock.workers.compilation import CompilationRefused
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.levels.profiler import Profiler
 from penstock.workers.levels.progression import Decision, LevelState, Readiness
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime.compilable import CompilationRefused
 from tests.servers import wait_until
 from tests.workers.levels.fake_model import WIDTH, Clock, Form, Rotation, served
 

@@ -14,11 +14,12 @@ import torch
 
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
-from penstock.workers.compilation import CompilationRefused, TorchCompiler
+from penstock.workers.compilation import TorchCompiler
 from penstock.workers.compilation.build_process import BuildProcess
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.compilable import CompilationRefused
 from tests.workers.levels.fake_model import Form, served
 from tests.workers.levels.test_optimizer import MakeBench, make_bench, off_by
 from tests.workers.levels.test_optimizer_models import hurried, settle

@@ -212,10 +212,9 @@ def test_exporter_that_hangs_is_ended_with_what_it_started(mlp: Any, tmp_path: P
     )
     program.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(program))
-    monkeypatch.setattr("penstock.workers.runtime.export._TIMEOUT_S", 1.0)
     monkeypatch.setenv("PENSTOCK_SIGNING_KEYS", "main:c2VjcmV0")
     with pytest.raises(ConfigurationError, match=r"^mlp/1: the exporter's process took too long$"):
-        open_exported(mlp, 1, is_int8=False)
+        open_exported(mlp, 1, is_int8=False, timeout_s=1.0)
     *environment, pid = seen.read_text().split("\n")[:-1]
     assert [line for line in environment if line.startswith("PENSTOCK_")] == []
     stat = Path(f"/proc/{pid}/stat")

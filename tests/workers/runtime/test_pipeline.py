@@ -98,10 +98,10 @@ def test_entities_are_those_of_the_library_and_rows_are_filled_up(models_root: P
     """Best first, as many as the signature says; what a text has not is empty, and neighbours change nothing."""
     folder = write_entities(models_root, 6)
     runtime = opened(folder)
-    found, repository = answers(runtime, text=texts(*TEXTS)), reference(folder, "token-classification")
+    found, pipeline = answers(runtime, text=texts(*TEXTS)), reference(folder, "token-classification")
     for row, text in enumerate(TEXTS):
         expected = sorted(
-            repository(text, aggregation_strategy="simple"), key=lambda one: float(one["score"]), reverse=True
+            pipeline(text, aggregation_strategy="simple"), key=lambda one: float(one["score"]), reverse=True
         )
         for listed in (entities(found, row), entities(answers(runtime, text=texts(text)), 0)):
             assert [entity[:3] for entity in listed] == [
