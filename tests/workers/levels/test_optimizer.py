@@ -1,7 +1,7 @@
-"""What proves itself beside the traffic is used, what does not is not, and every decision is on record.
+"""A form is used after its trial passed, and only then; every decision is on record.
 
-The model is a small one of NumPy with forms that differ from it by as much as a test wants; the real forms of real
-models are in test_optimizer_models.py.
+The model is a small one in NumPy. Its forms differ from it by as much as a test wants. The real forms of real models
+are in test_optimizer_models.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.levels.profiler import Profiler
-from penstock.workers.levels.progression import Decision, LevelState, Readiness
+from penstock.workers.levels.progression import Decision, LevelState, StepReadiness
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.compilable import CompilationRefused
 from tests.servers import wait_until
@@ -234,7 +234,7 @@ def test_slow_builds_are_left_out_where_they_cannot_win(make_bench: MakeBench):
         "onnx": "not tried",
         "int8": "not tried",
     }
-    assert bench.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the model as built; onnx was at")
+    assert bench.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the eager model; onnx was at")
     answer = bench.optimizer.ask("rotation", "measure")
     bench.settle()
     assert "onnx refused, 0.28 times as fast as the form in use" in answer.result(0)
@@ -345,12 +345,12 @@ def test_how_a_form_was_compiled_goes_with_its_decision(make_bench: MakeBench):
     assert make_bench(forms).step("compiled")["made"] == made
 
 
-def standing_of(bench: Bench) -> LevelState:
+def state_of(bench: Bench) -> LevelState:
     (attached,) = bench.optimizer._attached.values()
     return attached.level_state
 
 
-def standing_subject(bench: Bench) -> DecisionKey:
+def decision_key_of(bench: Bench) -> DecisionKey:
     (attached,) = bench.optimizer._attached.values()
     return attached.key
 
@@ -369,7 +369,7 @@ def test_log_replays_to_the_same_state(make_bench: MakeBench):
     fails = True
     bench.serve(400)
     bench.settle()
-    live = standing_of(bench)
+    live = state_of(bench)
     (attached,) = bench.optimizer._attached.values()
     assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
     assert (live.form, "int8" in live.settled) == ("onnx", True)
@@ -500,7 +500,7 @@ def test_log_tells_what_the_audit_did_not_take(make_bench: MakeBench):
     bench.optimizer._audit = is_full
     bench.serve(61)
     bench.settle()
-    live = standing_of(bench)
+    live = state_of(bench)
     (attached,) = bench.optimizer._attached.values()
     assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
     assert (live.level, bench.runtime.forms.name) == (0, "eager")
@@ -520,14 +520,13 @@ def test_line_that_was_cut_short_costs_no_other(make_bench: MakeBench):
     assert again.runtime.forms.name == "compiled"
 
 
-def test_log_that_was_put_aside_is_still_read(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
-    """A file that grew too large makes nobody forget what was accepted."""
+def test_rotated_log_is_still_read(make_bench: MakeBench):
+    """Decisions stay known after the file has grown too large."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     bench.settle()
-    monkeypatch.setattr("penstock.workers.levels.decision_log._LARGEST_FILE", 0)
-    again = make_bench({"compiled": GOOD}, max_level=1)
-    again.optimizer.log.append(standing_subject(again), Decision("tokenizer-cache", "enabled"))
+    full = DecisionLog(bench.home, max_bytes=0)
+    full.append(decision_key_of(bench), Decision("tokenizer-cache", "enabled"))
     assert (bench.home / "decisions" / "rotation.jsonl.old").exists()
     later = make_bench({"compiled": GOOD})
     later.serve(1)
@@ -567,11 +566,11 @@ def test_step_that_raises_ends_neither_the_thread_nor_an_answer(make_bench: Make
     """Whatever goes wrong with one model, operators are answered and other steps are taken."""
     bench = make_bench({"bf16": REDUCED}, max_level=3)
 
-    def broken(_step: str, _evidence: object, _max_level: int) -> Readiness:
+    def broken(_step: str, _evidence: object, _max_level: int) -> StepReadiness:
         raise MemoryError
 
     bench.serve(20)
-    monkeypatch.setattr("penstock.workers.levels.optimizer.readiness", broken)
+    monkeypatch.setattr("penstock.workers.levels.attached.readiness", broken)
     bench.optimizer.start()
     answer = bench.optimizer.ask("rotation", "optimise")
     assert answer.result(10) == "rotation/1: it failed: MemoryError"
@@ -587,7 +586,7 @@ def test_operator_has_a_form_compiled_now(make_bench: MakeBench):
     answer = bench.optimizer.ask("rotation", "compile")
     bench.settle()
     assert answer.result(0) == "rotation/1: compiled enabled, 2.00 times as fast as the form in use"
-    assert bench.step("compiled")["criterion"].startswith("asked for")
+    assert bench.step("compiled")["criterion"].startswith("requested")
     assert (bench.entry["answers"], bench.runtime.forms.name) == (1, "compiled")
 
 

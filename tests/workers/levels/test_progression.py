@@ -68,18 +68,18 @@ def test_max_level_bounds_the_steps(max_level: int, allowed: set[str]):
     assert {step for step in THRESHOLDS if readiness(step, PLENTY, max_level).is_ready} == allowed
 
 
-@pytest.mark.parametrize("waiver", ["is_asked_for", "was_accepted"])
+@pytest.mark.parametrize("waiver", ["is_requested", "was_accepted"])
 def test_what_was_asked_for_or_paid_off_before_need_not_run_for_a_minute(waiver: str):
     """The forward time is waived, the goldens never: without them nothing can be proved."""
     young = Evidence(
         forwards=1,
         golden_rows=16,
-        is_asked_for=waiver == "is_asked_for",
+        is_requested=waiver == "is_requested",
         was_accepted=waiver == "was_accepted",
     )
     found = readiness("compiled", young, 3)
     assert found.is_ready
-    assert found.criterion.startswith("asked for" if waiver == "is_asked_for" else "accepted before")
+    assert found.criterion.startswith("requested" if waiver == "is_requested" else "accepted before")
     assert not readiness("compiled", replace(young, golden_rows=15), 3).is_ready
     assert not readiness("compiled", young, 1).is_ready
 
@@ -93,10 +93,10 @@ def test_each_long_build_asks_for_another_minute():
 
 
 IN_VAIN = [
-    # the step, the form in use and what it gains over the model as built, and why a trial would be in vain
+    # the step, the form in use and what it gains over the eager model, and why a trial would be in vain
     ("compiled", "bf16", 1.2, "bf16 is in use, of a higher level"),
-    ("onnx", "bf16", 3.3, "bf16 is 3.3 times as fast as the model as built; onnx was at most 2 times"),
-    ("int8", "bf16", 4.0, "bf16 is 4.0 times as fast as the model as built; int8 was at most 4 times"),
+    ("onnx", "bf16", 3.3, "bf16 is 3.3 times as fast as the eager model; onnx was at most 2 times"),
+    ("int8", "bf16", 4.0, "bf16 is 4.0 times as fast as the eager model; int8 was at most 4 times"),
     ("int8", "bf16", 3.3, ""),
     ("onnx", "compiled", 1.5, ""),
     ("compiled-bf16", "bf16", 30.0, ""),
@@ -113,12 +113,12 @@ def test_form_that_cannot_win_is_not_tried(step: str, form: str, gain: float, re
     found = readiness(step, evidence, 3)
     assert (found.is_ready, found.is_in_vain) == (not reason, bool(reason))
     assert not reason or found.criterion.startswith(reason)
-    assert readiness(step, replace(evidence, is_asked_for=True), 3).is_ready
+    assert readiness(step, replace(evidence, is_requested=True), 3).is_ready
     assert readiness(step, replace(evidence, was_accepted=True), 3).is_ready is (step != "compiled")
 
 
 def test_gains_of_forms_that_replace_each_other_multiply():
-    """Each was measured against the one in use; what falls back to the model as built has gained nothing."""
+    """Each was measured against the one in use; what falls back to the eager model has gained nothing."""
     faster = replay([Decision("bf16", "enabled", gain=3.0), Decision("compiled-bf16", "enabled", gain=1.5)])
     assert faster.form_gain == 4.5
     assert faster.apply(Decision("batching", "enabled")).form_gain == 4.5
@@ -153,7 +153,7 @@ DECISIONS = st.builds(
 
 
 @given(st.lists(DECISIONS, max_size=30), st.integers(0, 30))
-def test_standing_is_always_whole(decisions: list[Decision], cut: int):
+def test_state_is_always_consistent(decisions: list[Decision], cut: int):
     """At most one form is on and it is the one in use; a log that is replayed in two parts gives the same."""
     level_state = replay(decisions)
     forms = {step for step in level_state.enabled if is_form(step)}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file, save_model
 from penstock.registry.errors import ConfigurationError, ModelError, OutOfMemory
 from penstock.registry.package import load_package
 from penstock.workers.runtime import open_runtime
-from penstock.workers.runtime.forms import twin_of
+from penstock.workers.runtime.forms import thread_copy_of
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 from tests.packages import write_package
@@ -300,7 +300,7 @@ def test_trial_beside_the_traffic_has_an_instance_of_its_own(models_root: Path):
         runtime.forms.use("form in use", forward)
         prepared = runtime.prepare([{"x": np.full((2, 4), 5, np.float32)}])
         before = module.get_buffer("last").clone()
-        assert twin_of(forward)(prepared)["y"].tolist() == [[5.0] * 4] * 2
+        assert thread_copy_of(forward)(prepared)["y"].tolist() == [[5.0] * 4] * 2
         assert torch.equal(module.get_buffer("last"), before)
     thread_copy = sharing_weights(module)
     assert thread_copy.get_parameter("weight") is module.get_parameter("weight")
