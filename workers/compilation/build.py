@@ -3,7 +3,7 @@
     request -> load the package, as the worker did -> compilable(form) -> explain -> export -> check the guards
             -> AOTInductor -> <folder>/library.part, constants.part, findings.part
 
-`BuildProcess` runs it as `python -m penstock.workers.compilation.build`. It may be killed at any moment, and it ends by
+`BuildProcess` runs it as `python -m penstock.workers.compilation.build`. It may be killed at any moment. It ends by
 itself after the worker has ended.
 """
 
@@ -37,12 +37,12 @@ _NICENESS: Final = 5
 """Forwards of the worker come first."""
 _COMPILER_CONFIG: Final = {
     "aot_inductor.package_constants_in_so": False,
-    # A precompiled header pays from the second file on, and took 9 of 23 s of a model that has one.
+    # A precompiled header pays from the second file on. It took 9 of 23 s for a model with one file.
     "aot_inductor.precompile_headers": False,
     "cpp_cache_precompile_headers": False,
-    # The CPU says what it can; three programs that try it out took a third of the time.
+    # The CPU reports its features. Three programs that test them took a third of the time.
     "cpp.vec_isa_ok": True,
-    # Worker processes of the compiler gain nothing beside a single model.
+    # Worker processes of the compiler gain nothing for a single model.
     "compile_threads": 1,
 }
 
@@ -58,7 +58,7 @@ def main() -> None:
     except (CompilationRefused, PenstockError) as error:
         parts = _refusal(str(error))
     except Exception as error:
-        # Nobody reads this process's stderr.
+        # The stderr of this process is not read.
         parts = _refusal(f"The compiler failed ({first_line(error)})")
     for name, data in parts.items():
         (folder / f"{name}{PART_SUFFIX}").write_bytes(data)
@@ -70,7 +70,7 @@ def _refusal(reason: str) -> dict[str, bytes]:
 
 def _end_with_the_worker(folder: Path) -> None:
     sys.stdin.read()
-    # A worker that was killed removes nothing.
+    # A worker that was killed cannot remove the folder.
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -115,7 +115,7 @@ def _compile(program: torch.export.ExportedProgram, path: Path) -> bytes:
 def _own_constants(
     program: torch.export.ExportedProgram, library: bytes, module: torch.nn.Module, device: torch.device
 ) -> bytes:
-    """The tensors that the library asks for and the module does not have by name, as tracing made them."""
+    """The tensors that tracing made: the library needs them, and the module has none of their names."""
     from safetensors.torch import save
 
     own = set(load_library(library, device).constant_names()) - set(state_of(module))

@@ -116,7 +116,7 @@ class PackageRuntime(ABC):
             raise
 
     def check(self, inputs: Mapping[str, Array]) -> None:
-        """Accepts every job: no format without tokens has a limit beyond the signature."""
+        """Accepts every job: the signature has checked it."""
         return
 
     def length(self, inputs: Mapping[str, Array]) -> int:

@@ -40,7 +40,7 @@ class TorchDevice:
     """The device of a torch model. `name` is `cpu` or `cuda[:n]`."""
 
     def __init__(self, name: str, threads: int) -> None:
-        """Imports torch and sets its CPU threads. Raises ConfigurationError for a device that this machine does not have."""
+        """Imports torch and sets its CPU threads. Raises ConfigurationError for a device that is missing."""
         try:
             import torch
         except ImportError:

@@ -179,7 +179,7 @@ class EncoderRuntime(PackageRuntime):
         return Exportable(self._loaded, examples, ("ids", "mask"), (self._output,))
 
     def _example_tensors(self, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of different tokens, and a mask: two tensors, because a tracer takes a tensor passed twice for one input."""
+        """Ids of different tokens, and a mask: two tensors, because a tracer takes a tensor passed twice for one."""
         ids = np.arange(rows * length, dtype=np.int64).reshape(rows, length) % self._vocabulary
         mask = np.ones((rows, length), np.int64)
         mask[0, (length + 1) // 2 :] = 0

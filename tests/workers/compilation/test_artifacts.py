@@ -172,7 +172,7 @@ def test_full_disk_only_costs_the_artefact(tmp_path: Path, store: ArtifactStore,
     (tmp_path / "home" / "cache").rmdir()
     store.store("one", PARTS)
     assert store.load("one") is None
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 def test_discarded_artefact_is_gone(store: ArtifactStore):

@@ -279,7 +279,7 @@ def test_tampered_artefact_is_refused(compiled: Compiled, kept: Path):
     data[len(data) // 2] ^= 1
     kept.write_bytes(data)
     compiler = without_building(compiled)
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         compiler.compile(compiled.runtime, "compiled")
     assert compiler.refused_artifacts == 1
     assert not kept.exists()
@@ -302,7 +302,7 @@ def test_artefact_belongs_to_one_content(compiled: Compiled):
     other = Swapped.of(compiled, module)
     other.content_hash = "0" * 64
     assert without_building(compiled).compile(Swapped.of(compiled, module), "compiled").report.was_warm
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(other, "compiled")
 
 
@@ -310,7 +310,7 @@ def test_artefact_belongs_to_one_content(compiled: Compiled):
 def test_artefact_belongs_to_the_library_of_the_models(compiled: Compiled, monkeypatch: pytest.MonkeyPatch):
     """AR-040: another transformers computes an encoder in its own way, whatever the package's files say."""
     monkeypatch.setattr("penstock.workers.compilation.compiler.version", lambda name: f"another {name}")
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(compiled.runtime, "compiled")
 
 
@@ -319,7 +319,7 @@ def test_artefact_belongs_to_a_number_of_threads(compiled: Compiled):
     """The code says with how many threads it runs, so other settings have code of their own."""
     torch.set_num_threads(2)
     try:
-        with pytest.raises(CompilationRefused, match="The worker stops"):
+        with pytest.raises(CompilationRefused, match="The worker is stopping"):
             without_building(compiled).compile(compiled.runtime, "compiled")
     finally:
         torch.set_num_threads(1)
@@ -329,7 +329,7 @@ def test_artefact_belongs_to_a_number_of_threads(compiled: Compiled):
 def test_other_answers_are_refused(compiled: Compiled, kept: Path):
     """AR-055: compiled code that answers otherwise than the module is never offered."""
     lying = Swapped.of(compiled, Linear(lambda x: x))
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(lying, "compiled")
     # An artefact of no use is dropped before anything is built in its place.
     assert not kept.exists()
@@ -341,7 +341,7 @@ def test_non_finite_answers_are_refused(compiled: Compiled, kept: Path, caplog: 
     module = Linear(lambda x: x)
     torch.nn.init.constant_(module.linear.bias, float("nan"))
     caplog.set_level("INFO", "penstock.compilation")
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(Swapped.of(compiled, module), "compiled")
     assert [record.__dict__["reason"] for record in caplog.records] == ["output contains NaN or infinity"]
 
@@ -361,7 +361,7 @@ def test_memory_growth_is_refused(compiled: Compiled, kept: Path, caplog: pytest
     module.load_state_dict(original.state_dict())
     caplog.set_level("INFO", "penstock.compilation")
     monitor = TorchCompileSafetyMonitor(memory_growth_threshold_mb=32.0)
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled, monitor).compile(Swapped.of(compiled, module), "compiled")
     assert caplog.records[0].__dict__["reason"].endswith("expected at most 32")
 
@@ -512,7 +512,7 @@ def test_stopping_ends_the_compiler(compiler: TorchCompiler, waiting: PyTorchRun
     compiler.stop()
     thread.join(WAIT_S)
     pid, niceness, secrets = map(int, marker.read_text().split())
-    assert refusals == ["The worker stops"]
+    assert refusals == ["The worker is stopping"]
     assert not is_running(pid)
     assert niceness >= 5
     assert secrets == 0

@@ -251,7 +251,7 @@ def test_other_files_than_those_promoted_are_refused_before_anything_is_opened(o
         with (own_folder / "model.py").open("a") as source:
             source.write("\nraise SystemExit('executed')\n")
     runtime = open_runtime(load_package(own_folder), "ab" * 32)
-    with pytest.raises(ConfigurationError, match=r"not those that were promoted .* expected abababababab$"):
+    with pytest.raises(ConfigurationError, match=r"differ from those that were promoted .* expected abababababab$"):
         runtime.load("cpu", 1)
     assert runtime.content_hash == ""
 

@@ -175,7 +175,7 @@ def test_child_refuses_files_that_changed(models_root: Path):
     runtime = opened(folder)
     with (folder / "model.py").open("a") as source:
         source.write("\nCHANGED = True\n")
-    with pytest.raises(ConfigurationError, match="its files are not those"):
+    with pytest.raises(ConfigurationError, match="its files differ"):
         open_exported(runtime, 1, is_int8=False)
 
 
