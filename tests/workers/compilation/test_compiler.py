@@ -1,4 +1,4 @@
-"""TorchCompiler: what it answers, what it refuses, and what it leaves as it was."""
+"""TorchCompiler: the outputs of a compiled form, its refusals, and that the serving module stays unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compiler(tmp_path: Path) -> TorchCompiler:
 
 @dataclass
 class Swapped:
-    """A loaded runtime in whose place another module stands for what its package says."""
+    """A loaded runtime with another module than the one of its package."""
 
     runtime: PyTorchRuntime
     module: torch.nn.Module
@@ -76,7 +76,7 @@ class Linear(torch.nn.Module):
         self._answer = answer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Whatever the test says."""
+        """The outputs that the test chose."""
         return self._answer(x)
 
 
@@ -89,7 +89,7 @@ def without_building(compiled: Compiled, monitor: TorchCompileSafetyMonitor | No
 
 @pytest.fixture
 def kept(compiled: Compiled) -> Iterator[Path]:
-    """The stored artefact, put back as it was."""
+    """The stored artefact, restored after the test."""
     artifact, data = compiled.artifact, compiled.artifact.read_bytes()
     yield artifact
     artifact.write_bytes(data)
@@ -327,7 +327,7 @@ def test_artefact_belongs_to_a_number_of_threads(compiled: Compiled):
 
 @pytest.mark.slow
 def test_other_answers_are_refused(compiled: Compiled, kept: Path):
-    """AR-055: compiled code that answers otherwise than the module is never offered."""
+    """AR-055: compiled code with other outputs than the module is never used."""
     lying = Swapped.of(compiled, Linear(lambda x: x))
     with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(lying, "compiled")
@@ -348,7 +348,7 @@ def test_non_finite_answers_are_refused(compiled: Compiled, kept: Path, caplog: 
 
 @pytest.mark.slow
 def test_memory_growth_is_refused(compiled: Compiled, kept: Path, caplog: pytest.LogCaptureFixture):
-    """AR-041: growth beyond the threshold stops the swap, whoever grew."""
+    """AR-041: growth beyond the threshold stops the swap, also when another part of the process grew."""
     hoard: list[torch.Tensor] = []
     original = compiled.runtime.compilable("compiled").module
 
@@ -425,7 +425,7 @@ def test_cudagraphs_on_a_cpu_are_refused(tmp_path: Path):
     ("backend", "chosen"), [("auto", "inductor"), ("inductor", "inductor"), ("cudagraphs", "cudagraphs")]
 )
 def test_backend_on_a_gpu(backend: str, chosen: str):
-    """CF-013: every backend is to be had on a GPU, and auto is the one that has no price for each shape."""
+    """CF-013: a GPU has every backend, and auto is the one without a cost for each shape."""
     config = CompilationConfig.model_validate({"backend": backend})
     assert _backend(config, torch.device("cuda:0")) == chosen
 
@@ -482,7 +482,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """Where the child says who it is: its number, its niceness, and how many secrets it sees."""
+    """The file in which the child reports its pid, its niceness, and the number of secrets that it sees."""
     return tmp_path / "marker"
 
 

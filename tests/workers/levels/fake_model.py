@@ -1,4 +1,4 @@
-"""A small model with other forms, on a clock of its own, and the traffic that an optimizer sees."""
+"""A small model with other forms on a simulated clock, and the traffic that an optimizer observes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a version's batches cost, beside a stopwatch; and the opt-in look inside (AR-028, CX-046)."""
+"""The cost of a version's batches, and the opt-in trace of a forward (AR-028, CX-046)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_profile_agrees_with_a_stopwatch(models_root: Path):
 
 
 def test_moving_averages_follow_the_last_batches():
-    """What the model costs now shows within some ten batches; the sums keep all."""
+    """The averages follow the last ten batches or so; the sums hold all batches."""
     clock = Clock()
     runtime = Rotation(clock, {})
     profiler = Profiler(runtime, None)
@@ -105,7 +105,7 @@ def test_trace_names_the_operations(mlp: Runtime):
 
 @pytest.mark.gpu
 def test_trace_on_a_gpu_waits_for_the_device():
-    """CUDA operations have their times only when the device was waited for."""
+    """The times of CUDA operations need a wait for the device."""
     import torch
 
     if not torch.cuda.is_available():

@@ -75,7 +75,7 @@ def test_rows_are_padded_to_the_packages_buckets_and_answer_alike(bucketed: Enco
 
 
 def test_rows_of_one_bucket_share_a_forward(bucketed: EncoderRuntime, plain: EncoderRuntime):
-    """Lengths that are padded alike are not told apart: one slice of 16 tokens, where 10 and 16 would be one each."""
+    """Lengths of one bucket share a slice: one of 16 tokens, where 10 and 16 tokens would be two slices."""
     texts = [" ".join("a" * letters) for letters in (8, 14) for _ in range(16)]
     assert [piece.ids.shape for piece in bucketed.prepare(jobs(texts)).payload] == [(32, 16)]
     assert len(plain.prepare(jobs(texts)).payload) == 2
