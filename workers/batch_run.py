@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -20,6 +20,7 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import FormInUse, Journal, NullJournal
 from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.forms import EAGER
+from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 from penstock.workers.versions.version import LoadedModel, ServedVersion
 
 __all__ = ["BatchRun", "JobStream", "OpenStream", "Outputs"]
@@ -122,6 +123,16 @@ class BatchRun:
         if self.is_as_built or forms is None or (name := forms.name) == EAGER:
             return None
         return FormInUse(self.batch.key.model, self.model.content_hash, name)
+
+    @property
+    def observation(self) -> BatchObservation:
+        """The run as an observer of its version sees it, after the run."""
+        return BatchObservation(self.batch.rows, self.tokens, self.ended - self.started, self._answered())
+
+    def _answered(self) -> Iterator[AnsweredJob]:
+        for item, answer in zip(self.batch.items, self.answers, strict=True):
+            if not isinstance(answer, Failure):
+                yield AnsweredJob(item.job.header.id, item.job.inputs, answer)
 
     def did_not_fit(self, rows: int, padded_tokens: int) -> None:
         """A forward of this size was too large for the device."""

@@ -202,7 +202,8 @@ class Completer:
     def steer(self) -> None:
         """Let each committed run steer the size of the next batches, and let observers learn from it.
 
-        An observer does not hear of runs of the model as built: it would judge the form in use by them.
+        An observer learns nothing of runs of the model as built: they would distort the time of the form in use, and
+        their jobs may have ended a process, so no other form is tried on them.
         """
         unobserved, self._unobserved = self._unobserved, []
         for run, now in unobserved:
@@ -210,7 +211,7 @@ class Completer:
             totals_s = [job.queue_ms / 1000 + now - job.claimed for job in run.jobs]
             version.queue.observe(run.batch, run.ended - run.started, totals_s, now)
             if version.observer is not None and not run.is_as_built:
-                version.observer.observe(run)
+                version.observer.observe(run.observation)
 
     def _forget(self, outcome: JobOutcome) -> None:
         """Another worker has the job: this outcome does not count."""

@@ -10,7 +10,7 @@ has a batcher of its own.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from penstock.registry.deployment import Deployment
 from penstock.registry.errors import InvalidInput
@@ -25,11 +25,9 @@ from penstock.workers.runtime.forms import Forms, Tunable
 from penstock.workers.runtime.open import open_runtime
 from penstock.workers.versions.policy import ENDPOINT, VersionPolicy
 from penstock.workers.versions.queue import VersionQueue
+from penstock.workers.versions.tuner import Observer
 
-if TYPE_CHECKING:
-    from penstock.workers.batch_run import BatchRun
-
-__all__ = ["LoadedModel", "Observer", "ServedModel", "ServedVersion", "VersionState", "is_name_of"]
+__all__ = ["LoadedModel", "ServedModel", "ServedVersion", "VersionState", "is_name_of"]
 
 _NO_END: Final = 1 << 20
 _SHORTEST_PREFIX: Final = 6
@@ -39,13 +37,6 @@ _SHORTEST_PREFIX: Final = 6
 def is_name_of(name: str, label: str, content_hash: str) -> bool:
     """Whether a job that names `name` means the version of this label and content."""
     return name == label or (len(name) >= _SHORTEST_PREFIX and content_hash.startswith(name))
-
-
-class Observer(Protocol):
-    """Learns from the batches of one loaded version."""
-
-    def observe(self, work: BatchRun) -> None:
-        """Called on the thread that claims and commits: it may take microseconds."""
 
 
 class VersionState(Enum):
