@@ -23,7 +23,16 @@ from typing import Final
 
 from penstock.registry.errors import ConfigurationError
 
-__all__ = ["Gpu", "Pin", "granted_threads", "parse_listing", "pin", "select_visible", "visible_gpus"]
+__all__ = [
+    "Gpu",
+    "Pin",
+    "granted_threads",
+    "parse_listing",
+    "pin",
+    "requested_gpus",
+    "select_visible",
+    "visible_gpus",
+]
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _MAX_CPU_WORKERS: Final = 1_024
@@ -71,13 +80,13 @@ def pin(device: str, index: int | None, home: Path, environ: MutableMapping[str,
     if wants_cpu or (device == "auto" and not gpus):
         environ[_VISIBLE] = ""
         return _pin_cpu(index, locks)
-    for gpu in _wanted(device, gpus):
+    for gpu in requested_gpus(device, gpus):
         lock = _lock(locks / f"{gpu.uuid}.lock")
         if lock is not None:
             environ[_VISIBLE] = gpu.uuid
             environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
             return Pin("cuda:0", gpu.index if index is None else index, lock)
-    taken = ", ".join(f"gpu{gpu.index}" for gpu in _wanted(device, gpus))
+    taken = ", ".join(f"gpu{gpu.index}" for gpu in requested_gpus(device, gpus))
     raise ConfigurationError(f"Another worker runs on {taken} already. Expected one worker per GPU")
 
 
@@ -125,6 +134,18 @@ def select_visible(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     return chosen
 
 
+def requested_gpus(device: str, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+    """Those of the visible GPUs that `device` asks for: the N-th for cuda:N, all for auto and cuda.
+
+    Raises ConfigurationError when there is no such GPU.
+    """
+    _, _, number = device.partition(":")
+    if not gpus or (number and int(number) >= len(gpus)):
+        available = ", ".join(f"cuda:{position}" for position in range(len(gpus))) or "none"
+        raise ConfigurationError(f"Device {device} is not there. Expected cpu, auto or a visible GPU: {available}")
+    return [gpus[int(number)]] if number else gpus
+
+
 def granted_threads(device: str, environ: Mapping[str, str]) -> int:
     """CPU threads for one forward: OMP_NUM_THREADS, else the cores this process may use; one beside a GPU.
 
@@ -154,14 +175,6 @@ def _torch_uses_gpus() -> bool:
         return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
         return False
-
-
-def _wanted(device: str, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
-    _, _, number = device.partition(":")
-    if not gpus or (number and int(number) >= len(gpus)):
-        there = ", ".join(f"cuda:{position}" for position in range(len(gpus))) or "none"
-        raise ConfigurationError(f"Device {device} is not there. Expected cpu, auto or a visible GPU: {there}")
-    return [gpus[int(number)]] if number else gpus
 
 
 def _pin_cpu(index: int | None, locks: Path) -> Pin:
