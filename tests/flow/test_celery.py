@@ -483,7 +483,7 @@ def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
         def build():
             def forward(inputs):
                 if (inputs["x"] < 0).any():
-                    victim = next(thread for thread in threading.enumerate() if thread.name == "lane-replies")
+                    victim = next(thread for thread in threading.enumerate() if thread.name == "task-results")
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(victim.ident), ctypes.py_object(SystemExit)
                     )
@@ -496,7 +496,7 @@ def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
     with Client(redis_server.url) as client:
         client.submit("killer", {"x": [[-1.0, 0.0, 0.0, 0.0]]}).result(timeout=10)
     assert worker.wait(15) == 70
-    assert any(line["msg"] == "worker gives up" and "lane results" in line["reason"] for line in worker.logs())
+    assert any(line["msg"] == "worker gives up" and "Celery task results" in line["reason"] for line in worker.logs())
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from prometheus_client.exposition import choose_encoder
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.observe.metrics import InferenceMetrics
 
-__all__ = ["Probe", "Readiness"]
+__all__ = ["Probe", "ReadinessCheck"]
 
-Readiness: TypeAlias = Callable[[], tuple[bool, Mapping[str, Any]]]
+ReadinessCheck: TypeAlias = Callable[[], tuple[bool, Mapping[str, Any]]]
 """Whether the worker takes jobs, and the facts behind it."""
 
 _Answer: TypeAlias = Callable[[str, str], tuple[HTTPStatus, str, bytes]]
@@ -49,7 +49,7 @@ class Probe:
     def __init__(
         self,
         metrics: InferenceMetrics,
-        readiness: Readiness,
+        readiness: ReadinessCheck,
         *,
         host: str = "127.0.0.1",
         port: int,
