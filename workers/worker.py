@@ -3,24 +3,24 @@
     open -- broker, probe, drain, optimizer, task endpoint, remote control --> start -- models, threads --> ready
     SIGTERM -> ask_to_stop -> the watchdog thread stops the parts in order -> wait_until_stopped -> close
 
-The threads of a worker, beside Celery's own:
+Thirteen kinds of threads run beside Celery's own:
 
-    thread          module                          work, and the parts that it may call
-    drain           drain.py                        the loop: claims, batches, commits. Owns every job in memory
-    leases          leases.py                       renews leases, takes over jobs, reports once a second
-    model           executor.py                     one forward after the other; wakes the drain. One or more threads
-    prepare         executor.py                     tokenises the next batch while the model threads are busy
-    load ...        versions/loader.py              loads one model version, then wakes the drain. At most two threads
-    optimizer       levels/optimizer.py             builds and measures optimized forms of loaded versions
-    celery-events   celery_bridge/events.py         sends task events to Celery's broker
-    task-results    celery_bridge/task_results.py   moves results of `send_task` into Celery's result backend
-    reconciler      versions/reconciler.py          asks the drain to load what operators want. Only with a shared state
-    probe           observe/probe.py                answers HTTP; reads metrics and health. One more thread a request
-    heartbeat       process/heartbeat.py            writes to the supervisor; reads health. Only under a supervisor
-    watchdog        worker.py                       reads health, ends a process that is not healthy, stops the parts
-    operator-rpc    process/operator_rpc.py         one operator's request to registry, files or broker. At most four
+    thread         module                         work; what it may call
+    drain          drain.py                       the loop of jobs; the broker, and every part of the drain
+    leases         leases.py                      renews leases, reports; the broker, a queue that the drain reads
+    model          executor.py                    forwards; the runtime, the crash journal. One or more threads
+    prepare        executor.py                    tokenises the next batch; Runtime.prepare
+    load           versions/loader.py             loads one version; Runtime.load. At most two threads
+    optimizer      levels/optimizer.py            optimized forms; the compiler, the gate, the audit log
+    celery-events  celery_bridge/events.py        sends task events; Celery's broker
+    task-results   celery_bridge/task_results.py  stores results of `send_task`; the broker, Celery's result backend
+    reconciler     versions/reconciler.py         follows the shared state; its store, requests to the drain. 0 or 1
+    probe          observe/probe.py               HTTP; reads metrics and readiness. One more thread for each request
+    heartbeat      process/heartbeat.py           writes to the supervisor; reads health. 0 or 1
+    watchdog       worker.py                      ends an unhealthy process, stops the parts; health, stop of each part
+    operator-rpc   process/operator_rpc.py        one request of an operator; registry, files, broker. At most four
 
-Only the thread `drain` changes the state of jobs. Other threads leave requests with the drain and wake it.
+Only the thread `drain` changes the state of a job. Other threads leave values or requests for it, and wake it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from penstock.registry.control import CONTROL_COMMAND, Command
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey
+from penstock.workers import worker as worker_module
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import restored_tables
 from penstock.workers.celery_bridge.task_ingress import InferTask
@@ -187,3 +189,23 @@ def test_app_knows_of_a_job_through_the_worker_only():
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     ours = {name for name in imported if name.startswith("penstock.workers.")}
     assert {name.split(".")[2] for name in ours} == {"celery_bridge", "process", "worker"}
+
+
+def test_the_table_of_threads_names_every_thread_and_its_module():
+    """A thread that is started under a name stands in worker.py's table, beside the module that starts it."""
+    rows = re.findall(r"^    (\S+) +(\S+\.py) ", worker_module.__doc__ or "", re.MULTILINE)
+    assert started_threads() == dict(rows)
+    assert len(rows) == 13
+
+
+def started_threads() -> dict[str, str]:
+    """The names that modules of workers/ give their threads, by module."""
+    calls = [
+        (keyword.value, source.relative_to(ROOT / "workers").as_posix())
+        for source in (ROOT / "workers").rglob("*.py")
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "threading.Thread"
+        for keyword in node.keywords
+        if keyword.arg == "name"
+    ]
+    return {str(name.value) if isinstance(name, ast.Constant) else "load": module for name, module in calls}

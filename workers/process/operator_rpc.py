@@ -78,7 +78,7 @@ class OperatorRpcServer:
         if len(self._done) > _REMEMBERED:
             self._done.popitem(last=False)
         # A daemon: a worker that stops does not wait for a large package to be hashed.
-        threading.Thread(target=self._run, args=(future, errand), name="clerk", daemon=True).start()
+        threading.Thread(target=self._run, args=(future, errand), name="operator-rpc", daemon=True).start()
         return future
 
     def _run(self, future: Future[Any], errand: operator_rpc.Errand) -> None:
