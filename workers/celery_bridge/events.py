@@ -1,4 +1,4 @@
-"""Task events: what Celery's monitors and Flower see of the jobs in a worker.
+"""Task events: the jobs of a worker, for Celery's monitors and Flower.
 
     drain -- received, started, finished, retried --> buffer -- every 50 ms --> task.multi on Celery's broker --> Flower
 
@@ -52,33 +52,33 @@ class _TaskEvent(msgspec.Struct, tag_field="type"):
     utcoffset: int
 
 
-class _Received(_TaskEvent, tag="task-received"):
+class _TaskReceived(_TaskEvent, tag="task-received"):
     name: str
     args: str
     kwargs: str
 
 
-class _Started(_TaskEvent, tag="task-started"):
+class _TaskStarted(_TaskEvent, tag="task-started"):
     pass
 
 
-class _Succeeded(_TaskEvent, tag="task-succeeded"):
+class _TaskSucceeded(_TaskEvent, tag="task-succeeded"):
     result: str
     runtime: float
 
 
-class _Failed(_TaskEvent, tag="task-failed"):
+class _TaskFailed(_TaskEvent, tag="task-failed"):
     exception: str
     runtime: float
     traceback: str = ""
 
 
-class _Retried(_TaskEvent, tag="task-retried"):
+class _TaskRetried(_TaskEvent, tag="task-retried"):
     exception: str
     traceback: str = ""
 
 
-class _Revoked(_TaskEvent, tag="task-revoked"):
+class _TaskRevoked(_TaskEvent, tag="task-revoked"):
     expired: bool
     terminated: bool = False
     signum: None = None
@@ -235,17 +235,17 @@ class CeleryEventSender:
     def _receptions(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
         return (
-            _Received(job.id, *common, name=shown_name(job.model), args="()", kwargs=self._describe(job))
+            _TaskReceived(job.id, *common, name=shown_name(job.model), args="()", kwargs=self._describe(job))
             for job in jobs
         )
 
     def _starts(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        return (_Started(job.id, *common) for job in jobs)
+        return (_TaskStarted(job.id, *common) for job in jobs)
 
     def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        return (_Retried(each.header.id, *common, exception=shown_failure(each.error)) for each in failed)
+        return (_TaskRetried(each.header.id, *common, exception=shown_failure(each.error)) for each in failed)
 
     def _ends(self, ended: Sequence[Ended], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
@@ -268,11 +268,11 @@ class CeleryEventSender:
 def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, pid: int, offset: int) -> _TaskEvent:
     common = (uuid, timestamp, clock, hostname, pid, offset)
     if ended.state is State.COMPLETED:
-        return _Succeeded(*common, result=f"version {ended.version}", runtime=ended.runtime_s)
+        return _TaskSucceeded(*common, result=f"version {ended.version}", runtime=ended.runtime_s)
     if ended.state in (State.CANCELLED, State.EXPIRED):
-        return _Revoked(*common, expired=ended.state is State.EXPIRED)
+        return _TaskRevoked(*common, expired=ended.state is State.EXPIRED)
     exception = shown_failure(ended.error) if ended.error else ended.state.name
-    return _Failed(*common, exception=exception, runtime=ended.runtime_s)
+    return _TaskFailed(*common, exception=exception, runtime=ended.runtime_s)
 
 
 class TaskEventsFlag:

@@ -1,4 +1,4 @@
-"""Celery's remote control and heartbeat: what `inspect` and Flower read of the drain, and which commands stay.
+"""Celery's remote control and heartbeat: they show the jobs of the drain, and only safe commands stay.
 
     inspect active, reserved, stats; the heartbeat's counts --> DrainView, CeleryEventSender
     a signed command of an operator --> CommandVerifier --> the worker
