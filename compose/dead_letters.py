@@ -125,7 +125,7 @@ def _check_place(header: JobHeader, letter: DeadLetter) -> None:
         raise UndecodableEnvelope(str(error)) from None
     is_ours = header.model == slot and is_job_id(header.id, slot) and letter.job_id in ("", header.id)
     # A record's fields are separated by line breaks.
-    is_whole = "\n" not in header.reply + header.once
+    is_whole = "\n" not in header.reply + header.idempotency_digest
     if not is_ours or not is_whole or (header.reply and not is_reply_key(header.reply, slot)):
         raise BadSignature("the envelope was made for another queue")
 
@@ -213,6 +213,6 @@ def replay(broker: Broker, letter: DeadLetter, keyring: Keyring, *, job_ttl_ms: 
     found = verdict(letter, keyring, now_ms)
     if (job := found.job) is None:
         return Replayed(letter.entry, letter.job_id, False, found.problem)
-    publication = Publication(job.id, parse_priority(job.priority), b"", job.tenant, job.reply, job.once)
+    publication = Publication(job.id, parse_priority(job.priority), b"", job.tenant, job.reply, job.idempotency_digest)
     outcome = broker.replay(letter.slot, letter.entry, publication, job_ttl_ms, keeps_acceptance=bool(job.deadline_ms))
     return Replayed(letter.entry, job.id, outcome is Replay.REPLAYED, _REFUSALS.get(outcome, ""))

@@ -76,15 +76,15 @@ class Limits:
 
 
 class Publication(msgspec.Struct, frozen=True, gc=False):
-    """One sealed job on its way in. `once` is the digest of (tenant, idempotency key), empty without one;
-    `fingerprint` tells the same payload from another under that key."""
+    """One sealed job on its way in. `idempotency_digest` is the digest of (tenant, idempotency key),
+    empty without a key; `fingerprint` tells the same payload from another under that key."""
 
     job_id: str
     priority: Priority
     sealed: bytes
     tenant: str
     reply: str = ""
-    once: str = ""
+    idempotency_digest: str = ""
     fingerprint: str = ""
 
 
@@ -195,7 +195,7 @@ class Commit(msgspec.Struct, frozen=True, gc=False):
     sealed: bytes
     tenant: str
     reply: str = ""
-    once: str = ""
+    idempotency_digest: str = ""
 
 
 class CommitStatus(Enum):

@@ -455,7 +455,7 @@ class _Record:
     priority: Priority
     entry_id: bytes
     reply: str
-    once: str
+    idempotency_digest: str
     state: State = State.QUEUED
     result: bytes = b""
     is_cancel_requested: bool = False
@@ -677,7 +677,7 @@ class _State:
         self.changed = threading.Condition()
         self.slots: defaultdict[str, _Slot] = defaultdict(_Slot)
         self.records: _Expiring[_Record] = _Expiring(self.now_ms)
-        self.once: _Expiring[tuple[str, str]] = _Expiring(self.now_ms)
+        self.idempotency: _Expiring[tuple[str, str]] = _Expiring(self.now_ms)
         """Fingerprint and job id by idempotency key."""
         self.streams: _Expiring[_Stream] = _Expiring(self.now_ms)
         self.reports: _Expiring[bytes] = _Expiring(self.now_ms)
@@ -708,7 +708,7 @@ class _State:
 
     def admit(self, slot: str, job: Publication, limits: Limits, refusals: int) -> Receipt:
         """Accept or refuse one job; `refusals` counts this one in, were it refused for want of room."""
-        if job.once and (first := self.once.get(idempotency_key(slot, job.once))):
+        if job.idempotency_digest and (first := self.idempotency.get(idempotency_key(slot, job.idempotency_digest))):
             fingerprint, first_id = first
             known = fingerprint == job.fingerprint
             return Receipt("known", first_id) if known else Receipt("conflict", job.job_id)
@@ -721,11 +721,13 @@ class _State:
             retry_after_s = flow.retry_after_s(refusals, self.now_ms())
             return Receipt("full" if is_full else "tenant-full", job.job_id, retry_after_s)
         entry_id = queue.add(job.sealed, self.now_ms())
-        record = _Record(job.tenant, job.priority, entry_id, job.reply, job.once)
+        record = _Record(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest)
         self.records.put(job.job_id, record, limits.job_ttl_ms + OUTLIVES_MS)
-        if job.once:
-            self.once.put(
-                idempotency_key(slot, job.once), (job.fingerprint, job.job_id), limits.job_ttl_ms + OUTLIVES_MS
+        if job.idempotency_digest:
+            self.idempotency.put(
+                idempotency_key(slot, job.idempotency_digest),
+                (job.fingerprint, job.job_id),
+                limits.job_ttl_ms + OUTLIVES_MS,
             )
         flow.in_flight[job.tenant] += 1
         return Receipt("accepted", job.job_id)
@@ -886,17 +888,17 @@ class _State:
             return Replay.LIVE
         if record is not None and record.state not in (State.QUEUED, State.DEAD):
             return Replay.SETTLED
-        once = idempotency_key(slot, job.once) if job.once else ""
-        if once and (first := self.once.get(once)) and first[1] != job.job_id:
+        key = idempotency_key(slot, job.idempotency_digest) if job.idempotency_digest else ""
+        if key and (first := self.idempotency.get(key)) and first[1] != job.job_id:
             return Replay.SUPERSEDED
         entry_id = queue.add(letter.sealed, self.now_ms())
         if keeps_acceptance:
             queue.accepted_first_ms[entry_id] = letter.accepted_ms
-        fresh = _Record(job.tenant, job.priority, entry_id, job.reply, job.once)
+        fresh = _Record(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest)
         self.records.put(job.job_id, fresh, job_ttl_ms + OUTLIVES_MS)
         self.streams.pop(events_key(job.job_id))
-        if once:
-            self.once.extend(once, job_ttl_ms + OUTLIVES_MS)
+        if key:
+            self.idempotency.extend(key, job_ttl_ms + OUTLIVES_MS)
         if not is_orphan:
             self.slots[slot].in_flight[job.tenant] += 1
         del letters[entry]
@@ -906,8 +908,8 @@ class _State:
         """Turn the record into its result, and tell those who follow the job."""
         record.state, record.result = state, sealed
         self.records.extend(job_id, ttl_ms)
-        if record.once:
-            self.once.extend(idempotency_key(slot_of(job_id), record.once), ttl_ms)
+        if record.idempotency_digest:
+            self.idempotency.extend(idempotency_key(slot_of(job_id), record.idempotency_digest), ttl_ms)
         if record.is_followed:
             # 1 is `queued` and 2 `started`, which nobody needs in writing.
             history = self.streams.get(events_key(job_id)) or _Stream((2, 0))

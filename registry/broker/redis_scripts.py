@@ -136,7 +136,7 @@ _RECORD_HEADS: Final = {state: state.value.encode() + b"-" for state in State}
 
 def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     """One call that accepts or refuses `jobs`."""
-    once_keys: list[str] = []
+    idempotency_keys: list[str] = []
     record_ttl_ms = limits.job_ttl_ms + OUTLIVES_MS
     args: list[Any] = [
         GROUP,
@@ -148,9 +148,9 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     ]
     records: list[str] = []
     for job in jobs:
-        once = job.once
-        if once:
-            once_keys.append(idempotency_key(slot, once))
+        digest = job.idempotency_digest
+        if digest:
+            idempotency_keys.append(idempotency_key(slot, digest))
         local = _local(job.job_id)
         records.append(local_record_key(slot, local))
         args += (
@@ -159,11 +159,11 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
             local,
             job.tenant,
             job.reply,
-            once,
-            len(once_keys) if once else 0,
+            digest,
+            len(idempotency_keys) if digest else 0,
             job.fingerprint,
         )
-    return _call("publish", [flow_key(slot), *stream_keys(slot), *records, *once_keys], args)
+    return _call("publish", [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys], args)
 
 
 def receipts(slot: str, jobs: Sequence[Publication], answer: Sequence[bytes]) -> list[Receipt]:
@@ -249,14 +249,14 @@ def armed_deliveries(
 def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: int) -> Call:
     """One call that commits jobs of one slot."""
     reply_index: dict[str, int] = {"": 0}
-    once_keys: list[str] = []
+    idempotency_keys: list[str] = []
     records: list[str] = []
     spans: list[list[bytes]] = [[], [], [], []]
     jobs: list[Any] = []
     for commit in commits:
-        once, priority = commit.once, int(commit.priority)
-        if once:
-            once_keys.append(idempotency_key(slot, once))
+        digest, priority = commit.idempotency_digest, int(commit.priority)
+        if digest:
+            idempotency_keys.append(idempotency_key(slot, digest))
         spans[priority].append(commit.entry_id)
         local = _local(commit.job_id)
         records.append(local_record_key(slot, local))
@@ -267,7 +267,7 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
             _record(commit.state, commit.sealed),
             commit.tenant,
             reply_index.setdefault(commit.reply, len(reply_index)),
-            len(once_keys) if once else 0,
+            len(idempotency_keys) if digest else 0,
         )
     del reply_index[""]
     args: list[Any] = [GROUP, consumer, result_ttl_ms, REPLY_TTL_MS, len(reply_index), len(commits)]
@@ -275,7 +275,7 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
         args += _span(span)
     lane = lane_key(slot)
     args += [0 if reply == lane else REPLY_CAP for reply in reply_index]
-    keys = [flow_key(slot), *stream_keys(slot), *reply_index, *records, *once_keys]
+    keys = [flow_key(slot), *stream_keys(slot), *reply_index, *records, *idempotency_keys]
     return _call("commit", keys, args + jobs)
 
 
@@ -387,8 +387,8 @@ def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
 
 def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tuple[Any, ...]:
     """What `finish` in ending.lua wants to know."""
-    once_prefix = idempotency_key(slot_of(job_id), "")
-    return _record(state, sealed), _local(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, once_prefix
+    idempotency_prefix = idempotency_key(slot_of(job_id), "")
+    return _record(state, sealed), _local(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix
 
 
 def cancelled(answer: bytes) -> CancelOutcome:
@@ -465,9 +465,9 @@ def letter(slot: str, answer: Sequence[Any]) -> DeadLetter | None:
 def replay(slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Call:
     """One call that puts a dead letter back into its queue."""
     keys = [flow_key(slot), dead_key(slot), stream_key(slot, job.priority), record_key(job.job_id)]
-    if job.once:
-        keys.append(idempotency_key(slot, job.once))
-    args = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.once]
+    if job.idempotency_digest:
+        keys.append(idempotency_key(slot, job.idempotency_digest))
+    args = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.idempotency_digest]
     return _call("replay", keys, [*args, job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance)])
 
 
@@ -493,8 +493,8 @@ def waited(answer: Sequence[Any]) -> list[Waiting]:
 
 def withdraw(slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> Call:
     """One call that withdraws jobs of one queue."""
-    once_prefix = idempotency_key(slot, "")
-    args: list[Any] = [GROUP, int(priority), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, once_prefix, len(jobs)]
+    idempotency_prefix = idempotency_key(slot, "")
+    args: list[Any] = [GROUP, int(priority), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix, len(jobs)]
     keys = [flow_key(slot), stream_key(slot, priority)]
     for job in jobs:
         local = _local(job.job_id)

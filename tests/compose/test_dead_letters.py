@@ -94,7 +94,7 @@ def test_signed_job_is_shown_with_its_header():
         (_sealed(_header(model="other")), "another queue"),
         (_sealed(_header(reply="penstock:elsewhere")), "another queue"),
         (_sealed(_header(reply=reply_key("m", "me\nyou"))), "another queue"),
-        (_sealed(_header(once="a\nb")), "another queue"),
+        (_sealed(_header(idempotency_digest="a\nb")), "another queue"),
         (_sealed(_header(tenant="Mallory\nacme")), "Bad tenant name"),
         (_sealed(_header(priority="urgent")), "Unknown priority"),
     ],
@@ -115,7 +115,7 @@ def test_what_cannot_be_a_job_stays(sealed: bytes, why: str):
 def test_good_job_goes_back_as_itself():
     """Under the id, tenant, reply address and priority of its signed header."""
     broker = MemoryBroker(lambda: NOW_S)
-    header = _header(priority="high", reply=reply_key("m", "me"), once="ab")
+    header = _header(priority="high", reply=reply_key("m", "me"), idempotency_digest="ab")
     outcome = replay(broker, _buried(broker, _sealed(header)), KEYS, job_ttl_ms=60_000, now_ms=NOW_S * 1000)
     assert (outcome.is_back, outcome.job_id, outcome.reason) == (True, header.id, "")
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)

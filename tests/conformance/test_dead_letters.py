@@ -120,16 +120,16 @@ def _bury_job(broker: Broker, slot: str, job: Publication) -> str:
 def test_replayed_job_runs_under_its_own_id(broker: Broker, slot: str):
     """The record is live again, the bytes are the original ones, the letter is gone, and the client hears the end."""
     reply = reply_key(slot, "me")
-    job = publication(slot, Priority.HIGH, reply=reply, once="key", fingerprint="p")
+    job = publication(slot, Priority.HIGH, reply=reply, idempotency_digest="key", fingerprint="p")
     entry = _bury_job(broker, slot, job)
     assert broker.replay(slot, entry, job, ROOMY.job_ttl_ms) is Replay.REPLAYED
     assert broker.job_records([job.job_id]) == [JobRecord(State.QUEUED, "acme")]
     assert broker.dead_letters(slot) == []
-    (receipt,) = broker.publish(slot, [publication(slot, once="key", fingerprint="p")], ROOMY)
+    (receipt,) = broker.publish(slot, [publication(slot, idempotency_digest="key", fingerprint="p")], ROOMY)
     assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)
     (delivery,) = claim(broker, "w2", slot)
     assert (delivery.sealed, delivery.priority, delivery.attempt) == (job.sealed, Priority.HIGH, 1)
-    assert settle(broker, "w2", commit_of(delivery, reply=reply, once="key")) == [CommitStatus.COMMITTED]
+    assert settle(broker, "w2", commit_of(delivery, reply=reply, idempotency_digest="key")) == [CommitStatus.COMMITTED]
     assert broker.job_records([job.job_id]) == [JobRecord(State.COMPLETED, "", b"result")]
     told = broker.read({reply: "0-0"}, 0)
     assert [entry.fields[1] for entry in told] == [b"D-dead", b"C-result"]
@@ -244,12 +244,12 @@ def test_replay_never_doubles_a_job(broker: Broker, slot: str, now: str):
 
 def test_replay_respects_who_has_the_idempotency_key(brokerage: Brokerage, broker: Broker, slot: str):
     """When the key has expired and answers for another job now, a replay would be a second effect."""
-    job = publication(slot, once="key", fingerprint="p")
+    job = publication(slot, idempotency_digest="key", fingerprint="p")
     broker.publish(slot, [job], Limits(10, 0, job_ttl_ms=60_000))
     (delivery,) = claim(broker, "w", slot)
     broker.bury("w", delivery, "poison")
     (letter,) = broker.dead_letters(slot)
-    other = publication(slot, once="another", fingerprint="p")
+    other = publication(slot, idempotency_digest="another", fingerprint="p")
     broker.publish(slot, [other], ROOMY)
     claimed = Publication(other.job_id + "0", Priority.NORMAL, b"", "acme", "", "another", "p")
     assert broker.replay(slot, letter.entry, claimed, 60_000) is Replay.SUPERSEDED

@@ -42,7 +42,7 @@ def _outcome(broker: Broker, slot: str) -> str:
 @pytest.mark.parametrize("share", [0.85, 1.2], ids=["beyond the mark", "beyond the limit"])
 def test_publishing_stops_before_memory_ends(redis_brokerage: OnRedis, broker: Broker, slot: str, share: float):
     """Refused with a time after which to retry, and nothing is written; after relief jobs are accepted again."""
-    job = publication(slot, once="key", fingerprint="p")
+    job = publication(slot, idempotency_digest="key", fingerprint="p")
     broker.publish(slot, [job], ROOMY)
     redis_brokerage.elapse(110)
     with filled(redis_brokerage, share):

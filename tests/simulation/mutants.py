@@ -297,7 +297,7 @@ class IdempotencyForgotten(UnreliableEnd):
     """A key is not remembered."""
 
     def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
-        return super().serve_publish(slot, [structs.replace(job, once="") for job in jobs], limits)
+        return super().serve_publish(slot, [structs.replace(job, idempotency_digest="") for job in jobs], limits)
 
 
 class PublishedTwice(UnreliableEnd):
