@@ -70,7 +70,7 @@ def letters(broker: Broker, slot: str) -> Iterator[DeadLetter]:
 
 def find(broker: Broker, slot: str, entry: str) -> DeadLetter:
     """One letter with its bytes. Raises InvalidInput when there is none."""
-    letter = broker.dead_letter(slot, entry) if _ENTRY.fullmatch(entry) else None
+    letter = broker.read_dead_letter(slot, entry) if _ENTRY.fullmatch(entry) else None
     if letter is None:
         raise InvalidInput(
             f"No dead letter {entry!r:.60} of model {slot}. Expected an entry that `penstock dead list {slot}` shows"
@@ -153,7 +153,7 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
         "tenant": letter.tenant,
         "priority": letter.priority.label,
         "accepted_ms": letter.accepted_ms,
-        "buried_ms": letter.buried_ms,
+        "dead_lettered_ms": letter.dead_lettered_ms,
         "deliveries": letter.deliveries,
         "crashes": letter.crashes,
         "size": letter.size,

@@ -25,6 +25,7 @@ from celery.signals import setup_logging, worker_shutting_down
 
 from penstock.registry import logs
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
+from penstock.registry.broker.redis_connection import connection_options
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
@@ -345,9 +346,7 @@ def _auditor(settings: Settings) -> Callable[[Mapping[str, object]], None]:
 
 
 def _redis_client(settings: Settings) -> redis.Redis:
-    return redis.Redis.from_url(
-        settings.redis_url or "", protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
-    )
+    return redis.Redis.from_url(settings.redis_url or "", **connection_options(_REDIS_TIMEOUT_S))
 
 
 def _task_ingress(settings: Settings, broker: RedisStreams) -> TaskIngress:

@@ -51,7 +51,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.release("w2", [held(second)], version="1")
         assert ids(broker.adopt("w2", model, ["1"], 8)) == [jobs[2].job_id]
         broker.suspect(model, [held(first)], "incident", TTL_MS)
-        broker.bury("w", third, "reason")
+        broker.dead_letter("w", third, "reason")
         (letter,) = broker.dead_letters(model)
         broker.replay(model, letter.entry, jobs[3], TTL_MS)
         (entry,) = broker.waiting(model, Priority.NORMAL, b"", 8, 64)
