@@ -268,7 +268,7 @@ class WorkerParts:
 
     def _act(self, command: Command) -> str:
         """Obeys an operator, on Celery's thread. Raises Rejected for what this worker cannot do."""
-        if command.action == "errand":
+        if command.action == "rpc":
             return self._rpc_server.handle(command)
         if command.action == "reconcile":
             if self._reconciler is None:
