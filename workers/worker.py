@@ -40,6 +40,7 @@ import redis
 
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.base import Broker
+from penstock.registry.broker.redis_connection import connection_options
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
@@ -233,7 +234,7 @@ class OperatorCommands:
 
     def execute(self, command: Command) -> str:
         """Begin what the command asks for, and say so. Raises Rejected for what this worker cannot do."""
-        if command.action == "errand":
+        if command.action == "rpc":
             return self._rpc_server.handle(command)
         if command.action == "reconcile":
             return self._reconcile()
@@ -425,9 +426,7 @@ def _build_reconciler(settings: Settings, drain: Drain, worker: str, verify: Ver
 def _build_forwarder(
     settings: Settings, broker: Broker, celery: CeleryParts, closing: ExitStack
 ) -> TaskResultForwarder:
-    client = redis.Redis.from_url(
-        settings.redis_url or "", protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
-    )
+    client = redis.Redis.from_url(settings.redis_url or "", **connection_options(_REDIS_TIMEOUT_S))
     closing.callback(client.close)
     return TaskResultForwarder(client, broker, settings.keyring, celery.results, worker=celery.hostname)
 

@@ -177,7 +177,7 @@ def test_a_signed_command_is_begun_or_refused_with_the_reason(
     limits = {"PENSTOCK_WORKER_MODELS": "in-process", "PENSTOCK_OPERATOR_PUBLIC_KEYS": key.public_text}
     worker = Worker.open(settings(**limits, **environment), DEVICE, celery_parts(shared_redis))
     try:
-        sealed = command.given([HOST]).seal(key.sign)
+        sealed = command.addressed_to([HOST]).seal(key.sign)
         assert Panel.data[CONTROL_COMMAND](None, command=sealed) == reply
     finally:
         worker.close()
