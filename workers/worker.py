@@ -156,8 +156,9 @@ class Worker:
         self._grace_s = 0.0 if is_cold else self._settings.inference.queue.drain_grace_s
 
     def wait_until_stopped(self) -> None:
-        """Return when every part has ended that `ask_to_stop` ends."""
-        self._watchdog.join()
+        """Return when every part has ended that `ask_to_stop` ends; at once before `start`."""
+        if self._watchdog.ident is not None:
+            self._watchdog.join()
 
     def _watch(self) -> None:
         stall = StallDetector(_HEALTH_S)
