@@ -299,7 +299,7 @@ class Drain:
         is_running, is_loading = bool(parts.executor.running()), parts.lifecycle.loader.is_busy
         if self._completer.has_work:
             until = 0.0
-        elif parts.intake.is_behind:
+        elif parts.intake.has_deferred:
             until = min(until, _SHORTEST_PAUSE_S if is_running else 0.0)
         elif parts.claimer.is_armed:
             until = min(until, parts.claimer.next_wakeup() - now)
@@ -395,12 +395,12 @@ class Drain:
     def _dead_letter_deferred(self) -> None:
         """Once nothing waits for this thread, or after some time."""
         parts = self.parts
-        if not parts.intake.is_behind:
+        if not parts.intake.has_deferred:
             self._deferred_since = self._clock()
         elif self._clock() - self._deferred_since > _DEFERRED_S or not (
             self._completer.has_work or parts.executor.running() or parts.executor.waiting()
         ):
-            parts.intake.bury_next()
+            parts.intake.dead_letter_next()
 
     # Versions
 
@@ -515,8 +515,8 @@ class Drain:
             return True
         running = [item.job for run in self.parts.executor.running() for item in run.batch.items]
         self._to_release += self.parts.flights.end_all(running)
-        while self.parts.intake.is_behind:
-            self.parts.intake.bury_next()
+        while self.parts.intake.has_deferred:
+            self.parts.intake.dead_letter_next()
         # Former followers of a job that ended without an answer are back in the backlog by now.
         self.give_back_waiting()
         logger.info("drained")

@@ -108,7 +108,7 @@ def commit_of(outcome: JobOutcome, *, worker: str, keyring: Keyring) -> tuple[Jo
         seal("result", result, outputs.body if outputs else b"", keyring),
         header.tenant,
         header.reply,
-        header.once,
+        header.idempotency_digest,
     )
     return outcome, commit
 

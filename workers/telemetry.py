@@ -16,7 +16,7 @@ from penstock.workers.batch_run import BatchRun
 from penstock.workers.cache import AnswerCache
 from penstock.workers.completer import Settlement
 from penstock.workers.observe.listener import Ended, JobListener
-from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 from penstock.workers.results import JobOutcome
 from penstock.workers.versions.policy import ENDPOINT
 
@@ -88,16 +88,18 @@ class BatchTelemetry:
         jobs = [outcome.job for outcome in outcomes]
         self.batches += 1
         self._metrics.batch(
-            name,
-            version,
-            ENDPOINT,
-            run.batch.rows,
-            len(run.batch.items),
-            [job.queue_ms / 1000 for job in jobs],
-            [max(0.0, run.started - job.claimed) for job in jobs],
-            run.ended - run.started,
-            commit_s,
-            [job.queue_ms / 1000 + now - job.claimed for job in jobs],
+            BatchStats(
+                model=name,
+                version=version,
+                endpoint=ENDPOINT,
+                rows=run.batch.rows,
+                jobs=len(run.batch.items),
+                queue_s=[job.queue_ms / 1000 for job in jobs],
+                batch_s=[max(0.0, run.started - job.claimed) for job in jobs],
+                compute_s=run.ended - run.started,
+                commit_s=commit_s,
+                total_s=[job.queue_ms / 1000 + now - job.claimed for job in jobs],
+            )
         )
         if run.padded_tokens:
             self._metrics.padding(name, version, ENDPOINT, 1 - run.tokens / run.padded_tokens)
