@@ -159,7 +159,7 @@ class Drain:
             room=self._room_to_take_over,
             news=self._on_lease_update,
             look=parts.lifecycle.poll_records,
-            report=self._report,
+            report=lambda: parts.status.report(is_ready=self.readiness[0]),
             clock=clock,
         )
 
@@ -452,10 +452,6 @@ class Drain:
         """On the lease thread."""
         self._lease_updates.append(update)
         self.parts.claimer.wake_up.ring()
-
-    def _report(self) -> None:
-        """On the lease thread, once a second."""
-        self.parts.status.report(is_ready=self.readiness[0])
 
     def _apply_lease_updates(self) -> None:
         while self._lease_updates:
