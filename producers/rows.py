@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.registry.errors import InvalidInput
-from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
+
+if TYPE_CHECKING:
+    from penstock.registry.package import ModelSpec
 
 __all__ = ["RowShape", "Tracker"]
 
