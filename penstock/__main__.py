@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     extra = "worker" if STARTS_WORKERS.intersection(words) else "cli"
     if package := missing_package(extra):
         name = package.replace("_", "-")
-        sys.stderr.write(f"Error: {name} is not installed. Expected: pip install '.[{extra}]' in a checkout\n")
+        hint = f"pip install '.[{extra}]' in the checkout of Penstock"
+        sys.stderr.write(f"Error: {name} is not installed. Expected: {hint}\n")
         sys.exit(os.EX_CONFIG)
     from penstock.compose.cli import main as command
 
