@@ -51,7 +51,7 @@ def start_installed(tmp_path: Path) -> Iterator[StartInstalled]:
 
         def start(environment: Environment, server: RedisServer, models_root: Path) -> InstalledWorker:
             folder = tmp_path / "worker"
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             worker = InstalledWorker(server, models_root, folder, name="installed")
             worker.environment = environment
             ends.callback(worker.stop)

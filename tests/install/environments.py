@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.servers import ROOT, WorkerProcess, require
@@ -41,23 +42,33 @@ def build(sources: Path, target: Path, kind: str) -> Path:
 
 
 class Environment:
-    """A virtual environment: `python -m venv`, without the packages of the one that runs the tests."""
+    """A virtual environment without any package; the pip of the one that runs the tests installs into it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.bin = folder / "bin"
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         self.packages = next(folder.glob("lib/python*/site-packages"))
 
     def install(self, *requirements: str, options: Sequence[str | Path] = ()) -> None:
-        """Install with pip and the versions of constraints.txt; without an index the test is skipped."""
-        chosen = ["--quiet", "--no-compile", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", *options]
-        command = [self.bin / "python", "-m", "pip", "install", *chosen, *requirements]
-        # Packages on PYTHONPATH would count as installed.
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        ended = subprocess.run(command, cwd=self.folder, env=variables, capture_output=True, text=True, check=False)
+        """Install with the versions of constraints.txt; without an index the test is skipped."""
+        ended = self._pip("install", "--no-compile", "-c", ROOT / "constraints.txt", *options, *requirements)
         require(None if OFFLINE.search(ended.stderr) else True, "a package index")
         assert ended.returncode == 0, ended.stderr
+
+    def uninstall(self, name: str) -> None:
+        """Take a package away, as pip does it."""
+        ended = self._pip("uninstall", "--yes", name)
+        assert ended.returncode == 0, ended.stderr
+
+    def _pip(self, command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        require(find_spec("pip"), "pip")
+        pip = [sys.executable, "-m", "pip", "--python", self.bin / "python", "--disable-pip-version-check", "--quiet"]
+        # Packages on PYTHONPATH would count as installed.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        return subprocess.run(
+            [*pip, command, *arguments], cwd=self.folder, env=variables, capture_output=True, text=True, check=False
+        )
 
     def run(
         self, *command: str | Path, environment: Mapping[str, str] | None = None, timeout_s: float = 60
@@ -74,10 +85,9 @@ class InstalledWorker(WorkerProcess):
     """A worker of another environment; as bare as its user types it."""
 
     environment: Environment
-    command: tuple[str, ...] = ("celery", "-A", "penstock.workers.app", "worker")
 
     def launch(self) -> None:
         """See WorkerProcess.launch; nothing of the checkout is on its path."""
         variables = {name: value for name, value in self._environment.items() if name != "PYTHONPATH"}
-        program, *arguments = self.command
-        self._spawn([self.environment.bin / program, *arguments], variables)
+        python = self.environment.bin / "python"
+        self._spawn([python, "-m", "celery", "-A", "penstock.workers.app", "worker"], variables)

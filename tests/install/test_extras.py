@@ -44,9 +44,9 @@ def test_base_submits(
 def test_cli_operates(install: Install, redis_server: RedisServer, models_root: Path):
     """`[cli]` asks, registers and examines; the command that would start a worker names `[worker]`."""
     environment = install("[cli]")
-    write_double(models_root)
+    package = str(write_double(models_root))
     variables = {"PENSTOCK_REDIS_URL": redis_server.url, "PENSTOCK_INFERENCE_REPO_ROOT": str(models_root)}
-    for command in (["status"], ["models", "register", "double"], ["models", "show", "double"], ["doctor"]):
+    for command in (["status"], ["models", "register", package], ["models", "history", "double"], ["doctor"]):
         ended = environment.run("penstock", *command, environment=variables)
         assert "Traceback" not in ended.stderr, ended.stderr
         assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
