@@ -10,30 +10,31 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from types import ModuleType
 
 
-class Only(MetaPathFinder):
-    """Finds nothing, and ends the search for packages that are not named."""
+class Only(PathFinder):
+    """Finds the packages that are named, the standard library among them, and no other."""
 
-    def __init__(self, names: set[str]) -> None:
-        self._names = names | set(sys.stdlib_module_names) | {"__main__"}
+    names = frozenset(sys.stdlib_module_names) | {"__main__"}
 
+    @classmethod
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None for a package that is named: the next finder looks. Raises ModuleNotFoundError for others."""
-        # The build's variables, whose module is called after the platform.
-        if fullname.partition(".")[0] not in self._names and not fullname.startswith("_sysconfigdata"):
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-        return None
+        """As PathFinder finds it; None for a package that is not named."""
+        top = fullname.partition(".")[0]
+        # The module of the build's variables is called after the platform.
+        is_named = top in cls.names or top.startswith("_sysconfigdata")
+        return super().find_spec(fullname, path, target) if is_named else None
 
 
 if __name__ == "__main__":
     allowed, program = sys.argv[1:3]
-    sys.meta_path.insert(0, Only(set(allowed.split(","))))
+    Only.names |= set(allowed.split(","))
+    # Whatever else finds modules would find more: the hooks of editable installs, for example.
+    sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only]
     del sys.argv[:2]
     runpy.run_path(program, run_name="__main__")
     loaded = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
