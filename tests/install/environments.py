@@ -34,7 +34,7 @@ def copy_sources(target: Path) -> Path:
 
 def build(sources: Path, target: Path, kind: str) -> Path:
     """The archive of a kind, wheel or sdist, by the backend that pip calls."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", target]
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(target)]
     ended = subprocess.run(command, cwd=sources, capture_output=True, text=True, check=False)
     require(None if "No module named" in ended.stderr else True, "hatchling, of the extra dev")
     assert ended.returncode == 0, ended.stderr
@@ -63,7 +63,8 @@ class Environment:
 
     def _pip(self, command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         require(find_spec("pip"), "pip")
-        pip = [sys.executable, "-m", "pip", "--python", self.bin / "python", "--disable-pip-version-check", "--quiet"]
+        python = str(self.bin / "python")
+        pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet"]
         # Packages on PYTHONPATH would count as installed.
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         return subprocess.run(

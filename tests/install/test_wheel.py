@@ -57,7 +57,7 @@ def test_no_secret_is_packed(sources: Path, names: list[str], tmp_path: Path):
 def test_metadata_says_what_is_installed(wheel: Path):
     """Licence with its text, the command, the versions of Python, and base requirements without a framework."""
     folder = next(path for path in ZipPath(wheel).iterdir() if path.name.endswith(".dist-info"))
-    found = PathDistribution(folder)  # type: ignore[arg-type]
+    found = PathDistribution(folder)
     assert found.metadata["License-Expression"] == "Apache-2.0"
     assert found.read_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
     assert [entry.value for entry in found.entry_points] == ["penstock.__main__:main"]
