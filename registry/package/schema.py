@@ -2,8 +2,7 @@
 
     python -m penstock.registry.package.schema > registry/package/model.schema.json
 
-It says what each field means and may be; what fields mean for each other is checked by `load_package` alone. The
-meaning is the string below the field. Only this module reads it from the source: every client would pay for it.
+It describes each field by itself. Only `load_package` checks fields against each other.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ __all__ = ["schema_text"]
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """A field's title would only repeat its name."""
+    """Leaves out the titles of fields, which repeat their names."""
 
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
 
 def schema_text() -> str:
-    """The schema as it is committed in registry/package/model.schema.json."""
+    """The text of registry/package/model.schema.json."""
     schema = ModelSpec.model_json_schema(schema_generator=_WithoutTitles)
     _describe(schema, ModelSpec)
     sections: list[type[BaseModel]] = [TensorSpec, *Section.__subclasses__()]
@@ -52,7 +51,7 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """What the string below each field of a class says."""
+    """The string below each field of a class. pydantic could read these strings, too, in every process that submits."""
     body = ast.parse(inspect.getsource(model)).body[0]
     statements = body.body if isinstance(body, ast.ClassDef) else []
     return {

@@ -68,13 +68,6 @@ def base_packages() -> set[str]:
     return {package for package, names in owners.items() if {canonicalize_name(name) for name in names} & base}
 
 
-def test_importing_penstock_loads_nothing_heavy():
-    """A backend imports the package whether or not it submits: one module of ours, and no package of others."""
-    loaded = loaded_after("import penstock")
-    assert foreign(loaded) == set()
-    assert {name for name in loaded if name.startswith("penstock")} == {"penstock"}
-
-
 def test_importing_the_client_loads_little():
     """NumPy and the codec of headers; Redis, settings and the packages of models come with the first client and job."""
     loaded = loaded_after("from penstock import Client")

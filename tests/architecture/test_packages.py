@@ -1,9 +1,11 @@
-"""What every package shows: a sorted `__all__`, types, and no path of one machine. For imports see test_imports.py."""
+"""What every package shows: a sorted `__all__`, types, and an import that costs little."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +14,8 @@ import pytest
 from tests.servers import ROOT
 
 TOP = ["compose", "producers", "registry", "safety", "workers"]
+HEAVY = ["celery", "numpy", "pydantic", "redis", "torch", "transformers"]
+IMPORT_BUDGET_MS = 50
 
 
 def packages() -> list[str]:
@@ -43,6 +47,38 @@ def test_all_is_sorted_and_complete(name: str):
 def test_package_is_typed():
     """Type checkers of users read our annotations."""
     assert (ROOT / "penstock" / "py.typed").exists()
+
+
+def import_ms(statement: str) -> float:
+    """The quickest of several fresh interpreters that run the statement, in milliseconds."""
+    program = f"import time; began = time.perf_counter(); {statement}; print((time.perf_counter() - began) * 1000)"
+    tries = [
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for _ in range(7)
+    ]
+    return min(map(float, tries))
+
+
+def test_importing_penstock_costs_little():
+    """At most 50 ms more than Python itself: a backend imports the client whether or not it submits."""
+    assert import_ms("import penstock") <= IMPORT_BUDGET_MS
+
+
+def test_importing_penstock_loads_nothing_heavy():
+    """Frameworks, NumPy and the broker's client come with the first use."""
+    program = f"import sys, penstock; print([name for name in {HEAVY} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_using_the_client_loads_no_framework():
+    """A process that submits jobs never loads torch, transformers, onnxruntime or Celery."""
+    program = (
+        "import sys; from penstock import AsyncClient, Client; "
+        "print([name for name in ('torch', 'transformers', 'onnxruntime', 'celery') if name in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
 
 
 def test_no_file_names_a_path_of_one_machine():
