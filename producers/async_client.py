@@ -17,7 +17,7 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.producers.async_replies import AsyncInbox, Outbox
 from penstock.producers.connection import (
@@ -40,12 +40,10 @@ from penstock.registry.errors import (
     QueueFull,
     ResultTimeout,
 )
+from penstock.registry.package import ModelSpec
 from penstock.registry.queues import slot_of
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import Array
-
-if TYPE_CHECKING:
-    from penstock.registry.package import ModelSpec
 
 __all__ = ["AsyncClient", "AsyncJobHandle"]
 

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.producers.connection import (
     LONGEST_PAUSE_S,
     client_settings,
-    environment_settings,
     new_client_id,
 )
 from penstock.producers.publish import accepted, cancellation, parcels
@@ -40,6 +39,7 @@ from penstock.producers.rows import RowShape, Tracker
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.base import CancelOutcome, JobRecord, Publication, Receipt, State
+from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import (
     BrokerUnavailable,
@@ -49,12 +49,10 @@ from penstock.registry.errors import (
     QueueFull,
     ResultTimeout,
 )
+from penstock.registry.package import ModelSpec
 from penstock.registry.queues import slot_of
+from penstock.registry.settings import Settings
 from penstock.registry.tensors import Array
-
-if TYPE_CHECKING:
-    from penstock.registry.package import ModelSpec
-    from penstock.registry.settings import Settings
 
 __all__ = ["Client", "JobHandle"]
 
@@ -83,9 +81,6 @@ class Client:
         models_root: str | Path | None = None,
         settings: Settings | None = None,
     ) -> None:
-        # With the first client, for redis is half of what `from penstock import Client` would cost.
-        from penstock.registry.broker.redis_streams import RedisStreams
-
         settings = client_settings(settings, tenant=tenant, signing_keys=signing_keys, models_root=models_root)
         queue = settings.inference.queue
         self.tenant = settings.tenant_id
@@ -100,7 +95,7 @@ class Client:
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> Client:
         """The broker that the settings name; without one, the embedded stack that runs on this home."""
-        settings = stack_file.with_broker(settings or environment_settings())
+        settings = stack_file.with_broker(settings or Settings.load())
         return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
 
     def submit(

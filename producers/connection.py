@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from penstock.registry.settings import Settings
+from penstock.registry.settings import Settings
 
-__all__ = ["LONGEST_PAUSE_S", "client_settings", "environment_settings", "new_client_id"]
+__all__ = ["LONGEST_PAUSE_S", "client_settings", "new_client_id"]
 
 LONGEST_PAUSE_S: Final = 1.0
 """A client that waits for room in a queue asks again after so long at the latest."""
@@ -23,15 +21,8 @@ def client_settings(
     root = None if models_root is None else Path(models_root)
     named = {"tenant_id": tenant, "signing_keys": signing_keys, "repo_root": root}
     if settings is None:
-        return environment_settings(named)
+        return Settings.load(overrides=named)
     return settings.changed({key: value for key, value in named.items() if value is not None})
-
-
-def environment_settings(overrides: Mapping[str, object] | None = None) -> Settings:
-    """The settings of this process; they are imported with the first client, for pydantic is a third of its cost."""
-    from penstock.registry.settings import Settings
-
-    return Settings.load(overrides=overrides)
 
 
 def new_client_id() -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.registry.errors import InvalidInput
+from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
-
-if TYPE_CHECKING:
-    from penstock.registry.package import ModelSpec
 
 __all__ = ["RowShape", "Tracker"]
 
@@ -53,19 +50,14 @@ class Tracker:
         self._wish = wish
         self._total = len(items) if isinstance(items, Sequence) else None
         self._bar: Any = None
-        self._has_printed = False
 
     def __enter__(self) -> Callable[[int], None]:
         if callable(self._wish):
             return self._wish
         if not self._wish:
             return lambda _: None
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-        except ModuleNotFoundError:
-            # The base install has no terminal library.
-            return self._print_count
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         bar = self._bar = Progress(*columns, console=Console(stderr=True))
@@ -73,14 +65,8 @@ class Tracker:
         task = bar.add_task("jobs", total=self._total)
         return lambda done: bar.update(task, completed=done)
 
-    def _print_count(self, done: int) -> None:
-        sys.stderr.write(f"\rjobs {done}/{'?' if self._total is None else self._total}")
-        self._has_printed = True
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._has_printed:
-            sys.stderr.write("\n")

@@ -14,17 +14,15 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
+from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.queues import new_job_id, parse_name, parse_priority
+from penstock.registry.settings import QueueConfig, Settings
 from penstock.registry.tensors import encode, encoded_size
-
-if TYPE_CHECKING:
-    from penstock.registry.package import ModelSpec
-    from penstock.registry.settings import QueueConfig, Settings
 
 __all__ = ["JobBuilder", "SpecCache", "limits_of"]
 
@@ -73,7 +71,7 @@ class SpecCache:
         if kept is not None and kept[1] == found:
             spec = kept[2]
         elif found is not None:
-            spec = _parsed(found)
+            spec = ModelSpec.from_json(found)
         else:
             spec = self._local(model, version)
         if len(self._specs) >= _MOST_SPECS:
@@ -82,8 +80,6 @@ class SpecCache:
         return spec
 
     def _local(self, model: str, version: str) -> ModelSpec:
-        from penstock.registry.package import find, load_package
-
         try:
             return load_package(find(self._root, model, version or None).path, trusted_roots=(self._root,)).spec
         except UnknownModel:
@@ -167,13 +163,6 @@ class JobBuilder:
 
     def _too_large(self, size: int) -> InvalidInput:
         return InvalidInput(f"The inputs take {size} bytes. Expected at most {self._max_bytes}")
-
-
-def _parsed(found: bytes) -> ModelSpec:
-    # With the first job: a process that imports a client need not submit.
-    from penstock.registry.package import ModelSpec
-
-    return ModelSpec.from_json(found)
 
 
 def _options(spec: ModelSpec, outputs: Sequence[str], lane: bool, retry: Retry | None) -> Options:
