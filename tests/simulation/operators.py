@@ -16,34 +16,34 @@ __all__ = ["Operator"]
 
 
 class Operator(Bystander):
-    """Replays each job's first dead letter, some time after it was buried, as often as it takes to hear of it."""
+    """Replays the first dead letter of each job, after a pause, and repeats the call until it is answered."""
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__(simulation.world, "operator")
+        super().__init__(simulation.schedule, "operator")
         self.busy = 0
         """Letters that it has yet to look at."""
         self._simulation = simulation
         self._seen: set[str] = set()
         self.end: UnreliableEnd = simulation.connect(self)
-        simulation.truth.when_buried = self.on_record
+        simulation.truth.when_dead_lettered = self.on_record
 
     def on_record(self, slot: str, job_id: str) -> None:
         """A letter has come in."""
         if job_id not in self._seen:
             self._seen.add(job_id)
             self.busy += 1
-            self.world.after(self.world.rng.uniform(0.1, 2.0), partial(self._put_back, slot, job_id))
+            self.schedule.after(self.schedule.rng.uniform(0.1, 2.0), partial(self._put_back, slot, job_id))
 
     def _put_back(self, slot: str, job_id: str) -> None:
         self._simulation.mend(job_id)
         try:
             for letter in self.end.dead_letters(slot):
-                whole = self.end.dead_letter(slot, letter.entry) if letter.job_id == job_id else None
+                whole = self.end.read_dead_letter(slot, letter.entry) if letter.job_id == job_id else None
                 if whole is not None:
-                    self.world.inject("replay", job_id[-4:])
+                    self.schedule.inject("replay", job_id[-4:])
                     now_ms = self.end.now_ms()
                     dead_letters.replay(self.end, whole, UNSIGNED, job_ttl_ms=TTL_MS, now_ms=now_ms)
         except BrokerUnavailable:
-            self.world.after(self.world.rng.uniform(0.1, 0.5), partial(self._put_back, slot, job_id))
+            self.schedule.after(self.schedule.rng.uniform(0.1, 0.5), partial(self._put_back, slot, job_id))
             return
         self.busy -= 1
