@@ -12,7 +12,6 @@ import pytest
 import redis
 
 from penstock import Client
-from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
 from penstock.producers.client import JobHandle
 from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -21,6 +20,7 @@ from penstock.registry.errors import Cancelled, DeadLettered
 from penstock.registry.queues import WORKERS_KEY, Priority, dead_key, stream_key, worker_key
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import with_broker
+from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from penstock.workers.results import unrun_result
 from tests.compose.conftest import penstock
 from tests.packages import write_double

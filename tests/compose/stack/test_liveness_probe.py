@@ -33,11 +33,11 @@ from penstock.registry.queues import Priority
 from penstock.workers.process import heartbeat
 from penstock.workers.process.crash_journal import FileJournal, journal_path
 
-home, consumer, slot, entry, deed, limit_s = sys.argv[1:]
+home, consumer, slot, entry, fault, limit_s = sys.argv[1:]
 journal = FileJournal(journal_path(Path(home), os.getpid()), consumer, 2)
 heartbeat.start(int(os.environ["PENSTOCK_HEARTBEAT_FD"]), lambda: None)
 jobs = [Held(slot, Priority.NORMAL, entry.encode(), slot + ".1")]
-if deed == "works":
+if fault == "works":
     while True:
         journal.begin(0, jobs, float(limit_s), time.monotonic())
         time.sleep(0.01)
@@ -45,9 +45,9 @@ if deed == "works":
         journal.end(0)
 journal.begin(0, jobs, float(limit_s), time.monotonic())
 print(time.monotonic(), flush=True)
-if deed == "dies":
+if fault == "dies":
     os._exit(0)
-if deed == "sleeps":
+if fault == "sleeps":
     time.sleep(3600)
 ctypes.PyDLL(None).sleep(3600)
 """
@@ -56,7 +56,7 @@ ctypes.PyDLL(None).sleep(3600)
 class Scene:
     """A job that is claimed by a worker, which a supervisor with a witness runs."""
 
-    def __init__(self, folder: Path, server: RedisServer, slot: str, deed: str, url: str = "") -> None:
+    def __init__(self, folder: Path, server: RedisServer, slot: str, fault: str, url: str = "") -> None:
         self.broker = RedisStreams.from_url(server.url)
         self.broker.prepare([slot])
         job = Publication(new_job_id(slot), Priority.NORMAL, b"sealed", "acme")
@@ -66,7 +66,7 @@ class Scene:
         self.slot, self.home, self.output = slot, folder / "home", folder / "output"
         settings = Settings.load(environ={"PENSTOCK_HOME": str(self.home)}, cwd=folder)
         entry, limit_s = delivery.entry_id.decode(), str(LIMIT_S)
-        arguments = [sys.executable, "-c", PROCESS, str(self.home), CONSUMER, slot, entry, deed, limit_s]
+        arguments = [sys.executable, "-c", PROCESS, str(self.home), CONSUMER, slot, entry, fault, limit_s]
         environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
         self.probe = JournalProbe(settings, url or server.url)
         program = Program("gpu0", arguments, environ, beats=True, output=self.output, probe=self.probe)
@@ -108,9 +108,9 @@ def scenes() -> Iterator[list[Scene]]:
         scene.close()
 
 
-@pytest.mark.parametrize("deed", ["sleeps", "holds the GIL"])
+@pytest.mark.parametrize("fault", ["sleeps", "holds the GIL"])
 def test_a_forward_that_hangs_is_killed_within_a_second_of_its_limit(
-    deed: str,
+    fault: str,
     scenes: list[Scene],
     tmp_path: Path,
     shared_redis: RedisServer,
@@ -118,7 +118,7 @@ def test_a_forward_that_hangs_is_killed_within_a_second_of_its_limit(
     caplog: pytest.LogCaptureFixture,
 ):
     """Also one in which no other thread of the process runs; the job that it ran is a suspect for whoever is next."""
-    scenes.append(Scene(tmp_path, shared_redis, slot, deed))
+    scenes.append(Scene(tmp_path, shared_redis, slot, fault))
     begun = scenes[0].begun()
     wait_until(lambda: scenes[0].is_gone, 10, "the worker is killed")
     assert LIMIT_S <= time.monotonic() - begun <= LIMIT_S + 1.0
@@ -127,14 +127,14 @@ def test_a_forward_that_hangs_is_killed_within_a_second_of_its_limit(
     assert [delivery.crashes for delivery in scenes[0].suspicions()] == [1]
 
 
-@pytest.mark.parametrize("deed", ["dies", "is killed"])
+@pytest.mark.parametrize("fault", ["dies", "is killed"])
 def test_a_death_is_reported_at_once(
-    deed: str, scenes: list[Scene], tmp_path: Path, shared_redis: RedisServer, slot: str
+    fault: str, scenes: list[Scene], tmp_path: Path, shared_redis: RedisServer, slot: str
 ):
     """Long before the lease of its job lapses, which somebody else would then run beside others."""
-    scenes.append(Scene(tmp_path, shared_redis, slot, deed))
+    scenes.append(Scene(tmp_path, shared_redis, slot, fault))
     scenes[0].begun()
-    if deed == "is killed":
+    if fault == "is killed":
         os.kill(scenes[0].pid, signal.SIGKILL)
     begun = time.monotonic()
     wait_until(lambda: scenes[0].is_gone, 10, "the worker is gone")
