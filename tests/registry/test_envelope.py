@@ -89,7 +89,7 @@ def test_everything_comes_back(kind: str, keyring: Keyring):
 @pytest.mark.parametrize("kind", HEADERS)
 @pytest.mark.parametrize("other", HEADERS)
 def test_one_kind_never_passes_for_another(kind: str, other: str):
-    """A result is no job, also when somebody rewrites its letter: they are signed with different keys."""
+    """A result is no job, also with another letter: jobs and results are signed with different keys."""
     if kind == other:
         return
     sealed = _sealed(kind, SIGNING)

@@ -25,7 +25,7 @@ def keys(key: OperatorKey) -> PublicKeys:
 
 
 def test_signed_record_opens(key: OperatorKey, keys: PublicKeys):
-    """The payload comes back byte for byte, with and without somebody who checks."""
+    """The payload comes back byte for byte, with and without a verifier."""
     sealed = seal_record(PAYLOAD, key.sign, "active minilm")
     assert sealed.startswith(f"{key.key_id}:".encode())
     assert open_record(sealed, keys.verify, "active minilm") == PAYLOAD

@@ -85,7 +85,7 @@ def test_second_stack_on_a_home_is_refused(tmp_path):
 
 
 def test_readers_do_not_keep_a_stack_from_starting(tmp_path):
-    """Somebody who looks just when a stack starts does not make it refuse."""
+    """A reader that holds the lock for a moment does not keep a stack from starting."""
     reader = subprocess.Popen(
         [
             sys.executable,

@@ -72,7 +72,7 @@ class Catalog:
         return {each.version: each.stage for each in self.client.versions(self.name)}
 
     def execute(self, statement: str, **values: object) -> list[dict[str, Any]]:
-        """SQL as somebody with the database's password would run it; `:name` is the model. Returns the rows, if any."""
+        """Runs SQL without the operator's key; `:name` is the model. Returns the rows, if any."""
         with create_engine(self.url, poolclass=NullPool).begin() as connection:
             result = connection.execute(text(statement), {"name": self.name, **values})
             return [dict(row) for row in result.mappings()] if result.returns_rows else []

@@ -413,7 +413,7 @@ def test_change_is_seen_when_it_is_committed(catalog: Catalog):
 
 
 def test_listeners_are_told_of_every_change_of_production_once(catalog: Catalog):
-    """AR-080: (name, content before, content now) after the commit; a listener that fails keeps nobody from it."""
+    """AR-080: (name, content before, content now) after the commit, to every callback, also when one fails."""
     told: list[tuple[str, str | None, str]] = []
 
     def broken(*_: object) -> None:

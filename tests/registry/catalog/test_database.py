@@ -25,7 +25,7 @@ from tests.servers import ROOT, PostgresDatabase, free_port
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database that nobody has used."""
+    """A database that was never used."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/registry.db"
         return

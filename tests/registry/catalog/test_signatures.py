@@ -1,4 +1,4 @@
-"""Registry records are the operator's: whoever only has the database's password changes nothing that is believed.
+"""Records of the registry are signed: the database's password alone is not enough to change a trusted record.
 
 RELIABILITY, threat S0.1. Each attack is SQL on a real database.
 """
@@ -60,7 +60,7 @@ def test_signatures_hold_beyond_the_end_of_the_history(catalog: Catalog, monkeyp
 
 
 def test_unsigned_records_are_refused(catalog: Catalog):
-    """A client without the operator's key cannot bring a version that others believe."""
+    """Other clients refuse a version that was registered without the operator's key."""
     intruder = catalog.reopened(sign=None, verify=None)
     catalog.put("4", STAGING, intruder)
     with pytest.raises(BadSignature, match=r"registry version .* 4: an unsigned record"):
@@ -70,7 +70,7 @@ def test_unsigned_records_are_refused(catalog: Catalog):
 
 
 def test_records_of_another_operator_are_refused(catalog: Catalog):
-    """A key that nobody here was told of signs nothing."""
+    """A signature with an unknown key is refused."""
     catalog.put("4", STAGING, catalog.reopened(sign=new_key().sign, verify=None))
     with pytest.raises(BadSignature, match="not known here"):
         catalog.client.versions(catalog.name)
@@ -121,7 +121,7 @@ def test_edited_rows_are_refused(edit: str, catalog: Catalog):
 
 
 def test_missing_step_is_named(catalog: Catalog):
-    """Whoever looks for what was hidden is told where."""
+    """The error names the record that is missing."""
     catalog.execute("DELETE FROM penstock_transitions WHERE name = :name AND epoch = 5")
     with pytest.raises(BadSignature, match=f"the history of {catalog.name} has no epoch 5"):
         catalog.client.find(catalog.name)

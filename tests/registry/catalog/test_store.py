@@ -1,4 +1,4 @@
-"""Changes that an operator signed elsewhere, entered by somebody without a key. CX-003, IN-064."""
+"""Changes that an operator signed on another machine, written by a process without a key. CX-003, IN-064."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Overheard:
 
 
 class Desk:
-    """A registry with versions 1 (production), 2 (staging) and 3 (draft), and changes that nobody entered yet."""
+    """A registry with versions 1 (production), 2 (staging) and 3 (draft), and changes that are not written yet."""
 
     def __init__(self, url: str, root: Path, slot: str) -> None:
         self.key = new_key()

@@ -92,7 +92,7 @@ def test_weights_outside_the_package_are_refused(models_root: Path, tmp_path: Pa
 
 
 def test_links_that_lead_in_a_circle_are_refused(models_root: Path):
-    """Somebody's broken copy is one line about that package: its code, its weights, their folder, any other file."""
+    """A broken copy is one line about the package: its code, its weights, their folder, any other file."""
     for name, document, link, text in (
         ("code", PLAIN, "model.py", "entrypoint: found 'model:build', expected a module inside the package"),
         ("scripted", SCRIPTED, "model.pt", "weights: found 'model.pt', expected a file of the package"),

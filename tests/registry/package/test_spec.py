@@ -368,17 +368,17 @@ REFUSED: list[tuple[str, object, str]] = [
     ("level", changed(PLAIN, max_level=5), "max_level: found 5, expected less than or equal to 4"),
     ("memory", changed(PLAIN, memory_mb=0), "memory_mb: found 0, expected greater than or equal to 1"),
     (
-        "knob",
+        "policy field",
         changed(PLAIN, policy={"endpoints": {"fast": {"rollout_percent": 101}}}),
         "policy.endpoints.fast.rollout_percent: found 101, expected less than or equal to 100",
     ),
     (
-        "knob misspelt",
+        "policy field misspelt",
         changed(PLAIN, policy={"default": {"windowms": 1}}),
         "policy.default.windowms: unknown field, expected window_ms",
     ),
     (
-        "knobs beside the endpoints",
+        "policy fields beside the endpoints",
         changed(PLAIN, policy={"window_ms": 1}),
         "policy.window_ms: unknown field, expected one of: default, endpoints",
     ),
@@ -459,8 +459,8 @@ def test_every_optional_field_survives_the_broker(base: dict[str, Any], models_r
     assert (read.batching.buckets, read.codecs.default, read.precision) == (buckets, "base64", "bf16")
 
 
-def test_policy_of_an_endpoint_falls_back_knob_by_knob():
-    """The endpoint's own knob, else the policy's default, else the model's; None is the setting's (AR-023)."""
+def test_policy_of_an_endpoint_falls_back_field_by_field():
+    """The endpoint's own value, else the policy's default, else the model's; None: the setting's (AR-023)."""
     own = {"batching": {"max_wait_ms": 7}, "precision": "fp16", "concurrency": 2}
     policy = {
         "default": {"window_ms": 5, "cache_ttl_s": 60, "fallback_runtime": "reference"},
@@ -532,7 +532,7 @@ def test_committed_schema_is_that_of_the_model():
 
 
 def test_every_field_of_the_schema_is_described():
-    """Whoever writes a package reads there what a field means."""
+    """The schema describes every field for authors of packages."""
     schema = json.loads(schema_text())
     tables = {"model.yaml": schema, **schema["$defs"]}
     bare = [
