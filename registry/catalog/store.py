@@ -20,6 +20,7 @@ from penstock.registry.catalog.registered_model import HISTORY, RegisteredModel,
 from penstock.registry.catalog.stages import TransitionAction
 from penstock.registry.catalog.tables import (
     RegisteredVersion,
+    Transition,
     models,
     open_transition,
     open_version,
@@ -170,11 +171,7 @@ def enter(
         before = transaction.rows
         if before.transitions and dict(before.transitions[-1]) == dict(done[-1]):
             return
-        epoch = before.transitions[-1]["epoch"] if before.transitions else 0
-        if last.epoch != epoch + 1 and not (last.epoch > epoch and (last.action is TransitionAction.SIGN or not epoch)):
-            raise TransitionConflict(
-                f"{last.name} was changed meanwhile and is at epoch {epoch} now. Expected a new decision"
-            )
+        _check_next(last, before)
         known = {each.version: each for each in (open_version(row, verify) for row in before.versions)}
         history = [open_transition(row, verify) for row in before.transitions]
         unmoved = [each for each in after if each not in moved]
@@ -190,6 +187,15 @@ def enter(
         check_whole(RegisteredModel(last.name, whole, last.epoch, last.productions), (*history, last))
         if manifest is not None:
             check_files(manifest)
+
+
+def _check_next(last: Transition, before: ModelRows) -> None:
+    """Raises TransitionConflict unless the transition follows the stored ones."""
+    epoch = before.transitions[-1]["epoch"] if before.transitions else 0
+    if last.epoch != epoch + 1 and not (last.epoch > epoch and (last.action is TransitionAction.SIGN or not epoch)):
+        raise TransitionConflict(
+            f"{last.name} was changed meanwhile and is at epoch {epoch} now. Expected a new decision"
+        )
 
 
 def _hashed(version: RegisteredVersion, action: TransitionAction, rehash: Callable[[str], Manifest]) -> Manifest | None:
