@@ -172,7 +172,7 @@ def test_verify_sees_a_changed_file(stack: Stack):
     for arguments in (["verify", MODEL, "4"], ["promote", MODEL, "4", "--to", "staging"]):
         shown = penstock(stack.home, "models", *arguments)
         assert shown.exit_code == 1
-        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content {content})\n"
+        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content hash {content})\n"
 
 
 @pytest.mark.parametrize(
