@@ -513,5 +513,5 @@ def test_another_content_under_a_label_is_refused(town: Town):
     town.register("1")
     with (town.stage.root / town.model / "1" / "model.py").open("a") as module:
         module.write("# changed\n")
-    with pytest.raises(InvalidInput, match="changed files are another version"):
+    with pytest.raises(InvalidInput, match="changed files need another label"):
         town.deployer.register(town.stage.root / town.model / "1")

@@ -19,7 +19,7 @@ def test_an_answer_that_was_read_late_does_not_set_the_clock_back(
     shared_redis: RedisServer, slot: str, monkeypatch: pytest.MonkeyPatch
 ):
     """A process that was stopped between the answer and its reading goes on with the time that it knew: a deadline
-    that has passed meanwhile has passed. A broker whose clock was really set is believed."""
+    that has passed meanwhile has passed. If the broker's clock was really set, its time is used."""
     broker = RedisStreams.from_url(shared_redis.url)
     broker.prepare([slot])
     claim = [Claim(slot, 1, 0, 1000)]

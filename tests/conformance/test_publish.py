@@ -25,7 +25,7 @@ def test_jobs_can_be_looked_at_before_any_worker_existed(broker: Broker, slot: s
     assert ids(claim(broker, "w", slot)) == [waiting]
 
 
-def test_unknown_job_has_no_standing(broker: Broker, slot: str):
+def test_an_unknown_job_has_no_record(broker: Broker, slot: str):
     """A job that was never published is None, alone and in a list."""
     (job_id,) = publish(broker, slot)
     stranger = publication(slot).job_id

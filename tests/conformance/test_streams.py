@@ -32,7 +32,7 @@ def in_background(action: Callable[[], object]) -> threading.Thread:
 
 
 def test_finished_jobs_of_a_batch_travel_in_one_reply(broker: Broker, slot: str):
-    """A client hears of its jobs of one batch at once, with their records, and of nobody else's."""
+    """A client gets the records of its jobs of one batch in one entry, and none of other clients."""
     mine, theirs = reply_key(slot, "me"), reply_key(slot, "them")
     first, second = publish(broker, slot, 2, reply=mine)
     (third,) = publish(broker, slot, reply=theirs)

@@ -1,4 +1,4 @@
-"""Logs are JSON lines, whoever writes them."""
+"""Logs are JSON lines, from our loggers and from those of libraries."""
 
 import io
 import json

@@ -172,7 +172,7 @@ def test_verify_sees_a_changed_file(stack: Stack):
     for arguments in (["verify", MODEL, "4"], ["promote", MODEL, "4", "--to", "staging"]):
         shown = penstock(stack.home, "models", *arguments)
         assert shown.exit_code == 1
-        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content {content})\n"
+        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content hash {content})\n"
 
 
 @pytest.mark.parametrize(
@@ -419,6 +419,6 @@ def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: P
     assert (refused.exit_code, "is no plain file name" in refused.stderr) == (1, True)
     assert not (far / "registry.db").exists()
     there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
-    assert "signed with a key that is not known here" in run("list").stderr
+    assert "which this process does not have" in run("list").stderr
     nobody = penstock(far, "models", "--via", "nobody", "list", **there)
     assert nobody.stderr == f"Error: No worker 'nobody' listens on Celery's broker. Expected one of: {worker}\n"

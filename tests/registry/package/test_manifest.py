@@ -176,7 +176,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkey
 
 
 def test_a_file_that_never_rests_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Somebody is still writing it: the worker neither waits forever nor takes half of it."""
+    """A file that is still being written: the worker neither waits for ever nor reads half of it."""
     monkeypatch.setattr(manifest_module, "_QUIET_WITHIN_S", 0.2)
     ended = threading.Event()
 
