@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-
 from penstock.compose.dead_letters import describe, older_than_ms, peek, replay
+
 from penstock.registry.broker.base import Claim, DeadLetter, Limits, Publication
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import PROTOCOL, JobHeader, Keyring, seal
