@@ -167,7 +167,7 @@ def test_a_broker_that_is_away_neither_stops_the_supervisor_nor_loses_the_death(
     """A failed report is a line of the log, and the journal stays for the next report."""
     workers.append(SupervisedWorker(tmp_path, shared_redis, slot, "dies", url=f"unix://{tmp_path}/absent"))
     worker = workers[0]
-    wait_until(lambda: "death is not reported yet" in caplog.text, 20, "the report fails")
+    wait_until(lambda: "the death of a worker is not reported yet" in caplog.text, 20, "the report fails")
     assert not worker.is_reported
     again = JournalProbe(Settings.load(environ={"PENSTOCK_HOME": str(worker.home)}, cwd=tmp_path), shared_redis.url)
     again.on_exit()
