@@ -107,8 +107,8 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     deadline_ms: int = 0
     """Milliseconds after acceptance within which the job must have started; 0 means no deadline."""
     reply: str = ""
-    once: str = ""
-    """Digest of the idempotency key, when one was given; see producers/publish.py."""
+    idempotency_digest: str = ""
+    """Digest of (tenant, idempotency key); empty when the producer gave no key. See registry/admission.py."""
     traceparent: str = ""
     options: Options = Options()
     key: str = ""

@@ -25,6 +25,7 @@ from celery.signals import setup_logging, worker_shutting_down
 
 from penstock.registry import logs
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
+from penstock.registry.broker.redis_connection import connection_options
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
@@ -267,7 +268,7 @@ class WorkerParts:
 
     def _act(self, command: Command) -> str:
         """Obeys an operator, on Celery's thread. Raises Rejected for what this worker cannot do."""
-        if command.action == "errand":
+        if command.action == "rpc":
             return self._rpc_server.handle(command)
         if command.action == "reconcile":
             if self._reconciler is None:
@@ -345,9 +346,7 @@ def _auditor(settings: Settings) -> Callable[[Mapping[str, object]], None]:
 
 
 def _redis_client(settings: Settings) -> redis.Redis:
-    return redis.Redis.from_url(
-        settings.redis_url or "", protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
-    )
+    return redis.Redis.from_url(settings.redis_url or "", **connection_options(_REDIS_TIMEOUT_S))
 
 
 def _task_ingress(settings: Settings, broker: RedisStreams) -> TaskIngress:

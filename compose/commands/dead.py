@@ -164,7 +164,7 @@ def purge_dead(
         chosen = _chosen(
             entries,
             every or age_ms is not None,
-            lambda: [letter.entry for letter in letters(broker, slot) if letter.buried_ms < before_ms],
+            lambda: [letter.entry for letter in letters(broker, slot) if letter.dead_lettered_ms < before_ms],
         )
         for entry in entries:
             find(broker, slot, entry)
@@ -209,7 +209,7 @@ def _print_letter(letter: DeadLetter) -> None:
         counted(letter.size, "byte"),
     )
     owner = f"job {letter.job_id} of tenant {letter.tenant}" if letter.job_id else "no accepted job"
-    click.echo(f"{letter.slot} {letter.entry}  {utc_time(letter.buried_ms)}  {', '.join(counts)}")
+    click.echo(f"{letter.slot} {letter.entry}  {utc_time(letter.dead_lettered_ms)}  {', '.join(counts)}")
     click.echo(f"    {printable(owner)}\n    {printable(letter.reason)}")
 
 

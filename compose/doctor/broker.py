@@ -13,8 +13,8 @@ import redis
 from penstock.compose.doctor.findings import Finding
 from penstock.compose.doctor.installed import version_numbers
 from penstock.compose.doctor.security import shown_url
-from penstock.registry.broker.redis_scripts import MEMORY_HIGH_WATER_PCT
-from penstock.registry.broker.redis_streams import connection_options
+from penstock.registry.broker.limits import MEMORY_HIGH_WATER_PCT
+from penstock.registry.broker.redis_connection import connection_options
 
 __all__ = ["check_server"]
 

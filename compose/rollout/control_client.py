@@ -1,7 +1,7 @@
 """Signed control commands to workers, through Celery's remote control, and the workers' replies.
 
 Command -> signed with the operator's key -> broadcast `penstock_models` -> a worker's CommandVerifier -> its reply
-Request -> in a Command, sent again until it is done -> a worker's OperatorRpcServer -> its sealed answer
+Request -> in a Command, sent again until it is done -> a worker's OperatorRpcServer -> its signed response
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class ControlClient:
         """Send a command without waiting for replies. Raises BrokerUnavailable."""
         self._broadcast(command, workers)
 
-    def call(self, request: operator_rpc.Errand, worker: str, kind: Any, timeout_s: float = 300.0) -> Any:
+    def call(self, request: operator_rpc.Request, worker: str, kind: Any, timeout_s: float = 300.0) -> Any:
         """Run a request in a worker, and return its result as `kind`.
 
         Raises the error that the worker raised; ModelNotReady when the worker refuses, does not reply or takes too
-        long; BrokerUnavailable; Corrupt for an answer that is not signed with the signing keys of this process.
+        long; BrokerUnavailable; Corrupt for a response that is not signed with the signing keys of this process.
         """
-        command = Command("errand", errand=secrets.token_hex(8), body=operator_rpc.encode(request))
+        command = Command("rpc", request_id=secrets.token_hex(8), body=operator_rpc.encode(request))
         deadline = time.monotonic() + timeout_s
         pause_s, longest_s = _POLL_S
-        while not (answer := self._answer(command, worker)).is_done:
+        while not (response := self._response(command, worker)).is_done:
             if time.monotonic() > deadline:
                 raise ModelNotReady(f"{worker} has not finished within {timeout_s:g} s; it continues")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        return answer.read(kind)
+        return response.read(kind)
 
     def find_worker(self, worker: str | None = None, timeout_s: float = _TIMEOUT_S) -> str:
         """The name of a worker that listens for commands: this one, or any.
@@ -90,15 +90,15 @@ class ControlClient:
         """Close the connections."""
         self._app.close()
 
-    def _answer(self, command: Command, worker: str) -> operator_rpc.Answer:
+    def _response(self, command: Command, worker: str) -> operator_rpc.Response:
         replies = self._collect_replies(command, [worker], _TIMEOUT_S)
         reply = replies.get(worker, {"error": _no_reply(_TIMEOUT_S)})
         if "error" in reply:
             raise ModelNotReady(f"{worker}: {reply['error']}")
         sealed = reply.get("ok")
         if not isinstance(sealed, str):
-            raise UndecodableEnvelope("not an answer to a request")
-        return operator_rpc.open_answer(command.errand, sealed, self._keyring)
+            raise UndecodableEnvelope("not an RPC response")
+        return operator_rpc.open_response(command.request_id, sealed, self._keyring)
 
     def _collect_replies(self, command: Command, workers: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
         """The replies that arrive in time, by worker.
@@ -119,7 +119,7 @@ class ControlClient:
         return sorted(name for reply in replies for name in reply)
 
     def _broadcast(self, command: Command, workers: Sequence[str], **options: Any) -> Any:
-        sealed = {"command": command.given(workers).seal(self._sign)}
+        sealed = {"command": command.addressed_to(workers).seal(self._sign)}
         return self._reach(
             lambda: self._app.control.broadcast(CONTROL_COMMAND, arguments=sealed, destination=list(workers), **options)
         )

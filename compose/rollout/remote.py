@@ -37,7 +37,7 @@ class Remote:
         self._control = control
         self.worker: Final = control.find_worker(None if worker == ANY else worker)
 
-    def call(self, request: operator_rpc.Errand, kind: Any = None) -> Any:
+    def call(self, request: operator_rpc.Request, kind: Any = None) -> Any:
         """See ControlClient.call."""
         return self._control.call(request, self.worker, kind)
 

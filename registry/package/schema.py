@@ -2,7 +2,7 @@
 
     python -m penstock.registry.package.schema > registry/package/model.schema.json
 
-It says what each field means and may be; what fields mean for each other is checked by `load_package` alone.
+It describes each field by itself. Only `load_package` checks fields against each other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["schema_text"]
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """A field's title would only repeat its name."""
+    """Leaves out the titles of fields, which repeat their names."""
 
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
 
 def schema_text() -> str:
-    """The schema as it is committed in registry/package/model.schema.json."""
+    """The text of registry/package/model.schema.json."""
     schema = ModelSpec.model_json_schema(schema_generator=_WithoutTitles)
     named = {"$schema": GenerateJsonSchema.schema_dialect} | schema | {"title": SPEC_FILE}
     return json.dumps(named, indent=2) + "\n"

@@ -33,7 +33,9 @@ def _dead_letter(home: Path, client: Client) -> tuple[JobHandle, str]:
             for delivery in broker.collect():
                 failure = Failure("DeadLettered", "The job went to the dead letters. It killed three workers")
                 sealed = unrun_result(job.id, job.tenant, failure, worker="another worker", keyring=settings.keyring)
-                assert broker.bury("another worker", delivery, "it killed three workers", job_id=job.id, sealed=sealed)
+                assert broker.dead_letter(
+                    "another worker", delivery, "it killed three workers", job_id=job.id, sealed=sealed
+                )
                 return job, broker.dead_letters("double")[-1].entry
     pytest.fail("no job could be dead-lettered")
 

@@ -42,8 +42,8 @@ def _dead_lettered(broker: MemoryBroker, sealed: bytes) -> DeadLetter:
     """The letter of bytes that a worker has dead-lettered."""
     broker.publish("m", [Publication(new_job_id("m"), Priority.NORMAL, sealed, "x")], Limits(10, 0, 1000))
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
-    assert broker.bury("w", delivery, "why")
-    letter = broker.dead_letter("m", broker.dead_letters("m")[-1].entry)
+    assert broker.dead_letter("w", delivery, "why")
+    letter = broker.read_dead_letter("m", broker.dead_letters("m")[-1].entry)
     assert letter is not None
     return letter
 
@@ -93,7 +93,7 @@ def test_signed_job_is_shown_with_its_header():
         (_sealed(_header(model="other")), "another queue"),
         (_sealed(_header(reply="penstock:elsewhere")), "another queue"),
         (_sealed(_header(reply=reply_key("m", "me\nyou"))), "another queue"),
-        (_sealed(_header(once="a\nb")), "another queue"),
+        (_sealed(_header(idempotency_digest="a\nb")), "another queue"),
         (_sealed(_header(tenant="Mallory\nacme")), "Bad tenant name"),
         (_sealed(_header(priority="urgent")), "Unknown priority"),
     ],
@@ -114,7 +114,7 @@ def test_an_invalid_job_stays(sealed: bytes, why: str):
 def test_a_valid_job_is_replayed_unchanged():
     """It keeps the id, tenant, reply address and priority of its signed header."""
     broker = MemoryBroker(lambda: NOW_S)
-    header = _header(priority="high", reply=reply_key("m", "me"), once="ab")
+    header = _header(priority="high", reply=reply_key("m", "me"), idempotency_digest="ab")
     outcome = replay(broker, _dead_lettered(broker, _sealed(header)), KEYS, job_ttl_ms=60_000, now_ms=NOW_S * 1000)
     assert (outcome.is_replayed, outcome.job_id, outcome.reason) == (True, header.id, "")
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)

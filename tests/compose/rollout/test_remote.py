@@ -56,13 +56,13 @@ class LocalControl:
             raise ModelNotReady(f"No worker {worker!r} listens")
         return WORKER
 
-    def call(self, request: operator_rpc.Errand, worker: str, kind: Any) -> Any:
+    def call(self, request: operator_rpc.Request, worker: str, kind: Any) -> Any:
         """See ControlClient.call."""
         assert worker == WORKER
         self.called.append(type(request).__name__)
-        command = Command("errand", errand=secrets.token_hex(8), body=operator_rpc.encode(request))
+        command = Command("rpc", request_id=secrets.token_hex(8), body=operator_rpc.encode(request))
         while not (
-            answer := operator_rpc.open_answer(command.errand, self._rpc_server.handle(command), self._keyring)
+            answer := operator_rpc.open_response(command.request_id, self._rpc_server.handle(command), self._keyring)
         ).is_done:
             pass
         return self.replaced.get(type(request), None) or answer.read(kind)

@@ -16,7 +16,7 @@ import pytest
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
 from penstock.registry.package.hub_cache import cache_folder, find_snapshot
-from penstock.registry.package.sources import HubSource, LocalSource, MlflowSource, Source
+from penstock.registry.package.sources import HubSource, LocalSource, MlflowSource, ModelSource
 from tests.packages import write_double
 from tests.threats.model_files import write_encoder, write_encoder_files
 
@@ -31,7 +31,7 @@ MLFLOW_WARNINGS = (
 class ModelLifecycle(Protocol):
     """A source under test, and the hands that put files into it."""
 
-    source: Source
+    source: ModelSource
     unknown: str
 
     def put(self, folder: Path) -> str:
@@ -44,7 +44,7 @@ class LocalShelf:
     unknown = "absent/1"
 
     def __init__(self, root: Path) -> None:
-        self.source: Source = LocalSource(root)
+        self.source: ModelSource = LocalSource(root)
         self._root = root
 
     def put(self, folder: Path) -> str:
@@ -59,7 +59,7 @@ class HubShelf:
     unknown = f"org/absent@{COMMIT}"
 
     def __init__(self, root: Path) -> None:
-        self.source: Source = HubSource(root)
+        self.source: ModelSource = HubSource(root)
         self._repository = root / "models--org--tiny"
 
     def put(self, folder: Path) -> str:
@@ -85,7 +85,7 @@ class MlflowShelf:
     def __init__(self, store: str, root: Path) -> None:
         from mlflow.tracking import MlflowClient
 
-        self.source: Source = MlflowSource(store, root / "models")
+        self.source: ModelSource = MlflowSource(store, root / "models")
         self.client = MlflowClient(store, store)
         self._experiment = self.client.create_experiment(uuid4().hex, (root / "artefacts").as_uri())
 
@@ -257,7 +257,7 @@ class TestMlflow:
         mlflow_shelf.source.fetch(mlflow_shelf.put(written))
         served = (tmp_path / "models" / "double" / "1" / "model.py").read_bytes()
         (written / "model.py").write_text("def build(): return None\n")
-        with pytest.raises(ConfigurationError, match="double/1 is there with other content"):
+        with pytest.raises(ConfigurationError, match="double/1 is installed with other content"):
             mlflow_shelf.source.fetch(mlflow_shelf.put(written))
         assert (tmp_path / "models" / "double" / "1" / "model.py").read_bytes() == served
 

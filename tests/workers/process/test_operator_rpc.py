@@ -1,4 +1,4 @@
-"""A worker's clerk: errands are done once, beside Celery's thread, and within the worker's own folders. IN-064."""
+"""Operator RPC in a worker: each request runs once, beside Celery's thread, within the worker's folders. IN-064."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Counter:
         self.broker = SlowBroker()
         self.rpc_server = OperatorRpcServer(self.settings, self.broker, None)
 
-    def ask(self, errand: operator_rpc.Errand, key: str = "e1") -> operator_rpc.Answer:
-        """One look at an errand."""
-        sealed = self.rpc_server.handle(Command("errand", errand=key, body=operator_rpc.encode(errand)))
-        return operator_rpc.open_answer(key, sealed, self.settings.keyring)
+    def ask(self, request: operator_rpc.Request, key: str = "e1") -> operator_rpc.Response:
+        """One look at a request."""
+        sealed = self.rpc_server.handle(Command("rpc", request_id=key, body=operator_rpc.encode(request)))
+        return operator_rpc.open_response(key, sealed, self.settings.keyring)
 
-    def run(self, errand: operator_rpc.Errand, kind: Any = None) -> Any:
+    def run(self, request: operator_rpc.Request, kind: Any = None) -> Any:
         """Until it is done."""
-        while not (answer := self.ask(errand, key=str(errand))).is_done:
+        while not (answer := self.ask(request, key=str(request))).is_done:
             time.sleep(0.01)
         return answer.read(kind)
 
@@ -87,8 +87,8 @@ def counter(tmp_path: Path) -> Iterator[Counter]:
     made.broker.may_answer.set()
 
 
-def test_an_errand_that_takes_long_is_asked_for_again(counter: Counter):
-    """Celery's thread gets "not yet" at once; the errand runs once, whoever asks how often."""
+def test_a_long_request_is_asked_for_again(counter: Counter):
+    """Celery's thread gets "not yet" at once; the request runs once, however often it is asked for."""
     begun = time.monotonic()
     assert [counter.ask(operator_rpc.Models()).is_done for _ in range(3)] == [False] * 3
     assert time.monotonic() - begun < 3
@@ -100,14 +100,14 @@ def test_an_errand_that_takes_long_is_asked_for_again(counter: Counter):
     assert counter.broker.asked == 1
 
 
-def test_errands_do_not_pile_up(counter: Counter):
+def test_requests_do_not_pile_up(counter: Counter):
     """Four at a time; the fifth is refused in words, and taken when there is room."""
     for number in range(4):
         counter.ask(operator_rpc.Models(), key=f"e{number}")
-    with pytest.raises(ModelNotReady, match="4 errands already"):
+    with pytest.raises(ModelNotReady, match="4 operator requests already"):
         counter.ask(operator_rpc.Names(), key="e5")
     counter.broker.may_answer.set()
-    wait_until(lambda: _is_taken(counter), 10, "room for a fifth errand")
+    wait_until(lambda: _is_taken(counter), 10, "room for a fifth request")
 
 
 def _is_taken(counter: Counter) -> bool:
@@ -181,13 +181,13 @@ def test_a_version_is_exported_beside_the_others(counter: Counter):
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda counter: operator_rpc.Workers(), PenstockError, "its log says why"),
+        (lambda counter: operator_rpc.Workers(), PenstockError, "log has the reason"),
         (lambda counter: _without_registry(counter), RegistryUnavailable, "registry's database"),
     ],
     ids=["a defect", "no database"],
 )
 def test_what_goes_wrong_is_told_without_secrets(
-    counter: Counter, spoil: Callable[[Counter], operator_rpc.Errand], error: type[PenstockError], message: str
+    counter: Counter, spoil: Callable[[Counter], operator_rpc.Request], error: type[PenstockError], message: str
 ):
     """As the error that it is; of a defect only that there was one."""
     with pytest.raises(error, match=message) as raised:
@@ -195,13 +195,13 @@ def test_what_goes_wrong_is_told_without_secrets(
     assert "/path" not in str(raised.value)
 
 
-def _without_registry(counter: Counter) -> operator_rpc.Errand:
+def _without_registry(counter: Counter) -> operator_rpc.Request:
     counter.settings.home.mkdir(exist_ok=True)
     (counter.settings.home / "registry.db").write_bytes(b"not a database at all" * 100)
     return operator_rpc.Names()
 
 
-def test_what_is_no_errand_is_refused_before_anything_runs(counter: Counter):
+def test_a_body_that_is_no_request_is_refused_before_anything_runs(counter: Counter):
     """It is the answer to the command itself."""
-    with pytest.raises(UndecodableEnvelope, match="not an errand"):
-        counter.rpc_server.handle(Command("errand", errand="e1", body=b"\x91\xa5erase"))
+    with pytest.raises(UndecodableEnvelope, match="not an RPC request"):
+        counter.rpc_server.handle(Command("rpc", request_id="e1", body=b"\x91\xa5erase"))

@@ -114,7 +114,7 @@ def _changed(hub: Path, tmp_path: Path) -> str:
     [
         (_weights, f"found no model.yaml, .* with source: {{hub: org/tiny, revision: {COMMIT}}}"),
         (_pickled, r"file weights\.bin: found a pickle, which can run code"),
-        (_changed, "affine/1 is there with other content, expected another version"),
+        (_changed, "affine/1 is installed with other content, expected another version"),
         (lambda *_: f"org/absent@{COMMIT}", "org/absent@012345678901 is not in the local cache of the hub"),
         (lambda *_: "org/tiny@main", "revision: found 'main', expected a commit of 40 hex digits"),
         (lambda *_: "runs:/some/package", "^MLFLOW_TRACKING_URI: missing, expected the address"),
