@@ -162,7 +162,7 @@ class Deployer:
 
         Jobs that name no version are accepted by this spec, too, while the model has no active version. Repeating the
         call changes nothing. Raises ConfigurationError for the package, and as ModelRegistryClient.register does;
-        BrokerUnavailable when the version is registered but the broker could not be told.
+        BrokerUnavailable when the version is registered but its spec is not published.
         """
         package = self.files.package(path)
         spec = package.spec

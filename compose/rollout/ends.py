@@ -77,7 +77,7 @@ def _through_worker(
 
 
 def _state_store(settings: Settings) -> StateStore | None:
-    """The store that workers read their desired versions from; None when the settings say that there is none."""
+    """The store that workers read their desired versions from; None when the settings turn it off."""
     inference = settings.inference
     if not inference.state_reconcile_enabled:
         return None

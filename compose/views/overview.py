@@ -40,7 +40,7 @@ PARTS: Final = {
     "queue": "queue wait: in the broker",
     "batch": "batch wait: the batching delay",
     "compute": "compute: the forward",
-    "commit": "commit: result stored, client told",
+    "commit": "commit: result stored, client notified",
     "total": "total",
 }
 _PROBE_TIMEOUT_S: Final = 2.0

@@ -272,7 +272,7 @@ def test_new_secrets_are_complete_and_made_once(tmp_path: Path):
     assert users.returncode == 0
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 1
-    assert "there are secrets already" in again.stderr
+    assert "secrets exist already" in again.stderr
 
 
 def test_redis_is_healthy_only_when_it_answers():
