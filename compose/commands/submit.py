@@ -50,9 +50,9 @@ def submit(
     penstock submit mlp --inputs batch.json --wait --json
     """
     from penstock import Client
-    from penstock.compose.jobs import tensors
+    from penstock.compose.jobs import json_tensors
 
-    parsed = tensors.read({**_read_inputs(file), **dict(map(_parse_input, inputs))})
+    parsed = json_tensors.read({**_read_inputs(file), **dict(map(_parse_input, inputs))})
     settings = load_settings(environ)
     with Client.from_env(settings=settings) as client:
         job = client.submit(model, parsed, priority=priority, deadline_s=deadline_s, version=version)
@@ -62,12 +62,12 @@ def submit(
         if as_json:
             # Before the result: a broker that goes away afterwards cannot keep the result from being printed.
             with open_broker(connected(environ)) as broker:
-                codec = tensors.codec_of(broker, settings.inference.repo_root, model, version or "")
+                codec = json_tensors.codec_of(broker, settings.inference.repo_root, model, version or "")
         outputs = job.result(timeout=timeout)
         info = job.info()
     if as_json:
         facts = {"version": info.version, "content_hash": info.content_hash, "is_cached": info.is_cached}
-        click.echo(json.dumps({"job_id": job.id, **facts, "outputs": tensors.written(outputs, codec)}))
+        click.echo(json.dumps({"job_id": job.id, **facts, "outputs": json_tensors.written(outputs, codec)}))
         return
     for name, values in outputs.items():
         click.echo(f"{name} {values.dtype} {values.shape}\n{values}")

@@ -9,7 +9,7 @@ from sqlalchemy.engine import make_url
 
 from penstock.compose.doctor.findings import Finding
 from penstock.compose.rollout.active_version import active_deployment
-from penstock.compose.rollout.keys import operator_keys
+from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.rollout.registry import open_registry
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog.stages import ModelStage

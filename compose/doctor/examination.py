@@ -13,9 +13,9 @@ from penstock.compose.doctor.broker import check_server
 from penstock.compose.doctor.configuration import check_contradictions, check_packages
 from penstock.compose.doctor.deployments import check_deployments
 from penstock.compose.doctor.findings import Finding
-from penstock.compose.doctor.fleet import check_fleet
 from penstock.compose.doctor.installed import check_installed
 from penstock.compose.doctor.security import check_operator, check_security, check_signing, check_transport
+from penstock.compose.doctor.workers import check_workers
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
@@ -59,7 +59,7 @@ def _examine_broker(settings: Settings, url: str) -> Iterator[Finding]:
         return
     try:
         with closing(RedisStreams.from_url(url, timeout_s=_TIMEOUT_S)) as broker:
-            yield from check_fleet(broker)
+            yield from check_workers(broker)
             yield from check_deployments(settings, broker)
     except (BrokerUnavailable, redis.ResponseError) as error:
         what = str(error) if isinstance(error, BrokerUnavailable) else "the broker refuses a command of an operator"

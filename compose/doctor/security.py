@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.compose.doctor.findings import Finding
-from penstock.compose.rollout.keys import operator_keys
+from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.registry import stack_file
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings

@@ -1,6 +1,6 @@
 """The parts of a deployment, which compose/deploy.py puts together.
 
-registry.py         opens the registry of the settings     keys.py            the operator's keys
+registry.py         opens the registry of the settings     operator_keys.py   the operator's keys
 ends.py             connects a Deployer to its servers     access.py          the same for each command of the shell
 control_client.py   signed commands to workers             remote.py          registry, files and broker of a worker
 load_requests.py    asks workers to load and to unload     replicas.py        waits until the workers report it

@@ -40,7 +40,7 @@ class RegistryAccess:
             with self.deployer() as deployer:
                 yield deployer.registry
             return
-        from penstock.compose.rollout.keys import operator_keys
+        from penstock.compose.rollout.operator_keys import operator_keys
         from penstock.compose.rollout.registry import open_registry
 
         settings = self._settings()

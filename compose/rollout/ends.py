@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from penstock.compose.rollout.files import Files, LocalFiles
-from penstock.compose.rollout.keys import OperatorKeys, operator_keys
 from penstock.compose.rollout.load_requests import require_control
+from penstock.compose.rollout.operator_keys import OperatorKeys, operator_keys
 from penstock.compose.rollout.registry import open_registry
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.broker.redis_streams import RedisStreams

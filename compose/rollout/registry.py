@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.compose.rollout.keys import OperatorKeys
+from penstock.compose.rollout.operator_keys import OperatorKeys
 from penstock.registry.catalog import ModelRegistryClient
 from penstock.registry.catalog.tables import Transition
 from penstock.registry.errors import ConfigurationError

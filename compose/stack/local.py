@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import redis
 
-from penstock.compose.rollout.keys import operator_keys
+from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.stack.fleet import Device, worker_program, worker_timeouts
 from penstock.compose.stack.supervisor import Program, Supervisor, SupervisorTimeouts
 from penstock.registry import stack_file
@@ -248,7 +248,7 @@ class LocalStack:
         if not self._with_flower:
             return {}
         if importlib.util.find_spec("flower") is None:
-            self._on_progress("Flower is not installed. In the checkout of Penstock, pip install '.[flower]' adds it")
+            self._on_progress("Flower is not installed. Expected: pip install '.[flower]' in the checkout of Penstock")
             return {}
         port = self._flower_port or _free_port()
         return {

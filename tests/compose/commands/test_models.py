@@ -21,7 +21,7 @@ import redis
 import yaml
 
 from penstock.compose.deploy import Deployer
-from penstock.compose.rollout.keys import operator_keys
+from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.rollout.registry import open_registry
 from penstock.compose.stack.fleet import Device
 from penstock.compose.stack.local import LocalStack

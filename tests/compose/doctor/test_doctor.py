@@ -13,7 +13,6 @@ import pytest
 from click.testing import Result
 
 from penstock.compose.doctor import Finding, examine
-from penstock.compose.doctor.installed import is_within
 from penstock.registry.queues import dead_key
 from penstock.safety.keys import OperatorKey
 from tests.compose.conftest import penstock
@@ -318,24 +317,6 @@ def test_doctor_changes_nothing(environ: dict[str, str], server: RedisServer):
         _doctor(environ)
         assert client.dbsize() == before == 0
     assert os.listdir(environ["PENSTOCK_HOME"]) == []
-
-
-@pytest.mark.parametrize(
-    ("version", "bounds", "expected"),
-    [
-        ("5.7.0", ">=5.6.3,<6", True),
-        ("5.6.2", "<6,>=5.6.3", False),
-        ("6.0.0rc1", ">=5.6.3,<6", False),
-        ("5.10", ">=5.9", True),
-        ("2.13.0+cpu", "<3,>=2.11", True),
-        ("0.1.0", "==0.1.0", True),
-        ("0.2.0", "==0.1.0", False),
-        ("1.0", "", True),
-    ],
-)
-def test_versions_are_compared_by_number(version: str, bounds: str, expected: bool):
-    """Versions compare as in pip, for the kinds of bounds that our requirements have."""
-    assert is_within(version, bounds) is expected
 
 
 def test_every_requirement_is_checked(environ: dict[str, str]):

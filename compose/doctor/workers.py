@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from penstock.compose.doctor.findings import Finding
 from penstock.registry.broker.redis_streams import RedisStreams
 
-__all__ = ["check_fleet"]
+__all__ = ["check_workers"]
 
 
-def check_fleet(broker: RedisStreams) -> Iterator[Finding]:
+def check_workers(broker: RedisStreams) -> Iterator[Finding]:
     """The workers by their reports, then the queues of each model. Raises BrokerUnavailable."""
     models = broker.models()
     reports = [json.loads(report) for report in broker.workers()]
