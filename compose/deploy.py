@@ -28,7 +28,7 @@ from penstock.compose.views.levels import await_answers, entries
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.catalog import ModelRegistryClient, Veto
 from penstock.registry.catalog.lineage import ModelLineage
-from penstock.registry.catalog.stages import Action, ModelStage, check_step, parse_stage
+from penstock.registry.catalog.stages import ModelStage, TransitionAction, check_step, parse_stage
 from penstock.registry.catalog.tables import RegisteredVersion, Transition
 from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
@@ -199,7 +199,7 @@ class Deployer:
         found = self.registry.find(name, version)
         if found.stage is ModelStage.PRODUCTION:
             self.sync(name)
-        check_step(found.reference, Action.PROMOTE, found.stage, stage)
+        check_step(found.reference, TransitionAction.PROMOTE, found.stage, stage)
         if stage is not ModelStage.PRODUCTION:
             return Rollout(self.registry.promote(name, found.version, stage, reason=reason))
         self.registry.verify(name, found.version)

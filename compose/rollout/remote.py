@@ -106,8 +106,8 @@ class RemoteRegistryStore:
 class _RemoteTransaction:
     """Collects the rows of a change, which is then sent as a whole."""
 
-    def __init__(self, pages: ModelRows) -> None:
-        self.pages: Final = pages
+    def __init__(self, rows: ModelRows) -> None:
+        self.rows: Final = rows
         self.versions: list[dict[str, Any]] = []
         self.transitions: list[dict[str, Any]] = []
 

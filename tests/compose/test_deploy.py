@@ -526,5 +526,5 @@ def test_another_digest_under_a_label_is_refused(site: Site):
     site.register("1")
     with (site.stage.root / site.model / "1" / "model.py").open("a") as module:
         module.write("# changed\n")
-    with pytest.raises(InvalidInput, match="changed files are another version"):
+    with pytest.raises(InvalidInput, match="changed files need another label"):
         site.deployer.register(site.stage.root / site.model / "1")

@@ -206,7 +206,7 @@ class UnreliableEnd(MemoryBroker):
         return self._call("job_records", lambda: super(UnreliableEnd, self).job_records(job_ids), may_recur=False)
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
-        """See Broker.activate."""
+        """See FleetEnd.activate."""
         history = self.truth.answering[slot]
         if epoch > history[-1][1]:
             history.append((self.world.now, epoch, version))
@@ -373,7 +373,7 @@ class UnreliableEnd(MemoryBroker):
         return deliveries
 
     def workers(self) -> list[bytes]:
-        """See Broker.workers."""
+        """See FleetEnd.workers."""
         return self._call("workers", lambda: super(UnreliableEnd, self).workers(), may_recur=False)
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
@@ -406,7 +406,7 @@ class UnreliableEnd(MemoryBroker):
     def replay(
         self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
     ) -> Replay:
-        """See Broker.replay."""
+        """See OperatorEnd.replay."""
         return self._call("replay", lambda: self.serve_replay(slot, entry, job, job_ttl_ms, keeps_acceptance))
 
     def serve_replay(self, slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Replay:

@@ -420,7 +420,7 @@ def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: P
     assert (refused.exit_code, "is no plain name" in refused.stderr) == (1, True)
     assert not (far / "registry.db").exists()
     there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
-    assert "signed with a key that is not known here" in run("list").stderr
+    assert "which this process does not have" in run("list").stderr
     nobody = penstock(far, "models", "--via", "nobody", "list", **there)
     assert nobody.stderr == f"Error: No worker 'nobody' listens on Celery's broker. Expected one of: {worker}\n"
 

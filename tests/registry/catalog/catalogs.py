@@ -35,7 +35,7 @@ def ticks() -> Callable[[], datetime]:
 
 
 @dataclass
-class ModelLifecycle:
+class Catalog:
     """One model of a registry, with its packages on the disk."""
 
     url: str
@@ -48,7 +48,7 @@ class ModelLifecycle:
 
     def reopened(self, **options: Any) -> ModelRegistryClient:
         """A client as another process would make it."""
-        return ModelRegistryClient(**{"ledger": self.url, "clock": ticks(), **self.options, **options})
+        return ModelRegistryClient(**{"store": self.url, "clock": ticks(), **self.options, **options})
 
     def package(self, version: str) -> Package:
         """The package of a version, made when it is first asked for."""
