@@ -23,12 +23,12 @@ __all__ = ["models"]
 
 
 @click.group()
-@click.option("--via", default="", metavar="WORKER", help="Do the work through this worker, or `any`: see above.")
+@click.option("--via", default="", metavar="WORKER", help="Work through this worker, or through `any`: see above.")
 @click.pass_context
 def models(context: click.Context, via: str) -> None:
     """Register versions of models, choose the active one, and inspect them.
 
-    VERSION is a label such as 2, or at least six digits of a content digest.
+    VERSION is a label such as 2, or at least six digits of a content hash.
 
     With --via this process connects to nothing but Celery's broker. It sends signed commands to a worker, over Celery's
     remote control. That worker reads and writes the registry, reads its own folders and calls the broker. Folders and
@@ -46,7 +46,7 @@ def models(context: click.Context, via: str) -> None:
 @as_json_option
 @click.pass_obj
 def list_models(access: RegistryAccess, name: str | None, as_json: bool) -> None:
-    """List the versions of NAME, or of all models: stage, digest, the active one, the workers that have it loaded.
+    """List the versions of NAME, or of all models: stage, content hash, the active one, the workers that loaded it.
 
     \b
     penstock models list
@@ -67,7 +67,7 @@ def list_models(access: RegistryAccess, name: str | None, as_json: bool) -> None
 @as_json_option
 @click.pass_obj
 def show(access: RegistryAccess, name: str, version: str, as_json: bool) -> None:
-    """Show the registry's record of VERSION: stage, content digest, files. Default: the version in production.
+    """Show the registry's record of VERSION: stage, content hash, files. Default: the version in production.
 
     \b
     penstock models show minilm 2

@@ -50,7 +50,7 @@ def register(access: RegistryAccess, package: str, lineage_file: Path | None, re
             # The package is refused, not the configuration of this command: exit status 1.
             raise click.ClickException(str(error)) from None
     data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, "stage": found.stage}
-    print_data(data, as_json, f"Registered {found.reference} ({found.stage}, digest {found.content_hash[:12]})")
+    print_data(data, as_json, f"Registered {found.reference} ({found.stage}, content hash {found.content_hash[:12]})")
 
 
 @click.command("promote")

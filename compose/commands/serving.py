@@ -83,7 +83,7 @@ def compile_model(access: RegistryAccess, name: str, worker: str | None, timeout
     "--now",
     "action",
     type=click.Choice(["measure", "optimise", "trace"]),
-    help="First measure every form and use none; or try the forms of the allowed levels; or trace a few batches.",
+    help="First do this: measure every form and use none, try the forms of the allowed levels, or trace a few batches.",
 )
 @worker_option
 @timeout_option

@@ -51,7 +51,7 @@ class LoadRequests:
         Raises ModelNotReady when a worker refuses, ConfigurationError without an operator's key, BrokerUnavailable.
         """
         if worker is None and self._states is not None:
-            # An unload request is stored, too: from it workers learn the digest of a version that jobs may name.
+            # An unload request is stored, too: from it workers learn the content hash of a version that jobs may name.
             desired = DesiredVersion(version.name, version.version, is_wanted, version.content_hash, time.time())
             self._states.put(desired, self._sign)
             self._notify_workers(version.name)
@@ -74,7 +74,7 @@ class LoadRequests:
         return desired is not None and desired.is_wanted
 
     def is_known(self, version: RegisteredVersion) -> bool:
-        """Whether a request for this version with this digest is stored, to load or to unload."""
+        """Whether a request for this version with this content hash is stored, to load or to unload."""
         desired = self._stored(version)
         return desired is not None and desired.content_hash == version.content_hash
 

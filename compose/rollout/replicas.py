@@ -92,10 +92,10 @@ class Watch:
         return [replica for replica in found if self._only in (None, replica.worker)]
 
     def await_ready(self, content_hash: str, timeout_s: float) -> list[str]:
-        """Returns the workers once all have loaded the version with this digest.
+        """Returns the workers once all have loaded the version with this content hash.
 
-        Raises ModelNotReady with the first problem of a worker, also when it keeps another digest under this label, and
-        when the time is over; BrokerUnavailable.
+        Raises ModelNotReady with the first problem of a worker, also when it has other files under this label, and when
+        the time is over; BrokerUnavailable.
         """
 
         def is_ready(replica: Replica) -> bool:
@@ -105,7 +105,7 @@ class Watch:
                 return False
             if replica.content_hash == content_hash:
                 return True
-            # An inactive version with another digest is loaded again, from files that may be correct by now.
+            # An inactive version with another content hash is loaded again, from files that may be correct by now.
             if self._is_sweep_over or (replica.problem and self._is_new_problem(replica)):
                 raise ModelNotReady(
                     f"{replica.worker} has other files under {self._model}/{self._label} "

@@ -108,7 +108,7 @@ def as_data(version: RegisteredVersion) -> dict[str, Any]:
 
 def draw_versions(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """One line per version, with its inputs and outputs."""
-    table = _table("model", "version", "stage", "digest", "active", "loaded by", "inputs", "outputs")
+    table = _table("model", "version", "stage", "content hash", "active", "loaded by", "inputs", "outputs")
     for row in rows:
         stage = row["stage"] or "not registered"
         active = "yes" if row["is_active"] else "not yet" if row["stage"] == "production" else ""
@@ -124,7 +124,7 @@ def draw_version(version: RegisteredVersion) -> RenderableType:
     """The record of one version, one field a line, and its files."""
     facts = {
         "stage": str(version.stage),
-        "digest": version.content_hash,
+        "content hash": version.content_hash,
         "format": str(version.spec.get("format", "")),
         "registered": version.registered_at,
         "in production since" if version.stage == "production" else "first in production": version.released_at or "-",
@@ -141,7 +141,7 @@ def draw_version(version: RegisteredVersion) -> RenderableType:
 
 def draw_history(history: Sequence[Transition]) -> RenderableType:
     """One line per change, in the given order."""
-    table = _table("epoch", "time", "action", "version", "digest", "from", "to", "replaced", "operator", "reason")
+    table = _table("epoch", "time", "action", "version", "content hash", "from", "to", "replaced", "operator", "reason")
     for change in history:
         table.add_row(
             str(change.epoch),

@@ -196,7 +196,7 @@ def test_a_promotion_is_prepared_then_activated(site: Site):
 
 
 def test_a_hash_names_a_version(site: Site):
-    """Six digits of the digest name a version like its label; five do not, and the error lists the versions."""
+    """Six digits of the content hash name a version like its label; five do not, and the error lists the versions."""
     site.register("1")
     content_hash = site.registry.find(site.model, "1").content_hash
     with pytest.raises(UnknownModel, match=r"1 \(staging, "):
@@ -521,8 +521,8 @@ def test_a_registration_without_a_broker_can_be_repeated(site: Site):
     assert site.stage.broker.spec(site.model, "1")
 
 
-def test_another_digest_under_a_label_is_refused(site: Site):
-    """A label belongs to one digest for ever."""
+def test_another_content_hash_under_a_label_is_refused(site: Site):
+    """A label belongs to one content hash for ever."""
     site.register("1")
     with (site.stage.root / site.model / "1" / "model.py").open("a") as module:
         module.write("# changed\n")

@@ -94,7 +94,7 @@ def test_the_stack_makes_an_operator_key_that_its_workers_trust(stack: Stack):
 
 
 def test_versions_are_promoted_and_rolled_back(stack: Stack):
-    """The promoted version is active, by label or by digest; table and history show it (CX-003, IN-065)."""
+    """The promoted version is active, by label or by content hash; table and history show it (CX-003, IN-065)."""
     assert _answer(stack) == 1.0
     content_hash = load_package(stack.root / MODEL / "2").manifest().content_hash
     shown = penstock(stack.home, "models", "promote", MODEL, content_hash[:8], "--to", "production", "--reason", "new")
@@ -173,7 +173,7 @@ def test_verify_sees_a_changed_file(stack: Stack):
     for arguments in (["verify", MODEL, "4"], ["promote", MODEL, "4", "--to", "staging"]):
         shown = penstock(stack.home, "models", *arguments)
         assert shown.exit_code == 1
-        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content {content})\n"
+        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content hash {content})\n"
 
 
 @pytest.mark.parametrize(

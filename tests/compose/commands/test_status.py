@@ -29,7 +29,7 @@ def test_waiting_jobs_show_depth_and_age(shared_redis: RedisServer, home, tmp_pa
     package = write_package(tmp_path, slot, "def build(): ...")
     there = {"PENSTOCK_REDIS_URL": shared_redis.url}
     shown = penstock(home, "models", "register", str(package), **there)
-    assert shown.output.startswith(f"Registered {slot}/1 (draft, digest ")
+    assert shown.output.startswith(f"Registered {slot}/1 (draft, content hash ")
     for _ in range(2):
         assert penstock(home, "submit", slot, "-i", "x=[[1, 2, 3, 4]]", "--priority", "low", **there).exit_code == 0
     state = json.loads(penstock(home, "status", "--json", **there).output)

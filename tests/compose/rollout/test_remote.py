@@ -151,7 +151,7 @@ def test_of_two_operators_the_second_is_refused(machine: WorkerMachine):
 
 
 def test_forged_rows_of_a_worker_are_refused(machine: WorkerMachine):
-    """Unsigned rows, an older state of a row, a missing row and another digest are refused (S0.3)."""
+    """Unsigned rows, an older state of a row, a missing row and another content hash are refused (S0.3)."""
     deployer, control = machine.operator()
     _prepare(deployer)
     true = deployer.registry._store.read(("times",))["times"]
