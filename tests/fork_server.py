@@ -40,7 +40,7 @@ _IMPORTED: Final = (
     ),
     *(
         "penstock.workers.process.exit_status",
-        "penstock.workers.celery_bridge.bridge",
+        "penstock.workers.celery_bridge.consumer",
         "penstock.workers.compilation",
         "penstock.workers.process.device",
         "penstock.workers.drain",
@@ -48,7 +48,7 @@ _IMPORTED: Final = (
     *(
         "penstock.workers.process.heartbeat",
         "penstock.workers.process.crash_journal",
-        "penstock.workers.celery_bridge.lane",
+        "penstock.workers.worker",
         "penstock.workers.versions.repository",
         "penstock.workers.observe.probe",
     ),
@@ -149,7 +149,7 @@ class ForkServer:
     def _hear(self) -> int | None:
         """One message: the pid of what was started, or None after it was noted that something has ended."""
         if not (message := self._socket.recv(_MESSAGE_BYTES)):
-            raise RuntimeError("The nursery has ended. Expected it to run as long as the tests do")
+            raise RuntimeError("The fork server has ended. Expected it to run as long as the tests do")
         pid, status = json.loads(message)
         if status is None:
             return int(pid)

@@ -91,7 +91,7 @@ def redis_binaries() -> dict[str, Path]:
 
 
 class Child(Protocol):
-    """What subprocess.Popen and the offspring of a nursery have in common."""
+    """What subprocess.Popen and a process of the fork server have in common."""
 
     args: Any
 
@@ -122,7 +122,7 @@ class Process:
         self._child: Child | None = None
 
     def _run(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`python -m module arguments`; from the nursery, where one is open."""
+        """`python -m module arguments`; from the fork server, where one is open."""
         if _open:
             # There from the start, as with `_spawn`.
             self.output.touch()

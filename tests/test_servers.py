@@ -87,7 +87,7 @@ def test_monitor_sees_every_command(redis_server: RedisServer):
     assert [command for command in commands if command.split()[0] in ("SET", "GET")] == ["SET a 1", "GET b"]
 
 
-def test_process_of_a_nursery_is_one_like_any_other(fork_server: ForkServer, tmp_path: Path):
+def test_process_of_a_fork_server_is_one_like_any_other(fork_server: ForkServer, tmp_path: Path):
     """It has its own arguments, environment, folder and output, no framework is loaded, and its exit status is told."""
     program = """
         import json, os, sys
@@ -105,7 +105,7 @@ def test_process_of_a_nursery_is_one_like_any_other(fork_server: ForkServer, tmp
     assert word == "a word"
 
 
-def test_processes_of_a_nursery_are_signalled_one_by_one(fork_server: ForkServer, tmp_path: Path):
+def test_processes_of_a_fork_server_are_signalled_one_by_one(fork_server: ForkServer, tmp_path: Path):
     """SIGKILL ends one and is its status, the other runs on; waiting too long raises, and a traceback is status 1."""
     (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(60)")
     (tmp_path / "broken.py").write_text("raise ValueError('no')")

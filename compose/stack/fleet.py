@@ -19,6 +19,7 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.package import discover, load_package
 from penstock.registry.settings import Settings
+from penstock.workers.levels.decision_log import DecisionLog
 from penstock.workers.process.crash_journal import hung, journal_path, report_crashes
 from penstock.workers.process.device import requested_gpus, visible_gpus
 from penstock.workers.process.stall import StallDetector
@@ -113,7 +114,7 @@ class JournalProbe:
     def _report(self) -> None:
         broker = RedisStreams.from_url(self._url, timeout_s=_REPORT_TIMEOUT_S)
         try:
-            report_crashes(self._home, broker, self._ttl_ms)
+            report_crashes(self._home, broker, self._ttl_ms, DecisionLog(self._home).note_death)
         except (BrokerUnavailable, OSError) as error:
             _log.warning("the death of a worker is not reported yet: %s", error)
         finally:

@@ -19,7 +19,7 @@ from penstock.safety.keys import OperatorKey
 from tests.benchmarks.harness import Stand
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
-from tests.flow.hot_swap import SwapLoad, SwapReport, judge, release, write_multiplier
+from tests.flow.hot_swap import SwapLoad, SwapReport, check, release, write_multiplier
 
 __all__ = ["measure"]
 
@@ -61,7 +61,7 @@ def _swapped(stand: Stand, root: Path, swaps: int, say: Progress) -> tuple[SwapL
         stand.workers(_WORKERS, server, _MODEL, models_root=root)
         with SwapLoad(server.url, _MODEL, outstanding=_OUTSTANDING) as load:
             rollouts += _flips(deployer, swaps)
-    return load, judge(server.url, load, rollouts), len(rollouts) - 1
+    return load, check(server.url, load, rollouts), len(rollouts) - 1
 
 
 def _flips(deployer: Deployer, swaps: int) -> Iterator[Rollout]:

@@ -98,7 +98,7 @@ class Site:
     def start(self, **settings: Any) -> Drain:
         """A worker that serves the highest version on disk until one is promoted; returns once it has reported."""
         drain = self.stage.start(**settings)
-        reconciler = Reconciler(self._make_store(), drain, worker=drain.name, interval_s=0.05)
+        reconciler = Reconciler(self._make_store(), drain.lifecycle, worker=drain.name, interval_s=0.05)
         reconciler.start()
         self._ends.callback(reconciler.stop)
         wait_until(lambda: self.state(drain, "2") == "ready", 10, "the worker reports")
@@ -316,7 +316,7 @@ def test_other_files_in_a_worker_are_refused(site: Site):
 def test_other_files_of_an_inactive_version_are_replaced(site: Site):
     """An inactive version is loaded again, from the files that were registered since."""
     drain = site.start()
-    drain.request_load(site.model, "1")
+    drain.lifecycle.request_load(site.model, "1")
     wait_until(lambda: site.state(drain, "1") == "ready", 10, "the old files are loaded")
     _change(site, "1")
     site.register("1")

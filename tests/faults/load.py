@@ -1,6 +1,6 @@
 """Jobs for fault tests: published while things break, and everything that was seen of them afterwards.
 
-    Load.running() -- submits, notes what was offered and accepted --> broker --> recorder model -> ledger
+    Load.running() -- submits, notes what was offered and accepted --> broker --> recorder model -> forward_log
     Load.history() <-- every reply entry, every record, every forward -----------'
 
 Each load is a tenant of its own, and its client reads no reply: a client trims what it has read.
@@ -46,7 +46,7 @@ class Load:
         self,
         server: RedisServer,
         model: str,
-        ledger: Path,
+        forward_log: Path,
         tenant: str,
         *,
         url: str = "",
@@ -61,7 +61,7 @@ class Load:
         """The longest that one submit took, whatever it came to."""
         self._server = server
         self._model = model
-        self._ledger = ledger
+        self._ledger = forward_log
         self._keyring = Keyring.parse(signing_keys)
         self._client = Client(url or server.url, tenant=tenant, timeout_s=timeout_s, signing_keys=signing_keys)
         self._broker = RedisStreams.from_url(server.url)

@@ -184,7 +184,7 @@ def _judge(observer: Observer, folder: Path, begun_at: int, killed: int) -> Find
     return findings
 
 
-def _operate(url: str, ledger: Path, times: int, chance: random.Random, dies_at: int | None) -> None:
+def _operate(url: str, forward_log: Path, times: int, chance: random.Random, dies_at: int | None) -> None:
     changes = 0
 
     def die_in_time(_: Transition) -> None:
@@ -194,7 +194,7 @@ def _operate(url: str, ledger: Path, times: int, chance: random.Random, dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     client = ModelRegistryClient(url, audit=die_in_time)
-    with ledger.open("a", buffering=1) as outcomes:
+    with forward_log.open("a", buffering=1) as outcomes:
         # Who is to die in a change goes on until it has made one.
         for _ in range(times if dies_at is None else _LONGEST_LIFE):
             try:

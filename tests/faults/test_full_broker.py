@@ -23,7 +23,7 @@ _ROOM = 4 * 1024 * 1024
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers, each of which does 320 jobs a second."""
     stage = open_stage(forward_s=0.05)
-    stage.staff(2)
+    stage.start_workers(2)
     return stage
 
 
@@ -46,8 +46,8 @@ def _relieve(server: RedisServer) -> None:
 @pytest.mark.parametrize("seed", seeds())
 def test_full_broker_refuses_and_loses_nothing(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Submits are refused without effect, workers live on, and 2 s after the relief they finish what waited."""
-    waiting = start_load(stage.server, stage.ledger)
-    refused = start_load(stage.server, stage.ledger, timeout_s=1)
+    waiting = start_load(stage.server, stage.forward_log)
+    refused = start_load(stage.server, stage.forward_log, timeout_s=1)
     refused.publish(1)
     processes = [worker.pid for worker in stage.workers]
     waiting.publish_at_once(BACKLOG + seed)
@@ -62,7 +62,7 @@ def test_full_broker_refuses_and_loses_nothing(seed: int, stage: Stage, start_lo
     trial.recovered(waiting.await_progress(30), within=RESUME_S)
     assert [worker.pid for worker in stage.workers if worker.is_running] == processes
     histories = waiting.history(60), refused.history(60)
-    findings = trial.judge(*histories)
+    findings = trial.check(*histories)
     assert refused.accepted == accepted
     assert refused.refused, "nobody was told to come back later"
     assert findings.recovered == frozenset()

@@ -96,7 +96,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_history_with_two_or_none_in_production_is_noticed(tmp_path: Path):
-    """The judge itself: a step that forgets whom it replaced, and one that leaves nobody, are counted."""
+    """The checker itself: a step that forgets whom it replaced, and one that leaves nobody, are counted."""
     client = stock(f"sqlite:///{tmp_path}/registry.db", tmp_path / "models")
     client.promote(MODEL, "2", ModelStage.PRODUCTION)
     sound = client.history(MODEL)

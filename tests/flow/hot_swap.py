@@ -22,7 +22,7 @@ from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.queues import job_time_ms
 from tests.packages import write_package
 
-__all__ = ["Answer", "SwapLoad", "SwapReport", "judge", "release", "write_multiplier"]
+__all__ = ["Answer", "SwapLoad", "SwapReport", "check", "release", "write_multiplier"]
 
 _ASKED_AT_ONCE = 500
 
@@ -115,7 +115,7 @@ class SwapReport(NamedTuple):
     pause_s: float
 
 
-def judge(url: str, load: SwapLoad, rollouts: Sequence[Rollout]) -> SwapReport:
+def check(url: str, load: SwapLoad, rollouts: Sequence[Rollout]) -> SwapReport:
     """Compares every answer with the record of its job, and with the decisions that stood when it was claimed."""
     answers = sorted(load.answers, key=lambda answer: answer.answered)
     contents = {rollout.transition.version: rollout.transition.content_hash for rollout in rollouts}

@@ -27,9 +27,9 @@ def _answers(jobs: Sequence[JobHandle]) -> list[float]:
     return [float(job.result(30)["y"][0, 0]) for job in jobs]
 
 
-def _forwards(ledger: Path, first: float = 1) -> list[list[float]]:
+def _forwards(forward_log: Path, first: float = 1) -> list[list[float]]:
     """What the model saw, warm-up left out."""
-    return [rows for rows in recorded_forwards(ledger) if rows[0] >= first]
+    return [rows for rows in recorded_forwards(forward_log) if rows[0] >= first]
 
 
 def _flood(client: Client, worker: WorkerProcess, model: str, count: int, first: int = 1) -> list[JobHandle]:
@@ -46,7 +46,7 @@ def test_many_jobs_become_few_forwards(client: Client, fleet: Fleet):
     before = Samples(fleet.worker)
     jobs = _flood(client, fleet.worker, "recorder", 160, first=50_001)
     assert _answers(jobs) == [2 * (50_001 + number) for number in range(160)]
-    forwards = [rows for rows in _forwards(fleet.ledger) if 50_001 <= rows[0] <= 50_160]
+    forwards = [rows for rows in _forwards(fleet.forward_log) if 50_001 <= rows[0] <= 50_160]
     assert sum(map(len, forwards)) == 160
     assert max(map(len, forwards)) == 16
     assert len(forwards) <= 20
@@ -98,15 +98,15 @@ def test_without_batching_every_forward_has_one_row(
     switch: str, shared_redis: RedisServer, models_root: Path, tmp_path: Path, start_worker: StartWorker
 ):
     """Switched off, alone or with everything else: one row a forward, also for jobs of several rows; same answers."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, "unbatched")
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, "unbatched")
     worker = start_worker(shared_redis, models_root, environment={switch: "false"})
     with Client(shared_redis.url) as client:
         jobs = _flood(client, worker, "unbatched", 40)
         wide = client.submit("unbatched", _rows([101, 102, 103]))
         assert _answers(jobs) == [2 * (1 + number) for number in range(40)]
         np.testing.assert_array_equal(wide.result(10)["y"], _rows([202, 204, 206])["x"])
-    assert sorted(_forwards(ledger)) == [[float(number)] for number in (*range(1, 41), 101, 102, 103)]
+    assert sorted(_forwards(forward_log)) == [[float(number)] for number in (*range(1, 41), 101, 102, 103)]
 
 
 def test_the_model_runs_as_it_was_built(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
@@ -170,21 +170,21 @@ def test_concurrency_of_a_model_is_its_limit(
     shared_redis: RedisServer, models_root: Path, tmp_path: Path, start_worker: StartWorker
 ):
     """A model with concurrency 2 has two forwards at work under load, and never three."""
-    ledger = tmp_path / "ledger"
+    forward_log = tmp_path / "forward_log"
     package = write_package(
         models_root,
         "pair",
         f"""
         import json, os, threading, time
 
-        ledger = os.open({str(ledger)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        forward_log = os.open({str(forward_log)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         running, lock = [], threading.Lock()
 
         def build():
             def forward(inputs):
                 with lock:
                     running.append(1)
-                    os.write(ledger, (json.dumps(len(running)) + "\\n").encode())
+                    os.write(forward_log, (json.dumps(len(running)) + "\\n").encode())
                 time.sleep(0.02)
                 with lock:
                     running.pop()
@@ -198,7 +198,7 @@ def test_concurrency_of_a_model_is_its_limit(
     worker = start_worker(shared_redis, models_root)
     with Client(shared_redis.url) as client:
         assert len(_answers(_flood(client, worker, "pair", 40))) == 40
-    assert max(json.loads(line) for line in ledger.read_text().splitlines()) == 2
+    assert max(json.loads(line) for line in forward_log.read_text().splitlines()) == 2
 
 
 def test_equal_jobs_of_a_tenant_share_one_forward(client: Client, fleet: Fleet):
@@ -212,7 +212,7 @@ def test_equal_jobs_of_a_tenant_share_one_forward(client: Client, fleet: Fleet):
         fleet.worker.thaw()
     assert _answers(jobs) == [120_000] * 24
     assert len({job.id for job in jobs}) == 24
-    assert [number for rows in _forwards(fleet.ledger) for number in rows].count(60_000) == 2
+    assert [number for rows in _forwards(fleet.forward_log) for number in rows].count(60_000) == 2
     after = Samples(fleet.worker)
     assert after.total("penstock_single_flight_total") - before.total("penstock_single_flight_total") == 22
     # A forward has no more jobs than the model's limit, however many it answers.

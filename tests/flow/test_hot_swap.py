@@ -14,7 +14,7 @@ from penstock.compose.deploy import Deployer, Rollout
 from penstock.registry.errors import TransitionRefused
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey
-from tests.flow.hot_swap import Answer, SwapLoad, _allowed, judge, release, write_multiplier
+from tests.flow.hot_swap import Answer, SwapLoad, _allowed, check, release, write_multiplier
 from tests.packages import write_package
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 
@@ -84,7 +84,7 @@ def test_swaps_while_jobs_flow(fleet: Fleet):
         _more(load, 200, factor=2)
         fleet.rollouts.append(fleet.deployer.rollback(MODEL))
         _more(load, 200, factor=1)
-    report = judge(fleet.url, load, fleet.rollouts)
+    report = check(fleet.url, load, fleet.rollouts)
     assert load.failures == []
     assert (report.stale, report.mislabelled) == ([], [])
     assert min(report.versions.values()) >= 200
@@ -103,7 +103,7 @@ def test_a_version_that_a_worker_cannot_load_changes_nothing(fleet: Fleet):
         with pytest.raises(TransitionRefused, match=r"3 stays in staging\. .*no weights"):
             release(fleet.deployer, MODEL, 3)
         _more(load, 50, factor=1)
-    report = judge(fleet.url, load, fleet.rollouts)
+    report = check(fleet.url, load, fleet.rollouts)
     assert (load.failures, report.stale, report.mislabelled) == ([], [], [])
     assert fleet.deployer.registry.find(MODEL).version == "1"
 

@@ -26,10 +26,10 @@ import json
 import os
 
 def build():
-    ledger = os.open({ledger!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    forward_log = os.open({forward_log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def forward(inputs):
-        os.write(ledger, (json.dumps([*inputs["x"].shape, "mask" in inputs]) + "\\n").encode())
+        os.write(forward_log, (json.dumps([*inputs["x"].shape, "mask" in inputs]) + "\\n").encode())
         return {{"y": inputs["x"].sum(axis=1, keepdims=True)}}
 
     return forward
@@ -42,7 +42,7 @@ TENSOR = {"dtype": "float32", "shape": ["batch", 4]}
 
 
 class Served(NamedTuple):
-    """A worker with its server, and the folder in which its models keep their ledgers."""
+    """A worker with its server, and the folder in which its models keep their forward logs."""
 
     server: RedisServer
     worker: WorkerProcess
@@ -57,7 +57,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     amend(write_package(root, "pair", TWO_OUTPUTS), outputs=[TENSOR | {"name": "y"}, TENSOR | {"name": "z"}])
     lengths = {"dtype": "float32", "shape": ["batch", "length"]}
     amend(
-        write_package(root, "ragged", RAGGED.format(ledger=str(folder / "ragged"))),
+        write_package(root, "ragged", RAGGED.format(forward_log=str(folder / "ragged"))),
         inputs=[lengths | {"name": "x"}, lengths | {"name": "mask", "optional": True}],
         outputs=[{"name": "y", "dtype": "float32", "shape": ["batch", 1]}],
     )
@@ -168,20 +168,20 @@ def test_busy_device_gathers_jobs_for_as_long_as_a_job_may_wait(
     model: str, forwards: list[list[float]], served: Served, client: Client
 ):
     """CF-009, IN-051: while one forward runs, the next batch closes with its first job at 0 ms, stays open at 5 s."""
-    ledger = served.folder / model
+    forward_log = served.folder / model
     broker = RedisStreams.from_url(served.server.url)
 
     def is_claimed(jobs: int) -> bool:
         return sum(depth.running for depth in broker.depths(model)) == jobs
 
     jobs = [client.submit(model, _row(1))]
-    wait_until(lambda: [1] in recorded_forwards(ledger), 5, "the first forward runs")
+    wait_until(lambda: [1] in recorded_forwards(forward_log), 5, "the first forward runs")
     for number in (2, 3):
         jobs.append(client.submit(model, _row(number)))
         wait_until(lambda: is_claimed(len(jobs)), 5, "the worker holds the job")
     assert [job.result(10)["y"][0, 0] for job in jobs] == [2, 4, 6]
     broker.close()
-    assert [rows for rows in recorded_forwards(ledger) if rows[0] > 0] == forwards
+    assert [rows for rows in recorded_forwards(forward_log) if rows[0] > 0] == forwards
 
 
 def test_metrics_of_models_say_which_version_and_endpoint(served: Served, client: Client):

@@ -19,7 +19,7 @@ _AT_ONCE = 250
 _PATIENCE_S = 60.0
 
 
-class Siege(NamedTuple):
+class HostileLoad(NamedTuple):
     """What became of the messages."""
 
     sent: int
@@ -29,7 +29,7 @@ class Siege(NamedTuple):
     seconds: float
 
 
-def besiege(worker: WorkerProcess, client: Client, random: Random, count: int) -> Siege:
+def send_hostile_entries(worker: WorkerProcess, client: Client, random: Random, count: int) -> HostileLoad:
     """Sends `count` hostile entries to the queues of `double`, and a good job after each few hundred.
 
     Fails the test when the worker ends, keeps an entry, or does not answer a good job.
@@ -53,7 +53,7 @@ def besiege(worker: WorkerProcess, client: Client, random: Random, count: int) -
         wait_until(lambda: not sum(map(overseer.xlen, stream_keys(fuzz.MODEL))), _PATIENCE_S, "the queues are empty")
         put_aside = overseer.xlen(dead_key(fuzz.MODEL)) - before
     assert worker.is_running, worker.tail()
-    return Siege(sent, put_aside, slowest, time.monotonic() - begun)
+    return HostileLoad(sent, put_aside, slowest, time.monotonic() - begun)
 
 
 def _fields(random: Random) -> list[bytes]:
@@ -67,7 +67,7 @@ def _fields(random: Random) -> list[bytes]:
     return [b"e", sealed, b"e", b"", *([b"more", b"x"] * random.randrange(3))]
 
 
-def besiege_lane(worker: WorkerProcess, random: Random, count: int, *, broken: int) -> None:
+def send_hostile_tasks(worker: WorkerProcess, random: Random, count: int, *, broken: int) -> None:
     """Sends `count` tasks with hostile arguments to the lane's Celery queue, and `broken` messages that are no task.
 
     The worker takes them all; after one that kombu cannot read, Celery's side of it reconnects, which takes a second.

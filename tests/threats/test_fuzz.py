@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.threats import fuzz
-from tests.threats.conftest import Besieged
-from tests.threats.hostile_load import besiege, besiege_lane
+from tests.threats.conftest import Target
+from tests.threats.hostile_load import send_hostile_entries, send_hostile_tasks
 
 DOORS = ["envelope", "tensors", "inputs", "spec", "settings", "lane"]
 
@@ -61,17 +61,17 @@ def test_known_attacks_are_refused(name: str, kind: str, doors: dict[str, fuzz.T
     assert name == "envelope" or not outcomes[0].refusal
 
 
-def test_worker_survives_hostile_messages(besieged: Besieged):
+def test_worker_survives_hostile_messages(target: Target):
     """A thousand entries of every kind in its queues: each one leaves them, and good jobs between them are served."""
-    with besieged.client() as client:
-        siege = besiege(besieged.worker, client, Random(1), 1_000)
-    assert siege.put_aside > 900
-    assert siege.slowest_good_s < 5
+    with target.client() as client:
+        load = send_hostile_entries(target.worker, client, Random(1), 1_000)
+    assert load.put_aside > 900
+    assert load.slowest_good_s < 5
 
 
-def test_worker_survives_hostile_tasks(besieged: Besieged):
+def test_worker_survives_hostile_tasks(target: Target):
     """Tasks with changed arguments on Celery's queue: each one is taken, and the lane goes on."""
-    besiege_lane(besieged.worker, Random(1), 100, broken=1)
+    send_hostile_tasks(target.worker, Random(1), 100, broken=1)
 
 
 def test_finding_is_found():

@@ -15,7 +15,7 @@ from penstock.registry.queues import new_job_id
 from penstock.registry.settings import Settings
 from tests.packages import recorded_forwards
 from tests.servers import wait_until
-from tests.threats.conftest import Besieged
+from tests.threats.conftest import Target
 from tests.threats.fuzz import KEYS
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
@@ -35,9 +35,9 @@ def _refusal(look: Callable[[Any], object], client: Client, job_id: str) -> tupl
 
 
 @pytest.mark.parametrize("state", ["completed", "waiting", "running", "cancelled"])
-def test_another_tenants_job_looks_like_a_missing_one(state: str, besieged: Besieged):
+def test_another_tenants_job_looks_like_a_missing_one(state: str, target: Target):
     """The same class and the same text, whatever the job's state; the job itself is not touched by it."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+    with target.client("owner") as owner, target.client("stranger") as stranger:
         if state == "completed":
             job = owner.submit("double", ROW)
             job.result(10)
@@ -60,9 +60,9 @@ def test_another_tenants_job_looks_like_a_missing_one(state: str, besieged: Besi
             each.result(10)
 
 
-def test_looking_takes_as_long_as_for_a_missing_job(besieged: Besieged):
+def test_looking_takes_as_long_as_for_a_missing_job(target: Target):
     """Roughly: the medians of two hundred looks at a result, in turns, within a factor of two."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+    with target.client("owner") as owner, target.client("stranger") as stranger:
         job = owner.submit("double", ROW)
         job.result(10)
         ids = {"theirs": job.id, "missing": new_job_id("double")}
@@ -77,40 +77,40 @@ def test_looking_takes_as_long_as_for_a_missing_job(besieged: Besieged):
     assert 0.5 < theirs / missing < 2
 
 
-def test_old_job_of_another_tenant_is_gone_like_a_missing_one(besieged: Besieged):
+def test_old_job_of_another_tenant_is_gone_like_a_missing_one(target: Target):
     """An id older than results are kept: gone, for whoever asks and whether or not it existed."""
     old = "double.01900000-0000-7000-8000-000000000000"
-    with besieged.client("stranger") as stranger:
+    with target.client("stranger") as stranger:
         assert _refusal(_LOOKS["status"], stranger, old)[0] is ResultGone
 
 
-def test_idempotency_keys_of_tenants_are_apart(besieged: Besieged):
+def test_idempotency_keys_of_tenants_are_apart(target: Target):
     """The same key, model and inputs: each tenant has its own job, and with other inputs nobody's conflict is told."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+    with target.client("owner") as owner, target.client("stranger") as stranger:
         mine = owner.submit("double", ROW, idempotency_key="order-17")
         theirs = stranger.submit("double", ROW, idempotency_key="order-17")
         assert mine.id != theirs.id
         assert owner.submit("double", ROW, idempotency_key="order-17").id == mine.id
-        with besieged.client("third") as other:
+        with target.client("third") as other:
             row = {"x": [[9.0, 9.0, 9.0, 9.0]]}
             assert other.submit("double", row, idempotency_key="order-17").result(10)["y"].tolist() == [[18.0] * 4]
 
 
-def test_equal_jobs_of_tenants_share_no_forward(besieged: Besieged):
+def test_equal_jobs_of_tenants_share_no_forward(target: Target):
     """Single flight is within a tenant: equal inputs of two tenants at the same time run twice."""
     marker = 31337.0
     row = {"x": [[marker, 0, 0, 0]]}
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+    with target.client("owner") as owner, target.client("stranger") as stranger:
         jobs = [*owner.submit_many("recorder", [row] * 4), *stranger.submit_many("recorder", [row] * 4)]
         for job in jobs:
             assert job.result(10)["y"].tolist() == [[2 * marker, 0, 0, 0]]
-    rows = [each for batch in recorded_forwards(besieged.ledger) for each in batch]
+    rows = [each for batch in recorded_forwards(target.forward_log) for each in batch]
     assert rows.count(marker) >= 2
 
 
-def test_a_client_hears_no_replies_of_another(besieged: Besieged):
+def test_a_client_hears_no_replies_of_another(target: Target):
     """Each client has reply streams of its own: what one waits for, the other is never told."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger, besieged.server.client() as redis:
+    with target.client("owner") as owner, target.client("stranger") as stranger, target.server.client() as redis:
         owner.submit("double", ROW).result(10)
         stranger.submit("double", ROW).result(10)
         streams = {key for key in redis.scan_iter("{double}:reply:*", count=1_000)}
@@ -119,12 +119,12 @@ def test_a_client_hears_no_replies_of_another(besieged: Besieged):
     assert sum(map(len, heard)) == len(set().union(*heard))
 
 
-def test_tenants_limits_are_their_own(besieged: Besieged):
+def test_tenants_limits_are_their_own(target: Target):
     """A tenant at its limit of jobs in flight stops nobody else."""
     settings = Settings.load(environ={}, overrides={"queue.tenant_max_in_flight": 2})
     with (
-        Client(besieged.server.url, tenant="owner", signing_keys=KEYS, settings=settings) as owner,
-        Client(besieged.server.url, tenant="stranger", signing_keys=KEYS, settings=settings) as stranger,
+        Client(target.server.url, tenant="owner", signing_keys=KEYS, settings=settings) as owner,
+        Client(target.server.url, tenant="stranger", signing_keys=KEYS, settings=settings) as stranger,
     ):
         jobs = [owner.submit("napper", {"x": [[n, 1, 0, 0]]}) for n in range(2)]
         with pytest.raises(PenstockError, match="as many jobs in flight as it may"):

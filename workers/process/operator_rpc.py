@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["OperatorRpcServer"]
 
-_PATIENCE_S: Final = 0.2
+_WAIT_S: Final = 0.2
 """How long Celery's thread waits for a request before it responds "not done"."""
 _AT_ONCE: Final = 4
 _REMEMBERED: Final = 256
 _EXPORTS: Final = "exports"
 _PLAIN: Final = re.compile(r"\w[\w.-]{0,127}\Z")
 
-_log = logging.getLogger("penstock.server")
+logger = logging.getLogger("penstock.server")
 
 
 class OperatorRpcServer:
@@ -67,19 +67,19 @@ class OperatorRpcServer:
         begun = self._done.get(command.request_id)
         if begun is None:
             begun = self._begin(command.request_id, operator_rpc.decode(command.body))
-        return operator_rpc.seal_response(command.request_id, _answer(begun), self._keyring)
+        return operator_rpc.seal_response(command.request_id, _response(begun), self._keyring)
 
     def _begin(self, key: str, request: operator_rpc.Request) -> Future[Any]:
         if not self._running.acquire(blocking=False):
             raise ModelNotReady(
                 f"This worker runs {_AT_ONCE} operator requests already. Expected another worker, or a later try"
             )
-        _log.info("operator request", extra={"request": type(request).__name__})
+        logger.info("operator request", extra={"request": type(request).__name__})
         future: Future[Any] = Future()
         self._done[key] = future
         if len(self._done) > _REMEMBERED:
             self._done.popitem(last=False)
-        # A daemon: a worker that stops does not wait for a large package to be hashed.
+        # A daemon thread: a worker that stops does not wait until a large package is hashed.
         threading.Thread(target=self._run, args=(future, request), name="operator-rpc", daemon=True).start()
         return future
 
@@ -89,7 +89,7 @@ class OperatorRpcServer:
         except PenstockError as problem:
             future.set_exception(problem)
         except Exception:
-            _log.exception("operator request failed", extra={"request": type(request).__name__})
+            logger.exception("operator request failed", extra={"request": type(request).__name__})
             future.set_exception(PenstockError("The worker failed on this request. Its log has the reason"))
         finally:
             self._running.release()
@@ -128,7 +128,7 @@ class OperatorRpcServer:
 
     @cached_property
     def _store(self) -> RegistryStore:
-        # SQLAlchemy costs a third of a second and 30 MB, for the first operator who asks.
+        # SQLAlchemy costs a third of a second and 30 MB; the first request to the registry pays for it.
         from penstock.registry.catalog.store import SqlStore
 
         return SqlStore(self._registry_url)
@@ -161,21 +161,21 @@ class OperatorRpcServer:
 
         if not _PLAIN.match(request.file):
             raise InvalidInput(
-                f"{request.file!r:.80} is no plain name. Expected one: the worker writes it into its folder of exports"
+                f"{request.file!r:.80} is no plain file name. Expected one, for a file in the worker's export folder"
             )
         try:
             self._exports.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"The worker's folder of exports cannot be made ({error.strerror})") from None
+            raise ConfigurationError(f"The worker's export folder cannot be made ({error.strerror})") from None
         file = self._exports / request.file
         package = self._package(Path(request.source))
         differences = export_package(package, request.content_hash, file, is_int8=request.is_int8)
         return operator_rpc.ExportedFile(os.fspath(file), file.stat().st_size, differences)
 
 
-def _answer(begun: Future[Any]) -> operator_rpc.Response:
+def _response(begun: Future[Any]) -> operator_rpc.Response:
     try:
-        return operator_rpc.Response.of(begun.result(_PATIENCE_S))
+        return operator_rpc.Response.of(begun.result(_WAIT_S))
     except PenstockError as problem:
         return operator_rpc.Response.refusal(problem)
     except TimeoutError:

@@ -32,11 +32,11 @@ from penstock.registry.queues import Priority
 from penstock.workers.process import heartbeat
 from penstock.workers.process.crash_journal import FileJournal, journal_path
 
-home, consumer, slot, entry, behaviour, limit_s = sys.argv[1:]
+home, consumer, slot, entry, fault, limit_s = sys.argv[1:]
 journal = FileJournal(journal_path(Path(home), os.getpid()), consumer, 2)
 heartbeat.start(int(os.environ["PENSTOCK_HEARTBEAT_FD"]), lambda: None)
 jobs = [Held(slot, Priority.NORMAL, entry.encode(), slot + ".1")]
-if behaviour == "works":
+if fault == "works":
     while True:
         journal.begin(0, jobs, float(limit_s), time.monotonic())
         time.sleep(0.01)
@@ -44,9 +44,9 @@ if behaviour == "works":
         journal.end(0)
 journal.begin(0, jobs, float(limit_s), time.monotonic())
 print("begun", flush=True)
-if behaviour == "dies":
+if fault == "dies":
     os._exit(0)
-if behaviour == "sleeps":
+if fault == "sleeps":
     time.sleep(3600)
 ctypes.PyDLL(None).sleep(3600)
 """
@@ -55,7 +55,7 @@ ctypes.PyDLL(None).sleep(3600)
 class SupervisedWorker:
     """A worker with a claimed job, under a supervisor with a JournalProbe."""
 
-    def __init__(self, folder: Path, server: RedisServer, slot: str, behaviour: str, url: str = "") -> None:
+    def __init__(self, folder: Path, server: RedisServer, slot: str, fault: str, url: str = "") -> None:
         self.broker = RedisStreams.from_url(server.url)
         self.broker.prepare([slot])
         job = Publication(new_job_id(slot), Priority.NORMAL, b"sealed", "acme")
@@ -65,7 +65,7 @@ class SupervisedWorker:
         self.slot, self.home, self.output = slot, folder / "home", folder / "output"
         settings = Settings.load(environ={"PENSTOCK_HOME": str(self.home)}, cwd=folder)
         entry, limit_s = delivery.entry_id.decode(), str(LIMIT_S)
-        arguments = [sys.executable, "-c", PROCESS, str(self.home), CONSUMER, slot, entry, behaviour, limit_s]
+        arguments = [sys.executable, "-c", PROCESS, str(self.home), CONSUMER, slot, entry, fault, limit_s]
         environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
         self.probe = JournalProbe(settings, url or server.url)
         program = Program("gpu0", arguments, environ, beats=True, output=self.output, probe=self.probe)
@@ -107,9 +107,9 @@ def workers() -> Iterator[list[SupervisedWorker]]:
         worker.close()
 
 
-@pytest.mark.parametrize("behaviour", ["sleeps", "holds the GIL"])
+@pytest.mark.parametrize("fault", ["sleeps", "holds the GIL"])
 def test_a_forward_that_hangs_is_killed_for_its_limit(
-    behaviour: str,
+    fault: str,
     workers: list[SupervisedWorker],
     tmp_path: Path,
     shared_redis: RedisServer,
@@ -117,7 +117,7 @@ def test_a_forward_that_hangs_is_killed_for_its_limit(
     caplog: pytest.LogCaptureFixture,
 ):
     """A hung forward is killed, also while it holds the GIL, and its job is a suspect for the next worker."""
-    workers.append(SupervisedWorker(tmp_path, shared_redis, slot, behaviour))
+    workers.append(SupervisedWorker(tmp_path, shared_redis, slot, fault))
     workers[0].wait_for_forward()
     wait_until(lambda: workers[0].is_gone, 30, "the worker is killed")
     assert "gpu0 is killed: a forward took longer than its limit of 1 s" in caplog.text
@@ -125,14 +125,14 @@ def test_a_forward_that_hangs_is_killed_for_its_limit(
     assert [delivery.crashes for delivery in workers[0].take_over()] == [1]
 
 
-@pytest.mark.parametrize("behaviour", ["dies", "is killed"])
+@pytest.mark.parametrize("fault", ["dies", "is killed"])
 def test_a_death_is_reported(
-    behaviour: str, workers: list[SupervisedWorker], tmp_path: Path, shared_redis: RedisServer, slot: str
+    fault: str, workers: list[SupervisedWorker], tmp_path: Path, shared_redis: RedisServer, slot: str
 ):
     """A death is reported before the lease of its job lapses, so that the job is a suspect."""
-    workers.append(SupervisedWorker(tmp_path, shared_redis, slot, behaviour))
+    workers.append(SupervisedWorker(tmp_path, shared_redis, slot, fault))
     workers[0].wait_for_forward()
-    if behaviour == "is killed":
+    if fault == "is killed":
         os.kill(workers[0].pid, signal.SIGKILL)
     wait_until(lambda: workers[0].is_gone, 30, "the worker has ended")
     wait_until(lambda: workers[0].is_reported, 30, "its death is reported")
