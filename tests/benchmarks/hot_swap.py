@@ -54,7 +54,7 @@ def _swapped(stand: Stand, root: Path, swaps: int, say: Progress) -> tuple[SwapL
     """The load, what it saw, and the number of flips under it."""
     server = stand.redis()
     environ = {**stand.settings, "PENSTOCK_REDIS_URL": server.url, "PENSTOCK_CELERY_URL": server.celery_url}
-    with Deployer.connect(Settings.load(environ=environ), tell=say) as deployer:
+    with Deployer.connect(Settings.load(environ=environ), on_progress=say) as deployer:
         for version in (1, 2):
             deployer.register(root / _MODEL / str(version))
         rollouts = [release(deployer, _MODEL, 1)]

@@ -134,7 +134,7 @@ def _allowed(answer: Answer, queue_ms: float, rollouts: Sequence[Rollout]) -> se
     """The versions that stood at some moment between the job's claim and its answer."""
     # Not later than the claim: a job is accepted a little after it got its id.
     claimed = ((job_time_ms(answer.job_id) or 0) + queue_ms) / 1000
-    flips = [(each.flipped_at or 0.0, each.seconds, int(each.transition.version)) for each in rollouts]
+    flips = [(each.activated_at or 0.0, each.seconds, int(each.transition.version)) for each in rollouts]
     stood = [version for flipped, _, version in flips if flipped < claimed]
     came = [version for flipped, took_s, version in flips if flipped >= claimed and flipped - took_s < answer.answered]
     return {*stood[-1:], *came}

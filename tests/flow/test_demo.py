@@ -41,7 +41,7 @@ def test_demo_finds_what_was_asked(short_tmp):
     ended = run(short_tmp, "--count", "1500", "--ask", "How do I sort a list?", "--json")
     assert ended.returncode == 0, ended.stderr
     shown = json.loads(ended.stdout)
-    hits = {answer["question"]: [hit["name"] for hit in answer["hits"]] for answer in shown["answers"]}
+    hits = {result["question"]: [hit["name"] for hit in result["hits"]] for result in shown["results"]}
     assert "time.strptime" in hits["How do I parse a date?"]
     assert "gzip.compress" in hits["How do I compress bytes?"]
     assert "builtins.list.sort" in hits["How do I sort a list?"]

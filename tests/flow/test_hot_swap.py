@@ -114,7 +114,7 @@ def test_the_judge_sees_what_must_not_be():
 
     def flip(version: int, at: float) -> Rollout:
         transition = type("Transition", (), {"version": str(version)})()
-        return Rollout(transition, flipped_at=at, seconds=1.0)
+        return Rollout(transition, activated_at=at, seconds=1.0)
 
     def allowed(answered: float, *flips: Rollout) -> set[int]:
         return _allowed(Answer(job_id, 39.0, answered, 1), 1000.0, flips)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.compose import dead_letters
+from penstock.compose.jobs import dead_letters
 from penstock.registry.errors import BrokerUnavailable
 from tests.simulation.broker import TTL_MS, UNSIGNED, Bystander, UnreliableEnd
 
