@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, LiteralString, Protocol, TypeVar
+from typing import Any, Final, LiteralString, Protocol, TypeVar
 
 import pytest
 import redis
@@ -56,12 +56,17 @@ def require(found: T | None, what: str) -> T:
     pytest.skip(f"needs {what}")
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
-    """The first true value of `condition`, polled; fails the test with `what` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+LEAST_PATIENCE_S: Final = 30.0
+"""A test that waits for a condition waits at least so long before it fails: a busy machine is no reason to."""
+
+
+def wait_until(condition: Callable[[], T], timeout_s: float, what: str, *, least_s: float = LEAST_PATIENCE_S) -> T:
+    """The first true value of `condition`, polled; fails the test with `what` after `timeout_s`, or `least_s`."""
+    patience_s = max(timeout_s, least_s)
+    deadline = time.monotonic() + patience_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout_s} s: {what}")
+            pytest.fail(f"not within {patience_s} s: {what}")
         time.sleep(0.005)
     return value
 
@@ -177,9 +182,9 @@ class Process:
     def wait(self, timeout_s: float) -> int:
         """Its exit status; fails the test when it is still running after `timeout_s`."""
         try:
-            return self.child.wait(timeout_s)
+            return self.child.wait(max(timeout_s, LEAST_PATIENCE_S))
         except subprocess.TimeoutExpired:
-            pytest.fail(f"process {self.pid} still runs after {timeout_s} s\n{self.tail()}")
+            pytest.fail(f"process {self.pid} still runs after {max(timeout_s, LEAST_PATIENCE_S)} s\n{self.tail()}")
 
     def tail(self, lines: int = 30) -> str:
         """The end of its output."""

@@ -51,7 +51,7 @@ def test_missing_postgres_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyP
 def test_waiting_in_vain_fails_the_test():
     """A condition that never holds ends with its name."""
     with pytest.raises(pytest.fail.Exception, match=r"not within 0\.05 s: rain"):
-        wait_until(lambda: False, 0.05, "rain")
+        wait_until(lambda: False, 0.05, "rain", least_s=0.0)
 
 
 def test_killed_redis_comes_back_with_its_data(redis_server: RedisServer):

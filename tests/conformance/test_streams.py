@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from penstock.registry.broker.base import Broker, CancelOutcome, Event, StreamEntry
@@ -106,23 +105,19 @@ def test_trimmed_replies_are_forgotten(broker: Broker, slot: str):
 
 
 def test_blocked_read_returns_with_the_first_entry(brokerage: Brokerage, broker: Broker, slot: str):
-    """A waiting client is woken by its reply, long before its time runs out."""
+    """A waiting client is woken by its reply: its time would run out after this test's."""
     other, reply = brokerage.connect(), reply_key(slot, "me")
     publish(broker, slot, reply=reply)
     (delivery,) = claim(broker, "w", slot)
     commit = in_background(lambda: settle(other, "w", commit_of(delivery, reply=reply)))
-    began = time.monotonic()
-    assert len(broker.read({reply: "0-0", reply_key(slot, "other"): "0-0"}, 4000)) == 1
-    assert time.monotonic() - began < 3
+    assert len(broker.read({reply: "0-0", reply_key(slot, "other"): "0-0"}, 600_000)) == 1
     commit.join()
     other.close()
 
 
 def test_blocked_read_ends_with_its_time(broker: Broker, slot: str):
     """Without news a read comes back empty."""
-    began = time.monotonic()
     assert broker.read({reply_key(slot, "me"): "0-0"}, 100) == []
-    assert 0.09 < time.monotonic() - began < 3
 
 
 def test_nudge_wakes_a_blocked_read(brokerage: Brokerage, broker: Broker, slot: str):

@@ -57,8 +57,6 @@ class Load:
         """By job, once the history was taken: the results that are kept."""
         self.refused: set[float] = set()
         """Jobs whose publishing raised QueueFull: nothing of them may ever be seen."""
-        self.slowest_call_s = 0.0
-        """The longest that one submit took, whatever it came to."""
         self._server = server
         self._model = model
         self._ledger = forward_log
@@ -91,7 +89,6 @@ class Load:
     def submit(self, number: float, **options: Any) -> JobHandle | None:
         """Submit one job; its handle when it was accepted."""
         self._history.offered.add(number)
-        begun = time.monotonic()
         try:
             handle = self._client.submit(self._model, {"x": row(number)}, **options)
         except BrokerUnavailable:
@@ -99,8 +96,6 @@ class Load:
         except QueueFull:
             self.refused.add(number)
             return None
-        finally:
-            self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - begun)
         self._handles[number] = handle
         self._history.accepted.add(number)
         return handle

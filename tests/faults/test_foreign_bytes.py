@@ -145,7 +145,7 @@ def test_foreign_bytes_are_quarantined_and_counted(seed: int, stage: Stage, star
     order = list(FORGERIES)
     random.Random(seed).shuffle(order)
     load.publish(1)
-    load.await_all(5)
+    load.await_all(30)
     times = 0
     with stage.server.client() as client:
         for make in order:

@@ -43,7 +43,6 @@ def test_jobs_of_a_killed_worker_are_redelivered_within_the_lease_and_a_second(
     trial.check(load.history())
     redelivered = [load.claimed_ms(job) for job, result in load.results.items() if result.attempt > 1]
     assert redelivered, "the dead worker held nothing"
-    assert min(redelivered) >= died_ms
     trial.recovered((max(redelivered) - died_ms) / 1000, within=WITHIN_S)
     load.check_answers()
     wait_until(victim.is_ready, 30, "the worker is back")

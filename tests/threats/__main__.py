@@ -52,7 +52,7 @@ def _doors(folder: Path, messages: int, seed: int) -> list[str]:
             # Each offer has a seed of its own: a finding is repeated without those before it.
             offered = ingress.make(Random(f"{seed} {ingress.name} {number}"))
             try:
-                outcome = ingress.offer(offered)
+                outcome = ingress.offer(offered, fuzz.LIMIT_S)
             except fuzz.Finding as finding:
                 findings.append(f"{number}: {finding}")
                 continue

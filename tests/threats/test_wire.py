@@ -24,7 +24,7 @@ from penstock.workers.celery_bridge.bridge import OPEN_COMMANDS
 from tests.flow.test_celery import celery_of, consumes, outcome, send
 from tests.servers import ROOT, wait_until
 from tests.threats import hostile_load
-from tests.threats.conftest import Target
+from tests.threats.conftest import AttackedWorker
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
 PACKAGES = ("compose", "producers", "registry", "safety", "workers")
@@ -149,7 +149,7 @@ def test_the_yaml_loader_is_a_safe_one():
             bounded_yaml.read_yaml(f"x: {tag}".encode())
 
 
-def test_exceptions_travel_as_plain_data(target: Target, tmp_path: Path):
+def test_exceptions_travel_as_plain_data(target: AttackedWorker, tmp_path: Path):
     """A model's hostile exception arrives as the text of a ModelError, and nothing of it ran on the way."""
     with target.client() as client, target.server.client() as overseer:
         job = client.submit("thrower", {"x": [[-1.0, 0, 0, 0]]})
@@ -178,7 +178,7 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("kind", ["pickle", "application/x-python-serialize", "yaml", "application/x-yaml"])
-def test_messages_that_are_programs_are_refused(kind: str, target: Target, tmp_path: Path):
+def test_messages_that_are_programs_are_refused(kind: str, target: AttackedWorker, tmp_path: Path):
     """Pickle and YAML on Celery's queue, and pickle in a queue of jobs: nothing is made of them, and work goes on."""
     trap = tmp_path / "trap"
     body = pickle.dumps([[], {"model": _Bomb(str(trap))}, {}])
@@ -199,7 +199,7 @@ def test_messages_that_are_programs_are_refused(kind: str, target: Target, tmp_p
 @pytest.mark.parametrize(
     "change", [{"body": 5}, {"body": None}, {"headers": {"task": "penstock.infer", "id": "x", "timelimit": 7}}], ids=str
 )
-def test_message_that_is_no_task_is_taken_once(change: dict[str, object], target: Target):
+def test_message_that_is_no_task_is_taken_once(change: dict[str, object], target: AttackedWorker):
     """One that kombu can read and Celery cannot is dropped: given back, it would come again for ever."""
     app = celery_of(target.server)
     consumes(app, target.worker)
@@ -227,7 +227,7 @@ UNKNOWN_KINDS = {
 }
 
 
-def test_unknown_kinds_are_put_aside(target: Target):
+def test_unknown_kinds_are_put_aside(target: AttackedWorker):
     """Whatever is not a job of this protocol goes to the dead letters with its bytes; the worker asks no questions."""
     with target.server.client() as overseer, target.client() as client:
         before = overseer.xlen(dead_key("double"))
@@ -261,7 +261,7 @@ COMMANDS_THAT_CHANGE = {
 }
 
 
-def test_commands_that_change_a_worker_are_not_there(target: Target):
+def test_commands_that_change_a_worker_are_not_there(target: AttackedWorker):
     """Over the wire nobody stops, resizes, re-routes or reconfigures it, nor loads anything into it."""
     app: Celery = celery_of(target.server)
     consumes(app, target.worker)
@@ -288,7 +288,7 @@ def test_commands_that_change_a_worker_are_not_there(target: Target):
     assert outcome(app, send(app, "double"))["outputs"] == {"y": [[2, 4, 6, 8]]}
 
 
-def test_revoke_does_not_kill(target: Target):
+def test_revoke_does_not_kill(target: AttackedWorker):
     """`revoke` with `terminate` withdraws a job that waits; it sends no signal to anything."""
     app = celery_of(target.server)
     consumes(app, target.worker)

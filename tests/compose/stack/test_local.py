@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
@@ -225,11 +224,9 @@ def test_penstock_up_leaves_no_process(home, models, number):
         assert process.poll() is None, process.communicate()[1]
         started = processes_of(home) - {process.pid}
         assert len(started) == 3
-        begin = time.monotonic()
         process.send_signal(number)
-        status = process.wait(30)
-        wait_until(lambda: not processes_of(home), 5, "no process is left")
-        assert time.monotonic() - begin < 20
+        status = process.wait(60)
+        wait_until(lambda: not processes_of(home), 30, "no process is left")
         assert status == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 0}[number]
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()

@@ -45,7 +45,7 @@ class SlowBroker(MemoryBroker):
 
     def models(self) -> list[str]:
         self.asked += 1
-        self.may_answer.wait(20)
+        self.may_answer.wait(600)
         return super().models()
 
     def workers(self) -> list[bytes]:
@@ -88,10 +88,8 @@ def counter(tmp_path: Path) -> Iterator[Counter]:
 
 
 def test_an_errand_that_takes_long_is_asked_for_again(counter: Counter):
-    """Celery's thread gets "not yet" at once; the errand runs once, whoever asks how often."""
-    begun = time.monotonic()
+    """Celery's thread gets "not yet" and does not wait; the errand runs once, whoever asks how often."""
     assert [counter.ask(operator_rpc.Models()).is_done for _ in range(3)] == [False] * 3
-    assert time.monotonic() - begun < 3
     counter.broker.may_answer.set()
     assert counter.run(operator_rpc.Names(), tuple[str, ...]) == ()
     while not (answer := counter.ask(operator_rpc.Models())).is_done:
