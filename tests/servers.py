@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, LiteralString, Protocol, TypeVar
+from typing import Any, Final, LiteralString, NoReturn, Protocol, TypeVar
 
 import pytest
 import redis
@@ -48,12 +48,28 @@ def fork_server(*further: str) -> Iterator[ForkServer]:
 
 
 def require(found: T | None, what: str) -> T:
-    """`found`; when there is none the test is skipped with `what` as the reason, and fails where CI=true."""
+    """`found`; when there is none the test is skipped with `what` as the reason, and fails where CI=true.
+
+    Every test that needs a server, a program or a package which may be missing asks here, or asks `require_module`.
+    """
     if found is not None:
         return found
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI needs {what}", pytrace=False)
-    pytest.skip(f"needs {what}")
+    pytest.skip(f"needs {what}", allow_module_level=True)
+
+
+def require_module(name: str) -> Any:
+    """The module of that name, imported; see `require`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return require(None, f"the package {name.partition('.')[0]}")
+
+
+def leave_out(reason: str) -> NoReturn:
+    """Skips the test, also in CI: only for what the hardware or the platform cannot show, and no installation mends."""
+    pytest.skip(reason, allow_module_level=True)
 
 
 LEAST_PATIENCE_S: Final = 30.0

@@ -20,8 +20,9 @@ __all__ = ["Finding", "clock_comparisons"]
 
 CLOCKS: Final = frozenset({"monotonic", "perf_counter", "process_time", "thread_time", "time"})
 ARITHMETIC: Final = frozenset(
-    ["abs", "approx", "dict", "float", "int", "list", "max", "mean", "median"]
-    + ["min", "round", "set", "sorted", "sum", "tuple", "zip"]
+    name
+    for names in ("abs float int max mean median min round sum", "dict list set sorted tuple zip", "approx")
+    for name in names.split()
 )
 ADDING: Final = frozenset({"add", "append", "extend", "setdefault"})
 ORDER: Final = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)

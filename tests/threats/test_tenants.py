@@ -37,26 +37,27 @@ def _refusal(look: Callable[[Any], object], client: Client, job_id: str) -> tupl
 def test_another_tenants_job_looks_like_a_missing_one(state: str, target: AttackedWorker):
     """The same class and the same text, whatever the job's state; the job itself is not touched by it."""
     with target.client("owner") as owner, target.client("stranger") as stranger:
-        if state == "completed":
-            job = owner.submit("double", ROW)
-            job.result(10)
-            jobs = [job]
-        else:
-            jobs = owner.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(5)])
-            wait_until(lambda: jobs[0].status() != "queued", 10, "the first job runs")
-            job = jobs[0] if state == "running" else jobs[-1]
-            if state == "cancelled":
-                assert job.cancel()
+        # One after the other, so that the last one waits for some seconds.
+        jobs = owner.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(15)])
+        job = jobs[0] if state in ("running", "completed") else jobs[-1]
+        if state == "cancelled":
+            assert job.cancel()
+        elif state == "running":
+            wait_until(lambda: job.status() != "queued", 30, "the first job runs")
+        elif state == "completed":
+            job.result(30)
         for look in _LOOKS.values():
             missing = _refusal(look, stranger, new_job_id("double"))
             assert _refusal(look, stranger, job.id) == missing
             assert missing[0] is UnknownJob
+        for each in jobs:
+            if each is not job:
+                each.cancel()
         if state == "cancelled":
             with pytest.raises(Cancelled):
-                job.result(10)
-            jobs = jobs[:-1]
-        for each in jobs:
-            each.result(10)
+                job.result(30)
+        else:
+            job.result(30)
 
 
 def test_looking_costs_as_much_as_for_a_missing_job(target: AttackedWorker, monkeypatch: pytest.MonkeyPatch):

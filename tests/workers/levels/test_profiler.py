@@ -15,7 +15,7 @@ from penstock.workers.levels.profiler import Profiler, trace
 from penstock.workers.runtime import Runtime, open_runtime
 from tests.counting import lines_run
 from tests.packages import write_raiser
-from tests.servers import ROOT
+from tests.servers import ROOT, leave_out
 from tests.workers.levels.fake_model import Clock, Rotation, served
 
 ONE = {"x": np.ones((1, 4), np.float32)}
@@ -101,7 +101,7 @@ def test_trace_on_a_gpu_waits_for_the_device():
     import torch
 
     if not torch.cuda.is_available():
-        pytest.skip("this machine has no CUDA device")
+        leave_out("needs a CUDA device")
     runtime = open_runtime(load_package(ROOT / "models" / "mlp" / "1"))
     runtime.load("cuda:0", 1)
     table = trace(runtime.run, [runtime.prepare([{"x": np.ones((8, 384), np.float32)}])], is_cuda=True)

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workers.runtime.tokeniser import TokenCache, Tokeniser
+from tests.servers import require_module
 
-tokenizers = pytest.importorskip("tokenizers")
+tokenizers = require_module("tokenizers")
 
 WORDS = ["the", "pipe", "carries", "water", "to", "a", "turbine"]
 
