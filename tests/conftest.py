@@ -10,11 +10,34 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
 import pytest
 
+from tests import servers
 from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, fork_server, redis_binaries, require
+
+_SERVERS: Final = {"redis_server", "shared_postgres", "shared_redis", "start_worker"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --no-server."""
+    parser.addoption("--no-server", action="store_true", help="skip the tests that start Redis or use PostgreSQL")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Follows --no-server."""
+    servers.may_start_servers = not config.getoption("--no-server")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --no-server leaves out what asks for a server by a fixture; see RedisServer.start for all others."""
+    if not config.getoption("--no-server"):
+        return
+    needing = [item for item in items if _SERVERS & set(getattr(item, "fixturenames", ()))]
+    items[:] = [item for item in items if item not in needing]
+    config.hook.pytest_deselected(items=needing)
 
 
 def _first_binary() -> Path:

@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
 
 T = TypeVar("T")
+may_start_servers = True
+"""`pytest --no-server` sets it to False: a test that starts one is skipped then."""
 _open: list[ForkServer] = []
 
 
@@ -74,6 +76,11 @@ def leave_out(reason: str) -> NoReturn:
 
 LEAST_PATIENCE_S: Final = 30.0
 """A test that waits for a condition waits at least so long before it fails: a busy machine is no reason to."""
+
+
+def _check_servers_wanted() -> None:
+    if not may_start_servers:
+        leave_out("needs a server, which --no-server leaves out")
 
 
 def wait_until(condition: Callable[[], T], timeout_s: float, what: str, *, least_s: float = LEAST_PATIENCE_S) -> T:
@@ -239,6 +246,7 @@ class RedisServer(Process):
 
     def start(self) -> RedisServer:
         """Start it on its folder, with what its append-only file holds, and wait until it answers."""
+        _check_servers_wanted()
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
@@ -326,6 +334,7 @@ class PostgresDatabase:
 
     def create(self) -> PostgresDatabase:
         """Make it; `drop` it afterwards."""
+        _check_servers_wanted()
         psycopg = require(_psycopg(), "psycopg")
         try:
             self._execute("CREATE DATABASE {}")
