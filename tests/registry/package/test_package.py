@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
-from penstock.registry.package import FORMATS, ModelSpec, discover, find, load_package, schema
-from penstock.registry.package.schema import schema_text
+from penstock.registry.errors import ConfigurationError, InvalidInput
+from penstock.registry.package import ModelSpec, discover, load_package
 from penstock.registry.package.spec_sections import EndpointPolicy
 from tests.servers import ROOT
 
@@ -560,42 +559,6 @@ def test_weights_in_an_installed_package_are_found_without_importing_it(models_r
         load_package(folder).source_folder()
 
 
-def test_highest_version_is_found_by_number(models_root: Path):
-    """10 is above 9, and a release above its candidate."""
-    for version in ("9", "10", "2.0-rc1", "11-rc1"):
-        write(models_root, PLAIN | {"version": version}, f"plain/{version}")
-    assert [ref.version for ref in discover(models_root)] == ["2.0-rc1", "9", "10", "11-rc1"]
-    write(models_root, PLAIN | {"version": "11"}, "plain/11")
-    assert find(models_root, "plain").version == "11"
-    assert find(models_root, "plain", "9").path == models_root / "plain" / "9"
-
-
-def test_unknown_model_says_which_versions_exist(models_root: Path):
-    """Neither a missing model nor a missing version is an empty answer; a name that climbs is refused."""
-    write(models_root, PLAIN)
-    with pytest.raises(UnknownModel, match=r"^Unknown model 'absent'\. It has no package$"):
-        find(models_root, "absent")
-    with pytest.raises(UnknownModel, match=r"^Unknown model 'plain/2'\. Expected version: 1$"):
-        find(models_root, "plain", "2")
-    with pytest.raises(InvalidInput, match="Bad model name"):
-        find(models_root, "../plain")
-
-
-def test_missing_models_root_is_a_configuration_error(tmp_path: Path):
-    """A worker that is pointed at no folder does not start empty."""
-    with pytest.raises(ConfigurationError, match="Models root 'absent' is not a folder"):
-        discover(tmp_path / "absent")
-
-
-def test_versions_lie_side_by_side_and_a_root_lists_only_its_own(models_root: Path, tmp_path: Path):
-    """Another models root has other models, each with its versions (IN-013, IN-022)."""
-    for version in ("1", "2"):
-        write(models_root, PLAIN | {"version": version}, f"plain/{version}")
-    write(tmp_path / "other", PLAIN | {"name": "else"}, "else/1")
-    assert [(ref.name, ref.version) for ref in discover(models_root)] == [("plain", "1"), ("plain", "2")]
-    assert [(ref.name, ref.version) for ref in discover(tmp_path / "other")] == [("else", "1")]
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -707,28 +670,6 @@ def test_clients_do_not_count_the_tokens_of_a_text():
     """A limit in tokens is the worker's to apply: a client would count characters."""
     limited = ModelSpec.model_validate(ENCODER | {"batching": {"length_input": "text", "max_length": 16}})
     limited.signature.check({"text": ["a" * 100]})
-
-
-def test_committed_schema_is_that_of_the_model():
-    """Editors check model.yaml with what `python -m penstock.registry.package.schema` writes."""
-    committed = Path(schema.__file__).with_name("model.schema.json").read_text()
-    assert committed == schema_text(), (
-        "run: python -m penstock.registry.package.schema > registry/package/model.schema.json"
-    )
-
-
-def test_every_field_of_the_schema_is_described():
-    """Whoever writes a package reads there what a field means."""
-    schema = json.loads(schema_text())
-    tables = {"model.yaml": schema, **schema["$defs"]}
-    bare = [
-        f"{table}.{name}"
-        for table, definition in tables.items()
-        for name, field in definition.get("properties", {}).items()
-        if "description" not in field
-    ]
-    assert bare == []
-    assert schema["properties"]["format"]["enum"] == list(FORMATS)
 
 
 def test_a_pipe_or_a_flood_in_the_place_of_a_model_yaml_is_refused(tmp_path: Path):
