@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from penstock.registry.package import schema
+from penstock.registry.package import FORMATS, schema
 from penstock.registry.package.schema import schema_text
 
 
