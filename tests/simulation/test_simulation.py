@@ -34,9 +34,10 @@ def _check(seeds) -> None:
     assert not broken, "\n".join(broken[:20])
 
 
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(CHUNK, SEEDS, CHUNK))]
-)
+LATER = [pytest.param(first, marks=pytest.mark.slow) for first in range(CHUNK, SEEDS, CHUNK)]
+
+
+@pytest.mark.parametrize("first", [0, *LATER])
 def test_promises_hold_in_every_schedule(first):
     """Nothing lost, no second effect, no late start, no wrong order, redelivered in time, and an end of everything."""
     _check(range(first, min(first + CHUNK, SEEDS)))
@@ -71,7 +72,7 @@ def _mutants() -> Iterator[Any]:
         yield pytest.param(mutant, marks=marks, id=mutant.mutation.name)
 
 
-@pytest.mark.parametrize("mutant", _mutants())
+@pytest.mark.parametrize("mutant", list(_mutants()))
 def test_broken_promise_is_caught(mutant: Mutant):
     """Each mutant shows the finding that it is made for, in a schedule that is clean without it."""
     runs = outcomes(range(MUTANT_SEEDS), mutant.mutation)
