@@ -39,7 +39,7 @@ def ask(app: Celery, worker: str, command: str) -> dict[str, str]:
 
     def answers() -> list[dict[str, dict[str, str]]]:
         given: list[dict[str, dict[str, str]]] = app.control.broadcast(
-            CONTROL_COMMAND, {"command": command}, [worker], reply=True, timeout=3, limit=1
+            CONTROL_COMMAND, {"command": command}, [worker], reply=True, timeout=20, limit=1
         )
         return given
 

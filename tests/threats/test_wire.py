@@ -270,7 +270,7 @@ def test_commands_that_change_a_worker_are_not_there(target: AttackedWorker):
 
     def asked(question: str) -> Any:
         def answer() -> Any:
-            return (getattr(app.control.inspect(timeout=0.5), question)() or {}).get(name)
+            return (getattr(app.control.inspect([name], timeout=20), question)() or {}).get(name)
 
         return wait_until(answer, 10, "the worker answers")
 
