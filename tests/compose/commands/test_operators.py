@@ -242,7 +242,7 @@ def test_purge_without_the_key_says_so(there: dict[str, str], tmp_path: Path, sl
 
 
 def test_large_queue_is_purged_in_parts(shared_redis: RedisServer, there: dict[str, str], tmp_path: Path, slot: str):
-    """Thousands of jobs and a few foreign entries among them: all leave, each job is told, no call takes more than a part."""
+    """Thousands of jobs and a few foreign entries: all leave, each job is told, no call takes more than a part."""
     with Client.from_env(settings=Settings.load(environ=there)) as client, shared_redis.client() as server:
         jobs = client.submit_many(slot, [X] * 3000)
         for _ in range(3):
