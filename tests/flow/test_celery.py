@@ -35,7 +35,6 @@ ROW = [[1.0, 2.0, 3.0, 4.0]]
 TWICE = [[2.0, 4.0, 6.0, 8.0]]
 CANARY = 987654.25
 """A number that must appear in no log, event or inspection."""
-pytestmark = pytest.mark.slow
 
 
 def celery_of(server: RedisServer) -> Celery:
