@@ -5,7 +5,7 @@
     --all        both in one run
     --no-server  `make check`: what needs no server of its own
 
-Each folder of UNITS is a pytest process of its own, and three run at a time: most tests wait, for servers, leases or
+Each unit is a pytest process of its own, and three run at a time: most tests wait, for servers, leases or
 models that sleep. The units that take longest come first. The output of a unit follows when it has ended.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["main"]
+__all__ = ["main", "units"]
 
 _HERE: Final = Path(__file__).parent
 _AT_ONCE: Final = 3
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs them all; returns the first exit status that is not a success."""
     mode = arguments[0] if arguments and arguments[0] in _MODES else ""
     options = [*_MODES[mode], *arguments[bool(mode) :]]
-    waiting = [_pytest(unit, options) for unit in _units()]
+    waiting = [_pytest(unit, options) for unit in units()]
     running: list[_Running] = []
     statuses: list[int] = []
     try:
@@ -91,7 +91,7 @@ class _Running:
         self._output.close()
 
 
-def _units() -> list[list[Path]]:
+def units() -> list[list[Path]]:
     """The folders and files of each unit; a folder inside of which another unit lies is split into its entries."""
     units = [[_HERE / name for name in unit.split()] for unit in _UNITS]
     named = {path for unit in units for path in unit}
