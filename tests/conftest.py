@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
+import hypothesis
 import pytest
 
 from tests import servers
-from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, fork_server, redis_binaries, require
+from tests.servers import (
+    PostgresDatabase,
+    RedisServer,
+    WorkerProcess,
+    check_servers_wanted,
+    fork_server,
+    redis_binaries,
+    require,
+)
 
 _SERVERS: Final = {"redis_server", "shared_postgres", "shared_redis", "start_worker"}
 
@@ -27,7 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Follows --no-server."""
+    """Follows --no-server, and has Hypothesis compare no times: a busy machine is slower than its 200 ms."""
+    hypothesis.settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("untimed")
     servers.may_start_servers = not config.getoption("--no-server")
 
 
@@ -79,6 +92,7 @@ def redis_server() -> Iterator[RedisServer]:
 @pytest.fixture(scope="session")
 def shared_postgres() -> Iterator[PostgresDatabase]:
     """One database for the whole run: use `slot` or names of your own."""
+    check_servers_wanted()
     database = PostgresDatabase().create()
     try:
         yield database

@@ -78,7 +78,8 @@ LEAST_PATIENCE_S: Final = 30.0
 """A test that waits for a condition waits at least so long before it fails: a busy machine is no reason to."""
 
 
-def _check_servers_wanted() -> None:
+def check_servers_wanted() -> None:
+    """Skips the test where --no-server was given."""
     if not may_start_servers:
         leave_out("needs a server, which --no-server leaves out")
 
@@ -246,7 +247,7 @@ class RedisServer(Process):
 
     def start(self) -> RedisServer:
         """Start it on its folder, with what its append-only file holds, and wait until it answers."""
-        _check_servers_wanted()
+        check_servers_wanted()
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
@@ -334,7 +335,6 @@ class PostgresDatabase:
 
     def create(self) -> PostgresDatabase:
         """Make it; `drop` it afterwards."""
-        _check_servers_wanted()
         psycopg = require(_psycopg(), "psycopg")
         try:
             self._execute("CREATE DATABASE {}")
