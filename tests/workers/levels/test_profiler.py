@@ -1,8 +1,7 @@
-"""What a version's batches cost, beside a stopwatch; and the opt-in look inside (AR-028, CX-046)."""
+"""The cost of a version's batches, and the opt-in trace of a forward (AR-028, CX-046)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from penstock.registry.package import load_package
 from penstock.safety.golden_store import GoldenStore
 from penstock.workers.levels.profiler import Profiler, trace
 from penstock.workers.runtime import Runtime, open_runtime
+from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 from tests.counting import lines_run
-from tests.packages import write_raiser
 from tests.servers import ROOT, leave_out
 from tests.workers.levels.fake_model import Clock, Rotation, served
 
@@ -47,7 +46,7 @@ def test_profile_agrees_with_the_clock():
 
 
 def test_moving_averages_follow_the_last_batches():
-    """What the model costs now shows within some ten batches; the sums keep all."""
+    """The averages follow the last ten batches or so; the sums hold all batches."""
     clock = Clock()
     runtime = Rotation(clock, {})
     profiler = Profiler(runtime, None)
@@ -59,14 +58,13 @@ def test_moving_averages_follow_the_last_batches():
     assert profiler.profile.seconds == 61
 
 
-def test_failed_jobs_are_no_goldens(models_root: Path):
-    """A job without an answer proves nothing; its neighbours' answers do."""
-    runtime = loaded(write_raiser(models_root))
-    profiler = Profiler(runtime, GoldenStore())
-    bad = {"x": np.full((1, 4), -1, np.float32)}
-    served(runtime, time.monotonic, [ONE, bad, TWO], profiler.observe)
+def test_goldens_are_the_answered_jobs():
+    """A golden has the inputs and the outputs of a job that was answered."""
+    profiler = Profiler(Rotation(Clock(), {}), GoldenStore())
+    answered = [AnsweredJob("rotation.1", ONE, {"y": np.ones((1, 4), np.float32)})]
+    profiler.observe(BatchObservation(rows=3, tokens=0, seconds=1.0, answered=answered))
     assert profiler.goldens is not None
-    assert sorted(golden.rows for golden in profiler.goldens.goldens()) == [1, 2]
+    assert [(golden.job_id, golden.rows) for golden in profiler.goldens.goldens()] == [("rotation.1", 1)]
 
 
 def test_observing_costs_little(rotation: Rotation):
@@ -97,7 +95,7 @@ def test_trace_names_the_operations(mlp: Runtime):
 
 @pytest.mark.gpu
 def test_trace_on_a_gpu_waits_for_the_device():
-    """CUDA operations have their times only when the device was waited for."""
+    """The times of CUDA operations need a wait for the device."""
     import torch
 
     if not torch.cuda.is_available():
