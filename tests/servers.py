@@ -70,7 +70,7 @@ def require_module(name: str) -> Any:
 
 
 def leave_out(reason: str) -> NoReturn:
-    """Skips the test, also in CI: only for what the hardware or the platform cannot show, and no installation mends."""
+    """Skips the test, also in CI: only for what this hardware or platform cannot show."""
     pytest.skip(reason, allow_module_level=True)
 
 
@@ -321,7 +321,7 @@ def _psycopg() -> ModuleType | None:
 class PostgresDatabase:
     """A database of its own on the PostgreSQL that libpq's variables (PGHOST, PGUSER, ...) name, or on the loopback's.
 
-    The test is skipped, or fails where CI=true, when that server does not answer or lets nobody make databases.
+    The test is skipped, or fails where CI=true, when that server does not answer or does not allow new databases.
     """
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ class PostgresDatabase:
         return self
 
     def drop(self) -> None:
-        """Remove it, whoever is still connected."""
+        """Remove it, also while clients are connected."""
         self._execute("DROP DATABASE {} WITH (FORCE)")
 
     def _execute(self, statement: LiteralString) -> None:

@@ -26,7 +26,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def test_missing_server_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch):
-    """Nobody mistakes a run without its servers for a run that passed."""
+    """A run without its servers does not look like a run that passed."""
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="needs a unicorn"):
         require(None, "a unicorn")

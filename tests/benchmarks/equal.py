@@ -1,4 +1,4 @@
-"""Equal jobs: what it costs to keep answers that nobody asks for again, and what it brings where somebody does."""
+"""Equal jobs: the cost of keeping answers that no job asks for again, and the gain where jobs do."""
 
 from __future__ import annotations
 

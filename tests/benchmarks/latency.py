@@ -92,7 +92,7 @@ def measure_urgent(scale: Scale, say: Progress) -> list[Row]:
     with Harness() as harness:
         server = harness.redis()
         harness.worker(server, "mlp")
-        # Of its own: whoever floods has its own replies to read.
+        # A client of its own: the flooding client has its own replies to read.
         flood, urgent = harness.producer(server), harness.producer(server)
         broker = RedisStreams.from_url(server.url)
         idle_s = median(_one(urgent, number) for number in range(scale.urgent_jobs))

@@ -1,6 +1,6 @@
 """Statements that jobs send to the model registry's database, by the server's own count.
 
-PostgreSQL counts the sessions and transactions of each database, whoever opens them. The registry is in use meanwhile:
+PostgreSQL counts the sessions and transactions of each database. The registry is in use meanwhile:
 the model that answers is its production version.
 """
 

@@ -92,7 +92,7 @@ def _run(target_ms: int, seconds: float, say: Progress) -> Run:
 
 
 async def _step(settings: Settings, seconds: float) -> list[float]:
-    """Jobs of high priority, one after the other whatever became of those before; seconds from submit to result."""
+    """Jobs of high priority, one after the other, also after one that failed; seconds from submit to result."""
     chance = random.Random(7)
     latencies_s: list[float] = []
 

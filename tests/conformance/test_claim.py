@@ -149,7 +149,7 @@ def test_armed_claim_is_answered_at_once_when_jobs_wait(broker: Broker, worker: 
 
 
 def test_armed_claim_whose_time_ran_out_is_empty(brokerage: Brokerage, broker: Broker, worker: Broker, slot: str):
-    """Nothing came: the answer is empty, and a later job is nobody's."""
+    """Nothing came: the answer is empty, and no worker holds a later job."""
     worker.prepare([slot])
     worker.arm("w", [slot], 3, 50)
     brokerage.elapse(80)
@@ -159,7 +159,7 @@ def test_armed_claim_whose_time_ran_out_is_empty(brokerage: Brokerage, broker: B
 
 
 def test_disarmed_claim_takes_nothing_more(broker: Broker, worker: Broker, slot: str):
-    """A withdrawn claim returns what it was handed; a job that comes later is somebody else's."""
+    """A withdrawn claim returns what it was handed; a later job goes to another worker."""
     worker.prepare([slot])
     worker.arm("w", [slot], 3, 5000)
     assert worker.disarm() == []

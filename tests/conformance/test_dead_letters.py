@@ -1,4 +1,4 @@
-"""Dead letters: bytes that were put aside, what is remembered about them, and how they come back."""
+"""Dead letters: the bytes, what is known about them, and how they are replayed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _bury(broker: Broker, slot: str, sealed: bytes = b"", *, count: int = 1) -> 
 
 
 def test_letter_keeps_what_is_known_about_the_job(brokerage: Brokerage, broker: Broker, slot: str):
-    """Reason, job, tenant, priority, when it was accepted and buried, deliveries, crashes, and its very bytes."""
+    """Reason, job, tenant, priority, both times, deliveries, crashes, and its very bytes."""
     job = publication(slot, Priority.HIGH, tenant="acme", reply=reply_key(slot, "me"))
     broker.publish(slot, [job], ROOMY)
     (first,) = claim(broker, "w1", slot)
@@ -65,7 +65,7 @@ def test_bytes_that_were_no_job_name_none(broker: Broker, slot: str):
 
 
 def test_foreign_entry_is_kept_as_it_was_handed_out(redis_brokerage: OnRedis, slot: str):
-    """Whoever wrote to the stream may have used any fields: none is lost."""
+    """An entry of a foreign writer may have any fields: none is lost."""
     broker = redis_brokerage.connect()
     broker.prepare([slot])
     written = [{"e": b"one"}, {"x": b"1", "y": b"22"}, {"a": b"1", "b": b"2", "a2": b"3"}]
@@ -190,7 +190,7 @@ def test_replay_wakes_a_waiting_worker(broker: Broker, slot: str):
 
 
 def test_deadline_counts_from_the_first_acceptance(brokerage: Brokerage, broker: Broker, slot: str):
-    """A replayed job that keeps its acceptance says so to whoever claims it, also when it goes back a second time."""
+    """A replayed job that keeps its acceptance says so at each claim, also after a second replay."""
     job = publication(slot)
     broker.publish(slot, [job], ROOMY)
     (first,) = claim(broker, "w", slot)
@@ -257,7 +257,7 @@ def test_replay_respects_who_has_the_idempotency_key(brokerage: Brokerage, broke
 
 
 def test_job_that_could_not_be_opened_comes_back(broker: Broker, slot: str):
-    """Bytes of a newer protocol name no job when they are put aside; its record still waits, and is used again."""
+    """Bytes of a newer protocol name no job when they are dead-lettered; its record still waits, and is used again."""
     job = publication(slot)
     broker.publish(slot, [job], ROOMY)
     (delivery,) = claim(broker, "w", slot)

@@ -17,7 +17,7 @@ from tests.conformance.jobs import claim, held, publish
 def test_late_take_over_takes_nothing(
     redis_brokerage: OnRedis, slot: str, lease_ms: int, late_ms: int, is_obeyed: bool
 ):
-    """When it is executed everybody's lease may have lapsed, for nobody could renew: it is no fresh look any more."""
+    """When it is executed, all leases may have lapsed because no worker could renew: it is no fresh look any more."""
     broker = redis_brokerage.connect()
     assert isinstance(broker, RedisStreams)
     publish(broker, slot)

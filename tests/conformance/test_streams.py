@@ -31,7 +31,7 @@ def in_background(action: Callable[[], object]) -> threading.Thread:
 
 
 def test_finished_jobs_of_a_batch_travel_in_one_reply(broker: Broker, slot: str):
-    """A client hears of its jobs of one batch at once, with their records, and of nobody else's."""
+    """A client hears of its jobs of one batch at once, with their records, and of no other client's."""
     mine, theirs = reply_key(slot, "me"), reply_key(slot, "them")
     first, second = publish(broker, slot, 2, reply=mine)
     (third,) = publish(broker, slot, reply=theirs)
@@ -69,7 +69,7 @@ def test_fenced_commit_is_not_announced(brokerage: Brokerage, broker: Broker, sl
 
 
 def test_lane_is_told_without_a_cap(broker: Broker, slot: str):
-    """The lane's replies stay until they are read, so that a result for Celery is never dropped."""
+    """Replies for Celery stay until they are read, so that no result is dropped."""
     lane = lane_key(slot)
     publish(broker, slot, 700, reply=lane)
     for delivery in claim(broker, "w", slot, credit=700):
@@ -101,7 +101,7 @@ def test_trimmed_replies_are_forgotten(broker: Broker, slot: str):
     broker.trim(reply, second.entry_id)
     assert broker.read({reply: "0-0"}, 0) == [third]
     assert broker.read({reply: first.entry_id}, 0) == [third]
-    broker.trim(reply_key(slot, "nobody"), second.entry_id)
+    broker.trim(reply_key(slot, "another"), second.entry_id)
 
 
 def test_blocked_read_returns_with_the_first_entry(brokerage: Brokerage, broker: Broker, slot: str):
@@ -209,7 +209,7 @@ def test_subscriber_of_a_quiet_job_is_told_its_end(broker: Broker, slot: str):
 
 
 def test_subscriber_of_a_job_that_never_started_is_told_its_end(broker: Broker, slot: str):
-    """Cancelled while it waits: the end is event 3 as well, whatever a reader has been shown meanwhile."""
+    """Cancelled while it waits: the end is event 3 as well, also for a reader that was shown more."""
     (job_id,) = publish(broker, slot)
     broker.job_record(job_id, subscribe=True)
     assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.CANCELLED

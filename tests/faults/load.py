@@ -79,7 +79,7 @@ class Load:
             self.submit(float(next(_numbers)), **options)
 
     def publish_at_once(self, count: int) -> None:
-        """Submit `count` jobs in few calls, so that nobody ends the first before the last is there."""
+        """Submit `count` jobs in few calls, so that no worker ends the first before the last is there."""
         numbers = [float(next(_numbers)) for _ in range(count)]
         self._history.offered.update(numbers)
         handles = self._client.submit_many(self._model, [{"x": row(number)} for number in numbers])
@@ -164,7 +164,7 @@ class Load:
             np.testing.assert_array_equal(handle.result(5)["y"], row(number) * 2)
 
     def check_records(self) -> None:
-        """As `check_answers`, for whoever was told nothing and asks the records."""
+        """As `check_answers`, for a client that was told nothing and asks the records."""
         for number, handle in self._handles.items():
             np.testing.assert_array_equal(self._client.job(handle.id).result(5)["y"], row(number) * 2)
 

@@ -29,7 +29,7 @@ def stage(open_stage: OpenStage) -> Stage:
 def test_jobs_of_a_killed_worker_are_redelivered_within_the_lease_and_a_second(
     seed: int, stage: Stage, start_load: StartLoad, trial: Trial
 ):
-    """Whatever the dead worker held is claimed again at most 6 s after its death."""
+    """The jobs that the dead worker held are claimed again at most 6 s after its death."""
     load = start_load(stage.server, stage.forward_log)
     chance = random.Random(seed)
     victim = chance.choice(stage.workers)

@@ -134,7 +134,7 @@ def test_the_model_runs_as_it_was_built(shared_redis: RedisServer, models_root: 
 
 
 def test_worker_holds_no_more_than_its_limit(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """max_queue_depth bounds the jobs claimed by one worker at any moment, whatever waits."""
+    """max_queue_depth bounds the jobs claimed by one worker at any moment, however many wait."""
     write_sleeper(models_root, "bounded", forward_s=0.01, max_batch_size=16)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_QUEUE_DEPTH": "8"})
     held = []

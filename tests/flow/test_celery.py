@@ -130,7 +130,7 @@ def test_a_task_that_celery_delivers_twice_runs_once(
 def test_results_of_the_lane_survive_the_worker(
     redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """Kill -9 with jobs of the lane running and waiting: another worker ends them, and every get returns."""
+    """Kill -9 with Celery's jobs running and waiting: another worker ends them, and every get returns."""
     write_sleeper(models_root, "lane-sleeper", forward_s=0.2, max_batch_size=2)
     app = celery_of(redis_server)
     first = start_worker(redis_server, models_root)
@@ -141,7 +141,7 @@ def test_results_of_the_lane_survive_the_worker(
     answers = [outcome(app, task_id, 30) for task_id in sent]
     assert [answer["outputs"]["y"][0][0] for answer in answers] == [2.0 * n for n in range(12)]
     with redis_server.client() as client:
-        wait_until(lambda: client.xlen(lane_key("lane-sleeper")) == 0, 15, "the lane is empty")
+        wait_until(lambda: client.xlen(lane_key("lane-sleeper")) == 0, 15, "the replies are taken")
 
 
 def test_the_lane_is_closed_while_jobs_are_signed(
@@ -307,7 +307,7 @@ def test_inspect_shows_what_runs_and_what_waits(
 
 
 def test_a_revoked_job_never_runs(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
-    """`control revoke` by job id, and by task id for the lane: the job ends as cancelled, Celery's task as revoked,
+    """`control revoke` by job id, and by the id of Celery's task: the job ends as cancelled, Celery's task as revoked,
     and `inspect revoked` lists it.
     """
     app = celery_of(redis_server)
@@ -336,7 +336,7 @@ def _end_of(job: Any) -> Any:
 def test_commands_that_stop_or_change_a_worker_are_refused(
     redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """Whoever reaches Celery's broker cannot shut workers down, resize or re-route them, unless the settings allow."""
+    """Access to Celery's broker is not enough to stop, resize or re-route workers, unless the settings allow it."""
     write_double(models_root)
     app = celery_of(redis_server)
     worker = start_worker(redis_server, models_root)

@@ -177,7 +177,7 @@ def test_what_a_client_is_told_wins_over_its_settings_and_keeps_the_rest(
 def test_models_that_only_the_client_has_a_package_of_may_queue(
     shared_redis: RedisServer, models_root: Path, slot: str
 ):
-    """Without a spec in the broker the client's own models root says what the model takes; without that, nobody."""
+    """Without a spec in the broker the client's own models root says what the model takes; without both it fails."""
     write_double(models_root, slot)
     with Client(shared_redis.url, models_root=models_root) as client:
         job = client.submit(slot, ROW)

@@ -1,4 +1,4 @@
-"""A reply is a hint: whoever waits for one that never comes is answered from the record."""
+"""A reply is a hint: a client whose reply is lost is answered from the record."""
 
 from __future__ import annotations
 

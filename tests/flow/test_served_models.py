@@ -105,7 +105,7 @@ def test_only_the_wanted_outputs_come_back(client: Client):
 
 
 def test_equal_inputs_with_other_outputs_wanted_get_their_own(served: Served, client: Client):
-    """Whether or not they share a forward: single flight hands nobody more or less than he asked for."""
+    """Whether or not they share a forward: each job of a single flight gets the outputs that it asked for."""
     served.worker.freeze()
     try:
         jobs = [client.submit("pair", _row(7), outputs=wanted) for wanted in (["y"], ["z"], ["y"], [])]

@@ -15,7 +15,7 @@ from tests.threats.fuzz import KEYS
 
 
 class AttackedWorker(NamedTuple):
-    """A server, and one worker with signing keys and an open lane for `double`, `recorder`, `napper`, `thrower`."""
+    """A server, and a worker with signing keys and Celery's endpoint for `double`, `recorder`, `napper`, `thrower`."""
 
     server: RedisServer
     worker: WorkerProcess

@@ -201,7 +201,7 @@ def _wild_content(random: Random) -> list[Any]:
 
 
 def framed(random: Random, head: bytes, body: bytes, *, signs: bool = False) -> bytes:
-    """A frame around any header bytes; signed by the right key, a stranger or nobody."""
+    """A frame around any header bytes; signed by the right key, by a stranger, or not at all."""
     size = len(head) if random.random() < 0.9 else random.choice((0, 7, 2**16, 2**32 - 1))
     sealed = b"PS" + bytes([1 if random.random() < 0.95 else random.randrange(256)])
     sealed += random.choice((b"J", b"J", b"J", b"J", b"R", b"E", b"\0")) + struct.pack("<I", size) + head + body
@@ -228,7 +228,7 @@ class Outcome(NamedTuple):
 
 
 class Target:
-    """One door and what comes to it. `make` draws an offer, `take` gives it to the code; `refusals` are its answers."""
+    """One endpoint. `make` draws an offer, `take` gives it to the code; `refusals` are its answers."""
 
     def __init__(
         self,
@@ -420,7 +420,7 @@ def arguments_of(message: bytes) -> Any:
 
 
 class LaneTarget:
-    """The lane's door on a broker in memory, behind Celery, which checks the names of a task's arguments."""
+    """Celery's task endpoint on a broker in memory, behind Celery, which checks the names of a task's arguments."""
 
     def __init__(self, root: Path) -> None:
         broker = MemoryBroker()
@@ -437,11 +437,11 @@ class LaneTarget:
 
 
 class _NoTask(Exception):
-    """Celery refuses it before the door."""
+    """Celery refuses it before the endpoint."""
 
 
 def targets(folder: Path) -> list[Target]:
-    """Every door but the worker's, whose loop needs a real worker; `folder` is empty and keeps what they read."""
+    """Every endpoint but the worker's, whose loop needs a real worker; `folder` is empty and keeps what they read."""
     return [
         Target("envelope", envelope, _open_all, (Corrupt,)),
         Target("tensors", _tensors, lambda offered: decode(*offered), (Corrupt,)),

@@ -1,4 +1,4 @@
-"""S0.1: nobody without the key gets an envelope past: flips, swaps, copies, replays, downgrades. Accepted: 0."""
+"""S0.1: without the key no envelope is accepted: flips, swaps, copies, replays, downgrades. Accepted: 0."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_no_field_of_a_header_can_be_exchanged(change: dict[str, object]):
 
 
 def test_keys_of_jobs_and_results_are_apart():
-    """Whoever could sign results signs no job, and the other way round, also under another letter."""
+    """A signature of a result is none of a job, and the other way round, also under another letter."""
     header, body = fuzz.good_job(Random(2))
     for letter, kind, macs in (
         (b"J", "job", fuzz.SIGNING.result_macs),

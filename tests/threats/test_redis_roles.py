@@ -476,5 +476,5 @@ def test_role_may_call_what_its_scripts_call(role: str, scripts: set[str]):
 
 
 def test_every_script_belongs_to_a_role():
-    """A new script is given to somebody, and these lists name none that is gone."""
+    """Each new script is given to a role, and these lists name none that is gone."""
     assert SOURCES.keys() == OF_PRODUCERS | OF_WORKERS | OF_OPERATORS

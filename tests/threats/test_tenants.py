@@ -35,7 +35,7 @@ def _refusal(look: Callable[[Any], object], client: Client, job_id: str) -> tupl
 
 @pytest.mark.parametrize("state", ["completed", "waiting", "running", "cancelled"])
 def test_another_tenants_job_looks_like_a_missing_one(state: str, target: AttackedWorker):
-    """The same class and the same text, whatever the job's state; the job itself is not touched by it."""
+    """The same class and the same text in every state of the job; the job itself is not touched by it."""
     with target.client("owner") as owner, target.client("stranger") as stranger:
         # One after the other, so that the last one waits for some seconds.
         jobs = owner.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(15)])
@@ -90,14 +90,14 @@ def _noting(sent: list[int]) -> Callable[..., None]:
 
 
 def test_old_job_of_another_tenant_is_gone_like_a_missing_one(target: AttackedWorker):
-    """An id older than results are kept: gone, for whoever asks and whether or not it existed."""
+    """An id older than results are kept: gone, for every tenant, whether or not it existed."""
     old = "double.01900000-0000-7000-8000-000000000000"
     with target.client("stranger") as stranger:
         assert _refusal(_LOOKS["status"], stranger, old)[0] is ResultGone
 
 
 def test_idempotency_keys_of_tenants_are_apart(target: AttackedWorker):
-    """The same key, model and inputs: each tenant has its own job, and with other inputs nobody's conflict is told."""
+    """The same key, model and inputs: each tenant has its own job, and other inputs make no conflict."""
     with target.client("owner") as owner, target.client("stranger") as stranger:
         mine = owner.submit("double", ROW, idempotency_key="order-17")
         theirs = stranger.submit("double", ROW, idempotency_key="order-17")
@@ -132,7 +132,7 @@ def test_a_client_hears_no_replies_of_another(target: AttackedWorker):
 
 
 def test_tenants_limits_are_their_own(target: AttackedWorker):
-    """A tenant at its limit of jobs in flight stops nobody else."""
+    """A tenant at its limit of jobs in flight stops no other tenant."""
     settings = Settings.load(environ={}, overrides={"queue.tenant_max_in_flight": 2})
     with (
         Client(target.server.url, tenant="owner", signing_keys=KEYS, settings=settings) as owner,

@@ -1,4 +1,4 @@
-"""S0.2 and S0.3: nothing on a wire is a program, workers know their own kinds only, and obey nobody else's commands."""
+"""S0.2 and S0.3: nothing on a wire is a program, workers know their own kinds only, and accept no other commands."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_programs_are_found(source: str):
 
 
 def test_the_yaml_loader_is_a_safe_one():
-    """It makes plain data only, whatever tags a document carries."""
+    """It makes plain data only, for every tag that a document carries."""
     import yaml
 
     from penstock.registry.package import bounded_yaml
@@ -190,7 +190,7 @@ def test_messages_that_are_programs_are_refused(kind: str, target: AttackedWorke
         overseer.lpush(CELERY_QUEUE, json.dumps(frame))
         before = overseer.xlen(dead_key("double"))
         overseer.xadd(stream_key("double", Priority.HIGH), {"e": body})
-        wait_until(lambda: overseer.xlen(dead_key("double")) == before + 1, 10, "the job is put aside")
+        wait_until(lambda: overseer.xlen(dead_key("double")) == before + 1, 10, "the job is dead-lettered")
         wait_until(lambda: not hostile_load._waiting(overseer), 10, "the message is taken")
         assert client.submit("double", ROW).result(10)["y"].tolist() == [[2, 4, 6, 8]]
     assert not trap.exists()
@@ -227,14 +227,14 @@ UNKNOWN_KINDS = {
 }
 
 
-def test_unknown_kinds_are_put_aside(target: AttackedWorker):
-    """Whatever is not a job of this protocol goes to the dead letters with its bytes; the worker asks no questions."""
+def test_unknown_kinds_are_dead_lettered(target: AttackedWorker):
+    """Bytes that are no job of this protocol become dead letters; the worker asks no questions."""
     with target.server.client() as overseer, target.client() as client:
         before = overseer.xlen(dead_key("double"))
         for foreign in UNKNOWN_KINDS.values():
             overseer.xadd(stream_key("double", Priority.NORMAL), {"e": foreign})
         count = len(UNKNOWN_KINDS)
-        wait_until(lambda: overseer.xlen(dead_key("double")) == before + count, 10, "all are put aside")
+        wait_until(lambda: overseer.xlen(dead_key("double")) == before + count, 10, "all are dead-lettered")
         letters = overseer.xrevrange(dead_key("double"), count=count)
         kept = [dict(fields)[b"e"] for _, fields in letters]
         assert sorted(kept) == sorted(UNKNOWN_KINDS.values())
@@ -262,7 +262,7 @@ COMMANDS_THAT_CHANGE = {
 
 
 def test_commands_that_change_a_worker_are_not_there(target: AttackedWorker):
-    """Over the wire nobody stops, resizes, re-routes or reconfigures it, nor loads anything into it."""
+    """No command over the wire stops, resizes, re-routes or reconfigures it, or loads anything into it."""
     app: Celery = celery_of(target.server)
     consumes(app, target.worker)
     assert not COMMANDS_THAT_CHANGE.keys() & OPEN_COMMANDS
