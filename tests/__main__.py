@@ -3,7 +3,7 @@
     (nothing)    `make test`: everything but what is marked `slow` or `install`
     --long       `make test-all`: what `make test` leaves out, repeated faults among it
     --all        both in one run
-    --no-server  `make check`: what needs no server of its own
+    --no-server  `make check`: what needs neither a server nor a whole stack; whole programs are left out
 
 Each unit is a pytest process of its own, and three run at a time: most tests wait, for servers, leases or
 models that sleep. The units that take longest come first. The output of a unit follows when it has ended.
@@ -43,13 +43,15 @@ _UNITS: Final = (
     "benchmarks",
 )
 """The longest first; what is in none of them is the last unit."""
+_WHOLE_PROGRAMS: Final = frozenset({"benchmarks", "compose", "faults", "flow", "simulation", "threats"})
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs them all; returns the first exit status that is not a success."""
     mode = arguments[0] if arguments and arguments[0] in _MODES else ""
     options = [*_MODES[mode], *arguments[bool(mode) :]]
-    waiting = [_pytest(unit, options) for unit in units()]
+    left_out = {_HERE / name for name in _WHOLE_PROGRAMS} if mode == "--no-server" else set()
+    waiting = [_pytest(unit, options) for unit in units() if not left_out.intersection(unit)]
     running: list[_Running] = []
     statuses: list[int] = []
     try:

@@ -152,6 +152,7 @@ class Process:
 
     def _run(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """`python -m module arguments`; from the fork server, where one is open."""
+        check_servers_wanted()
         if _open:
             # There from the start, as with `_spawn`.
             self.output.touch()
@@ -161,6 +162,7 @@ class Process:
             self._spawn([sys.executable, "-m", module, *arguments], environment)
 
     def _spawn(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
+        check_servers_wanted()
         with self.output.open("ab") as output:
             self._child = subprocess.Popen(
                 command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -247,7 +249,6 @@ class RedisServer(Process):
 
     def start(self) -> RedisServer:
         """Start it on its folder, with what its append-only file holds, and wait until it answers."""
-        check_servers_wanted()
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
