@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from penstock.registry.broker.base import JobRecord, ProducerEnd, State, StreamEntry
-from penstock.registry.broker.redis_scripts import parse_record
+from penstock.registry.broker.record import parse_record
 from penstock.registry.envelope import Keyring, ResultHeader, open_event, open_result
 from penstock.registry.errors import BadSignature, ResultGone, UnknownJob, job_failure
 from penstock.registry.queues import events_key, job_time_ms, reply_key, slot_of

@@ -140,9 +140,9 @@ class JobBuilder:
         content, body = encode(arrays)
         if len(body) > self._max_bytes:
             raise self._too_large(len(body))
-        once = fingerprint = ""
+        digest = fingerprint = ""
         if idempotency_key is not None:
-            once = _once(owner, idempotency_key)
+            digest = _idempotency_digest(owner, idempotency_key)
             fingerprint = _fingerprint(version or "", repr(content).encode(), body)
         header = JobHeader(
             id=job_id or new_job_id(spec.name),
@@ -153,13 +153,13 @@ class JobBuilder:
             version=version or "",
             deadline_ms=0 if deadline_s is None else _deadline_ms(deadline_s),
             reply=reply,
-            once=once,
+            idempotency_digest=digest,
             traceparent=traceparent,
             options=_options(spec, outputs, lane, retry) if outputs or lane or retry else _PLAIN,
             key=self.keyring.signing_id,
         )
         sealed = seal("job", header, body, self.keyring)
-        return Publication(header.id, band, sealed, owner, reply, once, fingerprint)
+        return Publication(header.id, band, sealed, owner, reply, digest, fingerprint)
 
     def _too_large(self, size: int) -> InvalidInput:
         return InvalidInput(f"The inputs take {size} bytes. Expected at most {self._max_bytes}")
@@ -203,7 +203,7 @@ def _deadline_ms(deadline_s: float) -> int:
     return max(1, round(deadline_s * 1000))
 
 
-def _once(tenant: str, key: str) -> str:
+def _idempotency_digest(tenant: str, key: str) -> str:
     if not isinstance(key, str) or not 0 < len(key) <= 255:
         raise InvalidInput("Bad idempotency key. Expected a string of 1 to 255 characters")
     digest = hashlib.blake2b(digest_size=16)

@@ -97,7 +97,7 @@ class Town:
     def start(self, **settings: Any) -> Drain:
         """A worker that serves the highest version on disk until one is promoted; returns once it has reported."""
         drain = self.stage.start(**settings)
-        reconciler = Reconciler(self._make_store(), drain, worker=drain.name, interval_s=0.05)
+        reconciler = Reconciler(self._make_store(), drain.lifecycle, worker=drain.name, interval_s=0.05)
         reconciler.start()
         self._ends.callback(reconciler.stop)
         wait_until(lambda: self.state(drain, "2") == "ready", 10, "the worker reports")
@@ -305,7 +305,7 @@ def test_other_files_in_a_worker_are_refused(town: Town):
 def test_other_files_that_answer_nothing_are_replaced(town: Town):
     """What is loaded beside the version that answers is loaded again, from the files that were registered since."""
     drain = town.start()
-    drain.request_load(town.model, "1")
+    drain.lifecycle.request_load(town.model, "1")
     wait_until(lambda: town.state(drain, "1") == "ready", 10, "the old files are loaded")
     _change(town, "1")
     town.register("1")

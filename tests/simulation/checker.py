@@ -18,12 +18,13 @@ from random import Random
 from typing import Final
 
 from penstock.registry.broker.base import Limits, State
-from penstock.registry.broker.redis_scripts import REPLY_TTL_MS
+from penstock.registry.broker.limits import REPLY_TTL_MS
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import ResultHeader, open_result
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
+from penstock.workers.assembly import PartTypes
 from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
@@ -41,7 +42,7 @@ from tests.simulation.plan import (
     draw_versions,
 )
 from tests.simulation.virtual_time import Schedule
-from tests.simulation.worker import Machine, Seat, SteppedDrain, Supervisor, Worker, content_hash_of
+from tests.simulation.worker import STEPPED, Machine, Seat, Supervisor, Worker, content_hash_of
 
 __all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
 
@@ -70,7 +71,7 @@ class Mutation:
 
     name: str
     end: type[UnreliableEnd] = UnreliableEnd
-    drain: type[SteppedDrain] = SteppedDrain
+    types: PartTypes = STEPPED
     deployments: Callable[[DeploymentStore], DeploymentStore] = lambda machine: machine
 
 
@@ -193,7 +194,7 @@ class Simulation:
         self.history.forwards += sorted(asked - seat.asked)
         seat.asked |= asked
         makings: set[Making] = set()
-        if len({claimed.label for claimed in jobs}) > 1:
+        if len(seat.versions()) > 1:
             self.schedule.violate(f"a batch of two versions: {questions}")
         for claimed in jobs:
             job = self._jobs[claimed.header.id]

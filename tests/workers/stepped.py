@@ -16,8 +16,8 @@ from penstock.registry.envelope import Keyring, open_result
 from penstock.registry.package import Package, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.drain import Drain
-from penstock.workers.executor import BatchRun
+from penstock.workers.assembly import DrainOptions, build_drain
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.observe.listener import Ended, Failed, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
@@ -82,18 +82,20 @@ class SteppedWorker:
         self.notes = RecordingListener()
         self.metrics = InferenceMetrics((0.1, 1.0))
         self.broker = broker
-        self.drain = Drain(
+        self.drain = build_drain(
             harness.settings,
             broker,
             packages,
-            name=f"stepped-{len(harness.workers)}",
-            device="cpu",
-            threads=1,
-            listener=self.notes,
-            metrics=self.metrics,
-            clock=harness.clock,
-            jitter=lambda: jitter,
-            journal=lambda _consumer, _seats: self.journal,
+            DrainOptions(
+                name=f"stepped-{len(harness.workers)}",
+                device="cpu",
+                threads=1,
+                listener=self.notes,
+                metrics=self.metrics,
+                clock=harness.clock,
+                jitter=lambda: jitter,
+                journal=lambda _consumer, _seats: self.journal,
+            ),
         )
         self.drain.load()
 
@@ -104,12 +106,12 @@ class SteppedWorker:
 
     def begin(self, seat: str = "a") -> BatchRun | None:
         """A model thread takes its next work."""
-        return self.drain.executor.begin(seat)
+        return self.drain.parts.executor.begin(seat)
 
     def end(self, work: BatchRun, seat: str = "a") -> None:
         """The forward of that work, and its handing in."""
-        self.drain.executor.run(work)
-        self.drain.executor.finish(seat, work)
+        self.drain.parts.executor.run(work)
+        self.drain.parts.executor.finish(seat, work)
         self.turn(2)
 
     def forward(self) -> list[str]:

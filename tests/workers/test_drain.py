@@ -21,6 +21,7 @@ from penstock.registry.package import find, load_package
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -119,16 +120,18 @@ def start(connect: Connect, models_root: Path) -> Iterator[StartDrain]:
     ) -> DrainHarness:
         packages = [load_package(find(models_root, path.name).path) for path in sorted(models_root.iterdir())]
         metrics = InferenceMetrics((0.1, 1.0))
-        drain = Drain(
+        drain = build_drain(
             Settings.load(overrides={"queue": {"lease_s": 1.0}, **settings}),
             connect(),
             packages,
-            name=f"harness-{next(names)}",
-            device="cpu",
-            threads=1,
-            listener=NullListener(),
-            metrics=metrics,
-            checkpoint=checkpoint,
+            DrainOptions(
+                name=f"harness-{next(names)}",
+                device="cpu",
+                threads=1,
+                listener=NullListener(),
+                metrics=metrics,
+                checkpoint=checkpoint,
+            ),
         )
         harnesses.append(DrainHarness(connect(), drain, metrics, {each.spec.name: each.spec for each in packages}))
         if load:
@@ -327,7 +330,7 @@ def build():
     assert header.error.code == code
     assert text in header.error.message
     assert harness.result(good)[1] == 42
-    assert harness.drain.is_healthy() is None
+    assert harness.drain.unhealthy_reason() is None
 
 
 def test_equal_of_a_withdrawn_job_still_runs(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):

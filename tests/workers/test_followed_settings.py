@@ -17,7 +17,7 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import find, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.drain import Drain
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
@@ -40,16 +40,18 @@ class SettingsHarness:
         self._broker = MemoryBroker()
         self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
         self._end = self._broker.connect()
-        self.drain = Drain(
+        self.drain = build_drain(
             Settings.load(overrides={"home": str(root.parent / "home"), **settings}, environ={}, cwd=root),
             self._broker.connect(),
             list(packages.values()),
-            name="followed",
-            device=device,
-            threads=1,
-            listener=NullListener(),
-            metrics=InferenceMetrics((0.1, 1.0)),
-            repository=DiskRepository(root, [root]),
+            DrainOptions(
+                name="followed",
+                device=device,
+                threads=1,
+                listener=NullListener(),
+                metrics=InferenceMetrics((0.1, 1.0)),
+                repository=DiskRepository(root, [root]),
+            ),
         )
 
     def submit(self, model: str, *numbers: float) -> list[str]:
@@ -144,7 +146,7 @@ def test_calibration_leaves_the_headroom_that_is_set(
     spec = yaml.safe_load((package / "model.yaml").read_text())
     (package / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}}))
     harness = start("double", device="cuda:0", batching={"gpu_headroom_pct": headroom_pct})
-    assert harness.drain._served["double"].versions["1"].max_rows == rows
+    assert harness.drain.lifecycle.models["double"].versions["1"].queue.max_rows == rows
 
 
 def test_loading_has_a_limit_at_start_too(start: StartHarness, models_root: Path):
@@ -196,16 +198,16 @@ def test_the_worker_goes_on_serving_beside_a_version_that_is_wrong(
     (package / "model.yaml").write_text(yaml.safe_dump({name: value for name, value in spec.items() if value}))
 
     def problem() -> str:
-        described = harness.drain.versions()["double"].get("2", {})
+        described = harness.drain.lifecycle.described()["double"].get("2", {})
         return str(described.get("problem", "")) if described.get("state") == "failed" else ""
 
-    harness.drain.request_load("double", "2")
+    harness.drain.lifecycle.request_load("double", "2")
     line = wait_until(problem, 5, "the version has failed")
     assert text in line
     assert "\n" not in line
     assert str(models_root) not in line
     assert harness.result(*harness.submit("double", 4.0))[1] == 8.0
-    assert harness.drain.is_healthy() is None
+    assert harness.drain.unhealthy_reason() is None
 
 
 def test_models_of_one_worker_keep_to_their_own_concurrency(start: StartHarness, models_root: Path, tmp_path: Path):

@@ -23,7 +23,7 @@ def test_a_worker_that_loads_what_answers_stays_in_touch(models_root: Path):
         dead = harness.workers[0]
         worker = harness.start_worker()
         harness.crash(dead)
-        version = worker.drain._served["double"].active
+        version = worker.drain.lifecycle.models["double"].active
         assert version is not None
         version.state = VersionState.LOADING
         harness.pass_time(3.0)

@@ -12,7 +12,7 @@ import pytest
 from penstock.registry.broker.base import State
 from penstock.registry.package import load_package
 from penstock.registry.tensors import Array
-from penstock.workers.executor import BatchRun
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import Prepared, Runtime
 from penstock.workers.runtime.forms import Forms, Forward
@@ -97,7 +97,7 @@ def test_a_suspect_that_has_not_begun_yet_has_the_device_already(
     harness.pass_time(LEASE_S + 1)
     harness.publish("recorder", 1, 2)
     worker.turn(5)
-    waiting = worker.drain.executor.waiting()
+    waiting = worker.drain.parts.executor.waiting()
     assert [[item.job.header.id for item in work.batch.items] for work in waiting] == [[suspect]]
 
 
@@ -141,10 +141,10 @@ def test_a_suspect_runs_in_the_form_that_its_author_built(harness: SteppedHarnes
     harness.crash(first)
     worker = harness.start_worker()
     heard: list[BatchRun] = []
-    version = worker.drain._served["double"].active
+    version = worker.drain.lifecycle.models["double"].active
     assert version is not None
     version.runtime = formed = Formed(version.runtime)
-    version._forms = formed.forms
+    version.has_loaded()
     version.observer = SimpleNamespace(observe=heard.append)
     worker.drain.leases.tick()
     harness.pass_time(LEASE_S + 1)

@@ -140,7 +140,7 @@ def test_an_answer_of_another_form_is_none(start: StartDrain, models_root: Path,
         return header.is_cached
 
     assert [is_cached() for _ in range(2)] == [False, True]
-    (version,) = harness.drain._turns
+    (version,) = harness.drain.lifecycle.turns
     assert isinstance(version.runtime, Tunable)
     version.runtime.forms.use("other", version.runtime.forms.reference)
     assert [is_cached() for _ in range(2)] == [False, True]
@@ -166,7 +166,7 @@ def stage(connect: Connect, tmp_path: Path) -> Iterator[Stage]:
 
 
 def _kept(drain: Drain) -> int:
-    return len(drain._cache)
+    return len(drain.parts.answers.memory)
 
 
 def test_a_change_of_version_empties_every_workers_cache(stage: Stage):
@@ -200,7 +200,7 @@ def test_other_content_under_the_same_label_is_asked_anew(stage: Stage):
     wait_until(lambda: stage.answer(3.0)[1] == 33.0, 10, "the new content answers")
     header, value = stage.result(stage.submit(3.0))
     assert (value, header.is_cached, header.content_hash != first.content_hash) == (33.0, True, True)
-    assert drain.is_healthy() is None
+    assert drain.unhealthy_reason() is None
 
 
 def test_a_version_that_jobs_name_has_answers_of_its_own(stage: Stage):
@@ -213,8 +213,8 @@ def test_a_version_that_jobs_name_has_answers_of_its_own(stage: Stage):
 
 def _unload(stage: Stage, drain: Drain, label: str) -> None:
     """As the limit of memory does."""
-    (version,) = [version for version in drain._turns if version.label == label]
-    drain._lifecycle.request(lambda: drain._lifecycle._unload(version))
+    (version,) = [version for version in drain.lifecycle.turns if version.label == label]
+    drain.lifecycle.request(lambda: drain.lifecycle._unload(version))
     wait_until(lambda: stage.state(label, drain) == "cold", 5, "it is unloaded")
 
 
@@ -239,7 +239,7 @@ def test_what_ran_during_a_change_is_not_kept(stage: Stage):
     wait_until(lambda: stage.changes, 5, "the change")
     assert stage.result(before)[1] == 300.0
     assert stage.answer(4.0) == ("1", 4.0)
-    assert {answer.content_hash for answer, _ in drain._cache._entries.values()} == {stage.changes[0][2]}
+    assert {answer.content_hash for answer, _ in drain.parts.answers.memory._entries.values()} == {stage.changes[0][2]}
 
 
 def test_the_former_version_was_unloaded(stage: Stage):

@@ -32,7 +32,7 @@ def _positive() -> float:
 
 
 def _forms(worker: SteppedWorker) -> Forms:
-    (version,) = worker.drain._turns
+    (version,) = worker.drain.lifecycle.turns
     assert isinstance(version.runtime, Tunable)
     return version.runtime.forms
 
@@ -71,11 +71,11 @@ def test_what_a_form_said_before_another_thread_gave_it_up(harness: SteppedHarne
     works = {seat: worker.begin(seat) for seat in "ab"}
     for work in works.values():
         assert work is not None
-        worker.drain.executor.run(work)
+        worker.drain.parts.executor.run(work)
     assert forms.name == "eager"
     for seat, work in works.items():
         assert work is not None
-        worker.drain.executor.finish(seat, work)
+        worker.drain.parts.executor.finish(seat, work)
     worker.turn(3)
     assert _runs_anew(harness, worker, number)
     assert not _runs_anew(harness, worker, number)
@@ -128,8 +128,8 @@ def test_what_a_form_said_before_the_model_was_loaded_anew(harness: SteppedHarne
     work = worker.begin()
     assert work is not None
     worker.end(work)
-    (version,) = worker.drain._turns
-    worker.drain._lifecycle._unload(version)
+    (version,) = worker.drain.lifecycle.turns
+    worker.drain.lifecycle._unload(version)
     harness.publish("m", 0.0)
 
     def is_loaded() -> bool:
@@ -182,8 +182,8 @@ def test_a_paused_model_answers_nobody(harness: SteppedHarness, models_root: Pat
     worker.forwards()
     jobs = harness.publish("double", 7, 8)
     drain = worker.drain
-    _, found = drain._broker.exchange(drain.consumer, [], [Claim("double", 8, 0, 1000)], 1000)
-    drain._paused = frozenset(["double"])
+    _, found = drain.parts.broker.exchange(drain.consumer, [], [Claim("double", 8, 0, 1000)], 1000)
+    drain.parts.status.paused = frozenset(["double"])
     harness.broker.pause("double")
     drain._admit(found)
     worker.turn(3)
@@ -248,6 +248,6 @@ def test_text_is_not_kept_where_inputs_must_not_be(hiding: SteppedHarness, model
     for model in ("echo", "double"):
         hiding.publish(model, 123456.5)
         worker.forwards()
-    kept = [answer for answer, _ in worker.drain._cache._entries.values()]
+    kept = [answer for answer, _ in worker.drain.parts.answers.memory._entries.values()]
     assert len(kept) == 1
     assert np.frombuffer(kept[0].body, np.float32)[0] == 2 * 123456.5

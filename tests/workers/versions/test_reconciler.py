@@ -34,7 +34,7 @@ class Worker:
     def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         self.told.append(("let go", f"{name}/{label}", content_hash))
 
-    def versions(self) -> Mapping[str, object]:
+    def described(self) -> Mapping[str, object]:
         return {name: {"1": {"state": "ready"}} for name in self.models}
 
 
@@ -121,7 +121,7 @@ def test_a_stop_is_not_lost_in_a_sweep(store: StateStore):
     reconciler: Reconciler
 
     class Stopping(Worker):
-        def versions(self) -> Mapping[str, object]:
+        def described(self) -> Mapping[str, object]:
             reconciler.ask_to_stop()
             return {}
 

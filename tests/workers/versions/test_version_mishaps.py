@@ -15,6 +15,7 @@ from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.runtime.loading import PackageRuntime
 from penstock.workers.versions.repository import DiskRepository
@@ -34,7 +35,7 @@ def take_turns(drain: Drain, count: int = 20) -> None:
     """Returns when the drain's loop has turned so often."""
     for _ in range(count):
         has_turned = threading.Event()
-        drain._lifecycle.request(has_turned.set)
+        drain.lifecycle.request(has_turned.set)
         assert has_turned.wait(30)
 
 
@@ -56,7 +57,7 @@ def test_a_wish_for_other_content_leaves_the_version_that_answers_alone(stage: S
     """A promotion that is prepared where the files differ is refused with nothing changed."""
     drain = stage.start()
     assert stage.answer() == ("2", 10.0)
-    drain.request_load(stage.model, "2", content_hash="ab" * 32)
+    drain.lifecycle.request_load(stage.model, "2", content_hash="ab" * 32)
     take_turns(drain)
     wait_until(lambda: not _loading_threads(stage), 30, "nothing is loaded")
     assert stage.state("2") == "ready"
@@ -118,7 +119,7 @@ def test_a_load_that_hangs_is_not_tried_beside_itself(stage: Stage):
     drain = stage.start(load_timeout_s=0.1)
     stage.promote("0.1", epoch=1)
     for _ in range(4):
-        drain._lifecycle.request(drain._lifecycle.try_again)
+        drain.lifecycle.request(drain.lifecycle.try_again)
         wait_until(lambda: stage.state("0.1") == "failed", 30, "it takes too long")
         take_turns(drain)
     assert len(_loading_threads(stage)) <= 1
@@ -145,7 +146,7 @@ def test_a_worker_that_loads_leaves_jobs_to_those_that_have_the_version(stage: S
     write_gated(stage.root, stage.model, "0.1", gate, "return lambda inputs: {'y': inputs['x'] * 5}")
     gate.touch()
     a = stage.start()
-    a.request_load(stage.model, "0.1")
+    a.lifecycle.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1", a) == "ready", 30, "A is prepared")
     gate.unlink()
     b = stage.start()
@@ -164,8 +165,8 @@ def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
     stage.promote("1", epoch=1)
     job_id = stage.submit()
     wait_until(lambda: stage.state("1") in ("ready", "failed"), 30, "the load ends")
-    drain._lifecycle.request(drain._lifecycle.try_again)
-    assert stage.result(job_id)[1] == 1.0, drain.versions()[stage.model]["1"]["problem"]
+    drain.lifecycle.request(drain.lifecycle.try_again)
+    assert stage.result(job_id)[1] == 1.0, drain.lifecycle.described()[stage.model]["1"]["problem"]
 
 
 def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
@@ -175,9 +176,9 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
     write_scale(stage.root, stage.model, "0.3", 100)
     (loop / "model.py").unlink()
     (loop / "model.py").symlink_to("model.py")
-    drain.request_load(stage.model, "0.3")
+    drain.lifecycle.request_load(stage.model, "0.3")
     take_turns(drain)
-    assert drain.is_healthy() is None
+    assert drain.unhealthy_reason() is None
     assert stage.answer() == ("2", 10.0)
 
 
@@ -191,7 +192,7 @@ def test_a_prepared_version_is_not_the_first_to_go(stage: Stage):
     drain = stage.start(model_memory_mb=35)
     assert stage.answer() == ("2", 10.0)
     assert stage.answer(1.0, "0.2")[1] == 100.0
-    drain.request_load(stage.model, "1")
+    drain.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 30, "prepared")
     assert stage.answer(1.0, "0.1")[1] == 100.0
     take_turns(drain)
@@ -202,7 +203,7 @@ def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.Mo
     """A model that came after the start: the broker is away for the one call that prepares its queue."""
     drain = stage.start()
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
-    prepare = drain._broker.prepare
+    prepare = drain.parts.broker.prepare
     failures = [BrokerUnavailable("away")]
 
     def flaky(slots: list[str]) -> None:
@@ -210,11 +211,11 @@ def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.Mo
             raise failures.pop()
         prepare(slots)
 
-    monkeypatch.setattr(drain._broker, "prepare", flaky)
-    drain.request_load("another", "1")
+    monkeypatch.setattr(drain.parts.broker, "prepare", flaky)
+    drain.lifecycle.request_load("another", "1")
 
     def is_ready() -> bool:
-        return bool(drain.versions().get("another", {}).get("1", {}).get("state") == "ready")
+        return bool(drain.lifecycle.described().get("another", {}).get("1", {}).get("state") == "ready")
 
     wait_until(is_ready, 30, "it is loaded")
 
@@ -248,7 +249,7 @@ def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(sta
     stage.promote("0.5", epoch=1)
     wait_until(lambda: stage.state("0.5") == "failed", 30, "the load fails")
     gate.unlink()
-    drain._lifecycle.request(drain._lifecycle.try_again)
+    drain.lifecycle.request(drain.lifecycle.try_again)
     wait_until(lambda: stage.state("0.5") == "loading", 30, "it is tried again")
     stage.submit()
     take_turns(drain)
@@ -266,23 +267,25 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
     from penstock.workers.observe.listener import NullListener
     from penstock.workers.observe.metrics import InferenceMetrics
 
-    drain = Drain(
+    drain = build_drain(
         Settings.load(environ={}, cwd=stage.root),
         stage._make_broker(),
         [load_package(find(stage.root, name).path) for name in (stage.model, "another")],
-        name="w",
-        device="cpu",
-        threads=1,
-        listener=NullListener(),
-        metrics=InferenceMetrics((0.1, 1.0)),
-        repository=DiskRepository(stage.root, [stage.root]),
+        DrainOptions(
+            name="w",
+            device="cpu",
+            threads=1,
+            listener=NullListener(),
+            metrics=InferenceMetrics((0.1, 1.0)),
+            repository=DiskRepository(stage.root, [stage.root]),
+        ),
     )
     stage.drains.append(drain)
     try:
         drain.load()
     except BaseException as error:
         pytest.fail(f"the worker does not start: {error!r}")
-    assert drain.versions()[stage.model]["3"]["state"] == "failed"
+    assert drain.lifecycle.described()[stage.model]["3"]["state"] == "failed"
 
 
 def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage, caplog: pytest.LogCaptureFixture):
@@ -306,12 +309,12 @@ def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage
     broken = write_package(stage.root, "another", "def build():\n    return lambda inputs: {'z': inputs['x']}\n")
     drain = stage.start(load_package(broken))
     assert stage.answer() == ("2", 10.0)
-    assert drain.versions()["another"]["1"]["state"] == "failed"
-    assert "z" in drain.versions()["another"]["1"]["problem"]
-    assert drain._lifecycle.claimable() == [stage.model]
+    assert drain.lifecycle.described()["another"]["1"]["state"] == "failed"
+    assert "z" in drain.lifecycle.described()["another"]["1"]["problem"]
+    assert drain.lifecycle.claimable() == [stage.model]
     (broken / "model.yaml").write_text((broken / "model.yaml").read_text().replace("name: y", "name: z"))
-    drain._lifecycle.request(drain._lifecycle.try_again)
-    wait_until(lambda: drain._lifecycle.claimable() == [stage.model, "another"], 30, "it is loaded")
+    drain.lifecycle.request(drain.lifecycle.try_again)
+    wait_until(lambda: drain.lifecycle.claimable() == [stage.model, "another"], 30, "it is loaded")
 
 
 @pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["nothing else", "the settings name it"])
@@ -372,7 +375,7 @@ def test_the_memory_limit_holds_from_the_start(stage: Stage):
     drain = stage.start(another, model_memory_mb=15)
 
     def ready() -> int:
-        return [stage.state("2"), drain.versions()["another"]["1"]["state"]].count("ready")
+        return [stage.state("2"), drain.lifecycle.described()["another"]["1"]["state"]].count("ready")
 
     wait_until(lambda: ready() == 1, 30, "one of them is unloaded")
     assert stage.answer() == ("2", 10.0)
