@@ -26,7 +26,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def test_missing_server_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch):
-    """Nobody mistakes a run without its servers for a run that passed."""
+    """A run without its servers does not look like a run that passed."""
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="needs a unicorn"):
         require(None, "a unicorn")
@@ -51,7 +51,7 @@ def test_missing_postgres_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyP
 def test_waiting_in_vain_fails_the_test():
     """A condition that never holds ends with its name."""
     with pytest.raises(pytest.fail.Exception, match=r"not within 0\.05 s: rain"):
-        wait_until(lambda: False, 0.05, "rain")
+        wait_until(lambda: False, 0.05, "rain", least_s=0.0)
 
 
 def test_killed_redis_comes_back_with_its_data(redis_server: RedisServer):

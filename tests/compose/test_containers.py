@@ -20,7 +20,7 @@ from penstock.registry.envelope import Keyring
 from penstock.registry.settings import catalogue
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
-from tests.servers import ROOT, redis_binaries, require
+from tests.servers import ROOT, leave_out, redis_binaries, require
 from tests.threats.roles import ROLES, GuardedServer
 
 COMPOSE = ROOT / "compose"
@@ -120,11 +120,12 @@ def test_secrets_have_no_default_and_are_in_no_file():
         assert not [text for text in named if SECRET.search(text.upper())]
 
 
+@pytest.mark.docker
 def test_compose_reads_its_files(tmp_path: Path):
     """`docker compose config` accepts both files, and names a missing secret."""
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
-        pytest.skip("needs docker compose")
+        leave_out("needs docker compose")
     given = tmp_path / "env"
     needed = sorted({name for name, mark, _ in _variables() if mark == ":?"})
     files = ["-f", str(COMPOSE / "compose.yaml"), "-f", str(COMPOSE / "compose.gpu.yaml")]

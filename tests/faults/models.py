@@ -1,7 +1,7 @@
 """Models that misbehave on purpose, for fault tests; NumPy only.
 
 Each answers 2 x and notes its forwards like tests.packages.write_recorder. A row that begins with a negative number
-is poison: the fault happens in whatever batch it is in.
+is poison: the fault happens in each batch with it.
 """
 
 from __future__ import annotations

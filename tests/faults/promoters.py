@@ -1,4 +1,4 @@
-"""Many operators at once: processes that promote and roll back one model, some of them killed, and somebody who looks.
+"""Many operators at once: processes that promote and roll back one model, some of them killed, and one that observes.
 
     race -> 20 x operate (promote, roll back, at random) -> one database <- Observer (samples, and the whole history)
                                                                         -> Findings
@@ -62,7 +62,7 @@ class Findings:
     changes: int = 0
     """Steps of the history since the race began."""
     missing: int = 0
-    """Steps that nobody saw: the history must be whole, or it proves nothing."""
+    """Steps that were not observed: the history must be whole, or it proves nothing."""
     killed: int = 0
 
     @property

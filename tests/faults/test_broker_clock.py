@@ -16,7 +16,7 @@ from tests.servers import require
 
 HOUR_S = 3600.0
 RESUME_S = 3.0
-"""A lease, twice: whoever seems to be away is given one, too."""
+"""A lease, twice: a worker that seems to be away is given one, too."""
 
 
 class Timed(NamedTuple):
@@ -43,7 +43,7 @@ def timed(open_stage: OpenStage, tmp_path_factory: pytest.TempPathFactory) -> Ti
 
 @pytest.mark.parametrize("seed", seeds())
 def test_jump_of_the_brokers_clock_loses_nothing(seed: int, timed: Timed, start_load: StartLoad, trial: Trial):
-    """Whatever waits or runs at the jump is answered soon after it, and so is what comes later."""
+    """Jobs that wait or run at the jump are answered soon after it, and so are later jobs."""
     stage, clock = timed
     load = start_load(stage.server, stage.forward_log)
     with stage.server.client() as client:

@@ -32,7 +32,7 @@ _FIXED = 8
 
 
 class Forge:
-    """Bytes that nobody should take for a job of `stage`'s model."""
+    """Bytes that no worker may take for a job of `stage`'s model."""
 
     def __init__(self, stage: Stage, seed: int) -> None:
         self._model = stage.model
@@ -145,7 +145,7 @@ def test_foreign_bytes_are_quarantined_and_counted(seed: int, stage: Stage, star
     order = list(FORGERIES)
     random.Random(seed).shuffle(order)
     load.publish(1)
-    load.await_all(5)
+    load.await_all(30)
     times = 0
     with stage.server.client() as client:
         for make in order:
@@ -176,7 +176,7 @@ def test_foreign_bytes_are_quarantined_and_counted(seed: int, stage: Stage, star
 
 @pytest.mark.parametrize("seed", seeds())
 def test_replayed_jobs_have_no_second_effect(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
-    """Signed bytes that were seen before, once their job has ended: its result stays, and nobody is told again."""
+    """Signed bytes that were seen before, once their job has ended: its result stays, and no client is told again."""
     load = start_load(stage.server, stage.forward_log, signing_keys=_KEYS)
     queue = stream_key(stage.model, Priority.NORMAL)
     with stage.server.client() as client:

@@ -1,4 +1,4 @@
-"""F12: somebody else fills the broker up to its maxmemory, and it refuses to write."""
+"""F12: another program fills the broker up to its maxmemory, and it refuses to write."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _fill(server: RedisServer) -> None:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", client.info("memory")["used_memory"] + _ROOM)
         # Not a long value: the server counts what it receives before it asks whether there is room.
-        client.setrange("somebody-elses", 8 * _ROOM, b"end")
+        client.setrange("foreign", 8 * _ROOM, b"end")
         with pytest.raises(redis.exceptions.OutOfMemoryError):
             client.set("one-more", "byte")
 
 
 def _relieve(server: RedisServer) -> None:
     with server.client() as client:
-        client.delete("somebody-elses")
+        client.delete("foreign")
 
 
 @pytest.mark.parametrize("seed", seeds())
@@ -64,7 +64,7 @@ def test_full_broker_refuses_and_loses_nothing(seed: int, stage: Stage, start_lo
     histories = waiting.history(60), refused.history(60)
     findings = trial.check(*histories)
     assert refused.accepted == accepted
-    assert refused.refused, "nobody was told to come back later"
+    assert refused.refused, "no job was refused"
     assert findings.recovered == frozenset()
     waiting.check_answers()
     wait_until(lambda: all(worker.report().get("ready") for worker in stage.workers), 5, "the workers are ready")

@@ -28,7 +28,7 @@ def test_batch_that_does_not_fit_is_split_and_the_cap_is_learnt(
     worker.freeze()
     load.publish(BATCH + seed)
     worker.thaw()
-    trial.recovered(load.await_all(10), within=WITHIN_S)
+    trial.recovered(load.await_all(30), within=WITHIN_S)
     sizes = [len(rows) for rows in recorded_forwards(stage.forward_log)[warm:]]
     assert any(large > FITS for large in sizes), "everything fitted"
     learnt_at = len(recorded_forwards(stage.forward_log))

@@ -70,7 +70,6 @@ def test_killed_worker_loses_and_doubles_nothing(
         assert redelivered, "the dead worker held nothing"
     if point in _AFTER_THE_FORWARD:
         assert findings.re_executed
-    assert all(claimed >= died_ms for claimed in redelivered)
     if redelivered:
         trial.recovered((max(redelivered) - died_ms) / 1000, within=LEASE_S + 1)
 

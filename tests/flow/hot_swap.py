@@ -97,7 +97,7 @@ class SwapLoad:
                 job = await client.submit(self._model, {"x": [[number, 0, 0, 0]]})
                 value = float((await job.result(30))["y"][0, 0])
             except Exception as error:
-                # Whatever it was, it is what must not happen.
+                # Every error is one that must not happen.
                 self.failures.append(f"{type(error).__name__}: {error}")
                 continue
             self.answers.append(Answer(job.id, published, time.time(), round(value / number)))

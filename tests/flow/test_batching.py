@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,19 +53,19 @@ def test_many_jobs_become_few_forwards(client: Client, fleet: Fleet):
         assert after.total(sample, model="recorder") - before.total(sample, model="recorder") == count
 
 
-def test_batches_multiply_throughput(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """A forward of fixed cost: batches of 16 finish the same jobs at least six times as fast as one by one."""
-    write_sleeper(models_root, "batched", forward_s=0.01, max_batch_size=16)
-    write_sleeper(models_root, "one-by-one", forward_s=0.01, max_batch_size=1)
+def test_batches_save_forwards(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
+    """A forward of fixed cost: with batches of 16 the same jobs need at most a sixth of the forwards."""
+    limits = {"one-by-one": 1, "batched": 16}
+    for model, limit in limits.items():
+        write_sleeper(models_root, model, forward_s=0.01, max_batch_size=limit)
     worker = start_worker(shared_redis, models_root)
-    seconds = {}
     with Client(shared_redis.url) as client:
-        for model in ("one-by-one", "batched"):
-            jobs = _flood(client, worker, model, 128)
-            begun = time.monotonic()
-            _answers(jobs)
-            seconds[model] = time.monotonic() - begun
-    assert seconds["one-by-one"] / seconds["batched"] > 6
+        for model in limits:
+            _answers(_flood(client, worker, model, 128))
+    samples = Samples(worker)
+    forwards = {model: samples.total("infer_batch_size_count", model=model) for model in limits}
+    assert forwards["one-by-one"] == 128
+    assert forwards["batched"] <= 128 / 6
 
 
 def test_each_model_has_limits_of_its_own(shared_redis: RedisServer, models_root: Path, tmp_path: Path, start_worker):
@@ -136,7 +134,7 @@ def test_the_model_runs_as_it_was_built(shared_redis: RedisServer, models_root: 
 
 
 def test_worker_holds_no_more_than_its_limit(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """max_queue_depth bounds the jobs claimed by one worker at any moment, whatever waits."""
+    """max_queue_depth bounds the jobs claimed by one worker at any moment, however many wait."""
     write_sleeper(models_root, "bounded", forward_s=0.01, max_batch_size=16)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_QUEUE_DEPTH": "8"})
     held = []
@@ -152,18 +150,12 @@ def test_worker_holds_no_more_than_its_limit(shared_redis: RedisServer, models_r
 
 
 def test_lone_request_is_not_kept_waiting(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """An idle worker answers at once, however long a job may wait for company (5 s here)."""
+    """An idle worker answers without waiting for company, which a job may wait for longer than this test runs."""
     write_sleeper(models_root, "lone", forward_s=0.0)
-    worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS": "5000"})
-    seconds = []
+    start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS": "600000"})
     with Client(shared_redis.url) as client:
         for number in range(20):
-            begun = time.monotonic()
-            assert client.submit("lone", _rows([number])).result(10)["y"][0, 0] == 2 * number
-            seconds.append(time.monotonic() - begun)
-    assert statistics.median(seconds) < 0.05
-    assert max(seconds) < 1
-    assert snapshot(worker, "lone")["latency_ms"]["batch"]["p50"] < 50
+            assert client.submit("lone", _rows([number])).result(30)["y"][0, 0] == 2 * number
 
 
 def test_concurrency_of_a_model_is_its_limit(

@@ -35,7 +35,6 @@ def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("d")
 
 
-@pytest.mark.slow
 def test_demo_finds_what_was_asked(short_tmp):
     """Without any setting: the sample questions find strptime and compress, the user's own is answered too."""
     ended = run(short_tmp, "--count", "1500", "--ask", "How do I sort a list?", "--json")

@@ -1,4 +1,4 @@
-"""SH-001: more urgent jobs overtake, and nobody starves."""
+"""SH-001: more urgent jobs overtake, and no job starves."""
 
 from __future__ import annotations
 

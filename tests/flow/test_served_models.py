@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock import Client, JobHandle
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import InvalidInput
-from tests.flow.conftest import amend, probe, snapshot
-from tests.packages import recorded_forwards, write_package, write_recorder, write_sleeper
+from tests.flow.conftest import amend, probe
+from tests.packages import recorded_forwards, write_package, write_recorder
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 
-WAITS_MS = (0, 5, 50)
 FORWARD_S = 0.005
 RAGGED = """
 import json
@@ -63,9 +61,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     write_recorder(root, folder / "unlimited", "unlimited", forward_s=FORWARD_S)
     amend(root / "unlimited" / "1", batching={})
-    for wait_ms in WAITS_MS:
-        write_sleeper(root, f"wait-{wait_ms}", forward_s=FORWARD_S)
-        amend(root / f"wait-{wait_ms}" / "1", batching={"max_batch_size": 16, "max_wait_ms": wait_ms})
     for name, wait_ms in (("eager", 0), ("patient", 5000)):
         write_recorder(root, folder / name, name, forward_s=0.2)
         amend(root / name / "1", batching={"max_batch_size": 16, "max_wait_ms": wait_ms})
@@ -110,7 +105,7 @@ def test_only_the_wanted_outputs_come_back(client: Client):
 
 
 def test_equal_inputs_with_other_outputs_wanted_get_their_own(served: Served, client: Client):
-    """Whether or not they share a forward: single flight hands nobody more or less than he asked for."""
+    """Whether or not they share a forward: each job of a single flight gets the outputs that it asked for."""
     served.worker.freeze()
     try:
         jobs = [client.submit("pair", _row(7), outputs=wanted) for wanted in (["y"], ["z"], ["y"], [])]
@@ -143,24 +138,6 @@ def test_batch_on_a_cpu_is_32_rows_where_nobody_says(served: Served, client: Cli
     assert [job.result(20)["y"][0, 0] for job in jobs] == [2 * number for number in range(1, 201)]
     sizes = [len(rows) for rows in recorded_forwards(served.folder / "unlimited")]
     assert max(sizes) == 32
-
-
-@pytest.mark.parametrize("wait_ms", WAITS_MS)
-def test_lone_jobs_wait_for_nobody_and_crowds_no_longer_than_allowed(wait_ms: int, served: Served, client: Client):
-    """CF-009: an idle device takes a lone job at once; a trickle waits max_wait_ms or one forward, never the sum."""
-    model = f"wait-{wait_ms}"
-    for number in range(20):
-        client.submit(model, _row(number)).result(10)
-    assert snapshot(served.worker, model)["latency_ms"]["batch"]["p50"] < 5
-
-    jobs = []
-    for number in range(40):
-        jobs.append(client.submit(model, _row(100 + number)))
-        time.sleep(0.002)
-    for job in jobs:
-        job.result(10)
-    limit_ms = max(wait_ms, 2 * FORWARD_S * 1000) + 50
-    assert snapshot(served.worker, model)["latency_ms"]["batch"]["p99"] < limit_ms
 
 
 @pytest.mark.parametrize(("model", "forwards"), [("eager", [[1], [2], [3]]), ("patient", [[1], [2, 3]])])

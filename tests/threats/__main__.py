@@ -1,6 +1,6 @@
-"""The long run: `python -m tests.threats --messages 100000` offers every door its share, and a real worker the most.
+"""The long run: `python -m tests.threats --messages 100000` attacks all endpoints, and a real worker the most.
 
-Prints a line per door: how many, how many refused, messages a second, the slowest refusal; and what the worker made of
+Prints for each endpoint how many, how many refused, messages a second, the slowest refusal; and what the worker made of
 its messages. Exit status 1 when anything was found.
 """
 
@@ -52,7 +52,7 @@ def _doors(folder: Path, messages: int, seed: int) -> list[str]:
             # Each offer has a seed of its own: a finding is repeated without those before it.
             offered = ingress.make(Random(f"{seed} {ingress.name} {number}"))
             try:
-                outcome = ingress.offer(offered)
+                outcome = ingress.offer(offered, fuzz.LIMIT_S)
             except fuzz.Finding as finding:
                 findings.append(f"{number}: {finding}")
                 continue
@@ -90,7 +90,7 @@ def _worker(folder: Path, messages: int, seed: int) -> list[str]:
         worker.stop()
         server.stop()
     _say(
-        f"worker    {load.sent:6} entries in its queues, {load.put_aside:6} put aside, "
+        f"worker    {load.sent:6} entries in its queues, {load.dead_lettered:6} dead-lettered, "
         f"{load.sent / load.seconds:7.0f}/s, slowest good job among them {load.slowest_good_s * 1000:.0f} ms\n"
         f"worker    {tasks + broken:6} messages on Celery's queue ({broken} of them no tasks) in {lane_s:.1f} s\n"
         f"worker deaths: {deaths}"

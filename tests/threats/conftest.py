@@ -14,8 +14,8 @@ from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
 from tests.threats.fuzz import KEYS
 
 
-class Target(NamedTuple):
-    """A server, and one worker with signing keys and an open lane for `double`, `recorder`, `napper`, `thrower`."""
+class AttackedWorker(NamedTuple):
+    """A server, and a worker with signing keys and Celery's endpoint for `double`, `recorder`, `napper`, `thrower`."""
 
     server: RedisServer
     worker: WorkerProcess
@@ -54,7 +54,7 @@ def write_thrower(root: Path, trap: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedWorker]:
     """Ready to be attacked."""
     folder = tmp_path_factory.mktemp("target")
     root, forward_log = folder / "models", folder / "forward_log"
@@ -67,7 +67,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     environment = {"PENSTOCK_SIGNING_KEYS": KEYS, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
     worker = WorkerProcess(server, root, folder, name="target@test", environment=environment)
     try:
-        yield Target(server, worker.start(), forward_log)
+        yield AttackedWorker(server, worker.start(), forward_log)
     finally:
         worker.stop()
         server.stop()

@@ -1,4 +1,4 @@
-"""Hostile messages through a real worker's loop: it survives, puts every one of them aside, and serves on."""
+"""Hostile messages through a real worker's loop: it survives, dead-letters every one of them, and serves on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HostileLoad(NamedTuple):
     """What became of the messages."""
 
     sent: int
-    put_aside: int
+    dead_lettered: int
     slowest_good_s: float
     """Of the jobs that were sent between them, submit to result."""
     seconds: float
@@ -51,9 +51,9 @@ def send_hostile_entries(worker: WorkerProcess, client: Client, random: Random, 
             assert answer.tolist() == [[2, 4, 6, 8]]
             assert worker.is_running, worker.tail()
         wait_until(lambda: not sum(map(overseer.xlen, stream_keys(fuzz.MODEL))), _PATIENCE_S, "the queues are empty")
-        put_aside = overseer.xlen(dead_key(fuzz.MODEL)) - before
+        dead_lettered = overseer.xlen(dead_key(fuzz.MODEL)) - before
     assert worker.is_running, worker.tail()
-    return HostileLoad(sent, put_aside, slowest, time.monotonic() - begun)
+    return HostileLoad(sent, dead_lettered, slowest, time.monotonic() - begun)
 
 
 def _fields(random: Random) -> list[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
+from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
 from tests.servers import RedisServer, wait_until
 
 ROOMY = Limits(100_000, 0, 60_000)
@@ -294,24 +293,6 @@ def test_a_drain_without_models_is_refused(start: StartDrain):
     """A worker that could serve nothing says so."""
     with pytest.raises(ConfigurationError, match="There is no model to serve"):
         start()
-
-
-def test_idle_models_cost_a_busy_one_nothing(start: StartDrain, models_root: Path, slot: str):
-    """A thousand jobs of one model take no longer on a worker that serves three idle ones beside it."""
-
-    def seconds(harness: DrainHarness) -> float:
-        begun = time.monotonic()
-        last = harness.publish(slot, *range(1000))[-1]
-        harness.result(last)
-        return time.monotonic() - begun
-
-    write_sleeper(models_root, slot, forward_s=0.001)
-    harness = start()
-    alone = min(seconds(harness) for _ in range(3))
-    harness.drain.stop(1.0)
-    for number in range(3):
-        write_double(models_root, f"{slot}-{number}")
-    assert min(seconds(harness) for harness in [start()] for _ in range(3)) < 2 * alone
 
 
 _MISBEHAVIOUR = {

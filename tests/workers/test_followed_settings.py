@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,13 +152,11 @@ def test_calibration_leaves_the_headroom_that_is_set(
 def test_loading_has_a_limit_at_start_too(start: StartHarness, models_root: Path):
     """A model that never ends loading keeps no worker waiting for ever: the worker says so and does not start, and
     one that is quick enough loads within the same limit (CX-026)."""
-    write_package(models_root, "hangs", "import time\n\ndef build():\n    time.sleep(20)\n")
+    write_package(models_root, "hangs", "import time\n\ndef build():\n    time.sleep(600)\n")
     write_double(models_root)
-    begun = time.monotonic()
     with pytest.raises(ConfigurationError, match=r"^hangs/1: loading took longer than 0\.3 s$"):
         start("hangs", load_timeout_s=0.3)
-    assert time.monotonic() - begun < 5
-    harness = start("double", load_timeout_s=5.0)
+    harness = start("double", load_timeout_s=60.0)
     assert harness.result(*harness.submit("double", 4.0))[1] == 8.0
 
 

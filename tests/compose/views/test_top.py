@@ -144,8 +144,8 @@ def test_running_stack_is_measured(home: Path):
     (model,) = state["models"]
     assert model["rows_per_batch"] == 1.0
     assert model["jobs_per_s"] == state["workers"][0]["jobs_per_s"]
-    assert 0 < model["latency_ms"]["compute"] < 1000
-    assert 0 < model["latency_ms"]["commit"] < 1000
+    assert model["latency_ms"]["compute"] > 0
+    assert model["latency_ms"]["commit"] > 0
     once = json.loads(penstock(home, "top", "--once", "--interval", "0.1", "--json").stdout)
     assert [each["model"] for each in once["models"]] == ["double"]
     shown = penstock(home, "top", "--once", "--interval", "0.1").stdout

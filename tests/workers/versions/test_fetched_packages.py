@@ -16,6 +16,7 @@ from penstock.registry.package.sources import is_elsewhere, package_folder
 from penstock.registry.settings import Settings
 from penstock.workers.versions.repository import DiskRepository
 from tests.registry.package.test_sources import COMMIT, MLFLOW_WARNINGS, HubOrigin
+from tests.servers import require_module
 from tests.workers.runtime import formats
 
 TEXT = np.array(["a pipe", "b"], object)
@@ -70,7 +71,7 @@ def test_a_package_on_the_hub_is_fetched_and_answers(
 def test_a_package_in_mlflow_is_fetched_and_answers(models_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`runs:/...` and `models:/...` at MLFLOW_TRACKING_URI, here a store of files: what a run logged is served, and
     answers as the module did (AR-017, AR-079)."""
-    tracking = pytest.importorskip("mlflow.tracking")
+    tracking = require_module("mlflow.tracking")
     uri = (tmp_path / "store").as_uri()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     for name, value in (("DISABLE_TELEMETRY", "true"), ("ENABLE_ARTIFACTS_PROGRESS_BAR", "false")):
