@@ -17,13 +17,13 @@ from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.version import ServedVersion, VersionState
 
-__all__ = ["HandOver"]
+__all__ = ["Placement"]
 
 _LOOK_AGAIN_S: Final = 0.25
 """Between two searches for jobs whose version no worker is known to have."""
 
 
-class HandOver:
+class Placement:
     """Decides where jobs go; it holds none. The I/O thread owns it.
 
     most_waiting: further jobs fail at once while more than these wait. clock: monotonic seconds.
