@@ -126,7 +126,7 @@ def build_drain(
         verify=verify,
         on_version_change=_forgetting(answers, on_version_change),
         ring=wake_up.ring,
-        takes_any=not settings.worker.models,
+        accepts_new_models=not settings.worker.models,
         deployments=deployments or _deployments_of(settings, verify),
     )
     placement = types.placement(lifecycle, Peers(broker, name, clock), clock, most_waiting=most_jobs // 4)

@@ -47,7 +47,7 @@ class Tuner(Protocol):
         """A version was loaded; its batches have at most `max_rows` rows. Returns the observer of its batches."""
 
     def detach(self, key: Hashable) -> None:
-        """The version is about to be unloaded."""
+        """The version will be unloaded now."""
 
     def report(self) -> dict[str, list[dict[str, Any]]]:
         """Model -> an entry for each attached version, as plain data."""

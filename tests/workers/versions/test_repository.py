@@ -34,7 +34,7 @@ def half_copied(root: Path, name: str, version: str) -> Path:
 def answering(root: Path, *models: str, model_version: str = "latest") -> dict[str, str]:
     """The label that answers, by model, at the start of a worker with these settings."""
     overrides = {"repo_root": str(root), "model_version": model_version, "worker": {"models": models}}
-    packages = DiskRepository(root, [root]).answering(Settings.load(overrides=overrides, environ={}, cwd=root))
+    packages = DiskRepository(root, [root]).initial_packages(Settings.load(overrides=overrides, environ={}, cwd=root))
     return {package.spec.name: package.spec.version for package in packages}
 
 
