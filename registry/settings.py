@@ -32,7 +32,6 @@ from pydantic import (
 
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import ConfigurationError, shown
-from penstock.registry.package.bounded_yaml import BadDocument, read_yaml
 from penstock.registry.queues import parse_name
 
 __all__ = [
@@ -498,6 +497,9 @@ def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Found]:
 
 
 def _from_yaml(path: Path) -> list[_Found]:
+    # A client seldom reads a file of settings, and the packages of models are much to import.
+    from penstock.registry.package.bounded_yaml import BadDocument, read_yaml
+
     try:
         document = read_yaml(_read(path).encode())
     except BadDocument as problem:

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
-
-from pydantic import SecretStr
+from typing import TYPE_CHECKING, Final
 
 from penstock.registry.errors import ConfigurationError
-from penstock.registry.settings import Settings
+
+if TYPE_CHECKING:
+    from penstock.registry.settings import Settings
 
 __all__ = ["RunningStack", "hold", "read", "remove", "with_broker", "write", "write_private"]
 
@@ -79,6 +79,8 @@ def with_broker(settings: Settings) -> Settings:
         raise ConfigurationError(
             "No broker is configured and no embedded stack runs. Expected PENSTOCK_REDIS_URL, or `penstock up`"
         )
+    from pydantic import SecretStr
+
     keys = settings.signing_keys or SecretStr(stack.signing_keys())
     return settings.model_copy(
         update={

@@ -38,6 +38,7 @@ from penstock.workers.leases import LeasedJobs, LeaseKeeper, LeaseUpdate
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal
+from penstock.workers.release import Releaser
 from penstock.workers.results import CANCELLED, EXPIRED, JobOutcome
 from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Suspect
 from penstock.workers.scheduler import Scheduler
@@ -101,6 +102,7 @@ class DrainParts:
     completer: Completer
     claimer: Claimer
     leased: LeasedJobs
+    releaser: Releaser
     telemetry: BatchTelemetry
     status: StatusReporter
     journal: Journal
@@ -142,8 +144,6 @@ class Drain:
         self._broker = parts.broker
         self._backlog = parts.backlog
         self._completer = parts.completer
-        self._to_release: list[ClaimedJob] = []
-        """Jobs to give back; kept until the broker has heard of it."""
         self._lease_updates: deque[LeaseUpdate] = deque()
         self._ticked = self._deferred_since = clock()
         self._pause_s = _SHORTEST_PAUSE_S
@@ -159,7 +159,7 @@ class Drain:
             room=self._room_to_take_over,
             on_update=self._on_lease_update,
             look=parts.lifecycle.poll_records,
-            report=self._report,
+            report=lambda: parts.status.report(is_ready=self.readiness[0]),
             clock=clock,
         )
 
@@ -227,16 +227,11 @@ class Drain:
         if self.parts.scheduler.unhealthy_reason:
             return self.parts.scheduler.unhealthy_reason
         now = self._clock()
-        for name, is_alive, ticked in (
-            ("drain", self._thread.is_alive(), self._ticked),
-            ("lease", self.leases.is_alive(), self.leases.ticked),
-            ("model", self.parts.executor.is_alive(), now),
-        ):
-            if not is_alive:
-                return f"the {name} thread has died"
-            if now - ticked > _STUCK_S:
-                return f"the {name} thread hangs"
-        return None
+        return (
+            _fault_of_thread("drain", self._thread.is_alive(), now - self._ticked)
+            or _fault_of_thread("lease", self.leases.is_alive(), now - self.leases.ticked)
+            or _fault_of_thread("model", self.parts.executor.is_alive(), 0.0)
+        )
 
     def active(self) -> list[JobHeader]:
         """The jobs whose forward runs now."""
@@ -283,10 +278,10 @@ class Drain:
             return
         self._resume_delayed()
         self._give_back_paused()
-        self._dispatch()  # the device comes first
+        self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)  # the device comes first
         self._exchange(self.parts.claimer.wanted())
         self._place_unplaced()
-        self._dispatch()
+        self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)
         self.parts.claimer.arm()
         self.parts.telemetry.flush()
         self._completer.steer()
@@ -340,7 +335,7 @@ class Drain:
         elif route is Aside.UNPLACED:
             self._backlog.add_unplaced(self.parts.flights.end_all([job]))
         elif route is Aside.GIVE_BACK:
-            self._to_release += self.parts.flights.end_all([job])
+            self.parts.releaser.add([job])
         elif isinstance(route, Run):
             self._await_batch(route.version, [job])
         elif isinstance(route, Suspect):
@@ -361,9 +356,6 @@ class Drain:
         """Their version cannot be loaded here: another worker may have it."""
         for job in jobs:
             self._put(job, Aside.UNPLACED if job.header.version else Aside.GIVE_BACK)
-
-    def _dispatch(self) -> None:
-        self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)
 
     def _exchange(self, claims: Sequence[Claim]) -> None:
         """Commit what has ended, and claim: one round trip."""
@@ -445,14 +437,10 @@ class Drain:
         while leaving:
             (model, label), jobs = leaving.popitem()
             try:
-                self._broker.release(self.consumer, [job.held for job in jobs], version=label)
+                self.parts.releaser.hand_over(jobs, model, label)
             except BrokerUnavailable:
                 self._backlog.add_unplaced([*jobs, *(job for others in leaving.values() for job in others)])
                 raise
-            logger.info("jobs handed over", extra={"model": model, "version": label, "jobs": len(jobs)})
-            for job in jobs:
-                job.is_lost = True
-            self.parts.leased.drop(jobs)
 
     # Leases
 
@@ -464,10 +452,6 @@ class Drain:
         """On the lease thread."""
         self._lease_updates.append(update)
         self.parts.claimer.wake_up.ring()
-
-    def _report(self) -> None:
-        """On the lease thread, once a second."""
-        self.parts.status.report(is_ready=self.readiness[0])
 
     def _apply_lease_updates(self) -> None:
         while self._lease_updates:
@@ -494,8 +478,8 @@ class Drain:
             if any(run.batch.key.model in paused for run in self.parts.executor.waiting()):
                 self.parts.scheduler.recall_all()
             unbegun = self._backlog.take(lambda job: job.delivery.slot in paused, with_delayed=False)
-            self._to_release += self.parts.flights.end_all(job for job, _ in unbegun)
-        self._release()
+            self.parts.releaser.add(job for job, _ in unbegun)
+        self.parts.releaser.flush()
 
     def _serve_no_more(self) -> None:
         """A forward hangs, or the device is lost: commit what has ended, and give the rest to other workers."""
@@ -514,7 +498,7 @@ class Drain:
         if may_finish:
             return True
         running = [item.job for run in self.parts.executor.running() for item in run.batch.items]
-        self._to_release += self.parts.flights.end_all(running)
+        self.parts.releaser.add(running)
         while self.parts.intake.has_deferred:
             self.parts.intake.dead_letter_next()
         # Former followers of a job that ended without an answer are back in the backlog by now.
@@ -531,15 +515,11 @@ class Drain:
 
     def give_back_waiting(self) -> None:
         """Give back the whole backlog."""
-        self._to_release += self.parts.flights.end_all(job for job, _ in self._backlog.take())
-        self._release()
+        self.parts.releaser.add(job for job, _ in self._backlog.take())
+        self.parts.releaser.flush()
 
-    def _release(self) -> None:
-        """Tell the broker. Raises BrokerUnavailable, and then keeps the jobs for the next try."""
-        if not self._to_release:
-            return
-        for job in self._to_release:
-            job.is_lost = True
-        self._broker.release(self.consumer, [job.held for job in self._to_release])
-        self.parts.leased.drop(self._to_release)
-        self._to_release = []
+
+def _fault_of_thread(name: str, is_alive: bool, silent_s: float) -> str | None:
+    if not is_alive:
+        return f"the {name} thread has died"
+    return f"the {name} thread hangs" if silent_s > _STUCK_S else None

@@ -50,7 +50,7 @@ from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.safety.audit import AuditLog
 from penstock.safety.keys import PublicKeys
-from penstock.workers.assembly import build_drain
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
     register_control_command,
@@ -302,16 +302,18 @@ def _open_drain(
         settings,
         broker,
         packages,
-        name=celery.hostname,
-        device=device.device,
-        threads=granted_threads(device.device, os.environ),
-        listener=celery.listener,
-        metrics=metrics,
-        probe_url=f"http://{settings.worker.metrics_host}:{probe.port}",
-        journal=partial(_open_journal, settings, broker, closing),
-        repository=repository,
-        verify=verify,
-        tuner=optimizer,
+        DrainOptions(
+            name=celery.hostname,
+            device=device.device,
+            threads=granted_threads(device.device, os.environ),
+            listener=celery.listener,
+            metrics=metrics,
+            probe_url=f"http://{settings.worker.metrics_host}:{probe.port}",
+            journal=partial(_open_journal, settings, broker, closing),
+            repository=repository,
+            verify=verify,
+            tuner=optimizer,
+        ),
     )
     return readiness.drain
 

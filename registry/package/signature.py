@@ -67,7 +67,7 @@ Dimension: TypeAlias = Annotated[int | str, BeforeValidator(_dimension)]
 class TensorSpec(BaseModel):
     """One declared input or output. A dimension is an extent, or a name that means the same extent everywhere."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     name: Annotated[str, AfterValidator(_tensor_name)]
     """As jobs and the model call it."""

@@ -66,9 +66,7 @@ InsidePath = Annotated[str, AfterValidator(_inside)]
 class Section(BaseModel):
     """A part of model.yaml: immutable, exact types, no unknown keys."""
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -23,7 +23,7 @@ from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
-from penstock.workers.assembly import PartTypes, build_drain
+from penstock.workers.assembly import DrainOptions, PartTypes, build_drain
 from penstock.workers.backlog import Waiting
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.claims import WakeUp
@@ -474,20 +474,22 @@ class Worker:
             settings,
             self.end,
             simulation.packages,
-            name=label,
-            device="cpu",
-            threads=1,
-            listener=NullListener(),
-            metrics=_METRICS,
-            checkpoint=self._checkpoint,
-            clock=lambda: schedule.now,
-            jitter=schedule.rng.random,
-            journal=lambda _consumer, _seats: self.journal,
-            repository=SimulatedRepository(
-                simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
+            DrainOptions(
+                name=label,
+                device="cpu",
+                threads=1,
+                listener=NullListener(),
+                metrics=_METRICS,
+                checkpoint=self._checkpoint,
+                clock=lambda: schedule.now,
+                jitter=schedule.rng.random,
+                journal=lambda _consumer, _seats: self.journal,
+                repository=SimulatedRepository(
+                    simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
+                ),
+                deployments=simulation.mutation.deployments(simulation.machine),
+                types=simulation.mutation.types,
             ),
-            deployments=simulation.mutation.deployments(simulation.machine),
-            types=simulation.mutation.types,
         )
         assert isinstance(drain, SteppedDrain)
         self.drain = drain

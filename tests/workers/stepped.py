@@ -16,7 +16,7 @@ from penstock.registry.envelope import Keyring, open_result
 from penstock.registry.package import Package, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.assembly import build_drain
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.observe.listener import Ended, Failed, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -86,14 +86,16 @@ class SteppedWorker:
             harness.settings,
             broker,
             packages,
-            name=f"stepped-{len(harness.workers)}",
-            device="cpu",
-            threads=1,
-            listener=self.notes,
-            metrics=self.metrics,
-            clock=harness.clock,
-            jitter=lambda: jitter,
-            journal=lambda _consumer, _seats: self.journal,
+            DrainOptions(
+                name=f"stepped-{len(harness.workers)}",
+                device="cpu",
+                threads=1,
+                listener=self.notes,
+                metrics=self.metrics,
+                clock=harness.clock,
+                jitter=lambda: jitter,
+                journal=lambda _consumer, _seats: self.journal,
+            ),
         )
         self.drain.load()
 

@@ -22,7 +22,7 @@ from penstock.registry.package import find, load_package
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.assembly import build_drain
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -125,12 +125,14 @@ def start(connect: Connect, models_root: Path) -> Iterator[StartDrain]:
             Settings.load(overrides={"queue": {"lease_s": 1.0}, **settings}),
             connect(),
             packages,
-            name=f"harness-{next(names)}",
-            device="cpu",
-            threads=1,
-            listener=NullListener(),
-            metrics=metrics,
-            checkpoint=checkpoint,
+            DrainOptions(
+                name=f"harness-{next(names)}",
+                device="cpu",
+                threads=1,
+                listener=NullListener(),
+                metrics=metrics,
+                checkpoint=checkpoint,
+            ),
         )
         harnesses.append(DrainHarness(connect(), drain, metrics, {each.spec.name: each.spec for each in packages}))
         if load:

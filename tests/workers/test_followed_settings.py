@@ -18,7 +18,7 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import find, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.assembly import build_drain
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
@@ -45,12 +45,14 @@ class SettingsHarness:
             Settings.load(overrides={"home": str(root.parent / "home"), **settings}, environ={}, cwd=root),
             self._broker.connect(),
             list(packages.values()),
-            name="followed",
-            device=device,
-            threads=1,
-            listener=NullListener(),
-            metrics=InferenceMetrics((0.1, 1.0)),
-            repository=DiskRepository(root, [root]),
+            DrainOptions(
+                name="followed",
+                device=device,
+                threads=1,
+                listener=NullListener(),
+                metrics=InferenceMetrics((0.1, 1.0)),
+                repository=DiskRepository(root, [root]),
+            ),
         )
 
     def submit(self, model: str, *numbers: float) -> list[str]:

@@ -80,7 +80,7 @@ class ActiveVersions:
         if last and model.decided == last != model.record:
             logger.error(
                 "the broker has no decision, or an older one than this machine followed: the later one stays in force. "
-                "Expected a new decision, or `penstock models sync`. To begin anew, use another operator's key, or "
+                "Expected a new decision, or `penstock models sync`. To start again, use another operator's key, or "
                 "delete the file in deployments/ under PENSTOCK_HOME",
                 extra={"model": model.name, "epoch": epoch_of(last)},
             )

@@ -48,7 +48,7 @@ class MlflowSource:
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
         except ImportError:
-            raise ConfigurationError("mlflow is not installed. Expected: pip install 'penstock[mlflow]'") from None
+            raise ConfigurationError("mlflow is not installed. Expected: pip install '.[mlflow]'") from None
         into.mkdir()
         client = MlflowClient(self._tracking_uri, self._registry_uri)
         try:

@@ -49,7 +49,7 @@ def _wrong(forms: Forms, *, most_rows: int = 100) -> object:
     return forward
 
 
-def _runs_anew(harness: SteppedHarness, worker: SteppedWorker, number: float) -> bool:
+def _needs_forward(harness: SteppedHarness, worker: SteppedWorker, number: float) -> bool:
     """Whether a job needs a forward; checks its answer."""
     (job_id,) = harness.publish("m", number)
     harness.pass_time(0.5)
@@ -77,8 +77,8 @@ def test_an_answer_of_a_form_that_another_thread_dropped_is_not_cached(harness: 
         assert work is not None
         worker.drain.parts.executor.finish(seat, work)
     worker.turn(3)
-    assert _runs_anew(harness, worker, number)
-    assert not _runs_anew(harness, worker, number)
+    assert _needs_forward(harness, worker, number)
+    assert not _needs_forward(harness, worker, number)
 
 
 def test_an_answer_of_a_form_that_failed_in_the_same_batch_is_not_cached(harness: SteppedHarness, models_root: Path):
@@ -100,7 +100,7 @@ def test_an_answer_of_a_form_that_failed_in_the_same_batch_is_not_cached(harness
     assert len(halved.batch.items) == 2
     worker.end(halved)
     assert forms.name == "eager"
-    assert _runs_anew(harness, worker, number)
+    assert _needs_forward(harness, worker, number)
 
 
 def test_an_answer_of_a_rebuilt_form_is_not_given(harness: SteppedHarness, models_root: Path):
@@ -114,7 +114,7 @@ def test_an_answer_of_a_rebuilt_form_is_not_given(harness: SteppedHarness, model
     assert harness.answer(job_id) == pytest.approx(_expected(_positive()) + 1000, abs=1e-2)
     forms.reset("it was wrong")
     forms.use("int8", forms.reference)
-    assert _runs_anew(harness, worker, _positive())
+    assert _needs_forward(harness, worker, _positive())
 
 
 def test_an_answer_of_a_form_is_not_given_after_a_reload(harness: SteppedHarness, models_root: Path):
@@ -138,7 +138,7 @@ def test_an_answer_of_a_form_is_not_given_after_a_reload(harness: SteppedHarness
 
     wait_until(is_loaded, 10, "it is loaded again")
     worker.forwards()
-    assert _runs_anew(harness, worker, number)
+    assert _needs_forward(harness, worker, number)
 
 
 @pytest.fixture

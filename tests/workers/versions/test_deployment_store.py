@@ -83,7 +83,7 @@ def test_a_restarted_worker_follows_the_last_decision(stage: Stage, operator: Op
     deployments(stage, 8)
 
 
-def test_operators_may_begin_anew(stage: Stage, operator: OperatorKey, tmp_path: Path):
+def test_operators_may_start_again(stage: Stage, operator: OperatorKey, tmp_path: Path):
     """A new registry begins with epoch 1: it is accepted after the key was replaced or the file was removed."""
     stage.promote("1", epoch=7, sign=operator.sign)
     restarted(stage, trust(operator))

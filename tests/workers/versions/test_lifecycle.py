@@ -20,7 +20,7 @@ from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.registry.tensors import decode
 from penstock.safety.keys import OperatorKey, PublicKeys
-from penstock.workers.assembly import build_drain
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -88,14 +88,16 @@ class Stage:
             Settings.load(overrides=overrides, environ={}, cwd=self.root),
             self._make_broker(),
             [load_package(find(root, self.model).path), *others],
-            name=name,
-            device="cpu",
-            threads=1,
-            listener=NullListener(),
-            metrics=InferenceMetrics((0.1, 1.0)),
-            repository=DiskRepository(root, [root]),
-            verify=verify,
-            on_version_change=lambda *change: self.changes.append(change),
+            DrainOptions(
+                name=name,
+                device="cpu",
+                threads=1,
+                listener=NullListener(),
+                metrics=InferenceMetrics((0.1, 1.0)),
+                repository=DiskRepository(root, [root]),
+                verify=verify,
+                on_version_change=lambda *change: self.changes.append(change),
+            ),
         )
         self.drains.append(drain)
         drain.load()

@@ -239,7 +239,7 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
     write_package(stage.root, stage.model, f"def build():\n    raise {raised}\n", version="3")
     stage.promote("3", epoch=1)
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
-    from penstock.workers.assembly import build_drain
+    from penstock.workers.assembly import DrainOptions, build_drain
     from penstock.workers.observe.listener import NullListener
     from penstock.workers.observe.metrics import InferenceMetrics
 
@@ -247,12 +247,14 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
         Settings.load(environ={}, cwd=stage.root),
         stage._make_broker(),
         [load_package(find(stage.root, name).path) for name in (stage.model, "another")],
-        name="w",
-        device="cpu",
-        threads=1,
-        listener=NullListener(),
-        metrics=InferenceMetrics((0.1, 1.0)),
-        repository=DiskRepository(stage.root, [stage.root]),
+        DrainOptions(
+            name="w",
+            device="cpu",
+            threads=1,
+            listener=NullListener(),
+            metrics=InferenceMetrics((0.1, 1.0)),
+            repository=DiskRepository(stage.root, [stage.root]),
+        ),
     )
     stage.drains.append(drain)
     try:
