@@ -195,7 +195,7 @@ class _Assembly:
             verify=options.verify,
             on_version_change=self._on_version_change,
             ring=self.wake_up.ring,
-            takes_any=not self.settings.worker.models,
+            accepts_new_models=not self.settings.worker.models,
             deployments=self._deployments(),
         )
 

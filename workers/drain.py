@@ -158,7 +158,7 @@ class Drain:
             lease_s=limits.lease_s,
             offered=parts.lifecycle.all_offered,
             room=self._room_to_take_over,
-            news=self._on_lease_update,
+            on_update=self._on_lease_update,
             look=parts.lifecycle.poll_records,
             report=lambda: parts.status.report(is_ready=self.readiness[0]),
             clock=clock,

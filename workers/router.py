@@ -1,12 +1,11 @@
 """A claimed job -> the way it goes.
 
-    expired, revoked, invalid --> Answered          an equal job leads --> Follows
+    expired, revoked, invalid --> Answered          an equal job leads --> Aside.FOLLOWS
     cached answer             --> Answered          a version is here  --> Run, or Suspect: alone
-    its version is not here   --> Unplaced, HandOver, GiveBack
+    its version is not here   --> Aside.UNPLACED, HandOver, Aside.GIVE_BACK
 
-The router decides and holds no job; the drain puts each job where its route says. Which version answers a job is
-settled here, at the claim: the claim carries the record of the active version, so a promotion holds for the very next
-job.
+The drain puts each job where its route says; only a follower is kept here, in SingleFlight. Which version answers a job
+is settled at the claim: the claim carries the record of the active version, so a promotion holds for the very next job.
 """
 
 from __future__ import annotations
