@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -37,6 +37,9 @@ from penstock.compose.terminal import (
     terminable,
 )
 from penstock.registry.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from penstock.registry.queues import PriorityName
 
 __all__ = ["main"]
 
@@ -151,7 +154,7 @@ def submit(
     model: str,
     inputs: tuple[str, ...],
     file: Any,
-    priority: str,
+    priority: PriorityName,
     deadline_s: float | None,
     version: str | None,
     wait: bool,

@@ -111,7 +111,7 @@ def test_input_is_refused_in_time_and_within_twice_its_size(what: str):
     """Before anything is written: one line, at most 50 ms, at most twice the body in memory."""
     inputs = OFFERS[what]()
     size = sum(value.nbytes if isinstance(value, np.ndarray) else 0 for value in inputs.values())
-    error, seconds, rise = _cost(lambda: PRESS.publication(SPEC, inputs))
+    error, seconds, rise = _cost(lambda: PRESS.build(SPEC, inputs))
     assert isinstance(error, InvalidInput)
     _check(error, seconds, rise, size)
 

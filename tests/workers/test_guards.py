@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import JobBuilder
+from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import Broker, Depth, Held, JobRecord, Limits, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring, Retry, open_result
@@ -172,7 +172,7 @@ class Bench:
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""
         spec = load_package(self._root / model / "1").spec
-        jobs = [self._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, **how) for number in numbers]
+        jobs = [self._builder.build(spec, {"x": [[number, 0, 0, 0]]}, SubmitOptions(**how)) for number in numbers]
         assert {receipt.outcome for receipt in self.broker.publish(model, jobs, LIMITS)} == {"accepted"}
         return [job.job_id for job in jobs]
 
@@ -403,7 +403,7 @@ def test_a_suspect_runs_in_the_form_that_its_author_built(bench: Bench, models_r
     Others go on in the form in use."""
     amend(write_double(models_root), batching={"max_batch_size": max_rows})
     spec = load_package(models_root / "double" / "1").spec
-    job = bench._builder.publication(spec, {"x": [[float(row), 0, 0, 0] for row in range(1, 5)]})
+    job = bench._builder.build(spec, {"x": [[float(row), 0, 0, 0] for row in range(1, 5)]})
     bench.broker.publish("double", [job], LIMITS)
     first = bench.employ()
     first.turn(2)

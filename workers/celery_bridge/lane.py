@@ -13,11 +13,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import redis
 
-from penstock.registry.admission import JobBuilder, SpecCache
+from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions
 from penstock.registry.broker.base import Broker, JobRecord, Limits, ProducerEnd, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.errors import (
@@ -29,8 +29,7 @@ from penstock.registry.errors import (
     ResultGone,
     job_failure,
 )
-from penstock.registry.package import ModelSpec
-from penstock.registry.queues import GROUP, lane_key, slot_of
+from penstock.registry.queues import GROUP, PriorityName, lane_key, slot_of
 from penstock.registry.tensors import decode, lists
 
 __all__ = ["TaskIngress", "TaskResultForwarder", "TaskResultBackend"]
@@ -72,12 +71,6 @@ class TaskIngress:
         self._limits = limits
         self._is_open = is_open
 
-    def _spec(self, model: str, version: str | None) -> ModelSpec:
-        spec = self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
-        if not version or version == spec.version:
-            return spec
-        return self._specs.fresh(model, version) or self._specs.store(model, self._broker.spec(model, version), version)
-
     def admit(
         self,
         task_id: str,
@@ -97,23 +90,14 @@ class TaskIngress:
         """
         if not self._is_open:
             raise Forbidden("send_task is off here: jobs are signed by those who send them. Expected a Penstock client")
-        spec = self._spec(model, version)
+        spec = self._specs.get(model, version, self._broker.spec)
         job_id = f"{spec.name}.{task_id}"
         slot = slot_of(job_id)
         if slot != spec.name:
             raise InvalidInput(f"Bad task id {task_id!r:.80}. Expected letters, digits, '_', ':' or '-'")
-        job = self._builder.publication(
-            spec,
-            inputs,
-            priority=priority,
-            deadline_s=deadline_s,
-            tenant=tenant,
-            version=version,
-            outputs=outputs,
-            reply=lane_key(slot),
-            job_id=job_id,
-            lane=True,
-        )
+        # `build` checks the name: a task may bring any value.
+        options = SubmitOptions(cast(PriorityName, priority), deadline_s, tenant, version, outputs)
+        job = self._builder.build(spec, inputs, options, reply=lane_key(slot), job_id=job_id, lane=True)
         (receipt,) = self._broker.publish(slot, [job], self._limits)
         if receipt.outcome not in ("accepted", "known"):
             raise QueueFull(f"No room for another job of model {model}", receipt.retry_after_s)

@@ -93,7 +93,7 @@ def test_tenants_share_nothing_unless_they_may(start: StartBench, ledger: Path, 
     bench = start(privacy={"cache_tenant_isolation": isolated})
     _ask(bench, slot, 7)
     other = JobBuilder(tenant="umbrella", keyring=UNSIGNED, max_bytes=1 << 20)
-    job = other.publication(bench._models[slot], {"x": [[7, 0, 0, 0]]})
+    job = other.build(bench._models[slot], {"x": [[7, 0, 0, 0]]})
     bench.broker.publish(slot, [job], ROOMY)
     header, answer = bench.result(job.job_id)
     assert (answer, header.context.tenant, header.is_cached) == (14, "umbrella", not isolated)
