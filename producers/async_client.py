@@ -69,11 +69,11 @@ class AsyncClient(
         spec = await self._spec(model, options.version)
         with self._map_run(spec, options, order) as run:
             try:
-                while (chunk := run.next_items()) or not run.is_over:
-                    if chunk:
+                while not run.is_over:
+                    if chunk := run.next_items():
                         run.submitted(await self._submit_many(model, chunk, options, first_index=run.count))
-                    else:
-                        run.complete(await run.oldest._ended(None))
+                    for handle in run.due():
+                        run.complete(await handle._ended(None))
             finally:
                 # The error that ended the map is raised, not an error of this cleaning up.
                 for handle in run.unfinished():

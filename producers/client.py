@@ -62,11 +62,11 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         spec = self._specs.get(model, options.version, self._broker.spec)
         with self._map_run(spec, options, order) as run:
             try:
-                while (chunk := run.next_items()) or not run.is_over:
-                    if chunk:
+                while not run.is_over:
+                    if chunk := run.next_items():
                         run.submitted(self._submit_many(model, chunk, options, first_index=run.count))
-                    else:
-                        run.complete(run.oldest._ended(None))
+                    for handle in run.due():
+                        run.complete(handle._ended(None))
             finally:
                 # The error that ended the map is raised, not an error of this cleaning up.
                 for handle in run.unfinished():

@@ -36,9 +36,7 @@ class RowShape:
         self._model = spec.name
 
     def inputs(self, item: Any) -> Mapping[str, object]:
-        """The inputs of an item: the item itself if it is a mapping, else one row of the only required input."""
-        if isinstance(item, Mapping):
-            return item
+        """The inputs of an item that is one row of the model's only required input."""
         if self._only_input is None:
             raise InvalidInput(f"Model {self._model} has several inputs. Expected items that are mappings")
         return {self._only_input: item[None] if hasattr(item, "__array__") else [item]}
@@ -76,6 +74,7 @@ class MapRun(Generic[Handle]):
         self._chunk = max(1, order.window // 4)
         self._returns_errors = _returns_errors(order.on_error)
         self._in_flight: deque[tuple[Handle, bool]] = deque()
+        self._is_exhausted = False
         self._taken: list[bool] = []
         """For each item of the chunk at hand, whether it is a mapping of whole inputs."""
         self._tracker = Tracker(order.progress, order.items)
@@ -92,21 +91,25 @@ class MapRun(Generic[Handle]):
 
     @property
     def is_over(self) -> bool:
-        """Whether every submitted item has its result. Ask `next_items` first."""
-        return not self._in_flight
-
-    @property
-    def oldest(self) -> Handle:
-        """The job whose result comes next."""
-        return self._in_flight[0][0]
+        """Whether no item is left and every submitted one has its result."""
+        return self._is_exhausted and not self._in_flight
 
     def next_items(self) -> list[tuple[Mapping[str, object], str | None]]:
         """Inputs and idempotency keys to submit now. Empty when the window is full or no item is left."""
-        if len(self._in_flight) > self._window - self._chunk:
+        if self._is_exhausted or len(self._in_flight) > self._window - self._chunk:
             return []
         taken = list(islice(self._source, self._chunk))
+        self._is_exhausted = not taken
         self._taken = [isinstance(item, Mapping) for item, _ in taken]
-        return [(self._shape.inputs(item), key) for item, key in taken]
+        return [
+            (item if is_whole else self._shape.inputs(item), key)
+            for (item, key), is_whole in zip(taken, self._taken, strict=True)
+        ]
+
+    def due(self) -> list[Handle]:
+        """The oldest jobs, whose results make room for the next items; all jobs when no item is left."""
+        count = len(self._in_flight) - (0 if self._is_exhausted else self._window - self._chunk)
+        return [handle for handle, _ in islice(self._in_flight, max(0, count))]
 
     def submitted(self, handles: Sequence[Handle]) -> None:
         """Takes the handles of the last chunk, in its order."""
@@ -138,18 +141,18 @@ def _returns_errors(on_error: OnError) -> bool:
 
 
 class Tracker:
-    """Entering it gives a function of the count of finished items. It draws a bar, or is the caller's own."""
+    """Entering it gives a function of the count of finished items, which draws a bar or is the caller's own, or None."""
 
     def __init__(self, progress: bool | Callable[[int], None], items: Iterable[Any]) -> None:
         self._progress = progress
         self._total = len(items) if isinstance(items, Sequence) else None
         self._bar: Any = None
 
-    def __enter__(self) -> Callable[[int], None]:
+    def __enter__(self) -> Callable[[int], None] | None:
         if callable(self._progress):
             return self._progress
         if not self._progress:
-            return lambda _: None
+            return None
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 

@@ -13,15 +13,16 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
 from penstock.registry.package import ModelSpec, find, load_package
-from penstock.registry.queues import Priority, PriorityName, new_job_id, parse_name, parse_priority
+from penstock.registry.queues import PriorityName, new_job_id, parse_name, parse_priority
 from penstock.registry.settings import QueueConfig, Settings
 from penstock.registry.tensors import Tensor, encode, encoded_size
 
@@ -133,18 +134,6 @@ class SpecCache:
             ) from None
 
 
-class _JobTerms(NamedTuple):
-    """Options that were checked against a model: the part that all jobs of one call have in common."""
-
-    spec: ModelSpec
-    priority: Priority
-    tenant: str
-    version: str
-    deadline_ms: int
-    traceparent: str
-    options: Options
-
-
 class JobBuilder:
     """Turns requests into publications. It holds the part that all jobs of a process have in common."""
 
@@ -174,7 +163,8 @@ class JobBuilder:
 
         lane: the job came as a Celery task. Its result is also stored in Celery's result backend.
         """
-        return self._built(self._terms(spec, options, lane=lane), inputs, idempotency_key, reply, job_id)
+        header = self._header(spec, options, reply, lane=lane)
+        return self._built(spec, header, inputs, idempotency_key, job_id)
 
     def build_many(
         self,
@@ -189,56 +179,48 @@ class JobBuilder:
 
         Raises as `build` does. An error in one item names its index, which counts from `first_index`.
         """
-        terms = self._terms(spec, options)
+        header = self._header(spec, options, reply)
         publications: list[Publication] = []
         for index, (inputs, key) in enumerate(items, first_index):
             try:
-                publications.append(self._built(terms, inputs, key, reply))
+                publications.append(self._built(spec, header, inputs, key))
             except InvalidInput as error:
                 raise InvalidInput(f"Item {index}: {error}") from None
         return publications
 
-    def _terms(self, spec: ModelSpec, options: SubmitOptions, *, lane: bool = False) -> _JobTerms:
-        """Checks what does not depend on the inputs."""
+    def _header(self, spec: ModelSpec, options: SubmitOptions, reply: str, *, lane: bool = False) -> JobHeader:
+        """The header of a call's jobs, from checked options. Each job adds its id, inputs and idempotency key."""
         tenant, version, traceparent = options.tenant, options.version, options.traceparent
         if version and version != spec.version:
             raise UnknownModel(f"Unknown model {spec.name}/{described(version)}. Expected version: {spec.version}")
         if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
             raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
-        return _JobTerms(
-            spec,
-            parse_priority(options.priority),
-            self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant),
-            version or "",
-            0 if options.deadline_s is None else _deadline_ms(options.deadline_s),
-            traceparent,
-            _header_options(spec, options, lane) if options.outputs or lane or options.retry else _NO_OPTIONS,
+        parse_priority(options.priority)
+        return JobHeader(
+            id="",
+            tenant=self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant),
+            model=spec.name,
+            priority=options.priority,
+            content=(),
+            version=version or "",
+            deadline_ms=0 if options.deadline_s is None else _deadline_ms(options.deadline_s),
+            reply=reply,
+            traceparent=traceparent,
+            options=_header_options(spec, options, lane) if options.outputs or lane or options.retry else _NO_OPTIONS,
+            key=self.keyring.signing_id,
         )
 
     def _built(
-        self, terms: _JobTerms, inputs: Mapping[str, object], key: str | None, reply: str, job_id: str = ""
+        self, spec: ModelSpec, shared: JobHeader, inputs: Mapping[str, object], key: str | None, job_id: str = ""
     ) -> Publication:
-        spec, priority, tenant, version, deadline_ms, traceparent, options = terms
         content, body = self._encoded(spec, inputs)
         digest = fingerprint = ""
         if key is not None:
-            digest, fingerprint = _idempotency_digest(tenant, key), _fingerprint(version, content, body)
-        header = JobHeader(
-            id=job_id or new_job_id(spec.name),
-            tenant=tenant,
-            model=spec.name,
-            priority=priority.label,
-            content=content,
-            version=version,
-            deadline_ms=deadline_ms,
-            reply=reply,
-            once=digest,
-            traceparent=traceparent,
-            options=options,
-            key=self.keyring.signing_id,
-        )
+            digest, fingerprint = _idempotency_digest(shared.tenant, key), _fingerprint(shared.version, content, body)
+        header = replace(shared, id=job_id or new_job_id(spec.name), content=content, once=digest)
         sealed = seal("job", header, body, self.keyring)
-        return Publication(header.id, priority, sealed, tenant, reply, digest, fingerprint)
+        priority = parse_priority(header.priority)
+        return Publication(header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint)
 
     def _encoded(self, spec: ModelSpec, inputs: Mapping[str, object]) -> tuple[tuple[Tensor, ...], bytes]:
         """The inputs as bytes, checked against the model's signature and the size limit."""
