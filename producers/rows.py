@@ -141,7 +141,7 @@ def _returns_errors(on_error: OnError) -> bool:
 
 
 class Tracker:
-    """Entering it gives a function of the count of finished items, which draws a bar or is the caller's own, or None."""
+    """Entering it gives the function that takes the count of finished items, or None without progress."""
 
     def __init__(self, progress: bool | Callable[[int], None], items: Iterable[Any]) -> None:
         self._progress = progress
