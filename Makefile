@@ -9,7 +9,7 @@ override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-gpu chaos test-celery56 clean
+.PHONY: help demo test lint bench bench-gpu chaos test-celery56 docs docs-serve clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,12 @@ test-celery56: $(OLD_CELERY)/.tests ## run what Celery takes part in on the olde
 	$(OLD_CELERY)/bin/python -m pytest -p no:cacheprovider \
 	  tests/workers/celery_bridge tests/flow/test_celery.py
 
+docs: $(VENV)/.docs ## build the documentation into build/docs; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.docs ## serve the documentation on the loopback, built anew at each change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) $(OLD_CELERY) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -63,6 +69,11 @@ $(VENV)/.bench: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench,demo,dev]'
 	@touch $@ $(VENV)/.dev $(VENV)/.demo
+
+$(VENV)/.docs: $(BIN)/python $(REQUIREMENTS)
+	@echo 'Installing into $(VENV)'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # The pins of constraints.txt but for Celery's own family; no torch: none of these tests needs it.
 $(OLD_CELERY)/.tests: $(BIN)/python $(REQUIREMENTS)

@@ -84,7 +84,7 @@ class BatchRun:
     forms: Forms | None = None
     """Those of a model that has others than the one that its author built."""
     form: int = 0
-    """See Forms.stamp: that of when the batch was made."""
+    """See Forms.generation: that of when the batch was made."""
     is_as_built: bool = False
     """Whether no other form of the model may run it: for what was on the model when a process died, see `forward`."""
     clock: Callable[[], float] = time.monotonic

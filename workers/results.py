@@ -29,7 +29,7 @@ class EncodedOutputs(msgspec.Struct, frozen=True, gc=False):
     content_hash: str
     """SHA-256 of the version's content."""
     form: int
-    """See Forms.stamp."""
+    """See Forms.generation."""
 
 
 class JobOutcome(msgspec.Struct, frozen=True, gc=False):

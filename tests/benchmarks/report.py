@@ -1,4 +1,4 @@
-"""Figures -> Markdown tables that can be pasted into the README, and the same as plain data."""
+"""Figures -> Markdown tables for docs/benchmarks.md, and the same as plain data."""
 
 from __future__ import annotations
 

@@ -136,9 +136,9 @@ def test_compose_reads_its_files(tmp_path: Path):
 
 
 def test_every_variable_is_explained():
-    """What can be given is in the README's table, and what a container gets is a setting that exists."""
-    readme = (ROOT / "README.md").read_text()
-    assert not sorted({name for name, _, _ in _variables() if f"`{name}`" not in readme})
+    """Each variable of Compose is in the table of docs/how-to/deploy.md, and a container gets settings that exist."""
+    page = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
+    assert not sorted({name for name, _, _ in _variables() if f"`{name}`" not in page})
     settings = {setting.variable for setting in catalogue()}
     given = {name for facts in (*SERVICES.values(), *GPU["services"].values()) for name in facts.get("environment", {})}
     for dockerfile in DOCKERFILES:

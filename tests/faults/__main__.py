@@ -100,7 +100,7 @@ def _rank(fault: str) -> tuple[str, int]:
 
 
 def table(tallies: Sequence[Tally]) -> str:
-    """The README's table, in Markdown."""
+    """The table of docs/reliability.md, in Markdown."""
     lines = [_COLUMNS, ["---"] * 2 + ["---:"] * (len(_COLUMNS) - 2)]
     lines += [tally.cells() for tally in sorted(tallies, key=lambda tally: _rank(tally.fault))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

@@ -1,13 +1,13 @@
 """Pending jobs -> micro-batches. Pure: no clock, no I/O; `now` is an argument.
 
-    jobs -- add --> lanes, one per key; in each a band per priority, in order of arrival
+    jobs -- add --> sub-queues, one per key; in each a band per priority, in order of arrival
                       |                                                          ^
                       next: full, budget reached, oldest waited, device idle     |
                       |                                                          |
                       '--> batch -- put_back, when a more urgent job came -------'
 
 A batch never mixes two keys. It is led by the oldest job of the most urgent band; a less urgent job comes in only
-when the more urgent ones of its lane all did. The exception keeps any from starving: a share of every batch is
+when the more urgent ones of its sub-queue all did. The exception keeps any job from starving: a share of every batch is
 for jobs that have waited longer than `ageing_s`, and when the oldest of those found no place (another key, no
 room) for a few batches, it leads one. One thread owns a Batcher; there are no locks.
 """
@@ -31,7 +31,7 @@ __all__ = ["Batch", "BatchKey", "BatchLimits", "Batcher", "Pending", "Reason"]
 T = TypeVar("T")
 
 Reason = Literal["full", "budget", "wait", "idle", "priority"]
-"""Why a batch was formed. `priority`: another lane was due, and this one holds a more urgent or an aged job."""
+"""Why a batch was formed. `priority`: another sub-queue was due, and this one holds a more urgent or an aged job."""
 
 _AGED_SHARE: Final = 8
 """One row in so many is kept for aged jobs, and never less than one job."""
@@ -43,8 +43,11 @@ _length = attrgetter("length")
 
 
 class BatchKey(NamedTuple):
-    """What jobs must have in common to share a forward; `shape` holds what the signature leaves open: dtypes,
-    shapes without the batch axis, generation parameters."""
+    """Jobs share a forward only when their keys are equal.
+
+    `shape` holds the properties that the signature leaves open: dtypes, shapes without the batch axis, generation
+    parameters.
+    """
 
     model: str
     version: str
@@ -66,7 +69,7 @@ class Pending(msgspec.Struct, Generic[T], eq=False):
     """Seconds on a monotonic clock; jobs are added in this order."""
     job: T
     order: int = -1
-    """Its place among all that were added; the batcher's own."""
+    """Its place among all jobs that were added. The batcher sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +88,8 @@ class BatchLimits:
     """In batches: among so many rows of a band, oldest first, similar lengths are sought; 1 keeps their order."""
     ageing_s: float
     overhead_tokens: int = 64
-    """What a forward costs however small it is, in tokens; weighed against padding when lengths are compared.
-    About 32 for MiniLM on one CPU thread; a GPU, which small batches leave idle, wants hundreds or thousands."""
+    """The fixed cost of a forward, in tokens; weighed against padding when lengths are compared. About 32 for MiniLM on
+    one CPU thread; hundreds or thousands on a GPU, which small batches leave idle."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_rows", 1), ("sort_window", 1), ("overhead_tokens", 1), ("max_wait_s", 0)):
@@ -124,7 +127,7 @@ class Batcher(Generic[T]):
         self._room = Room(limits.max_rows, limits.max_tokens or sys.maxsize, limits.max_bytes or sys.maxsize)
         self._fitting_rows = self._steered_rows = limits.max_rows
         self._wait_s = limits.max_wait_s
-        self._lanes: dict[BatchKey, _SubQueue[T]] = {}
+        self._sub_queues: dict[BatchKey, _SubQueue[T]] = {}
         self._jobs = 0
         self._added = 0
         self._passed_over = 0
@@ -152,141 +155,141 @@ class Batcher(Generic[T]):
     def extend(self, many: Iterable[Pending[T]]) -> None:
         """Take in jobs in their order of arrival."""
         order = self._added
-        lane = None
+        queue = None
         for item in many:
             item.order = order
             order += 1
-            # The jobs of one claim mostly share the very key object: `is` spares hashing it.
-            if lane is None or item.key is not lane.key:
-                lane = self._lane(item.key)
-            lane.bands[item.priority].append(item)
-            lane.rows += item.rows
-            lane.nbytes += item.nbytes
-            if item.length > lane.longest:
-                lane.longest = item.length
+            # The jobs of one claim mostly share one key object: `is` avoids hashing it.
+            if queue is None or item.key is not queue.key:
+                queue = self._sub_queue(item.key)
+            queue.bands[item.priority].append(item)
+            queue.rows += item.rows
+            queue.nbytes += item.nbytes
+            if item.length > queue.longest:
+                queue.longest = item.length
         self._jobs += order - self._added
         self._added = order
 
     def next(self, now: float, *, device_idle: bool) -> Batch[T] | None:
         """The batch that should run next, or None while it pays to wait for more jobs.
 
-        One is due when a lane has `max_rows` rows or has reached the token or byte budget, when its oldest job has
+        One is due when a sub-queue has `max_rows` rows or has reached the token or byte budget, when its oldest job has
         waited its time, or when the device has nothing else to do. Call it as late as possible: a batch that
         is not formed yet takes in what arrives meanwhile.
         """
-        if not self._jobs or not (device_idle or any(self._due(lane, now) for lane in self._lanes.values())):
+        if not self._jobs or not (device_idle or any(self._due(queue, now) for queue in self._sub_queues.values())):
             return None
-        lane, leader = self._most_urgent()
+        queue, leader = self._most_urgent()
         priority, passed_over = leader.priority, self._passed_over
         aged = self._oldest_aged(leader, now)
         if aged is not None and passed_over >= _AGED_TURN:
-            lane, leader, priority = self._lanes[aged.key], aged, Priority.CRITICAL
-        reason: Reason = self._due(lane, now) or ("idle" if device_idle else "priority")
-        draft = self._draft(lane, leader, now)
+            queue, leader, priority = self._sub_queues[aged.key], aged, Priority.CRITICAL
+        reason: Reason = self._due(queue, now) or ("idle" if device_idle else "priority")
+        draft = self._draft(queue, leader, now)
         self._passed_over = 0 if aged is None or aged in draft.items else passed_over + 1
         tokens = padded_tokens(draft.rows, draft.longest)
-        return Batch(lane.key, draft.items, draft.rows, tokens, reason, priority, passed_over)
+        return Batch(queue.key, draft.items, draft.rows, tokens, reason, priority, passed_over)
 
     def next_flush_at(self) -> float | None:
         """When the oldest job's wait runs out, on the clock of `arrived`; None without jobs."""
         if not self._jobs:
             return None
-        return min(lane.oldest().arrived for lane in self._lanes.values()) + self._wait_s
+        return min(queue.oldest().arrived for queue in self._sub_queues.values()) + self._wait_s
 
     def most_urgent(self) -> int | None:
         """The priority of the most urgent pending job; None without jobs."""
         return self._most_urgent()[1].priority if self._jobs else None
 
     def pending(self) -> list[Pending[T]]:
-        """The pending jobs, lane by lane, most urgent first in each."""
-        return [item for lane in list(self._lanes.values()) for band in lane.bands for item in band]
+        """The pending jobs, one sub-queue after another, most urgent first in each."""
+        return [item for queue in list(self._sub_queues.values()) for band in queue.bands for item in band]
 
     def put_back(self, batch: Batch[T]) -> None:
         """Dissolve a batch that has not started: its jobs take their old places."""
-        lane = self._lane(batch.key)
+        queue = self._sub_queue(batch.key)
         for item in batch.items:
-            lane.bands[item.priority].append(item)
-        for band in lane.bands:
+            queue.bands[item.priority].append(item)
+        for band in queue.bands:
             band.sort(key=_order)
-        lane.recount()
+        queue.recount()
         self._jobs += len(batch.items)
         self._passed_over = batch.passed_over
 
     def discard(self, is_unwanted: Callable[[Pending[T]], bool]) -> list[Pending[T]]:
         """Remove and return the jobs that must not run: cancelled, expired, or with a lost lease."""
         discarded: list[Pending[T]] = []
-        for lane in list(self._lanes.values()):
-            unwanted = {item for band in lane.bands for item in band if is_unwanted(item)}
+        for queue in list(self._sub_queues.values()):
+            unwanted = {item for band in queue.bands for item in band if is_unwanted(item)}
             if unwanted:
-                for band in lane.bands:
+                for band in queue.bands:
                     band[:] = [item for item in band if item not in unwanted]
                 discarded += unwanted
-                self._settle(lane)
+                self._settle(queue)
         self._jobs -= len(discarded)
         return sorted(discarded, key=_order)
 
     def _most_rows(self) -> int:
         return min(self.limits.max_rows, self._fitting_rows, self._steered_rows)
 
-    def _lane(self, key: BatchKey) -> _SubQueue[T]:
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = _SubQueue(key)
-        return lane
+    def _sub_queue(self, key: BatchKey) -> _SubQueue[T]:
+        queue = self._sub_queues.get(key)
+        if queue is None:
+            queue = self._sub_queues[key] = _SubQueue(key)
+        return queue
 
-    def _settle(self, lane: _SubQueue[T]) -> None:
-        """Bring a lane's totals up to date; an empty lane goes, or a model with many shapes would keep them all."""
-        if any(lane.bands):
-            lane.recount()
+    def _settle(self, queue: _SubQueue[T]) -> None:
+        """Update the totals. An empty sub-queue is removed, or a model with many shapes would keep them all."""
+        if any(queue.bands):
+            queue.recount()
         else:
-            del self._lanes[lane.key]
+            del self._sub_queues[queue.key]
 
-    def _due(self, lane: _SubQueue[T], now: float) -> Reason | None:
-        """Why this lane should be flushed even when the device is busy."""
-        if lane.rows >= self._room.rows:
+    def _due(self, queue: _SubQueue[T], now: float) -> Reason | None:
+        """Why this sub-queue should be flushed even when the device is busy."""
+        if queue.rows >= self._room.rows:
             return "full"
-        if lane.nbytes >= self._room.nbytes or padded_tokens(lane.rows, lane.longest) >= self._room.tokens:
+        if queue.nbytes >= self._room.nbytes or padded_tokens(queue.rows, queue.longest) >= self._room.tokens:
             return "budget"
         # The same sum as in next_flush_at, so that at that very moment a batch is due.
-        if lane.oldest().arrived + self._wait_s <= now:
+        if queue.oldest().arrived + self._wait_s <= now:
             return "wait"
         return None
 
     def _most_urgent(self) -> tuple[_SubQueue[T], Pending[T]]:
-        """The most urgent job, the oldest among equals, and its lane."""
-        lane, *others = self._lanes.values()
-        leader = lane.most_urgent()
+        """The most urgent job, the oldest among equals, and its sub-queue."""
+        queue, *others = self._sub_queues.values()
+        leader = queue.most_urgent()
         for other in others:
             rival = other.most_urgent()
             if (rival.priority, rival.order) < (leader.priority, leader.order):
-                lane, leader = other, rival
-        return lane, leader
+                queue, leader = other, rival
+        return queue, leader
 
     def _oldest_aged(self, leader: Pending[T], now: float) -> Pending[T] | None:
-        """The oldest job, in any lane, that is less urgent than the leader and has waited too long."""
+        """The oldest job, in any sub-queue, that is less urgent than the leader and has waited too long."""
         since = now - self.limits.ageing_s
-        aged = [item for lane in self._lanes.values() for item in lane.aged(leader.priority, since)]
+        aged = [item for queue in self._sub_queues.values() for item in queue.aged(leader.priority, since)]
         return min(aged, key=_order, default=None)
 
-    def _draft(self, lane: _SubQueue[T], leader: Pending[T], now: float) -> _Draft[T]:
-        """Take out of the lane: the leader, the share of the aged, then band after band while they fit whole."""
+    def _draft(self, queue: _SubQueue[T], leader: Pending[T], now: float) -> _Draft[T]:
+        """Take out of the sub-queue: the leader, the share of the aged, then band after band while they fit whole."""
         draft = _Draft(leader, self._room)
-        lane.bands[leader.priority].remove(leader)
-        self._take_aged(draft, lane, now - self.limits.ageing_s)
-        for band in lane.bands:
+        queue.bands[leader.priority].remove(leader)
+        self._take_aged(draft, queue, now - self.limits.ageing_s)
+        for band in queue.bands:
             if band:
                 self._take_most(draft, band)
                 if band:
                     break
-        self._deduct(lane, draft)
+        self._deduct(queue, draft)
         return draft
 
-    def _take_aged(self, draft: _Draft[T], lane: _SubQueue[T], since: float) -> None:
+    def _take_aged(self, draft: _Draft[T], queue: _SubQueue[T], since: float) -> None:
         leader = draft.items[0]
         share = leader.rows + max(1, self._room.rows // _AGED_SHARE)
         while draft.rows < share:
-            aged = min(lane.aged(leader.priority, since), key=_order, default=None)
-            if aged is None or not draft.take_prefix(lane.bands[aged.priority], at_most=1):
+            aged = min(queue.aged(leader.priority, since), key=_order, default=None)
+            if aged is None or not draft.take_prefix(queue.bands[aged.priority], at_most=1):
                 return
 
     def _take_most(self, draft: _Draft[T], band: list[Pending[T]]) -> None:
@@ -319,14 +322,14 @@ class Batcher(Generic[T]):
         band[: len(window)] = [item for item in window if item not in chosen]
         draft.take(taken)
 
-    def _deduct(self, lane: _SubQueue[T], draft: _Draft[T]) -> None:
-        """Settle a lane from which a batch was taken."""
-        lane.rows -= draft.rows
-        lane.nbytes -= draft.nbytes
-        if not any(lane.bands):
-            del self._lanes[lane.key]
-        elif self._room.tokens < sys.maxsize and draft.longest == lane.longest:
-            lane.recount()
+    def _deduct(self, queue: _SubQueue[T], draft: _Draft[T]) -> None:
+        """Update the totals of a sub-queue from which a batch was taken."""
+        queue.rows -= draft.rows
+        queue.nbytes -= draft.nbytes
+        if not any(queue.bands):
+            del self._sub_queues[queue.key]
+        elif self._room.tokens < sys.maxsize and draft.longest == queue.longest:
+            queue.recount()
         self._jobs -= len(draft.items)
 
 
@@ -358,7 +361,7 @@ class _SubQueue(Generic[T]):
 
 
 class _Draft(Generic[T]):
-    """A batch in the making. Its leader is in whatever its size; nothing else is beyond the room."""
+    """A batch that is being formed. Its leader may exceed the room; with every other job the batch stays within it."""
 
     __slots__ = ("items", "longest", "nbytes", "room", "rows")
 

@@ -1,4 +1,4 @@
-"""What padding costs, and which lengths belong together. Pure arithmetic under the micro-batcher and the metrics.
+"""The cost of padding, and the lengths that are batched together. Pure arithmetic.
 
 A batch of `rows` sequences is padded to its longest one: it computes rows * longest tokens. Where every shape has its
 price, as with CUDA graphs, it is padded further: to the edge of a length bucket, and to a power of two of rows.
@@ -30,7 +30,7 @@ _SMALLEST_EDGE = 8
 
 
 class Measured(Protocol):
-    """Something that takes up room in a batch."""
+    """A job or another item that takes up room in a batch."""
 
     @property
     def rows(self) -> int: ...
@@ -43,7 +43,7 @@ class Measured(Protocol):
 
 
 class BatchLoad(NamedTuple):
-    """What is in a batch already; `tokens` are real ones: the sum over its jobs of rows * length."""
+    """The content of a batch so far; `tokens` are real ones: the sum over its jobs of rows * length."""
 
     rows: int
     longest: int
@@ -52,7 +52,7 @@ class BatchLoad(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What one batch may hold; `tokens` are padded ones."""
+    """The limits of one batch; `tokens` are padded ones."""
 
     rows: int
     tokens: int
@@ -108,10 +108,10 @@ def most_efficient_run(
 
     Both are sorted by how near their length is to `base.longest`, nearest first, so that any answer (i, j), which
     means shorter[:i] and longer[:j], is one contiguous run of lengths. Of the runs that fit into `room` it is the
-    one with the highest real / (padded + overhead) tokens: `overhead_tokens` is what a forward costs however
-    small it is, so a higher one asks for fuller batches. (0, 0) when nothing fits beside `base`.
+    one with the highest real / (padded + overhead) tokens. `overhead_tokens` is the fixed cost of a forward, so a
+    higher one leads to fuller batches. (0, 0) when nothing fits beside `base`.
     """
-    # Axis 0 counts the shorter ones taken, axis 1 the longer ones; floats, or each division would convert anew.
+    # Axis 0 counts the shorter ones taken, axis 1 the longer ones. Floats: a division would convert integers.
     rows = np.add.outer(_totals(base.rows, _rows(shorter)), _totals(0, _rows(longer)))
     nbytes = np.add.outer(_totals(base.nbytes, _nbytes(shorter)), _totals(0, _nbytes(longer)))
     tokens = np.add.outer(_totals(base.tokens, _tokens(shorter)), _totals(0, _tokens(longer)))

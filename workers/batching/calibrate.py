@@ -1,10 +1,10 @@
-"""`max_batch_size = 0` on a GPU: forwards of rising size -> how many rows leave the wanted headroom. Pure decisions;
+"""`max_batch_size = 0` on a GPU: forwards of rising size -> the most rows that leave the headroom free. Pure decisions;
 the forwards, and the readings of device memory, come in as `probe` (workers/versions/device_memory.py).
 
     1, 2, 4, ... rows, until a line through the last readings, or a reading itself, says where the limit lies
       --> forwards around there, until the most rows that fit are known
 
-What is chosen was run: its reading is within the limit, and one row more is beyond it, or the ceiling.
+The chosen number of rows was run: its reading is within the limit, and one row more is beyond the limit or the ceiling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Calibration", "MemoryReading", "calibrate"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What was in use on the device, by whomever, at the peak of a forward of so many rows; None: it did not fit."""
+    """Bytes in use on the device, by all processes, at the peak of a forward with these rows; None: it did not fit."""
 
     rows: int
     used_bytes: int | None
@@ -27,7 +27,7 @@ class MemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The rows that a batch may have, and the readings in the order in which they were taken."""
+    """The most rows of a batch, and the readings in order."""
 
     rows: int
     limit_bytes: int
@@ -35,7 +35,7 @@ class Calibration:
 
     @property
     def says_something(self) -> bool:
-        """Whether memory grew with the rows at all; that of a model which runs elsewhere does not."""
+        """Whether memory grew with the rows. It does not for a model that runs on another device."""
         return len({reading.used_bytes for reading in self.readings}) > 1
 
 
@@ -44,8 +44,8 @@ def calibrate(
 ) -> Calibration:
     """The most rows, up to `ceiling`, whose forward leaves `headroom_pct` percent of the device's memory free.
 
-    probe: runs a forward of so many rows; more rows never need less memory.
-    Raises ConfigurationError when not even one row leaves so much.
+    probe: runs a forward with the given rows; more rows never need less memory.
+    Raises ConfigurationError when even one row leaves less.
     """
     limit_bytes = total_bytes * (100 - headroom_pct) // 100
     readings: list[MemoryReading] = []
@@ -72,9 +72,9 @@ def _fits(reading: MemoryReading, limit_bytes: int) -> bool:
 
 
 def _next_size(readings: Sequence[MemoryReading], limit_bytes: int, lowest: int, highest: int, *, by_line: bool) -> int:
-    """Between these two: where the line meets the limit, or, for every other try, the middle.
+    """A number of rows between these two: where the line meets the limit or, on every other try, the middle.
 
-    Were it always the line, memory that does not grow along one would be approached row by row.
+    With the line alone, memory that does not grow along a line would be approached row by row.
     """
     if by_line:
         return min(highest, max(lowest, _crossing(readings, limit_bytes, highest)))
@@ -82,7 +82,7 @@ def _next_size(readings: Sequence[MemoryReading], limit_bytes: int, lowest: int,
 
 
 def _crossing(readings: Sequence[MemoryReading], limit_bytes: int, highest: int) -> int:
-    """Where the line through the two readings nearest to the limit meets it; `highest` when there is no such line."""
+    """Where the line through the two readings nearest to the limit meets it; `highest` where there is no such line."""
     known = [(abs(used - limit_bytes), reading.rows, used) for reading in readings if (used := reading.used_bytes)]
     if len(known) < 2:
         return highest

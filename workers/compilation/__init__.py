@@ -1,7 +1,7 @@
-"""A loaded model -> the same model compiled: built in a process of its own, kept, checked, and only then offered.
+"""A loaded model -> its compiled form: built in a child process, stored, checked, and only then returned.
 
-    runtime.compilable(form) -> TorchCompiler.compile -> [artifacts: compiled before?] -> CompiledForward
-                                                     no -> build, in a child process -> seal
+    runtime.compilable(form) -> TorchCompiler.compile -> an artefact is stored? -> yes: checked -> CompiledForward
+                                                     no: build, in a child process -> checked, sealed, stored
 
 Importing this package imports no torch.
 """
@@ -11,12 +11,8 @@ from __future__ import annotations
 from penstock.workers.compilation.compiler import TorchCompiler
 from penstock.workers.compilation.forward import CompilationReport, CompiledForward
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from penstock.workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused
 
 __all__ = [
-    "Compilable",
-    "CompilableRuntime",
-    "CompilationRefused",
     "CompilationReport",
     "CompiledForward",
     "TorchCompileSafetyMonitor",

@@ -1,8 +1,8 @@
-"""The bytes of an AOTInductor package -> something that can be called with tensors.
+"""The bytes of an AOTInductor package -> a library that is called with tensors.
 
-The weights are not in the package: the library is bound to the tensors of the module that serves eagerly, so a
-compiled form costs no second copy of them, and what lies on disk is code. (AOTInductor writes vectors of up to eight
-numbers into the code, so a library belongs to the weights that it was compiled with and is never bound to others.)
+The package holds code without weights. The library is bound to the tensors of the module that serves eagerly, so a
+compiled form costs no second copy of them. (AOTInductor writes vectors of up to eight numbers into the code. So a
+library belongs to the weights that it was compiled with, and is never bound to others.)
 
 Measured with MiniLM, torch 2.13, one CPU thread, batch 32 of 32 tokens: eager 261 ms, compiled 227 ms; in bf16 68 ms
 and 66 ms. Weights packed into the library (`freezing`) gained nothing over that (66 ms) and made 2 MB 47 MB.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.workers.compilation.native_library import NativeLibrary
-from penstock.workers.compilation.target import CompilationRefused
+from penstock.workers.runtime.compilable import CompilationRefused
 
 if TYPE_CHECKING:
     import torch
@@ -25,17 +25,17 @@ __all__ = ["AotLibrary", "load_library", "state_of"]
 
 
 class _Library(Protocol):
-    """Code without weights, and then with them."""
+    """Compiled code, without weights until `bind`."""
 
     @property
     def out_spec(self) -> str:
-        """How the outputs are put together."""
+        """The structure of the outputs."""
 
     def constant_names(self) -> list[str]:
-        """The weights that are to be bound."""
+        """The names of the weights to bind."""
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Lets the code read these tensors. Raises KeyError for one that is missing."""
+        """Binds the code to these tensors. Raises KeyError for a missing one."""
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of one forward."""
@@ -53,32 +53,32 @@ class AotLibrary:
         instances: int = 1,
         is_single: bool = False,
     ) -> None:
-        """Loads the code into this process. Raises CompilationRefused if it does not load or asks for other weights,
+        """Loads the code into this process. Raises CompilationRefused if it does not load or needs other weights,
         OSError if there is no room to unpack it.
 
-        instances: calls that may run at the same time. is_single: they come one at a time, as the capture of a CUDA
-        graph needs them.
+        instances: calls that may run at the same time. is_single: calls come one at a time, as the capture of a CUDA
+        graph requires.
         """
         from torch.utils import _pytree
 
         self._unflatten = _pytree.tree_unflatten
         try:
-            self._repository = load_library(package, device, instances=instances, is_single=is_single)
-            self._repository.bind(weights)
+            self._library = load_library(package, device, instances=instances, is_single=is_single)
+            self._library.bind(weights)
         except KeyError as error:
-            raise CompilationRefused(f"The library asks for {error!s:.80}. Expected weights of the model") from None
+            raise CompilationRefused(f"The library needs {error!s:.80}. Expected weights of the model") from None
         except (OSError, RuntimeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                # No room for the file, say: the library is none the worse for it. What dlopen says has no number.
+                # The system refused, for example for lack of room. An error of dlopen about the library has no errno.
                 raise
             raise CompilationRefused(f"The library cannot be loaded ({error!s:.200})") from error
-        # The library keeps addresses only, so the tensors must live as long as it does.
+        # The library keeps only addresses, so the tensors must live as long as the library.
         self._weights = weights
-        self._out_spec = _pytree.treespec_loads(self._repository.out_spec)
+        self._out_spec = _pytree.treespec_loads(self._library.out_spec)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """What the module returns; the inputs are contiguous and of the shapes that the library serves."""
-        return self._unflatten(self._repository.run(tensors), self._out_spec)
+        """The outputs of the module. The inputs are contiguous and of shapes that the library serves."""
+        return self._unflatten(self._library.run(tensors), self._out_spec)
 
 
 def load_library(package: bytes, device: torch.device, *, instances: int = 1, is_single: bool = False) -> _Library:
@@ -89,10 +89,10 @@ def load_library(package: bytes, device: torch.device, *, instances: int = 1, is
 
 
 class _CudaLibrary:
-    """A library on a GPU, by torch's loader: it holds the interpreter's lock no longer than it takes to launch."""
+    """A library on a GPU, by torch's loader, which holds the interpreter's lock only for the launch."""
 
     def __init__(self, package: bytes, device: torch.device, instances: int, is_single: bool) -> None:
-        # That of torch._inductor does not ask how many calls may run at the same time.
+        # The loader of torch._inductor itself takes no number of calls that may run at the same time.
         from torch._inductor.package.package import load_package
 
         # The loader has unpacked the file when it returns.
@@ -125,7 +125,7 @@ class _CudaLibrary:
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by every name that they have."""
+    """Parameters and buffers under each of their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

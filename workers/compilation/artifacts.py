@@ -1,11 +1,11 @@
-"""What was compiled once, kept for the next start: files that are used only if this machine's key sealed them.
+"""Compiled artefacts on disk for the next start. An artefact is used only if this machine's key sealed it.
 
-    store: parts -> seal -> one file, put in place at once        load: one file -> seal compared -> parts
-    alone: of the workers that need the same, one makes it and the others wait
+    store: parts -> seal -> one file, put in place atomically        load: one file -> seal compared -> parts
+    alone: of the workers that need one artefact, one compiles it and the others wait
 
-A compiled artefact is machine code that will run in the worker. So a file is read once, its seal (HMAC-SHA256 with a
-key that lies outside of the folder) is compared over every byte, and what was read is what is used: a file that was
-changed, renamed over another or written by somebody else is moved aside, counted and never executed.
+A compiled artefact is machine code that runs in the worker. So a file is read once, its seal (HMAC-SHA256 with a key
+outside the folder) is compared over every byte, and the bytes that were read are used. A file that was changed, renamed
+over another or written without the key is moved aside, counted and never executed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _REFUSED: Final = ".refused"
 _LOCK: Final = ".lock"
 _LOOK_AGAIN_S: Final = 0.2
 _MOST_BYTES: Final = 2 << 30
-"""Above it the artefacts that were not used for longest are removed."""
+"""Above it, the least recently used artefacts are removed."""
 
 
 class ArtifactStore:
-    """Sealed artefacts in a folder that only this user can enter. For any number of processes at once."""
+    """Sealed artefacts in a folder of this user only. Several processes may use it at once."""
 
     def __init__(self, folder: Path, key_file: Path, most_bytes: int = _MOST_BYTES) -> None:
         """Makes the folder (0700) and the key (0600) where they are missing.
@@ -51,17 +51,17 @@ class ArtifactStore:
         Raises ConfigurationError for a folder or a key that others could have written to.
         """
         self.refused = 0
-        """Artefacts that were found changed since this process began."""
+        """Changed artefacts that this process has found."""
         self._folder = _private_folder(folder)
         self._key = _private_key(key_file)
         self._most_bytes = most_bytes
 
     @contextlib.contextmanager
     def alone(self, name: str, gives_up: Callable[[], bool]) -> Iterator[None]:
-        """Runs its body as the only one of all processes that asked for this name: what one makes the others find.
+        """Holds a lock of this name against other processes, so that they find the artefact that one of them makes.
 
-        gives_up: asked while another process has the turn; when it says so, the body runs without. So it does where
-        nothing can be locked.
+        gives_up: called while another process holds the lock; when it returns True, the body runs without the lock. The
+        body also runs without it where no file can be locked.
         """
         path = self._folder / f"{name}{_LOCK}"
         descriptor: int | None = None
@@ -71,7 +71,7 @@ class ArtifactStore:
                 if descriptor is None:
                     time.sleep(_LOOK_AGAIN_S)
         except OSError as error:
-            logger.warning("compilations take no turns", extra={"reason": error.strerror})
+            logger.warning("compilations cannot be locked", extra={"reason": error.strerror})
         try:
             yield
         finally:
@@ -81,7 +81,7 @@ class ArtifactStore:
                 os.close(descriptor)
 
     def load(self, name: str) -> dict[str, bytes] | None:
-        """The parts that were stored under this name; None when there are none that may be used."""
+        """The parts that were stored under this name; None where there are none with a valid seal."""
         path = self._path(name)
         try:
             data = path.read_bytes()
@@ -92,12 +92,12 @@ class ArtifactStore:
             self._move_aside(path)
             return None
         with contextlib.suppress(OSError):
-            # A folder that is read-only here, or a file that another worker has just dropped.
+            # The folder may be read-only, or another worker may just have removed the file.
             os.utime(path)
         return parts
 
     def store(self, name: str, parts: Mapping[str, bytes]) -> None:
-        """Seals the parts and puts them in place of any others of this name; without room for them, does nothing."""
+        """Seals the parts and replaces any others of this name. Without room for them, does nothing."""
         data = self._sealed(name, parts)
         try:
             with tempfile.TemporaryDirectory(dir=self._folder) as draft:
@@ -107,11 +107,11 @@ class ArtifactStore:
                 os.replace(file, self._path(name))
             self._make_room()
         except OSError as error:
-            # The model is compiled again at the next start, and that is all.
-            logger.warning("a compiled model cannot be kept", extra={"reason": error.strerror})
+            # The only effect is that the model is compiled again at the next start.
+            logger.warning("a compiled model cannot be stored", extra={"reason": error.strerror})
 
     def discard(self, name: str) -> None:
-        """Removes what does not work here although nobody changed it."""
+        """Removes an unchanged artefact that does not work on this machine."""
         with contextlib.suppress(OSError):
             self._path(name).unlink()
 
@@ -127,7 +127,7 @@ class ArtifactStore:
         seal, body = data[:_SEAL_HEX], data[_SEAL_HEX:]
         if not hmac.compare_digest(seal, self._seal(body)):
             return None
-        # From here on it is what `_sealed` wrote, but perhaps under another name.
+        # The seal shows that `_sealed` wrote the body, but perhaps under another name.
         line, _, rest = body.partition(b"\n")
         header = json.loads(line)
         if header["name"] != name:
@@ -161,11 +161,11 @@ class ArtifactStore:
 
 
 def _locked(path: Path) -> int | None:
-    """The file, locked by this process; None while another one has it. Raises OSError where there can be none."""
+    """The descriptor of the file, locked; None while another process holds the lock. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever had it may have removed it between our open and our lock.
+        # The process that held the lock may have removed the file between the open and the lock.
         if os.fstat(descriptor).st_nlink:
             return descriptor
     except BlockingIOError:
@@ -191,7 +191,7 @@ def _private_folder(folder: Path) -> Path:
 
 
 def _private_key(file: Path) -> bytes:
-    """The key in the file, made where there is none."""
+    """The key in the file, which is made if it is missing."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -219,7 +219,7 @@ def _read_key(file: Path) -> bytes:
 
 
 def _write_key(file: Path) -> None:
-    """Written whole under another name first: of several workers that start at once, one has its key linked."""
+    """Writes the key under another name first. Of several workers that start at once, one links its key."""
     with tempfile.NamedTemporaryFile(dir=file.parent) as draft:
         draft.write(secrets.token_bytes(_KEY_BYTES))
         draft.flush()

@@ -3,7 +3,7 @@
     request -> load the package, as the worker did -> compilable(form) -> explain -> export -> check the guards
             -> AOTInductor -> <folder>/library.part, constants.part, findings.part
 
-`BuildProcess` runs it as `python -m penstock.workers.compilation.build`. It may be killed at any moment, and it ends by
+`BuildProcess` runs it as `python -m penstock.workers.compilation.build`. It may be killed at any moment. It ends by
 itself after the worker has ended.
 """
 
@@ -24,9 +24,9 @@ from penstock.registry.package import load_package
 from penstock.workers.compilation.aot_library import load_library, state_of
 from penstock.workers.compilation.build_process import FINDINGS, PART_SUFFIX
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from penstock.workers.compilation.target import CompilableRuntime, CompilationRefused, Shapes
-from penstock.workers.compilation.tracing import first_line, trace
+from penstock.workers.runtime.compilable import CompilableRuntime, CompilationRefused, Shapes
 from penstock.workers.runtime.open import open_runtime
+from penstock.workers.runtime.tracing import first_line, trace
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +37,12 @@ _NICENESS: Final = 5
 """Forwards of the worker come first."""
 _COMPILER_CONFIG: Final = {
     "aot_inductor.package_constants_in_so": False,
-    # A precompiled header pays from the second file on, and took 9 of 23 s of a model that has one.
+    # A precompiled header pays from the second file on. It took 9 of 23 s for a model with one file.
     "aot_inductor.precompile_headers": False,
     "cpp_cache_precompile_headers": False,
-    # The CPU says what it can; three programs that try it out took a third of the time.
+    # The CPU reports its features. Three programs that test them took a third of the time.
     "cpp.vec_isa_ok": True,
-    # Worker processes of the compiler gain nothing beside a single model.
+    # Worker processes of the compiler gain nothing for a single model.
     "compile_threads": 1,
 }
 
@@ -58,7 +58,7 @@ def main() -> None:
     except (CompilationRefused, PenstockError) as error:
         parts = _refusal(str(error))
     except Exception as error:
-        # Nobody reads this process's stderr.
+        # The stderr of this process is not read.
         parts = _refusal(f"The compiler failed ({first_line(error)})")
     for name, data in parts.items():
         (folder / f"{name}{PART_SUFFIX}").write_bytes(data)
@@ -70,7 +70,7 @@ def _refusal(reason: str) -> dict[str, bytes]:
 
 def _end_with_the_worker(folder: Path) -> None:
     sys.stdin.read()
-    # A worker that was killed removes nothing.
+    # A worker that was killed cannot remove the folder.
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -89,12 +89,12 @@ def _build(request: Mapping[str, Any], folder: Path) -> dict[str, bytes]:
     if not check:
         raise CompilationRefused("; ".join(check.reasons))
     program = trace(target, shapes)
-    repository = _compile(program, folder / "model.pt2")
+    library = _compile(program, folder / "model.pt2")
     findings = {"graph_breaks": check.graph_breaks, "graphs": 1}
     return {
         FINDINGS: json.dumps(findings).encode(),
-        "library": repository,
-        "constants": _own_constants(program, repository, target.module, shapes.device),
+        "library": library,
+        "constants": _own_constants(program, library, target.module, shapes.device),
     }
 
 
@@ -113,12 +113,12 @@ def _compile(program: torch.export.ExportedProgram, path: Path) -> bytes:
 
 
 def _own_constants(
-    program: torch.export.ExportedProgram, repository: bytes, module: torch.nn.Module, device: torch.device
+    program: torch.export.ExportedProgram, library: bytes, module: torch.nn.Module, device: torch.device
 ) -> bytes:
-    """The tensors that the library asks for and the module does not have by name, as tracing made them."""
+    """The tensors that tracing made: the library needs them, and the module has none of their names."""
     from safetensors.torch import save
 
-    own = set(load_library(repository, device).constant_names()) - set(state_of(module))
+    own = set(load_library(library, device).constant_names()) - set(state_of(module))
     return save({name: program.constants[name].detach().cpu().contiguous() for name in own})
 
 

@@ -1,9 +1,9 @@
-"""The child process that traces and compiles: started, watched, ended; what it wrote is handed back as bytes.
+"""The child process that traces and compiles: started, awaited, ended. Its files are returned as bytes.
 
     request, one line of JSON -> stdin of `workers/compilation/build.py` -> *.part files -> parts by name
 
-The child has no secrets in its environment and a folder of its own, that only this user can enter and that goes with
-it; it takes nothing from compiler caches of others. It ends when this process does, as its stdin closes then.
+The child has no secrets in its environment. It has a folder that only this user can enter and that is removed with it,
+and its own compiler cache. It ends when this process ends, because its stdin closes then.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from penstock.workers.compilation.target import CompilationRefused
+from penstock.workers.runtime.compilable import CompilationRefused
 
 __all__ = ["FINDINGS", "PART_SUFFIX", "BuildProcess"]
 
 FINDINGS: Final = "findings"
-"""The part that says, in JSON, what was found, or under `refused` why there is nothing else."""
+"""The part with the findings as JSON or, under `refused`, the reason why there are no other parts."""
 PART_SUFFIX: Final = ".part"
 _SECRETS: Final = "PENSTOCK_"
 
@@ -40,13 +40,13 @@ class BuildProcess:
         self._is_stopped = False
 
     def run(self, request: Mapping[str, object], threads: int) -> dict[str, bytes]:
-        """The parts that the child made, with CPU code for so many threads. Raises CompilationRefused."""
+        """The parts that the child made; CPU code uses `threads` threads. Raises CompilationRefused."""
         with tempfile.TemporaryDirectory(prefix="penstock-compile-") as name:
             folder = Path(name)
             status = self._run(json.dumps({**request, "folder": name}).encode(), _environment(folder, threads))
             parts = {path.stem: path.read_bytes() for path in folder.glob(f"*{PART_SUFFIX}")}
         if self._is_stopped:
-            raise CompilationRefused("The worker stops")
+            raise CompilationRefused("The worker is stopping")
         if status != 0 or FINDINGS not in parts:
             raise CompilationRefused(f"The compiler's process ended with status {status}")
         reason = json.loads(parts[FINDINGS]).get("refused")
@@ -60,14 +60,14 @@ class BuildProcess:
         return self._is_stopped
 
     def stop(self) -> None:
-        """Ends the build under way; it and every later one is refused."""
+        """Ends the build under way. It and every later build are refused."""
         with self._lock:
             self._is_stopped = True
             if self._child is not None:
                 _end(self._child)
 
     def _run(self, request: bytes, environment: dict[str, str]) -> int:
-        """The exit status. Raises CompilationRefused when the time is over."""
+        """The exit status. Raises CompilationRefused after the time-out."""
         child = self._start(environment)
         try:
             _send(child, request)
@@ -85,8 +85,8 @@ class BuildProcess:
     def _start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._is_stopped:
-                raise CompilationRefused("The worker stops")
-            # A group of its own, so that the C++ compiler ends with it.
+                raise CompilationRefused("The worker is stopping")
+            # A new process group, so that the C++ compiler ends with the child.
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "penstock.workers.compilation.build"],
                 stdin=subprocess.PIPE,
@@ -102,14 +102,14 @@ def _send(child: subprocess.Popen[bytes], request: bytes) -> None:
     """Writes the request and leaves the pipe open."""
     if child.stdin is None:
         raise RuntimeError("the child was started without a pipe")
-    # A child that has ended already says more by its exit status.
+    # The child may have ended already. Its exit status says why.
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(request + b"\n")
         child.stdin.flush()
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kills the child and what it started; once it was waited for, its number may be another's."""
+    """Kills the child and the processes that it started. After a wait, its pid may belong to another process."""
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -1,19 +1,19 @@
 """A loaded runtime -> its compiled form, or one line that says why there is none.
 
     shapes of the examples -> stored artefact? -> no: build, in a child process -> bind to the serving weights
-        -> examples run, their answers compared with the module's own -> memory -> store -> CompiledForward
+        -> examples run, their outputs compared with the module's -> memory -> store -> CompiledForward
 
-A new form is compared on every example; a stored one was, and is tried on the smallest.
+A new form is compared on every example. A stored form was compared before, so the smallest example is enough.
 
-Backends: `inductor` generates code for the CPU or the GPU; `cudagraphs` is the same, replayed as CUDA graphs, and is
-refused on a CPU; `auto` is `inductor` on both.
+Backends: `inductor` generates code for the CPU or the GPU. `cudagraphs` replays that code as CUDA graphs, and is
+refused on a CPU. `auto` is `inductor` on both.
 
-A child process, because tracing is not safe in a process that serves: torch.export and AOTAutograd replace methods of
-torch.nn.Module for every thread, and forwards of other threads failed with "module is not installed as a submodule"
-(torch 2.13, 3 of 9,030 forwards; an export of the module that serves put its placeholders in place of the weights).
-The worker never runs dynamo, keeps the interpreter's lock for its forwards, and survives the compiler.
+The build runs in a child process, because tracing is not safe in a process that serves: torch.export and AOTAutograd
+replace methods of torch.nn.Module for every thread. Forwards of other threads failed with "module is not installed as a
+submodule" (torch 2.13, 3 of 9,030 forwards; an export of the serving module put placeholders in place of its weights).
+So the worker never runs dynamo, keeps the interpreter's lock for its forwards, and survives a crash of the compiler.
 
-Measured with MiniLM on one CPU thread of a busy machine: 18 to 43 s until the form is there, 0.02 to 1 s from a stored
+Measured with MiniLM on one CPU thread of a busy machine: 18 to 43 s until the form is ready, 0.02 to 1 s from a stored
 artefact of 2 MB. The warm start of torch.compile's own caches took 14.8 s for five shapes.
 """
 
@@ -40,7 +40,7 @@ from penstock.workers.compilation.build_process import FINDINGS, BuildProcess
 from penstock.workers.compilation.cuda_graphs import GraphReplays
 from penstock.workers.compilation.forward import Backend, CompilationReport, CompiledForward
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
-from penstock.workers.compilation.target import Compilable, CompilableRuntime, CompilationRefused, Shapes
+from penstock.workers.runtime.compilable import Compilable, CompilableRuntime, CompilationRefused, Shapes
 from penstock.workers.runtime.torch_device import sharing_weights
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ logger = logging.getLogger("penstock.compilation")
 
 _BUILD_TIMEOUT_S: Final = 600.0
 _ROUNDING_ERRORS: Final = 4
-"""A compiled forward rounds in other places; by so many units of the coarsest weight its answers may differ."""
+"""A compiled forward rounds in other places. Its outputs may differ by this many units of the coarsest weight."""
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _MB: Final = 1e6
 
 
 class TorchCompiler:
-    """Compiles on the caller's thread, one model at a time. The serving module stays as it is."""
+    """Compiles on the caller's thread, one model at a time. The serving module stays unchanged."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class TorchCompiler:
 
     @property
     def refused_artifacts(self) -> int:
-        """Stored artefacts that were found changed and were not used."""
+        """Stored artefacts that were changed on disk and so were not used."""
         return self._store.refused if self._store else 0
 
     def compile(self, runtime: CompilableRuntime, form: str) -> CompiledForward:
@@ -92,14 +92,14 @@ class TorchCompiler:
                 return self._stored(self._store, job) or self._built(self._store, job)
 
     def _stored(self, store: ArtifactStore, job: _Job) -> CompiledForward | None:
-        """From what was compiled before; None where that is of no use."""
+        """The form from a stored artefact; None where there is none that works."""
         parts = store.load(job.name)
         if parts is None:
             return None
         try:
             return self._checked(job, parts, was_warm=True)
         except CompilationRefused as refusal:
-            # Sealed by this machine and yet of no use, as after a change of drivers.
+            # This machine sealed it, and it no longer works, for example after a change of drivers.
             logger.warning("a stored compiled model is dropped", extra={"reason": str(refusal)})
             store.discard(job.name)
             return None
@@ -112,23 +112,23 @@ class TorchCompiler:
         return compiled
 
     def stop(self) -> None:
-        """Ends the compilation under way; it and every later one that is not stored is refused."""
+        """Ends the compilation under way. It is refused, and so is every later one without a stored artefact."""
         self._builds.stop()
 
     def _checked(self, job: _Job, parts: Mapping[str, bytes], *, was_warm: bool) -> CompiledForward:
-        """The form after it answered as the module does."""
+        """The form, after its outputs were compared with the module's."""
         findings = json.loads(parts[FINDINGS])
-        # Not before the child's minute, in which whatever else the worker loads makes it grow.
+        # Measured after the build: during its minute the worker may load other models and grow.
         before_mb = _used_mb(job.shapes.device)
-        repository = job.repository(parts)
-        self._compare(job, repository, was_warm=was_warm)
+        library = job.library(parts)
+        self._compare(job, library, was_warm=was_warm)
         health = self._monitor.check_health(before_mb, _used_mb(job.shapes.device))
         if not health:
             raise CompilationRefused("; ".join(health.reasons))
         return CompiledForward(
             job.target.module,
             job.shapes,
-            repository,
+            library,
             CompilationReport(
                 backend=job.backend,
                 graph_breaks=findings["graph_breaks"],
@@ -139,18 +139,18 @@ class TorchCompiler:
             ),
         )
 
-    def _compare(self, job: _Job, repository: Callable[..., Any], *, was_warm: bool) -> None:
-        """Warms the form up. Raises CompilationRefused if an answer is not finite or not the module's."""
+    def _compare(self, job: _Job, library: Callable[..., Any], *, was_warm: bool) -> None:
+        """Warms the form up. Raises CompilationRefused if an output is not finite or differs from the module's."""
         import torch
 
         tolerance = max(self._config.tolerance, _ROUNDING_ERRORS * _coarsest_unit(job.target.module))
-        # The module itself serves on another thread meanwhile.
+        # The module itself serves on another thread.
         module = sharing_weights(job.target.module)
         with torch.inference_mode():
             for example in job.smallest if was_warm else job.target.examples:
                 expected = module(*example)
                 try:
-                    found = repository(*(tensor.contiguous() for tensor in example))
+                    found = library(*(tensor.contiguous() for tensor in example))
                 except RuntimeError as error:
                     raise CompilationRefused(f"The compiled model failed ({error!s:.200})") from error
                 validity = self._monitor.check_output_validity(found)
@@ -158,15 +158,17 @@ class TorchCompiler:
                     raise CompilationRefused("; ".join(validity.reasons))
                 if not _is_close(found, expected, tolerance):
                     shapes = [list(tensor.shape) for tensor in example]
-                    raise CompilationRefused(f"The compiled model answers otherwise than the model for shapes {shapes}")
+                    raise CompilationRefused(
+                        f"The compiled model gives other outputs than the model for shapes {shapes}"
+                    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One compilation: what is asked for, and how things stood before it."""
+    """One compilation: the request, and the state before it."""
 
     name: str
-    """Of the artefact; the same wherever the same code would come out."""
+    """The artefact's name; equal for all compilations that yield the same code."""
     request: Mapping[str, object]
     target: Compilable
     shapes: Shapes
@@ -207,10 +209,10 @@ class _Job:
 
     @property
     def smallest(self) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """The example that costs least, alone."""
+        """The one example with the lowest cost."""
         return (min(self.target.examples, key=lambda example: sum(tensor.numel() for tensor in example)),)
 
-    def repository(self, parts: Mapping[str, bytes]) -> Callable[..., Any]:
+    def library(self, parts: Mapping[str, bytes]) -> Callable[..., Any]:
         """The code of an artefact, bound to the module's weights."""
         from safetensors.torch import load
 
@@ -218,12 +220,12 @@ class _Job:
         constants = {name: tensor.to(self.shapes.device) for name, tensor in load(parts["constants"]).items()}
         weights = {**state_of(self.target.module), **constants}
         device = self.shapes.device
-        repository = AotLibrary(parts["library"], weights, device, instances=self.instances, is_single=is_replayed)
-        return GraphReplays(repository, device) if is_replayed else repository
+        library = AotLibrary(parts["library"], weights, device, instances=self.instances, is_single=is_replayed)
+        return GraphReplays(library, device) if is_replayed else library
 
 
 def _calls_at_a_time(spec: ModelSpec) -> int:
-    """As many as there are model threads for it, and one that times a form beside them."""
+    """One for each of its model threads, and one for the thread that times forms."""
     return 1 + max(spec.policy_for(endpoint).concurrency or 1 for endpoint in ("", *spec.policy.endpoints))
 
 
@@ -234,7 +236,7 @@ def _backend(config: CompilationConfig, device: torch.device) -> Backend:
 
 
 def _artifact_name(request: Mapping[str, object], shapes: Shapes) -> str:
-    """A hash over everything that the generated code depends on. Where the package lies is not of it."""
+    """A hash over everything that the generated code depends on. The package's path is left out."""
     import torch
 
     depends = {
@@ -248,7 +250,7 @@ def _artifact_name(request: Mapping[str, object], shapes: Shapes) -> str:
 
 
 def _transformers_version() -> str:
-    """That of the library whose models are compiled: it has the code that the packages' files do not."""
+    """The library's code is compiled too, and no package holds it."""
     try:
         return version("transformers")
     except PackageNotFoundError:
@@ -256,7 +258,7 @@ def _transformers_version() -> str:
 
 
 def _machine(device: torch.device) -> list[str]:
-    """What code is generated for: the GPU, or the instructions of the CPU."""
+    """The target of the generated code: the GPU, or the instructions of the CPU."""
     import torch
 
     described = [platform.machine(), platform.python_version(), torch.backends.cpu.get_cpu_capability()]
@@ -271,13 +273,13 @@ def _machine(device: torch.device) -> list[str]:
 
 
 def _used_mb(device: torch.device) -> float:
-    """Memory of this process, with what it holds on the device."""
+    """Memory of this process on the host and on the device."""
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     on_device = 0
     if device.type == "cuda":
-        # What torch merely keeps for the next forward is nothing that anybody holds.
+        # Memory that torch caches for the next forward is not in use.
         torch.cuda.empty_cache()
         on_device = torch.cuda.memory_reserved(device)
     return (pages * _PAGE_BYTES + on_device) / _MB
@@ -292,7 +294,7 @@ def _coarsest_unit(module: torch.nn.Module) -> float:
 
 
 def _is_close(found: object, expected: object, tolerance: float) -> bool:
-    """Whether two outputs have the same structure and, but for rounding, the same numbers."""
+    """Whether two outputs have the same structure and, except for rounding, the same numbers."""
     import torch
     from torch.utils import _pytree
 

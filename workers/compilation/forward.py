@@ -1,4 +1,4 @@
-"""A compiled form as a runtime calls it: the library where it serves the shapes, the module itself elsewhere."""
+"""A compiled form: the library runs the shapes that it serves, and the module itself runs all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.workers.compilation.cuda_graphs import GraphReplays
-from penstock.workers.compilation.target import Shapes
+from penstock.workers.runtime.compilable import Shapes
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +20,10 @@ Backend = Literal["inductor", "cudagraphs"]
 
 @dataclass(frozen=True, slots=True)
 class CompilationReport:
-    """How a compiled form came to be.
+    """How a form was compiled.
 
-    graph_breaks: what dynamo found before the compilation. graphs: compiled ones, for all shapes together. compile_s:
-    from the request until the form was checked. was_warm: whether a stored artefact was used.
+    graph_breaks: those that dynamo found before the compilation. graphs: compiled graphs for all shapes together.
+    compile_s: from the request until the form was checked. was_warm: whether a stored artefact was used.
     """
 
     backend: Backend
@@ -33,51 +33,57 @@ class CompilationReport:
     was_warm: bool
     memory_growth_mb: float
 
-    def as_data(self) -> dict[str, object]:
-        """The same as plain data."""
-        return asdict(self)
-
 
 class CompiledForward:
-    """Answers as the module does. For any thread, in inference mode; it never compiles anything."""
+    """Gives the same outputs as the module. For any thread, in inference mode. Never compiles."""
 
     def __init__(
-        self, module: torch.nn.Module, shapes: Shapes, repository: Callable[..., Any], report: CompilationReport
+        self, module: torch.nn.Module, shapes: Shapes, library: Callable[..., Any], report: CompilationReport
     ) -> None:
         self.report = report
         self._module = module
         self._shapes = shapes
-        self._repository: Callable[..., Any] | None = repository
+        self._library: Callable[..., Any] | None = library
         self._uncovered_calls = 0
         self._lock = threading.Lock()
 
     @property
+    def is_replayed(self) -> bool:
+        """Whether CUDA graphs run it."""
+        return self.report.backend == "cudagraphs"
+
+    @property
+    def made(self) -> dict[str, object]:
+        """How it was made, as plain data."""
+        return asdict(self.report)
+
+    @property
     def uncovered_calls(self) -> int:
-        """Calls with other shapes than the examples span, which the module answered."""
+        """Calls with shapes beyond the examples, which the module ran."""
         return self._uncovered_calls
 
     @property
     def replays(self) -> int:
-        """Calls that a CUDA graph answered."""
-        return self._repository.replays if isinstance(self._repository, GraphReplays) else 0
+        """Calls that a CUDA graph ran."""
+        return self._library.replays if isinstance(self._library, GraphReplays) else 0
 
     def counts(self) -> dict[str, int]:
-        """What it has met: calls of shapes that it does not serve, and the CUDA graphs of those that it does."""
+        """See Counted: calls of shapes that the library does not serve, CUDA graphs, and their replays."""
         counts = {"uncovered_calls": self._uncovered_calls}
-        if isinstance(self._repository, GraphReplays):
-            counts |= {"cuda_graphs": self._repository.graphs, "replays": self._repository.replays}
+        if isinstance(self._library, GraphReplays):
+            counts |= {"cuda_graphs": self._library.graphs, "replays": self._library.replays}
         return counts
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """What the module returns for these tensors. Raises what the device raises."""
-        repository = self._repository
-        if repository is not None and self._shapes.cover(tensors):
-            # The code was compiled for dense inputs and would misread others.
-            return repository(*(tensor.contiguous() for tensor in tensors))
+        """The module's outputs for these tensors. Raises the errors of the device."""
+        library = self._library
+        if library is not None and self._shapes.cover(tensors):
+            # The code was compiled for contiguous inputs and would misread others.
+            return library(*(tensor.contiguous() for tensor in tensors))
         with self._lock:
             self._uncovered_calls += 1
         return self._module(*tensors)
 
     def close(self) -> None:
-        """Lets go of the library once the calls under way have returned; later ones are the module's."""
-        self._repository = None
+        """Releases the library once the calls under way have returned. The module runs later calls."""
+        self._library = None

@@ -1,8 +1,8 @@
 """The C interface of an AOTInductor library, called without the interpreter's lock.
 
 torch's own loader holds the lock from the first to the last instruction of a forward (torch 2.13, on a CPU: 1.3 s in
-which no other thread of the worker ran). ctypes lets go of it. The interface is the one that torch declares stable:
-`torch/csrc/inductor/aoti_runtime/interface.h`. Each function returns 0 or failed, with its reason on stderr.
+which no other thread of the worker ran). ctypes releases it. Torch declares the interface stable:
+`torch/csrc/inductor/aoti_runtime/interface.h`. A function returns 0, or it failed and wrote its reason to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.workers.compilation.target import CompilationRefused
+from penstock.workers.runtime.compilable import CompilationRefused
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +41,10 @@ class _Weight(ctypes.Structure):
 
 
 class NativeLibrary:
-    """A library on the CPU and so many instances of its model, which share weights. It is bound once.
+    """A library on the CPU, with instances of its model that share weights. It is bound once.
 
-    More calls at a time than there are instances take turns; and where one of them fails, torch 2.13 forgets to wake
-    those that wait.
+    Calls beyond the number of instances wait for their turn. When a call fails, torch 2.13 does not wake the waiting
+    calls, so there should be none.
     """
 
     def __init__(self, package: bytes, instances: int = 1) -> None:
@@ -52,11 +52,11 @@ class NativeLibrary:
         with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
             path = Path(folder) / "model.so"
             path.write_bytes(_shared_object(package))
-            self._repository = ctypes.CDLL(str(path))
+            self._library = ctypes.CDLL(str(path))
         self._container = ctypes.c_void_p()
         self._weights: list[ctypes.c_void_p] = []
-        # Not at exit: a thread that does not end with the process may be in the middle of a forward.
-        weakref.finalize(self, _release, self._repository, self._container, self._weights).atexit = False
+        # Not at exit: a thread that outlives the main thread may be in the middle of a forward.
+        weakref.finalize(self, _release, self._library, self._container, self._weights).atexit = False
         try:
             self._do(
                 "CreateWithDevice",
@@ -71,16 +71,16 @@ class NativeLibrary:
         except AttributeError:
             raise CompilationRefused("This version of torch makes libraries with another interface") from None
         self.out_spec: Final = (out_spec.value or b"").decode()
-        """How the outputs are put together, as torch.utils._pytree writes it."""
+        """The structure of the outputs, as torch.utils._pytree writes it."""
 
     def constant_names(self) -> list[str]:
-        """The weights that are to be bound, by their names in the module."""
+        """The names, in the module, of the weights to bind."""
         return [qualified for _, qualified in self._constants()]
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Lets the code read these tensors, which it does not copy. Raises KeyError for one that is missing."""
+        """Binds the code to these tensors, without a copy. Raises KeyError for a missing one."""
         names = list(self._constants())
-        # The library keeps the handles, so they live as long as it does, and the tensors with them.
+        # The library keeps the handles, so these and their tensors must live as long as the library.
         self._weights += _handles([weights[qualified] for _, qualified in names])
         entries = (_Weight * len(names))(
             *(_Weight(name, _pointer(handle)) for (name, _), handle in zip(names, self._weights, strict=True))
@@ -99,7 +99,7 @@ class NativeLibrary:
         import torch
 
         outputs = (ctypes.c_void_p * self._outputs)()
-        # The library takes the handles of the inputs over, also when it fails.
+        # The library takes ownership of the input handles, also when it fails.
         inputs = (ctypes.c_void_p * len(tensors))(*map(_pointer, _handles(tensors)))
         self._do(
             "Run",
@@ -115,7 +115,7 @@ class NativeLibrary:
         return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
 
     def _constants(self) -> Iterator[tuple[bytes, str]]:
-        """(name in the code, name in the module) of what the code does not compute itself."""
+        """(name in the code, name in the module) of each constant that the code does not compute."""
         for number in range(self._size("GetNumConstants")):
             index, is_folded = ctypes.c_size_t(number), ctypes.c_bool()
             name, qualified = ctypes.c_char_p(), ctypes.c_char_p()
@@ -131,16 +131,16 @@ class NativeLibrary:
         return size.value
 
     def _do(self, function: str, *arguments: Any) -> None:
-        if getattr(self._repository, _PREFIX + function)(*arguments) != 0:
+        if getattr(self._library, _PREFIX + function)(*arguments) != 0:
             raise RuntimeError(f"{function} failed in compiled code")
 
 
-def _release(repository: ctypes.CDLL, container: ctypes.c_void_p, weights: list[ctypes.c_void_p]) -> None:
-    """Ends the model and lets go of its weights; the code stays mapped, as Python unloads no library."""
+def _release(library: ctypes.CDLL, container: ctypes.c_void_p, weights: list[ctypes.c_void_p]) -> None:
+    """Deletes the model and releases its weights. The code stays mapped, because Python unloads no library."""
     import torch
 
     if container:
-        getattr(repository, f"{_PREFIX}Delete")(container)
+        getattr(library, f"{_PREFIX}Delete")(container)
     torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(weights)
 
 

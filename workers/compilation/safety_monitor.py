@@ -1,8 +1,8 @@
-"""What may stop a compiled model before it answers: graph breaks, memory growth, NaN.
+"""The checks before a compiled model serves: graph breaks, memory growth, NaN.
 
-    pre_compile_check -> compile -> check_output_validity of what it answers -> check_health of the process -> offer it
+    pre_compile_check -> compile -> check_output_validity of its outputs -> check_health of the process -> it may serve
 
-A check that cannot be made is a check that was not passed.
+A check that cannot be made counts as failed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _DEEPEST: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Passed without reasons, refused with them; true in a condition when passed."""
+    """Passed if there are no reasons against. True in a condition when passed."""
 
     reasons: tuple[str, ...] = ()
 
     @property
     def is_passed(self) -> bool:
-        """Whether nothing speaks against the compiled model."""
+        """Whether there is no reason against the compiled model."""
         return not self.reasons
 
     def __bool__(self) -> bool:
@@ -41,7 +41,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class PreCompileResult(CheckResult):
-    """graph_breaks and graphs: what dynamo found; None where it failed."""
+    """graph_breaks and graphs: those that dynamo found; None where it failed."""
 
     graph_breaks: int | None = None
     graphs: int | None = None
@@ -55,7 +55,7 @@ class HealthResult(CheckResult):
 
 
 class TorchCompileSafetyMonitor:
-    """The limits that a compiled model keeps."""
+    """The limits for a compiled model."""
 
     def __init__(self, max_graph_breaks: int = 5, memory_growth_threshold_mb: float = 500.0) -> None:
         """Raises ValueError for a negative limit."""
@@ -67,10 +67,10 @@ class TorchCompileSafetyMonitor:
         self.memory_growth_threshold_mb: Final = memory_growth_threshold_mb
 
     def pre_compile_check(self, model: torch.nn.Module, sample_input: object) -> PreCompileResult:
-        """What `torch._dynamo.explain` says of one call: too many graph breaks refuse, and so does its failure.
+        """Checks the graph breaks that `torch._dynamo.explain` finds in one call. If explain fails, so does the check.
 
-        sample_input: a tensor, a sequence of positional arguments, or a mapping of keywords. Drops whatever
-        torch.compile has compiled in this process, as explain does.
+        sample_input: a tensor, a sequence of positional arguments, or a mapping of keywords. Drops
+        everything that torch.compile has compiled in this process, because explain does so.
         """
         import torch
 
@@ -79,7 +79,7 @@ class TorchCompileSafetyMonitor:
             with torch.inference_mode():
                 found = torch._dynamo.explain(model)(*args, **kwargs)
         except Exception as error:
-            # Whatever the model or the tracer raises: what cannot be explained is not compiled.
+            # The model and the tracer may raise anything. A model that cannot be explained is not compiled.
             return PreCompileResult((f"dynamo cannot explain the model ({type(error).__name__}: {error!s:.200})",))
         breaks, graphs = max(0, int(found.graph_break_count)), int(found.graph_count)
         reasons = []
@@ -116,7 +116,7 @@ def _call(sample_input: object) -> tuple[tuple[object, ...], dict[str, object]]:
 
 
 def _invalid(value: object, path: str, depth: int) -> Iterator[str]:
-    """One reason for each place that holds NaN or infinity, or something whose numbers cannot be looked at."""
+    """One reason for each place that holds NaN or infinity, or an object whose numbers cannot be read."""
     if not depth:
         yield f"{path} is nested deeper than {_DEEPEST} levels"
         return
@@ -129,7 +129,7 @@ def _invalid(value: object, path: str, depth: int) -> Iterator[str]:
 
 
 def _parts(value: object, path: str) -> Iterator[tuple[str, object]] | None:
-    """(path, item) of whatever has parts; None for what has none."""
+    """(path, item) of each part of a value; None for a value without parts."""
     if isinstance(value, Mapping):
         return ((f"{path}[{str(name)!r:.40}]", item) for name, item in value.items())
     if isinstance(value, np.ndarray) and value.dtype.kind == "O":
@@ -142,7 +142,7 @@ def _parts(value: object, path: str) -> Iterator[tuple[str, object]] | None:
 
 
 def _problem(value: object) -> str:
-    """What speaks against one leaf of an output; empty: nothing."""
+    """The problem of one leaf of an output; empty where there is none."""
     if value is None or isinstance(value, str | bytes):
         return ""
     if isinstance(value, int | float | complex | np.generic | np.ndarray):

@@ -1,4 +1,4 @@
-"""Model objects of any framework at the serving boundary: which framework they are of, and who calls them.
+"""Model objects of any framework at the serving boundary: their framework, and one proxy to call them.
 
 model object -> detect_framework -> adapt -> InferenceProxy: called like the model, counted and observed
 """

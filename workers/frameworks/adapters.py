@@ -1,8 +1,8 @@
-"""The proxy of each framework: which objects it takes, and which of their methods is one inference.
+"""The proxy for each framework: the objects that it accepts, and the method of these that is one inference.
 
     model object -> detect_framework -> its adapter -> called like the model itself
 
-Frameworks are not imported here: who has a model of one has imported it.
+No framework is imported here: it was imported when the model object was made.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Adapter(Protocol):
         """The model object."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the entry method answers to the same arguments."""
+        """The result of the entry method for these arguments."""
 
 
 class _FrameworkProxy(InferenceProxy):
-    """A proxy that takes the models of some frameworks only."""
+    """A proxy that accepts the models of some frameworks only."""
 
     __slots__ = ()
 

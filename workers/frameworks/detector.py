@@ -1,7 +1,4 @@
-"""Which framework a model belongs to, told without importing any: from its classes' modules, or a package's format.
-
-A framework that made an object is imported already; one that is not installed made none.
-"""
+"""The framework of a model, from its classes' modules or from a package's format. No framework is imported here."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from penstock.registry.package import Package
 __all__ = ["FRAMEWORKS", "detect_framework", "framework_of_package"]
 
 FRAMEWORKS: Final = ("onnxruntime", "pytorch", "transformers")
-"""Those whose models are served."""
+"""The frameworks whose models are served."""
 _BY_FORMAT: Final = {
     "onnx": "onnxruntime",
     "python": None,
@@ -27,7 +24,7 @@ _BY_MODULE: Final = {
     "torch": "pytorch",
     "transformers": "transformers",
 }
-"""By the top-level package that a class comes from."""
+"""Top-level package of a class -> framework."""
 _REFUSED: Final = {
     "flax": "JAX",
     "jax": "JAX",
@@ -43,8 +40,8 @@ _EXPECTED: Final = f"Expected a model of: {', '.join(FRAMEWORKS)}; TensorFlow an
 def detect_framework(model: object) -> str:
     """The framework of a model object: one of FRAMEWORKS.
 
-    The nearest class decides, so that a transformers model is not taken for the torch module that it also is. Raises
-    InvalidInput for models of TensorFlow and JAX, by name, and for what belongs to no framework that is known.
+    The most derived class decides: a transformers model is also a torch module. Raises InvalidInput for models of
+    TensorFlow and JAX, by name, and for objects of any other framework.
     """
     for module in (kind.__module__.partition(".")[0] for kind in type(model).__mro__):
         if (framework := _BY_MODULE.get(module)) is not None:
@@ -55,5 +52,5 @@ def detect_framework(model: object) -> str:
 
 
 def framework_of_package(package: Package) -> str | None:
-    """The framework that a package's format needs; None for `python`, whose code imports what it likes."""
+    """The framework that a package's format needs; None for `python`, whose code may import any."""
     return _BY_FORMAT[package.spec.format]

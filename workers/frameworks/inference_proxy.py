@@ -1,10 +1,10 @@
-"""One model object at the serving boundary: called as before, and each call counted and shown to observers.
+"""A proxy for one model object: it counts each call and shows it to observers.
 
     caller -- call --> before(args, kwargs) --> the model's own method --> after(result, seconds) --> caller
 
-The model is not changed: no attribute is set, no class is patched, and whoever holds it directly calls it unobserved.
-Everything but the call passes through the proxy: attributes are read from, set on and deleted from the model, and
-`isinstance` sees the model's class.
+The model is not changed: no attribute is set, no class is patched, and a direct call of it is not observed. Everything
+but the call passes through the proxy: attributes are read from, set on and deleted from the model, and `isinstance`
+sees the model's class.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ After: TypeAlias = Callable[[Any, float], None]
 class InferenceProxy:
     """Stands for one callable model.
 
-    before, after: observers, on the caller's thread; what they raise reaches the caller. A copy, deep or pickled, is a
-    proxy of its own that has counted nothing yet. Own names besides Python's: `call_count`.
+    before, after: observers, called on the caller's thread; their exceptions reach the caller. A copy, deep or pickled,
+    is a new proxy with a count of 0. Its only public name of its own is `call_count`.
     """
 
-    # The model's own attributes are anything else, so that reading and setting them finds the model.
+    # All other attributes are the model's, so reads and writes of them go to the model.
     __slots__ = (
         "__weakref__",
         "_proxy_after",
@@ -67,7 +67,7 @@ class InferenceProxy:
         own(self, "_proxy_lock", threading.Lock())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's answer; the call is counted whether or not the model raises."""
+        """The model's result. The call counts even if the model raises."""
         with self._proxy_lock:
             object.__setattr__(self, "_proxy_count", self._proxy_count + 1)
         if self._proxy_before is not None:
@@ -124,7 +124,7 @@ class InferenceProxy:
         return type(self)(copy.copy(self._proxy_model), self._proxy_before, self._proxy_after)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InferenceProxy:
-        # Observers are not part of what is copied: the copy tells the same ones.
+        # Observers are not copied: the copy calls the same ones.
         return type(self)(copy.deepcopy(self._proxy_model, memo), self._proxy_before, self._proxy_after)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -1,12 +1,12 @@
-"""What was decided about each model's form -> a log on this machine, one JSON line a decision, that can be replayed.
+"""Decisions about each model's steps -> a log on this machine, one JSON line a decision, that can be replayed.
 
-    Optimizer -> append(subject, decision) -> <home>/decisions/<model>.jsonl
-    a restart -> earlier(subject): the last decision on each step about the same content on the same kind of machine
-    a death   -> note_death(model, content_hash, form): earlier refuses a form that ran when several processes died
-    anybody   -> replayed(model, run): where one process stood in the end
+    Optimizer -> append(key, decision) -> <home>/decisions/<model>.jsonl
+    a restart -> earlier(key): the last decision on each step about the same content on the same kind of machine
+    a death   -> note_death(model, content_hash, form): `earlier` refuses a form that ran when several processes died
+    a replay  -> replayed(key, run): the state that one process reached
 
-The lines hold names, hashes, figures and reasons, never inputs or outputs. Owner-only, and bounded: a file that has
-grown too large is put aside, in place of the one that was put aside before.
+The lines hold names, hashes, figures and reasons, never inputs or outputs. Only the owner can read them. A file that
+has grown too large is rotated: one older file is kept.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from penstock.workers.levels.progression import THRESHOLDS, Decision, LevelState
 from penstock.workers.process.device import granted_threads
 from penstock.workers.runtime.cpu import cpu_label
 
-__all__ = ["DecisionLog", "DecisionKey", "environment"]
+__all__ = ["DecisionKey", "DecisionLog", "environment"]
 
-_LARGEST_FILE: Final = 1 << 20
+_MAX_FILE_BYTES: Final = 1 << 20
 _FRAMEWORKS: Final = ("torch", "transformers", "onnxruntime")
 _ACTIONS: Final = ("enabled", "disabled", "refused")
 _DIED: Final = "died"
-"""The action of a line that is no decision: a process died while the form ran."""
-_MOST_DEATHS: Final = 3
-_A_DAY_S: Final = 86_400.0
+"""The action of a line that holds no decision: a process died while the form ran."""
+_MAX_DEATHS: Final = 3
+_DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionKey:
-    """What a decision is about. `environment`: where it holds; see the function of that name."""
+    """The subject of a decision. `environment`: where the decision holds; see the function of that name."""
 
     model: str
     version: str
@@ -52,16 +52,20 @@ class DecisionKey:
 
 
 class DecisionLog:
-    """One process's end of the logs. Appends are whole lines, so several processes may share a home."""
+    """The logs as one process uses them. Appends are whole lines, so several processes may share a home.
 
-    def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
+    clock: unix seconds. max_bytes: a larger file is rotated before the next line.
+    """
+
+    def __init__(self, home: Path, clock: Callable[[], float] = time.time, max_bytes: int = _MAX_FILE_BYTES) -> None:
         self._folder = home / "decisions"
         self._clock = clock
+        self._max_bytes = max_bytes
         self.run: Final = secrets.token_hex(8)
-        """What this process's lines are marked with."""
+        """The mark of this process's lines."""
 
     def append(self, key: DecisionKey, decision: Decision) -> dict[str, object]:
-        """Writes a decision; returns the record that was written. Raises OSError."""
+        """Writes a decision and returns its record. Raises OSError."""
         record = {
             "time": round(self._clock(), 3),
             "run": self.run,
@@ -73,21 +77,21 @@ class DecisionLog:
         return record
 
     def note_death(self, model: str, content_hash: str, step: str) -> None:
-        """A process died while this form ran jobs. Raises OSError, InvalidInput."""
+        """Writes that a process died while this form ran jobs. Raises OSError, InvalidInput."""
         death = {"time": round(self._clock(), 3), "run": self.run, "model": model, "content_hash": content_hash}
         self._write(model, {**death, "step": step, "action": _DIED})
 
     def _write(self, model: str, record: Mapping[str, object]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = self._file(model)
-        if file.exists() and file.stat().st_size > _LARGEST_FILE:
-            file.replace(_put_aside(file))
+        if file.exists() and file.stat().st_size > self._max_bytes:
+            file.replace(_rotated(file))
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                # Whoever died in the middle of a line must not take this one along.
+                # A process that died while it wrote left half a line, which must not damage this one.
                 line = b"\n" + line
             if os.write(descriptor, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -95,12 +99,14 @@ class DecisionLog:
             os.close(descriptor)
 
     def earlier(self, key: DecisionKey) -> dict[str, Decision]:
-        """The last decision on each step about this content in this environment, whichever process made it.
+        """The last decision on each step about this content in this environment, by any process.
 
-        A single refusal of what was enabled before is passed over: a machine that is busy with others while a worker
-        starts finds nothing to be faster, and must not keep a form away for good. A form that was running when several
-        processes died within a day counts as measured and refused: jobs that kill a process do so in any form, but
-        they run alone the next time, and one that kills for itself would do so batch by batch.
+        One refusal after an enabling is passed over: while a worker starts on a busy machine, no form measures faster,
+        and that must not keep the form off for good. The second refusal in a row counts.
+
+        A form that ran while several processes died within a day counts as measured and refused. Jobs that kill a
+        process do so in any form, but they run alone the next time. A form that kills processes would do so with batch
+        after batch.
         """
         about = {"content_hash": key.content_hash, "environment": key.environment}
         earlier: dict[str, Decision] = {}
@@ -114,14 +120,14 @@ class DecisionLog:
             doubted.discard(step)
             earlier[step] = decision
         for step, deaths in self._deaths(key).items():
-            if deaths >= _MOST_DEATHS:
+            if deaths >= _MAX_DEATHS:
                 reason = f"{deaths} processes died within a day while it ran"
                 earlier[step] = Decision(step, "refused", "it killed its process", reason, None, {"deaths": deaths})
         return earlier
 
     def _deaths(self, key: DecisionKey) -> Counter[str]:
-        """How many processes died lately, by the form that ran this content."""
-        since = self._clock() - _A_DAY_S
+        """How many processes died within the last day, by the form that ran this content."""
+        since = self._clock() - _DAY_S
         return Counter(
             record["step"]
             for record in self._records(key.model)
@@ -133,7 +139,7 @@ class DecisionLog:
         )
 
     def replayed(self, key: DecisionKey, run: str) -> LevelState:
-        """Where the process that is marked `run` stood with the subject after its last decision."""
+        """The state that the process with the mark `run` reached with its last decision about this content."""
         return replay(self._decisions(key.model, {"run": run, "content_hash": key.content_hash}))
 
     def _decisions(self, model: str, about: Mapping[str, str]) -> Iterator[Decision]:
@@ -145,11 +151,11 @@ class DecisionLog:
 
     def _records(self, model: str) -> Iterator[dict[str, Any]]:
         file = self._file(model)
-        for line in [line for part in (_put_aside(file), file) for line in _lines(part)]:
+        for line in [line for part in (_rotated(file), file) for line in _lines(part)]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
-                continue  # the last line of a process that died, or what nobody here wrote
+                continue  # a line that a dying process cut short, or that another program wrote
             if isinstance(record, dict):
                 yield record
 
@@ -157,8 +163,8 @@ class DecisionLog:
         return self._folder / f"{parse_name('model', model)}.jsonl"
 
 
-def _put_aside(file: Path) -> Path:
-    """Where a file that has grown too large goes."""
+def _rotated(file: Path) -> Path:
+    """The older file, to which a file that has grown too large is renamed."""
     return file.with_suffix(".jsonl.old")
 
 
@@ -173,7 +179,7 @@ def _lines(file: Path) -> list[bytes]:
 def environment(device: str, compilation: str) -> str:
     """The frameworks, the hardware and the settings under which a measurement holds.
 
-    compilation: what of its settings decides how a form is made and judged.
+    compilation: those of its settings that decide how a form is made and judged.
     """
     return "; ".join([*(f"{name} {_version(name)}" for name in _FRAMEWORKS), _hardware(device), compilation])
 
@@ -193,7 +199,7 @@ def _version(distribution: str) -> str:
 
 
 def _decision_of(record: Mapping[str, Any]) -> Decision | None:
-    """None for a line that no version of this program writes."""
+    """None for a line that this program does not write."""
     step: Any = record.get("step")
     action: Any = record.get("action")
     gain, evidence = record.get("gain"), record.get("evidence")

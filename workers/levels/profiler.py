@@ -1,34 +1,34 @@
-"""Level 0: what each batch cost, and a few of its jobs as goldens. Nothing but numbers changes.
+"""Level 0: the cost of each batch, and a few of its jobs as goldens. Nothing about the model changes.
 
-    drain, after a commit -> Profiler.observe(work) -> Profile: forwards, rows, tokens, seconds
-                                     '--------------> GoldenStore: inputs and the answers they were given
+    drain, after a commit -> Profiler.observe(batch) -> Profile: forwards, rows, tokens, seconds
+                                      '--------------> GoldenStore: inputs and the outputs that they were given
 
-A golden is what was served anyway: capturing it calls no model. `trace` is the opt-in look inside a forward.
+A golden is a copy of a served job: capturing it calls no model. `trace` profiles a forward when an operator asks for
+it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from penstock.registry.envelope import Failure
 from penstock.registry.tensors import STRING
 from penstock.safety.golden_store import GoldenStore
-from penstock.workers.executor import BatchRun
 from penstock.workers.runtime.base import Prepared, Runtime
+from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 
 __all__ = ["Profile", "Profiler", "trace"]
 
 _SMOOTHING: Final = 0.1
-"""Weight of the newest batch in the moving averages: they follow the last ten or so."""
+"""Weight of the newest batch in the moving averages: they follow about the last ten batches."""
 _TABLE_ROWS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a version's batches added up to since it was loaded. Times are seconds of forwards, preparing included."""
+    """Sums over a version's batches since it was loaded. Times are seconds of forwards, preparing included."""
 
     forwards: int = 0
     rows: int = 0
@@ -37,20 +37,20 @@ class Profile:
     tokens: int = 0
     seconds: float = 0.0
     recent_s: float = 0.0
-    """A batch's forward, averaged over the last few."""
+    """Seconds of a forward, averaged over the last batches."""
     recent_rows: float = 0.0
-    """A batch's rows, likewise."""
+    """Rows of a batch, averaged likewise."""
 
     @property
     def rows_per_s(self) -> float:
-        """Rows that one second of forwards answers, lately."""
+        """Rows per second of forwards, over the last batches."""
         return self.recent_rows / self.recent_s if self.recent_s > 0 else 0.0
 
 
 class Profiler:
-    """Watches one version's batches. `observe` is for one thread, the rest for any.
+    """Observes one version's batches. `observe` is for one thread, the rest for any.
 
-    goldens: where samples of jobs are kept; None: no input is kept anywhere.
+    goldens: keeps samples of jobs; None: no inputs are kept.
     """
 
     def __init__(self, runtime: Runtime, goldens: GoldenStore | None) -> None:
@@ -63,28 +63,27 @@ class Profiler:
         """The numbers so far."""
         return self._profile
 
-    def observe(self, work: BatchRun) -> None:
-        """Notes a batch that has ended. Costs microseconds; copies nothing but the few jobs that become goldens."""
-        before, rows = self._profile, work.batch.rows
-        seconds = work.ended - work.started
+    def observe(self, batch: BatchObservation) -> None:
+        """Adds a batch that has ended. Takes microseconds; copies nothing but the few jobs that become goldens."""
+        before, rows, seconds = self._profile, batch.rows, batch.seconds
         is_first = before.forwards == 0
         self._profile = Profile(
             before.forwards + 1,
             before.rows + rows,
             before.texts + rows * self._has_text,
-            before.tokens + work.tokens,
+            before.tokens + batch.tokens,
             before.seconds + seconds,
             seconds if is_first else before.recent_s + _SMOOTHING * (seconds - before.recent_s),
             rows if is_first else before.recent_rows + _SMOOTHING * (rows - before.recent_rows),
         )
         if self.goldens is not None:
-            self._capture(work, self.goldens)
+            _capture(batch.answered, self.goldens)
 
-    def _capture(self, work: BatchRun, goldens: GoldenStore) -> None:
-        for item, answer in zip(work.batch.items, work.answers, strict=True):
-            job_id = item.job.header.id
-            if goldens.wants(job_id) and not isinstance(answer, Failure):
-                goldens.offer(job_id, item.job.inputs, answer)
+
+def _capture(jobs: Iterable[AnsweredJob], goldens: GoldenStore) -> None:
+    for job in jobs:
+        if goldens.wants(job.job_id):
+            goldens.offer(*job)
 
 
 def trace(
@@ -94,9 +93,9 @@ def trace(
     is_cuda: bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Where the forwards of these batches spend their time: torch.profiler's table, the dearest operations first.
+    """The table of torch.profiler for these batches, the most expensive operations first.
 
-    Runs each batch twice, the first time to warm up. On CUDA the device is waited for before the clock is read.
+    Runs each batch twice, the first time to warm up. On CUDA, synchronises the device before it reads the clock.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -118,4 +117,4 @@ def trace(
 
 
 def _nothing() -> None:
-    """A CPU has finished when it returns."""
+    """A call on the CPU has finished when it returns."""

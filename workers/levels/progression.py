@@ -1,13 +1,13 @@
-"""What was profiled -> which step a model may take next. Pure: a table of criteria, and the state that decisions make.
+"""A profile -> the step that a model may take next. Pure: a table of criteria, and the state that decisions lead to.
 
     level 0   profile only
-    level 1   tokenizer-cache, tokenizer-pool     exact: an id is an id
+    level 1   tokenizer-cache, tokenizer-pool     exact: token ids stay equal
     level 2   batching (2a), compiled (2b)        the same numbers, within the tolerance
-    level 3   onnx, bf16, fp16, compiled-bf16, int8    other arithmetic, through the validator of its precision
+    level 3   onnx, bf16, fp16, compiled-bf16, int8    other arithmetic, judged by the validator of its precision
 
-A step is tried when its criterion holds, and taken when its trial passed. A form that takes long to build is not tried
-at all while the one in use is faster than it was ever found to be. Every decision is an event, and the state is nothing
-but the events applied in order: replaying the log gives the state that was.
+A step is tried when its criterion holds, and enabled when its trial passed. A form with a long build is not tried while
+the form in use is faster than the other form ever was. Every decision is an event, and the state is the events applied
+in order: replaying the log gives the state again.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = [
     "THRESHOLDS",
     "TOKENIZER_CACHE",
     "TOKENIZER_POOL",
-    "Action",
     "Decision",
+    "DecisionAction",
     "Evidence",
-    "Readiness",
     "LevelState",
+    "StepReadiness",
     "Threshold",
     "is_form",
     "readiness",
     "replay",
 ]
 
-Action = Literal["enabled", "disabled", "refused"]
+DecisionAction = Literal["enabled", "disabled", "refused"]
 
 HIGHEST_LEVEL: Final = 3
-"""Level 4 is read as this."""
+"""A max_level of 4 means the same as 3."""
 MIN_GAIN: Final = 1.1
-"""A form must be so much faster than the one in use: less is noise, and costs memory."""
+"""A form must be this many times faster than the form in use: less is noise, and a second form costs memory."""
 TOKENIZER_CACHE: Final = "tokenizer-cache"
 TOKENIZER_POOL: Final = "tokenizer-pool"
 BATCHING: Final = "batching"
@@ -54,19 +54,19 @@ _SOME_GOLDEN_ROWS: Final = 16
 _QUICK_BUILD_S: Final = 2.0
 """A cast of the weights takes less than a second of a core."""
 _LONG_BUILD_S: Final = 60.0
-"""Compiling and exporting take some 20 s of a core: worth it for a model that has run three times as long."""
+"""Compiling and exporting take some 20 s of a core. A model that has run three times as long is worth that."""
 _MOST_ONNX_GAIN: Final = 2.0
 _MOST_INT8_GAIN: Final = 4.0
-"""Of models whose time goes into arithmetic, on one CPU thread: MiniLM gained 1.8 by ONNX and 3.5 by int8. A small MLP,
-whose time goes into the framework, gained 2.8 and 7.9 by them, and nothing by a form that they are held against."""
+"""On one CPU thread, for models that spend their time on arithmetic: MiniLM ran 1.8 times as fast by ONNX and 3.5 times
+by int8. A small MLP, which spends its time in the framework, ran 2.8 and 7.9 times as fast by these and no faster by
+the other forms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """What must have been seen before a step is tried. `min_forward_s`: seconds of forwards, for each long build.
+    """The least evidence for a trial of a step. `min_forward_s`: seconds of forwards, for each long build.
 
-    most_gain: how many times faster than the model as built the form was found to be at the most, of models that gain
-    by others as well.
+    most_gain: the highest measured gain over the eager model, among models that gain by other forms as well.
     """
 
     level: int
@@ -96,13 +96,13 @@ THRESHOLDS: Final[Mapping[str, Threshold]] = {
 
 
 def is_form(step: str) -> bool:
-    """Whether the step is a form in which the model answers, of which one is in use at a time."""
+    """Whether the step is a form of the model. One form is in use at a time."""
     return step not in (TOKENIZER_CACHE, TOKENIZER_POOL, BATCHING)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a model version so far. `long_builds`: forms built before that took long to build."""
+    """What is known of a model version so far. `long_builds`: builds so far that took long."""
 
     forwards: int = 0
     texts: int = 0
@@ -110,33 +110,33 @@ class Evidence:
     forward_s: float = 0.0
     warmed_rows: int = 0
     long_builds: int = 0
-    is_asked_for: bool = False
-    """An operator wants it now."""
+    is_requested: bool = False
+    """An operator requested it."""
     was_accepted: bool = False
-    """An earlier process found the same content to gain by it, on the same kind of machine."""
+    """An earlier process enabled it for the same content, on the same kind of machine."""
     form: str = EAGER
     """The form in use."""
     form_gain: float = 1.0
-    """How many times faster than the model as built that is."""
+    """How many times faster than the eager model that form is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Readiness:
-    """`criterion`: by what the step is ready, or what it still waits for; is_in_vain: or why it is not tried."""
+class StepReadiness:
+    """`criterion`: why the step is ready, what it waits for, or, with `is_in_vain`, why it is not tried."""
 
     is_ready: bool
     criterion: str
     is_in_vain: bool = False
 
 
-def readiness(step: str, evidence: Evidence, max_level: int) -> Readiness:
-    """Whether a step is to be tried now. What was asked for, or paid off before, need not pay for itself first."""
+def readiness(step: str, evidence: Evidence, max_level: int) -> StepReadiness:
+    """Whether a step may be tried now. A step that was requested or accepted before needs no minimum of forwards."""
     threshold = THRESHOLDS[step]
     if threshold.level > max_level:
-        return Readiness(False, f"max_level {max_level} < {threshold.level}")
+        return StepReadiness(False, f"max_level {max_level} < {threshold.level}")
     if reason := _why_in_vain(step, evidence):
-        return Readiness(False, reason, is_in_vain=True)
-    waives = evidence.is_asked_for or evidence.was_accepted
+        return StepReadiness(False, reason, is_in_vain=True)
+    waives = evidence.is_requested or evidence.was_accepted
     worth_s = 0.0 if waives else threshold.min_forward_s
     if worth_s >= _LONG_BUILD_S:
         worth_s *= 1 + evidence.long_builds
@@ -149,36 +149,36 @@ def readiness(step: str, evidence: Evidence, max_level: int) -> Readiness:
     )
     for name, found, least in needed:
         if found < least:
-            return Readiness(False, f"{name} {found:g} < {least:g}")
+            return StepReadiness(False, f"{name} {found:g} < {least:g}")
     met = [f"{name} {found:g} >= {least:g}" for name, found, least in needed if least]
-    asked = ["asked for"] if evidence.is_asked_for else ["accepted before"] if evidence.was_accepted else []
-    return Readiness(True, ", ".join(asked + met))
+    origin = ["requested"] if evidence.is_requested else ["accepted before"] if evidence.was_accepted else []
+    return StepReadiness(True, ", ".join(origin + met))
 
 
 def _why_in_vain(step: str, evidence: Evidence) -> str:
-    """Why a form is not worth a trial beside the one in use; empty: it is."""
+    """Why a trial of a form is not worthwhile beside the form in use; empty where it is."""
     threshold, form, gain = THRESHOLDS[step], evidence.form, evidence.form_gain
-    if evidence.is_asked_for or not is_form(step) or form in (EAGER, step):
+    if evidence.is_requested or not is_form(step) or form in (EAGER, step):
         return ""
     if threshold.level < THRESHOLDS[form].level:
         return f"{form} is in use, of a higher level"
     if gain * MIN_GAIN <= threshold.most_gain or evidence.was_accepted:
         return ""
     return (
-        f"{form} is {gain:.1f} times as fast as the model as built; {step} was at most {threshold.most_gain:g} times, "
-        "wherever it was measured beside such a gain"
+        f"{form} is {gain:.1f} times as fast as the eager model; {step} was at most {threshold.most_gain:g} times "
+        "as fast in earlier measurements"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One step was enabled, disabled or refused, by which criterion, on which evidence, and why."""
+    """A step was enabled, disabled or refused: by this criterion, on this evidence, for this reason."""
 
     step: str
-    action: Action
+    action: DecisionAction
     criterion: str = ""
     reason: str = ""
-    """Why it was disabled or refused; empty for what was enabled."""
+    """Why it was disabled or refused; empty where it was enabled."""
     gain: float | None = None
     """How many times faster it was than the form in use; None where nothing was measured."""
     evidence: Mapping[str, float] = field(default_factory=dict)
@@ -187,33 +187,33 @@ class Decision:
 
     @property
     def level(self) -> int:
-        """The level that the step belongs to."""
+        """The level of the step."""
         return THRESHOLDS[self.step].level
 
 
 @dataclass(frozen=True, slots=True)
 class LevelState:
-    """Where a model version stands: the decisions so far, applied."""
+    """The state of a model version: its decisions so far, applied in order."""
 
     enabled: frozenset[str] = frozenset()
     form: str = EAGER
     form_gain: float = 1.0
-    """How many times faster than the model as built that is."""
+    """How many times faster than the eager model the form is."""
     settled: Mapping[str, Decision] = field(default_factory=dict)
-    """The last decision on each step that was decided on: it is not tried again."""
+    """The last decision on each step. A step with a decision is not tried again."""
 
     @property
     def level(self) -> int:
-        """The highest level of a step that is on."""
+        """The highest level among the enabled steps."""
         return max((THRESHOLDS[step].level for step in self.enabled), default=0)
 
     def apply(self, decision: Decision) -> LevelState:
-        """The standing after a decision. A form that is enabled replaces the one in use."""
+        """The state after a decision. A form that is enabled replaces the form in use."""
         step, settled = decision.step, {**self.settled, decision.step: decision}
         if decision.action == "enabled":
             if not is_form(step):
                 return replace(self, enabled=self.enabled | {step}, settled=settled)
-            # Found in comparison with the form that it replaces.
+            # The gain was measured against the form that is replaced.
             gain = self.form_gain * (decision.gain or 1.0)
             return LevelState(self.enabled - {self.form} | {step}, step, gain, settled)
         form, gain = (EAGER, 1.0) if self.form == step else (self.form, self.form_gain)
@@ -221,7 +221,7 @@ class LevelState:
 
 
 def replay(decisions: Iterable[Decision]) -> LevelState:
-    """The standing that these decisions led to."""
+    """The state that these decisions lead to."""
     level_state = LevelState()
     for decision in decisions:
         level_state = level_state.apply(decision)

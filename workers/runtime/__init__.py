@@ -1,4 +1,4 @@
-"""How a model is run: one seam, and a runtime for each package format."""
+"""Runs models: one interface, and a runtime for each package format."""
 
 from __future__ import annotations
 

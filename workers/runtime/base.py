@@ -1,11 +1,11 @@
-"""The seam between the drain and a model.
+"""The interface between the drain and a model.
 
-    I/O thread   length(job)  -> what it costs, for sorting and token budgets
+    I/O thread   length(job)  -> its cost, for sorting and token budgets
     any thread   prepare(jobs) -> Prepared: rows concatenated in order, text tokenised and padded
     model thread run(prepared) -> outputs, with the rows of all jobs in order
     model thread stream(job, context) -> chunks, then the result
 
-The model object is what the package's author built or the framework loaded: it is called, never changed.
+The package's code built the model object, or the framework loaded it. Penstock calls it and never changes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Counted", "DeviceLost", "Prepared", "Runtime", "StreamContext", "con
 
 
 class DeviceLost(Exception):
-    """The device works for no forward of this process any more: another process must take its place."""
+    """The device runs no more forwards of this process: another process must take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class StreamContext(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whose job it is."""
+        """The tenant of the job."""
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the entry point should return early; what it returns then is not delivered."""
+        """Whether the entry point should return early. Its return value is then discarded."""
 
     def progress(self, fraction: float) -> None:
-        """Tells subscribers how far the job is, from 0 to 1."""
+        """Reports the progress of the job to subscribers, from 0 to 1."""
 
 
 class Runtime(Protocol):
@@ -62,39 +62,39 @@ class Runtime(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the package declares."""
+        """The declarations of the package."""
 
     @property
     def version(self) -> str:
-        """The label of the version that answers."""
+        """The label of this version."""
 
     @property
     def content_hash(self) -> str:
-        """The SHA-256 of the files that were loaded, 64 hex digits; empty until then."""
+        """The SHA-256 of the files that were loaded, 64 hex digits; empty until they are."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the loaded model takes on the host or the device, as far as they can be counted; else 0."""
+        """Bytes of the loaded model on the host or the device; 0 where they cannot be counted."""
 
     def load(self, device: str, threads: int) -> None:
         """Loads the model onto `device` (`cpu` or `cuda[:n]`) from the files that are hashed here, and warms it up.
 
         `threads`: CPU threads of one forward. For any thread, once. Raises ConfigurationError when the package cannot
-        work here, its files change meanwhile or its outputs are not those it declares; ModelNotReady when `close` came
-        before the end. Whatever it raises, nothing of the model is left.
+        work here, when its files change meanwhile or when its outputs differ from its declaration; ModelNotReady when
+        `close` came first. After an error, nothing of the model stays in memory.
         """
 
     def check(self, inputs: Mapping[str, Array]) -> None:
-        """Raises InvalidInput for a job that fits the signature and is still too long, in tokens, for the model.
+        """Raises InvalidInput for a job that fits the signature but has too many tokens for the model.
 
         For any thread.
         """
 
     def length(self, inputs: Mapping[str, Array]) -> int:
-        """What one row of the job costs relative to others: tokens, characters or extent; 1 where all cost alike."""
+        """The relative cost of one row of the job: tokens, characters or extent; 1 where all rows cost the same."""
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
-        """Joins jobs that passed the signature and share its batch key, in order. For any thread.
+        """Joins jobs, in order, that fit the signature and share a batch key. For any thread.
 
         Raises ModelNotReady when nothing is loaded, as do `run` and `stream`.
         """
@@ -102,9 +102,9 @@ class Runtime(Protocol):
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward; outputs on the host, rows in the order of the jobs, in memory that no later forward writes to.
 
-        Raises OutOfMemory when the batch does not fit the device, DeviceLost when nothing will any more, and
-        ModelError when the outputs are not those declared, as a missing row would give a job its neighbour's answer.
-        What the model raises passes through.
+        Raises OutOfMemory when the batch does not fit the device, DeviceLost when the device runs no more forwards, and
+        ModelError when the outputs differ from the declaration: with a row missing, jobs would get the outputs of other
+        jobs. Exceptions of the model pass through.
         """
 
     def stream(
@@ -112,23 +112,23 @@ class Runtime(Protocol):
     ) -> Generator[dict[str, Array], None, dict[str, Array]]:
         """Runs one job: yields its chunks and returns its outputs. A model that does not stream yields nothing.
 
-        Whatever the model raises passes through; ModelError when it returns other outputs than it declares.
+        Exceptions of the model pass through. Raises ModelError when the outputs differ from the declaration.
         """
 
     def close(self) -> None:
-        """Lets go of the model and its device memory; a load that is under way lets go of it when it ends."""
+        """Releases the model and its device memory. A load under way releases them when it ends."""
 
 
 @runtime_checkable
 class Counted(Protocol):
-    """What counts what it does."""
+    """A part with counters."""
 
     def counts(self) -> Mapping[str, int]:
-        """The numbers since it was made or loaded, by name. For any thread."""
+        """Name -> count since it was made or loaded. For any thread."""
 
 
 def concatenate(jobs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """The rows of all jobs, in order, in arrays that may be written to."""
+    """The rows of all jobs, in order, in writable arrays."""
     if len(jobs) == 1:
         # Decoded jobs are read-only views of the received bytes, which a dead letter may still need unchanged.
         return {name: values.copy() for name, values in jobs[0].items()}

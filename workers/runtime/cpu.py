@@ -1,4 +1,4 @@
-"""What this machine's CPU can do that decides between forms, read from the kernel."""
+"""The features of this machine's CPU that decide between forms, read from the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["cpu_label", "has_fast_bf16"]
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _MATTERS: Final = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "i8mm")
-"""x86 and Arm names of units that multiply matrices."""
+"""x86 and Arm names of the units that multiply matrices."""
 
 
 @cache
@@ -26,10 +26,10 @@ def _features() -> frozenset[str]:
 
 
 def has_fast_bf16() -> bool:
-    """Whether bf16 matrices are multiplied by units made for it, and not converted one by one."""
+    """Whether the CPU has units that multiply bf16 matrices; otherwise it converts each number."""
     return not _features().isdisjoint(("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def cpu_label() -> str:
-    """The kind of CPU: the same label, the same forms worth having."""
+    """The kind of CPU. The same forms are worthwhile on CPUs of one label."""
     return " ".join([platform.machine(), *sorted(_features())])

@@ -1,6 +1,6 @@
-"""A module whose answers come in whatever form -> one that returns a tuple in the order of the declared outputs.
+"""A module with outputs in any structure -> a module that returns a tuple in the order of the declared outputs.
 
-Importing this module imports torch; an export does.
+Importing this module imports torch. Only an export imports it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Declared"]
 
 
 class Declared(torch.nn.Module):
-    """Calls a module, and sorts its answer: a tensor, a sequence, or a mapping by the names of its outputs."""
+    """Calls a module and orders its outputs: a tensor, a sequence, or a mapping by the names of the outputs."""
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Declared(torch.nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One tensor for each name."""
-        answer = self.module(*inputs)
-        if isinstance(answer, Mapping):
-            return tuple(answer[name] for name in self._names)
-        return tuple(answer) if isinstance(answer, Sequence) else (answer,)
+        outputs = self.module(*inputs)
+        if isinstance(outputs, Mapping):
+            return tuple(outputs[name] for name in self._names)
+        return tuple(outputs) if isinstance(outputs, Sequence) else (outputs,)

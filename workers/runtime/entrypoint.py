@@ -1,10 +1,10 @@
 """A package's `module:build`, executed from the bytes that were hashed, and called.
 
-    import of a package's module -> its source is read -> compared with the manifest -> these very bytes are executed
+    import of a package's module -> its source is read -> compared with the manifest -> these bytes are executed
 
-Each load gets a private parent module, so that two packages, or two versions of one, may both have a `model.py`, a
-package's modules can import each other relatively, and `sys.path` stays as it is. Sources are all that is imported:
-no compiled cache is read or written, and no binary extension of a package is loaded.
+Each load gets a private parent module. So two packages, or two versions of one package, may both have a `model.py`; a
+package's modules can import each other relatively; and `sys.path` stays unchanged. Only sources are imported: no
+compiled cache is read or written, and no binary extension of a package is loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PackageModules:
         self._name = _FINDER.register(self, f"penstock_package_{manifest.content_hash[:16]}")
 
     def build(self) -> Any:
-        """What `build()` returns. Raises ConfigurationError with the reason when it cannot be had."""
+        """The object that `build()` returns. Raises ConfigurationError with the reason when there is none."""
         module_name, attribute = self._package.entrypoint()
         reference = f"{self._package.spec.reference}: entrypoint {self._package.spec.entrypoint}"
         parent = ModuleType(self._name, f"Modules of the model package {self._package.spec.reference}.")
@@ -52,14 +52,14 @@ class PackageModules:
             raise ConfigurationError(f"{reference}: raised {type(error).__name__}: {error!s:.200}") from error
 
     def forget(self) -> None:
-        """Drops the modules; what they made goes on working, but for imports that it has yet to do."""
+        """Drops the modules. Their objects keep working, except for imports that have not run yet."""
         _FINDER.forget(self._name)
-        # Copied in one go: another thread may be importing.
+        # The list is copied in one step, because another thread may be importing.
         for name in [name for name in list(sys.modules) if name == self._name or name.startswith(f"{self._name}.")]:
             sys.modules.pop(name, None)
 
     def find(self, name: str) -> ModuleSpec | None:
-        """How `name`, the dotted path of a module inside the package, is imported; None if it has none such."""
+        """The spec of the module with this dotted path inside the package; None where there is none."""
         path = name.replace(".", "/")
         full_name = f"{self._name}.{name}"
         for file, locations in ((f"{path}/__init__.py", []), (f"{path}.py", None)):
@@ -72,11 +72,11 @@ class PackageModules:
         return None
 
     def path(self, file: str) -> str:
-        """Where a file of the package lies."""
+        """The path of a file of the package."""
         return str(self._package.folder / file)
 
     def read(self, file: str) -> bytes:
-        """The bytes of a file of the package, which are those that were hashed. Raises ConfigurationError."""
+        """The bytes of a file of the package. Raises ConfigurationError if they differ from the hashed bytes."""
         data = (self._package.folder / file).read_bytes()
         if hashlib.sha256(data).hexdigest() != self._files[file]:
             raise ConfigurationError(
@@ -87,7 +87,7 @@ class PackageModules:
 
 
 class _HashedSource(SourceLoader):
-    """Loads one module. It knows no change times, so that Python looks for no compiled cache of it."""
+    """Loads one module. It gives no change time, so Python looks for no compiled cache."""
 
     def __init__(self, modules: PackageModules, file: str) -> None:
         self._modules = modules
@@ -100,36 +100,36 @@ class _HashedSource(SourceLoader):
     def get_data(self, path: str) -> bytes:
         """The source. Raises OSError for any other file, as a loader must."""
         if path != self._modules.path(self._file):
-            raise OSError(f"{self._file} is all that this loader reads")
+            raise OSError(f"This loader reads only {self._file}")
         return self._modules.read(self._file)
 
 
 class _PackageFinder(MetaPathFinder):
-    """Finds the modules of all loaded packages; one for the process, as `sys.meta_path` is read by every import."""
+    """Finds the modules of all loaded packages. The process has one, because every import asks `sys.meta_path`."""
 
     def __init__(self) -> None:
         self._packages: dict[str, PackageModules] = {}
 
     def register(self, modules: PackageModules, name: str) -> str:
-        """A name for the parent module; the same files loaded twice at a time get two."""
+        """A unique name for the parent module, also when the same files are loaded twice at a time."""
         if self not in sys.meta_path:
             sys.meta_path.append(self)
         number = 1
         unique = name
-        # setdefault is one step, also while another thread loads the same package.
+        # setdefault is atomic, so another thread may load the same package meanwhile.
         while self._packages.setdefault(unique, modules) is not modules:
             number += 1
             unique = f"{name}_{number}"
         return unique
 
     def forget(self, name: str) -> None:
-        """Nothing below this name is found any more."""
+        """No module below this name is found any more."""
         self._packages.pop(name, None)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a package's module; None for everybody else's."""
+        """The spec of a module of a package; None for any other module."""
         parent, _, name = fullname.partition(".")
         modules = self._packages.get(parent)
         return modules.find(name) if modules is not None and name else None

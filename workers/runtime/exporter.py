@@ -1,6 +1,6 @@
-"""A package -> an ONNX file: the child process that exports, and the export that an operator asks for.
+"""A package -> an ONNX file: the child process that exports, and the export that an operator requests.
 
-workers/runtime/export.py -- request --> this module as a process -- graph, and how it went --> files
+workers/runtime/export.py -- request --> this module as a process -- graph and report --> files
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.package import Package, load_package
-from penstock.workers.runtime.export import export_in_child, export_onnx, told_beside
+from penstock.workers.runtime.export import export_in_child, export_onnx, report_beside
 from penstock.workers.runtime.open import open_runtime
 
 __all__ = ["export_package", "main"]
@@ -28,10 +28,11 @@ _NICENESS: Final = 5
 
 
 def export_package(package: Package, content_hash: str, file: Path, *, is_int8: bool = False) -> dict[str, float]:
-    """Writes a package's model to `file`, as a whole or not at all, once its answers matched; in a child process.
+    """Writes a package's model to `file`, in a child process: the whole graph after its outputs matched, or nothing.
 
-    Returns, by output, how far they are from the model's at most. Raises InvalidInput for a model of another kind or a
-    file that cannot be written, and ConfigurationError for other content than `content_hash`, and as `export_onnx`.
+    Returns, by output, the largest difference between the graph and the model. Raises InvalidInput for a model of
+    another kind or a file that cannot be written, ConfigurationError for other content than `content_hash`, and the
+    errors of `export_onnx`.
     """
     for framework in ("torch", "onnx", "onnxruntime"):
         if importlib.util.find_spec(framework) is None:
@@ -59,27 +60,27 @@ def export_package(package: Package, content_hash: str, file: Path, *, is_int8: 
 
 
 def main() -> None:
-    """The child: reads a request from its first line of input, and writes beside the graph how it went."""
+    """The child: reads a request from the first line of its input, and writes the graph and a report beside it."""
     request = json.loads(sys.stdin.readline())
     file = Path(request["file"])
-    # The pipe stays open for as long as anybody wants the answer.
+    # The parent keeps the pipe open while it waits for the graph.
     threading.Thread(target=_end_with_the_parent, args=(file.parent,), daemon=True).start()
     os.nice(_NICENESS)
     try:
         package = load_package(Path(request["package"]))
         runtime: Any = open_runtime(package, request["content_hash"], precision=request["precision"])
         runtime.load("cpu", 1)
-        told: dict[str, object] = {"differences": export_onnx(runtime, file, is_int8=request["is_int8"])}
+        report: dict[str, object] = {"differences": export_onnx(runtime, file, is_int8=request["is_int8"])}
     except ConfigurationError as error:
-        told = {"refused": str(error)}
-    told_beside(file).write_text(json.dumps(told))
-    # Threads of a package's own code are not waited for.
+        report = {"refused": str(error)}
+    report_beside(file).write_text(json.dumps(report))
+    # The process does not wait for threads of the package's own code.
     os._exit(0)
 
 
 def _end_with_the_parent(folder: Path) -> None:
     sys.stdin.read()
-    # A parent that was killed removes nothing.
+    # A parent that was killed cannot remove the folder.
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 

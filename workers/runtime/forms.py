@@ -1,12 +1,12 @@
-"""The forms in which one loaded model can answer, and the one that does.
+"""The forms of one loaded model, one of which is in use.
 
-    run(prepared) -> the form in use --- an answer ------------------------------> outputs
-                          |  an exception, or NaN where none belongs
-                          '--> the reference, for this very batch -- an answer --> outputs; the form is given up
-                                                                  '- the same ---> the model's own answer; it stays
+    run(prepared) -> the form in use --- outputs ----------------------------------> outputs
+                          |  an exception, or NaN where the signature allows none
+                          '--> the reference, for this very batch --- outputs -----> outputs; the form is dropped
+                                                                  '- it fails too -> the reference's result; form kept
 
-The reference is the model as its author built it. Other forms (compiled, of lower precision, exported) are swapped in
-between two batches by the optimizer, once they have proved themselves beside the traffic.
+The reference is the eager model, unchanged. The other forms are compiled, of lower precision or exported. The optimizer
+swaps one of them in between two batches, after its trial beside the traffic has passed.
 """
 
 from __future__ import annotations
@@ -16,25 +16,32 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import Counted, DeviceLost, Prepared
+from penstock.workers.runtime.compilable import ModelCompiler
 
-if TYPE_CHECKING:
-    from penstock.workers.compilation import TorchCompiler
-
-__all__ = ["EAGER", "Forms", "Forward", "WithProvenance", "Tunable", "ThreadCopyable", "finite_outputs", "twin_of"]
+__all__ = [
+    "EAGER",
+    "Forms",
+    "Forward",
+    "ThreadCopyable",
+    "Tunable",
+    "WithProvenance",
+    "finite_outputs",
+    "thread_copy_of",
+]
 
 logger = logging.getLogger("penstock.runtime")
 
 Forward: TypeAlias = Callable[[Prepared], dict[str, Array]]
 """One forward of a micro-batch: outputs on the host, rows in the order of the jobs; see Runtime.run."""
 
-_stamps: Final = itertools.count(1)
+_generations: Final = itertools.count(1)
 
 EAGER: Final = "eager"
 """The name of the reference."""
@@ -42,23 +49,23 @@ EAGER: Final = "eager"
 
 @runtime_checkable
 class ThreadCopyable(Protocol):
-    """A forward that runs an author's code, which need not bear a second call at the same time."""
+    """A forward that runs a package's code, which may not support two calls at the same time."""
 
     def __call__(self, prepared: Prepared) -> dict[str, Array]:
         """See Forward."""
 
     def thread_copy(self) -> Forward:
-        """The same for another thread: it answers alike and shares nothing that changes."""
+        """The same forward for another thread: equal outputs, and no shared state that changes."""
 
 
-def twin_of(forward: Forward) -> Forward:
-    """What a thread that is none of the model's may call while the model serves."""
+def thread_copy_of(forward: Forward) -> Forward:
+    """A forward that another thread may call while the model threads call this one."""
     return forward.thread_copy() if isinstance(forward, ThreadCopyable) else forward
 
 
 @dataclass(frozen=True, slots=True)
 class WithProvenance:
-    """A forward of which is known how it was made, and what it has met since; see Counted."""
+    """A forward with the record of how it was made, and with its counters; see Counted."""
 
     forward: Forward
     made: Mapping[str, object]
@@ -77,36 +84,36 @@ class _Form(NamedTuple):
 
 @runtime_checkable
 class Tunable(Protocol):
-    """What a runtime whose model has other forms shows besides `Runtime`."""
+    """A Runtime whose model has other forms."""
 
     @property
     def forms(self) -> Forms:
-        """Through which it runs."""
+        """The model's forms; every forward goes through them."""
 
-    def candidates(self, compiler: TorchCompiler | None) -> Mapping[str, Callable[[], Forward]]:
-        """The forms that could be had here, by name, the most promising of each level first.
+    def candidates(self, compiler: ModelCompiler | None) -> Mapping[str, Callable[[], Forward]]:
+        """Name -> builder of each form that this model may have here, the most promising of each level first.
 
-        compiler: None where nothing is to be compiled.
+        compiler: None where nothing is compiled.
 
-        A builder may take long and changes nothing that serves; it is never called on a model thread. It raises
-        CompilationRefused, ConfigurationError or whatever its framework does when there is no such form after all.
+        A builder may take long, and changes nothing that serves. It is never called on a model thread. Where the form
+        turns out not to exist, it raises CompilationRefused, ConfigurationError or an error of its framework.
         """
 
 
 class Forms:
-    """One model's forms. `run` may be called on several model threads while another thread swaps.
+    """One model's forms. Several model threads may call `run` while another thread swaps the form.
 
-    finite: outputs in which NaN and infinity are never right. What says that the device is at fault (MemoryError,
-    DeviceLost) passes through `run` and is held against no form.
+    finite: outputs in which NaN and infinity are errors. Errors of the device (MemoryError, DeviceLost) pass through
+    `run` and do not count as failures of the form.
     """
 
     def __init__(self, reference: Forward, finite: tuple[str, ...] = ()) -> None:
         self.reference: Final = reference
-        self.on_fallback: Callable[[str, str], None] = _unheard
-        """Called on a model thread with the name of a form that was just given up, and why. Must be quick."""
+        self.on_fallback: Callable[[str, str], None] = _ignore
+        """Called on a model thread with the name of a form that was just dropped and the reason. Must be quick."""
         self.generation = 0
-        """Another number after each change of the form in use; 0 before the first. No two models of a process share
-        one but 0: what was answered under a number was answered by one form, unless the number changed meanwhile."""
+        """A new number after each change of the form in use; 0 before the first change. Two models of a process share
+        no number except 0. So if the number is the same before and after a forward, one form computed it."""
         self._finite = finite
         self._reference = _Form(EAGER, reference)
         self._current = self._reference
@@ -114,32 +121,32 @@ class Forms:
 
     @property
     def name(self) -> str:
-        """The form that answers the next batch."""
+        """The form in use, which runs the next batch."""
         return self._current.name
 
     @property
     def forward(self) -> Forward:
-        """What that form does; unlike `run` it has no reference to fall back to."""
+        """The forward of the form in use. Unlike `run`, it does not fall back to the reference."""
         return self._current.forward
 
     def counts(self) -> Mapping[str, int]:
-        """What the form in use has counted; see Counted."""
+        """The counters of the form in use; see Counted."""
         forward = self._current.forward
         return forward.counts() if isinstance(forward, Counted) else {}
 
     def use(self, name: str, forward: Forward) -> None:
-        """From the next batch on this form answers."""
+        """Puts this form in use from the next batch on."""
         self._change(_Form(name, forward))
 
     def reset(self, reason: str) -> None:
-        """From the next batch on the reference answers."""
-        former = self._current
+        """Puts the reference in use from the next batch on."""
+        before = self._current
         self._change(self._reference)
-        if former is not self._reference:
-            logger.info("the form is given up", extra={"form": former.name, "reason": reason})
+        if before is not self._reference:
+            logger.info("the form is dropped", extra={"form": before.name, "reason": reason})
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
-        """The batch's outputs, by the form in use or, where that fails, by the reference."""
+        """The batch's outputs from the form in use or, where that fails, from the reference."""
         form = self._current
         if form is self._reference:
             return self.reference(prepared)
@@ -150,19 +157,19 @@ class Forms:
                 return outputs
         except (MemoryError, DeviceLost):
             raise
-        except Exception as error:  # a compiler's output may raise anything
+        except Exception as error:  # compiled code may raise anything
             reason = f"{type(error).__name__}: {error!s:.200}"
-        # Out here, because an exception that is being handled keeps what the failed forward had on the device.
+        # Outside the handler: while an exception is handled, it keeps the device memory of the failed forward.
         outputs = self.reference(prepared)
         if not self._non_finite(outputs):
-            self._give_up(form, reason)
+            self._drop(form, reason)
         return outputs
 
     def _change(self, form: _Form) -> None:
-        # Before and after: whoever reads the number in between sees one that holds for nothing.
-        self.generation = next(_stamps)
+        # The number changes before and after the form: a number that is read in between belongs to no form.
+        self.generation = next(_generations)
         self._current = form
-        self.generation = next(_stamps)
+        self.generation = next(_generations)
 
     def _non_finite(self, outputs: Mapping[str, Array]) -> str:
         for name in self._finite:
@@ -170,13 +177,13 @@ class Forms:
                 return f"output {name} contains NaN or infinity"
         return ""
 
-    def _give_up(self, form: _Form, reason: str) -> None:
-        """What the reference did right, this form did wrong: once is enough."""
+    def _drop(self, form: _Form, reason: str) -> None:
+        """The form failed on a batch that the reference ran well. One such failure is enough."""
         with self._lock:
             if self._current is not form:
                 return
             self._change(self._reference)
-        logger.warning("a form failed and is given up", extra={"form": form.name, "reason": reason})
+        logger.warning("a form failed and is dropped", extra={"form": form.name, "reason": reason})
         self.on_fallback(form.name, reason)
 
 
@@ -185,5 +192,5 @@ def finite_outputs(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(one.name for one in spec.outputs if one.dtype.startswith("float") and not one.allow_nan)
 
 
-def _unheard(_form: str, _reason: str) -> None:
-    """Nobody asked to be told."""
+def _ignore(_form: str, _reason: str) -> None:
+    """No optimizer is attached."""

@@ -1,12 +1,13 @@
-"""The steps that every load takes, whatever the format: hash, build, compare, warm up.
+"""The steps of a load, for every format: hash, build, compare, warm up.
 
     package.manifest() -> _build(manifest, device, threads) -> manifest.check_unchanged() -> warm-up -> it may serve
 
-So what answers is what was hashed, and `content_hash` names it. Nothing runs before the files were compared, but for a
-package's own Python modules, which are executed from the very bytes whose hash the manifest holds.
+So the model that serves is the content that was hashed, and `content_hash` names it. The model does not run before the
+files were compared. A package's own Python modules run earlier: they are executed from the bytes whose hash the
+manifest holds.
 
-A load cannot be interrupted, but it may be abandoned: `close` may come at any time, and a load that ends after it lets
-go of all that it took.
+A load cannot be interrupted, but it can be abandoned: `close` may come at any time. A load that ends after `close`
+releases everything that it took.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _EXAMPLE_LENGTH: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a package is to be loaded.
+    """How to load a package.
 
-    content_hash: what its files must hash to; empty: whatever they do. precision: of torch models whose package does
-    not say. warmup_requests: forwards before the model counts as ready; the one that compares the outputs with those
-    declared is the first of them and always takes place.
+    content_hash: the expected hash of its files; empty: any. precision: of torch models whose package names none.
+    warmup_requests: forwards before the model counts as ready. The first one always takes place; it compares the
+    outputs with the declaration.
     """
 
     content_hash: str = ""
@@ -47,15 +48,15 @@ class LoadOptions:
 
 
 class PackageRuntime(ABC):
-    """A Runtime but for `prepare` and `run`. Subclasses build the model and let go of it."""
+    """A Runtime without `prepare` and `run`. Subclasses add these, build the model and release it."""
 
-    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
         self._package = package
-        self._loading = loading or LoadOptions()
+        self._options = options or LoadOptions()
         self._content_hash = ""
         self._memory_bytes = 0
         self._adapter: Adapter | InferenceProxy | None = None
-        """Through which the model that was built is called; None until then."""
+        """Calls the model; None until it is built."""
         self._is_loading = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -67,17 +68,17 @@ class PackageRuntime(ABC):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the package declares."""
+        """The declarations of the package."""
         return self._package.spec
 
     @property
     def version(self) -> str:
-        """The label of the version that answers."""
+        """The label of this version."""
         return self._package.spec.version
 
     @property
     def content_hash(self) -> str:
-        """The hash of the files that were loaded; empty until then."""
+        """The hash of the files that were loaded; empty until they are."""
         return self._content_hash
 
     @property
@@ -87,7 +88,7 @@ class PackageRuntime(ABC):
 
     @property
     def call_count(self) -> int:
-        """How often the model as it was built has been called since, warm-up included; its other forms are not it."""
+        """Calls of the eager model since it was built, warm-up included. Calls of its other forms do not count."""
         return 0 if self._adapter is None else self._adapter.call_count
 
     def counts(self) -> dict[str, int]:
@@ -96,11 +97,11 @@ class PackageRuntime(ABC):
 
     @property
     def precision(self) -> Precision:
-        """The number format of a forward: the package's own, else what was asked for."""
-        return self._loading.precision if self.spec.precision == "auto" else self.spec.precision
+        """The number format of a forward: the package's own, else that of the load options."""
+        return self._options.precision if self.spec.precision == "auto" else self.spec.precision
 
     def load(self, device: str, threads: int) -> None:
-        """Loads the model and runs it as often as asked; see Runtime.load."""
+        """Loads the model and runs its warm-up; see Runtime.load."""
         with self._lock:
             self._check_open()
             self._is_loading = True
@@ -115,7 +116,7 @@ class PackageRuntime(ABC):
             raise
 
     def check(self, inputs: Mapping[str, Array]) -> None:
-        """The signature has said all."""
+        """Accepts every job: the signature has checked it."""
         return
 
     def length(self, inputs: Mapping[str, Array]) -> int:
@@ -138,10 +139,10 @@ class PackageRuntime(ABC):
         return self.run(self.prepare([inputs]))
 
     def close(self) -> None:
-        """Lets go of the model and its device memory; a load that is under way will do so when it ends."""
+        """Releases the model and its device memory. A load under way releases them when it ends."""
         with self._lock:
             self._is_closed = True
-            # What is being built must not be taken from under its thread.
+            # The thread that loads still uses the model that it builds.
             is_loading = self._is_loading
         if not is_loading:
             self._release()
@@ -149,15 +150,15 @@ class PackageRuntime(ABC):
 
     @abstractmethod
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
-        """Makes the model from the package's files; returns `memory_bytes`. Raises ConfigurationError."""
+        """Builds the model from the package's files; returns `memory_bytes`. Raises ConfigurationError."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Lets go of whatever was built; also of half of it, and more than once."""
+        """Releases the model, also one that is half built. May be called more than once."""
 
     @property
     def _warm_up_lengths(self) -> Sequence[int]:
-        """The lengths to warm up with."""
+        """The lengths of the warm-up forwards."""
         return (_EXAMPLE_LENGTH,)
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
@@ -172,7 +173,7 @@ class PackageRuntime(ABC):
         return file
 
     def _refuse_precision(self, reason: str) -> None:
-        """Raises ConfigurationError, with the reason, if the package asks for a precision that it cannot be given."""
+        """Raises ConfigurationError, with the reason, if the package declares a precision."""
         if self.spec.precision != "auto":
             raise ConfigurationError(
                 f"{self.spec.reference}: precision: found {self.spec.precision}, expected auto for format "
@@ -181,7 +182,7 @@ class PackageRuntime(ABC):
 
     @property
     def _called(self) -> Callable[..., Any]:
-        """The model as it is called at serving."""
+        """The model, called through its adapter."""
         if self._adapter is None:
             raise self._not_loaded()
         return self._adapter
@@ -191,10 +192,10 @@ class PackageRuntime(ABC):
 
     def _load(self, device: str, threads: int) -> None:
         manifest = self._package.manifest()
-        expected = self._loading.content_hash
+        expected = self._options.content_hash
         if expected not in ("", manifest.content_hash):
             raise ConfigurationError(
-                f"{self.spec.reference}: its files are not those that were promoted under this version: "
+                f"{self.spec.reference}: its files differ from those that were promoted under this version: "
                 f"found the hash {manifest.content_hash[:12]}, expected {expected[:12]}"
             )
         self._check_open()
@@ -218,12 +219,13 @@ class PackageRuntime(ABC):
             raise ModelNotReady(f"{self.spec.reference} was unloaded while it was being loaded")
 
     def _warm_up(self) -> None:
-        """As many forwards as asked, at least one for each length that batches are padded to.
+        """Runs the forwards of the warm-up, at least one for each length that batches are padded to.
 
-        The first has two rows, as one row hides a model that gives one answer for all of them; a lone job's come next.
+        The first has two rows, because one row hides a model that gives one output for all rows. The others have one
+        row, like a single job.
         """
         lengths = self._warm_up_lengths
-        for number in range(max(1, self._loading.warmup_requests, len(lengths))):
+        for number in range(max(1, self._options.warmup_requests, len(lengths))):
             self._try_forward(1 if number else 2, lengths[number % len(lengths)])
 
     def _try_forward(self, rows: int, length: int) -> None:

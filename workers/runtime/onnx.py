@@ -1,7 +1,7 @@
 """Packages of format `onnx`: a graph that ONNX Runtime executes, on the CPU or through its CUDA provider.
 
-The graph's inputs and outputs bear the declared names and dtypes; its numbers have the precision that they were
-exported with. An input that the graph gives a default may be declared optional.
+The graph's inputs and outputs have the declared names and dtypes. Its numbers have the precision of the export. An
+input with a default in the graph may be declared optional.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["OnnxRuntime"]
 _ELEMENTS: Final = {"float": "float32", "double": "float64"}
 """ONNX's names of dtypes that differ from ours."""
 _QUIET: Final = 3
-"""Errors only: what ONNX Runtime warns of is not the operator's to mend."""
+"""The severity from which on ONNX Runtime logs: errors only, because operators cannot act on its warnings."""
 _EXHAUSTED: Final = ("Failed to allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
 _CUDA_LOST: Final = ("CUDA failure 700", "CUDA failure 710", "CUDA failure 719", "illegal memory access")
 
@@ -38,8 +38,8 @@ _CUDA_LOST: Final = ("CUDA failure 700", "CUDA failure 710", "CUDA failure 719",
 class OnnxRuntime(PackageRuntime):
     """Runs an ONNX graph on NumPy arrays."""
 
-    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
-        super().__init__(package, loading)
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
         self._outputs = [spec.name for spec in package.spec.outputs]
         self.model: InferenceSession | None = None
         """The session; None until loaded."""
@@ -52,7 +52,7 @@ class OnnxRuntime(PackageRuntime):
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One run of the session."""
         session = self._called
-        with _errors_told_apart():
+        with _mapped_errors():
             arrays = dict(zip(self._outputs, session(self._outputs, prepared.payload), strict=True))
         self.spec.signature.check_outputs(arrays, prepared.rows)
         return arrays
@@ -77,27 +77,27 @@ class OnnxRuntime(PackageRuntime):
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = _QUIET
-        # Threads that spin for work take the cores from the worker's other threads.
+        # Threads that spin while they wait take the cores from the worker's other threads.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         file = self._weights_file()
         providers = self._providers(device, onnxruntime.get_available_providers())
         try:
-            with self._out_of_reach(file, manifest) as graph:
+            with self._private_copy(file, manifest) as graph:
                 session = onnxruntime.InferenceSession(graph, options, providers=providers)
-        except Exception as error:  # its errors share no class but this one
+        except Exception as error:  # its errors share no other class
             raise ConfigurationError(
                 f"{self.spec.reference}: weights: {file.name} cannot be loaded ({type(error).__name__})"
             ) from error
         if device != "cpu" and "CUDAExecutionProvider" not in session.get_providers():
-            # It falls back without a word when the provider's libraries cannot be loaded.
+            # ONNX Runtime falls back silently when the provider's libraries cannot be loaded.
             raise ConfigurationError(f"{self.spec.reference}: onnxruntime cannot use {device}, expected a CUDA setup")
         return session
 
     @contextmanager
-    def _out_of_reach(self, file: Path, manifest: Manifest) -> Iterator[Path]:
-        """The graph, in a copy if weights lie beside it: ONNX Runtime maps them, and answers whatever is written there.
+    def _private_copy(self, file: Path, manifest: Manifest) -> Iterator[Path]:
+        """The graph, copied if weights lie beside it: ONNX Runtime maps these, so a write to them would change outputs.
 
-        The copy is gone when the session is there, but for what that has mapped.
+        The copy is deleted once the session is open; the session keeps its mapping.
         """
         folder = self._package.folder
         files = [path for name in manifest.files if (path := folder / name).is_relative_to(file.parent)]
@@ -120,7 +120,7 @@ class OnnxRuntime(PackageRuntime):
                 f"{self.spec.reference}: this onnxruntime knows no CUDA. Expected: pip install onnxruntime-gpu"
             )
         _, _, number = device.partition(":")
-        # The CPU runs what the other provider has no kernel for.
+        # The CPU runs the operators that the CUDA provider has no kernel for.
         return [("CUDAExecutionProvider", {"device_id": int(number or 0)}), "CPUExecutionProvider"]
 
     def _check_names(
@@ -152,7 +152,7 @@ class OnnxRuntime(PackageRuntime):
 
 
 @contextmanager
-def _errors_told_apart() -> Iterator[None]:
+def _mapped_errors() -> Iterator[None]:
     """Raises OutOfMemory and DeviceLost in place of ONNX Runtime's errors for them."""
     try:
         yield
@@ -166,7 +166,7 @@ def _errors_told_apart() -> Iterator[None]:
 
 
 def _dtype(onnx_type: str) -> str:
-    """`tensor(float)` -> float32; what is no tensor stays as it is, and so differs from every dtype."""
+    """`tensor(float)` -> float32. Other types stay unchanged, and so differ from every dtype."""
     element = onnx_type.removeprefix("tensor(").removesuffix(")")
     return _ELEMENTS.get(element, element)
 

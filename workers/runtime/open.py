@@ -36,11 +36,11 @@ def open_runtime(
     precision: Precision = "auto",
     warmup_requests: int = 1,
 ) -> Runtime:
-    """The runtime of a package, not yet loaded: nothing of the package is read here.
+    """The runtime of a package, not yet loaded. No file of the package is read here.
 
-    content_hash: what its files must hash to when they are loaded; empty: whatever they do. frameworks: those that
-    models may use. precision: of torch models whose package does not say. warmup_requests: forwards before the model
-    counts as ready, at least one. Raises ConfigurationError for a framework that is not allowed.
+    content_hash: the expected hash of the files when they are loaded; empty: any. frameworks: those that models may
+    use. precision: of torch models whose package names none. warmup_requests: forwards before the model counts as
+    ready, at least one. Raises ConfigurationError for a framework that is not allowed.
     """
     framework = framework_of_package(package)
     if framework is not None and framework not in frameworks:

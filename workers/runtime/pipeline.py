@@ -2,10 +2,10 @@
 
     texts -> prepare: as they are -> run: one call of the pipeline, one batch -> fields of each row's best answers
 
-An output bears the name of a field of the pipeline's answers: `label` and `score` of a text-classification, `token`,
+An output has the name of a field of the pipeline's answers: `label` and `score` of a text-classification, `token`,
 `token_str`, `sequence` and `score` of a fill-mask, `entity_group`, `word`, `start`, `end` and `score` of a
-token-classification. Its shape is (batch,) for the best one, (batch, k) for the best k. Where a text has fewer entities
-than that, the rest are empty, with a score of 0.
+token-classification. Its shape is (batch,) for the best answer, (batch, k) for the best k. Where a text has fewer
+entities, the rest are empty, with a score of 0.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Task(NamedTuple):
     model_class: str
     """The library's class that loads its models."""
     best: Callable[[int], dict[str, object]]
-    """Tells a call how many answers a text gets, where it can be told."""
+    """Arguments that set the number of answers for a text, where the pipeline takes any."""
     cut: Callable[[int], dict[str, object]]
-    """Tells a call to cut texts at so many tokens, where it would not by itself."""
+    """Arguments that cut texts at this many tokens, where the pipeline does not do so by itself."""
     blank: Mapping[str, object] | None = None
-    """What stands for an answer that a text does not have; None: each text has as many as are asked for."""
+    """Fills up for answers that a text does not have; None: each text has as many as are requested."""
 
 
 _TASKS: Final = {
@@ -72,8 +72,8 @@ _MOST_CHARACTERS_PER_TOKEN: Final = 64
 class PipelineRuntime(PackageRuntime):
     """Runs a transformers pipeline on text."""
 
-    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
-        super().__init__(package, loading)
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
         self._input = package.spec.inputs[0].name
         self._best = 1
         self._blank: Mapping[str, object] | None = None
@@ -82,7 +82,7 @@ class PipelineRuntime(PackageRuntime):
         self._device: TorchDevice | None = None
         self._counter: Any = None
         self.pipeline: Any = None
-        """What transformers built; None until loaded."""
+        """The pipeline that transformers built; None until loaded."""
 
     @property
     def _max_characters(self) -> int:
@@ -125,7 +125,7 @@ class PipelineRuntime(PackageRuntime):
             raise self._not_loaded()
         with device.inference():
             answers = pipeline(prepared.payload, batch_size=prepared.rows, **self._arguments)
-        # For the one text of a batch, some pipelines give its answers and not a list of them.
+        # For a batch of one text, some pipelines return its answers without a list around them.
         rows = answers if isinstance(answers[0], list) else [answers]
         if self._blank is not None:
             rows = [_best_of(row, self._best, self._blank) for row in rows]
@@ -151,7 +151,7 @@ class PipelineRuntime(PackageRuntime):
             ) from error
         own_weights(pipeline.model)
         self._limit_tokens(pipeline, task)
-        # A tokenizer of its own: `check` counts on another thread than the one that runs the pipeline.
+        # `check` counts with its own tokenizer, because the pipeline runs on another thread.
         self._counter = copy.deepcopy(pipeline.tokenizer)
         self.pipeline = pipeline
         self._adapter = adapt(pipeline)
@@ -179,7 +179,7 @@ class PipelineRuntime(PackageRuntime):
         own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         model = load(folder, use_safetensors=True, dtype=dtype, **own)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **own)
-        make: Any = transformers.pipeline  # its overloads do not take a task that is not written out
+        make: Any = transformers.pipeline  # its overloads accept a literal task only
         return make(self.spec.task, model=model, tokenizer=tokenizer, device=device.device)
 
     def _answers_per_row(self) -> int:
@@ -193,7 +193,7 @@ class PipelineRuntime(PackageRuntime):
         return best
 
     def _limit_tokens(self, pipeline: Any, task: _Task) -> None:
-        # Some models have more positions than they may be given tokens; their tokenizers know.
+        # Some models have more positions than tokens that they can read. Their tokenizers have the smaller limit.
         known = pipeline.tokenizer.model_max_length
         readable = min(known, getattr(pipeline.model.config, "max_position_embeddings", known))
         self._max_tokens = self.spec.batching.max_length or readable
@@ -202,12 +202,12 @@ class PipelineRuntime(PackageRuntime):
                 f"{self.spec.reference}: batching.max_length: found {self._max_tokens}, expected at most {readable} "
                 "as the weights say"
             )
-        # Some pipelines cut there without being told to.
+        # Some pipelines always cut at this limit.
         pipeline.tokenizer.model_max_length = self._max_tokens
         self._arguments = task.best(self._best) | (task.cut(self._max_tokens) if self.spec.batching.truncate else {})
 
     def _field(self, rows: Sequence[Sequence[Mapping[str, Any]]], name: str, dtype: str, num_dims: int) -> Array:
-        """(rows,) or (rows, k): a field of each row's answers. Raises ModelError when they have none of the name."""
+        """(rows,) or (rows, k): a field of each row's answers. Raises ModelError for a field that they do not have."""
         if name not in rows[0][0]:
             raise ModelError(f"The pipeline's answers have no {name}. Its fields: {', '.join(sorted(rows[0][0]))}")
         values = [[answer[name] for answer in row] for row in rows]
@@ -215,6 +215,6 @@ class PipelineRuntime(PackageRuntime):
 
 
 def _best_of(answers: Sequence[Mapping[str, Any]], count: int, blank: Mapping[str, object]) -> list[Mapping[str, Any]]:
-    """So many of a text's answers, best first; blank ones where it has fewer."""
+    """The `count` best answers of a text, best first, filled up with blank ones."""
     best = sorted(answers, key=lambda answer: float(answer["score"]), reverse=True)[:count]
     return [*best, *[blank] * (count - len(best))]

@@ -1,6 +1,6 @@
-"""Token ids -> sentence vectors, as one torch module: what the encoder's forms run, compile and export.
+"""Token ids -> sentence vectors, as one torch module, which the encoder's forms run, compile and export.
 
-Importing this module imports torch; a runtime's load does.
+Importing this module imports torch. Only a load imports it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Pooled"]
 class Pooled(torch.nn.Module):
     """An encoder, a masked mean over its last hidden states, and division by the mean's length.
 
-    encoder: a transformers model. In whatever precision it computes, the pooling is done in float32.
+    encoder: a transformers model of any precision. The pooling is done in float32.
     """
 
     def __init__(self, encoder: torch.nn.Module) -> None:

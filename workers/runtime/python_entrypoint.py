@@ -26,13 +26,13 @@ __all__ = ["PythonRuntime"]
 
 
 class PythonRuntime(PackageRuntime):
-    """Runs a package's own Python code. Device, threads and precision are that code's own affair."""
+    """Runs a package's own Python code, which decides on device, threads and precision."""
 
-    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
-        super().__init__(package, loading)
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
         self._modules: PackageModules | None = None
         self.model: Callable[..., Any] | None = None
-        """What `build()` returned; None until loaded."""
+        """The object that `build()` returned; None until loaded."""
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
         """Concatenates the rows of jobs; a streaming entry point takes one job."""
@@ -42,7 +42,7 @@ class PythonRuntime(PackageRuntime):
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One call of a batched entry point; of a streaming one, the result without its chunks."""
         if self.spec.streams:
-            return _result_of(self.stream(prepared.payload, _Unheard()))
+            return _result_of(self.stream(prepared.payload, _NullContext()))
         outputs = _arrays(self._called(prepared.payload))
         self.spec.signature.check_outputs(outputs, prepared.rows)
         return outputs
@@ -84,7 +84,7 @@ class PythonRuntime(PackageRuntime):
 
     def _check_kind(self, model: object) -> None:
         is_generator = inspect.isgeneratorfunction(model) or inspect.isgeneratorfunction(
-            getattr(model, "__call__", None)  # noqa: B004 - a generator method is told only by the method itself
+            getattr(model, "__call__", None)  # noqa: B004 - only the method itself shows that it is a generator
         )
         if not callable(model) or is_generator != self.spec.streams:
             expected = "a generator function (inputs, ctx)" if self.spec.streams else "a function (inputs) -> outputs"
@@ -95,15 +95,15 @@ class PythonRuntime(PackageRuntime):
             )
 
 
-class _Unheard:
-    """The context of a job that nobody subscribed to and nobody can cancel."""
+class _NullContext:
+    """The context of a job without subscribers, which cannot be cancelled."""
 
     job_id = ""
     tenant = ""
     is_cancelled = False
 
     def progress(self, fraction: float) -> None:
-        """Reports to nobody."""
+        """Does nothing."""
 
 
 def _result_of(stream: Generator[dict[str, Array], None, dict[str, Array]]) -> dict[str, Array]:
@@ -117,11 +117,11 @@ def _result_of(stream: Generator[dict[str, Array], None, dict[str, Array]]) -> d
 
 def _arrays(values: object) -> dict[str, Array]:
     if not isinstance(values, Mapping):
-        raise ModelError(f"The entry point gave {type(values).__name__}. Expected a mapping of names to arrays")
+        raise ModelError(f"The entry point returned {type(values).__name__}. Expected a mapping of names to arrays")
     return {str(name): _array(value) for name, value in values.items()}
 
 
 def _array(value: object) -> Array:
-    # A copy, because an entry point may write its next answer into the same array while this one is being sent.
+    # A copy, because an entry point may write its next outputs into the same array while these are being sent.
     array = np.array(value)
     return array.astype(object) if array.dtype.kind in "UT" else array

@@ -3,12 +3,12 @@
     build() -> module [<- weights, every one in its place] -> device and precision -> forward
 
 `forward` receives the declared inputs as tensors, by position in declared order, None for an absent optional one. It
-returns a tensor, a sequence of tensors in the order of the declared outputs, or a mapping by name. With a precision
-of its own (fp32, bf16, fp16) a model computes in it: floats are cast on their way in and back to the declared dtype on
-their way out. Without one it is run as its author built it.
+returns a tensor, a sequence of tensors in the order of the declared outputs, or a mapping by name. A model with a
+precision of its own (fp32, bf16, fp16) computes in it: input floats are cast to it, and outputs are cast back to their
+declared dtype. A model without one runs unchanged.
 
-Other forms of the module that a package builds: compiled, in bf16 where the device is fast at it, and on a CPU as an
-ONNX graph, also in int8.
+Other forms of the module: compiled; in bf16 where the device is fast at it; and on a CPU as an ONNX graph, also in
+int8.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from penstock.registry.tensors import DTYPES, STRING, Array
 from penstock.workers.batching.buckets import row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared, concatenate
+from penstock.workers.runtime.compilable import Compilable, ModelCompiler
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.entrypoint import PackageModules
 from penstock.workers.runtime.export import Exportable, open_exported
@@ -36,23 +37,21 @@ from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sha
 if TYPE_CHECKING:
     import torch
 
-    from penstock.workers.compilation import Compilable, TorchCompiler
-
 __all__ = ["ModuleRuntime", "PyTorchRuntime"]
 
 _COMPILED_ROWS: Final = 64
 """Rows of the largest batch that a compiled form covers, where the package does not name a larger one."""
 _COMPILED_LENGTH: Final = 512
-"""The longest free dimension that it covers, where the package does not name a limit."""
+"""The longest free dimension that a compiled form covers, where the package does not name a limit."""
 _MOST_NAMES: Final = 4
-"""Weights that an error names."""
+"""The most weights that an error names."""
 
 
 class ModuleRuntime(PackageRuntime):
     """Runs a module on tensors, in inference mode. Subclasses say where the module comes from."""
 
-    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
-        super().__init__(package, loading)
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
         self._names = tuple(spec.name for spec in package.spec.inputs)
         self._outputs = {spec.name: spec.dtype for spec in package.spec.outputs}
         self._device: TorchDevice | None = None
@@ -74,7 +73,7 @@ class ModuleRuntime(PackageRuntime):
 
     @abstractmethod
     def _module(self, manifest: Manifest, device: TorchDevice) -> object:
-        """The module as its author made it. Raises ConfigurationError."""
+        """The module, unchanged. Raises ConfigurationError."""
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
         if any(spec.dtype == STRING for spec in (*self.spec.inputs, *self.spec.outputs)):
@@ -107,7 +106,7 @@ class ModuleRuntime(PackageRuntime):
         return self.model
 
     def _forward(self, prepared: Prepared, module: Callable[..., Any], dtype: torch.dtype | None) -> dict[str, Array]:
-        """One call of `module`, with floats in `dtype` if there is one, and back."""
+        """One call of `module`, with input floats in `dtype` if there is one."""
         device = self._loaded_device
         with device.inference():
             outputs = module(*(None if one is None else device.upload(one, dtype) for one in prepared.payload))
@@ -128,7 +127,7 @@ class ModuleRuntime(PackageRuntime):
         return zip(self._outputs, tensors, strict=True)
 
     def _declared(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """The output in its declared dtype, where the precision is ours and not the author's."""
+        """The output in its declared dtype, where the module runs in another precision than its own."""
         declared = self._outputs.get(name, "")
         is_cast = dtype is not None and declared.startswith("float")
         return self._loaded_device.cast(tensor, declared) if is_cast else tensor
@@ -137,22 +136,22 @@ class ModuleRuntime(PackageRuntime):
 class PyTorchRuntime(ModuleRuntime):
     """Runs the module that a package's own Python builds."""
 
-    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
-        super().__init__(package, loading)
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
         self._modules: PackageModules | None = None
-        self.forms: Final = Forms(_AsBuilt(self), finite_outputs(package.spec))
-        """Through which every forward goes."""
+        self.forms: Final = Forms(_Eager(self), finite_outputs(package.spec))
+        """The model's forms; every forward goes through them."""
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward, by the form in use."""
         return self.forms.run(prepared)
 
     def counts(self) -> dict[str, int]:
-        """See Counted: calls of the model, and what the form in use has met."""
+        """See Counted: calls of the eager model, and the counters of the form in use."""
         return {**super().counts(), **self.forms.counts()}
 
-    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
-        """See Tunable. A precision that the package or the operator asked for is kept."""
+    def candidates(self, compiler: ModelCompiler | None) -> dict[str, Callable[[], Forward]]:
+        """See Tunable. Where the package or the settings name a precision, no form changes it."""
         device = self._loaded_device
         found: dict[str, Callable[[], Forward]] = {}
         if compiler is not None and self._has_fixed_inputs:
@@ -173,8 +172,6 @@ class PyTorchRuntime(ModuleRuntime):
 
     def compilable(self, form: str) -> Compilable:
         """The declared inputs, by position -> the declared outputs, for every batch up to the largest."""
-        from penstock.workers.compilation import Compilable
-
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
         module = self._reduced("bf16") if form == "compiled-bf16" else self._loaded
         longest = self.spec.batching.max_length or _COMPILED_LENGTH
@@ -212,19 +209,17 @@ class PyTorchRuntime(ModuleRuntime):
     def _reduced_forward(self, precision: Precision) -> Forward:
         return _Instance(self, self._reduced(precision), self._loaded_device.dtype(precision))
 
-    def _compiled(self, compiler: TorchCompiler, form: str) -> Forward:
+    def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
         compiled = compiler.compile(self, form)
-        is_replayed = compiled.report.backend == "cudagraphs"
+        is_replayed = compiled.is_replayed
         called = self._in_few_shapes(compiled) if is_replayed else compiled
-        return WithProvenance(
-            lambda prepared: self._forward(prepared, called, dtype), compiled.report.as_data(), compiled.counts
-        )
+        return WithProvenance(lambda prepared: self._forward(prepared, called, dtype), compiled.made, compiled.counts)
 
     def _in_few_shapes(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for batches filled up to a bucket of rows: a CUDA graph is captured for each of those.
+        """The same for batches filled up to a bucket of rows, because each number of rows needs its own CUDA graph.
 
-        With the last row once more, as nobody knows what else the model can read.
+        They are filled with copies of the last row, because any other row might be invalid input.
         """
         import torch
         from torch.utils import _pytree
@@ -272,7 +267,7 @@ class PyTorchRuntime(ModuleRuntime):
             self._modules.forget()
 
     def _load_weights(self, module: torch.nn.Module) -> None:
-        """Copies the weights into the module. Raises ConfigurationError unless both have the same, of like shapes."""
+        """Copies the weights into the module. Raises ConfigurationError unless both have equal names and shapes."""
         file = self._weights_file()
         reference = f"{self.spec.reference}: weights: {file.name}"
         try:
@@ -296,8 +291,8 @@ class PyTorchRuntime(ModuleRuntime):
 
 
 @dataclass(frozen=True, slots=True)
-class _AsBuilt:
-    """The forward of the module that was loaded; see ThreadCopyable."""
+class _Eager:
+    """The forward of the eager module; see ThreadCopyable."""
 
     runtime: PyTorchRuntime
 
@@ -305,13 +300,13 @@ class _AsBuilt:
         return ModuleRuntime.run(self.runtime, prepared)
 
     def thread_copy(self) -> Forward:
-        """The same by an instance of its own."""
+        """The forward of a new instance."""
         return _Instance(self.runtime, sharing_weights(self.runtime._loaded), self.runtime._dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Instance:
-    """The forward of another instance of the module, with floats in `dtype` if there is one; see ThreadCopyable."""
+    """The forward of another instance of the module, with floats cast to `dtype`; see ThreadCopyable."""
 
     runtime: PyTorchRuntime
     module: torch.nn.Module
@@ -321,7 +316,7 @@ class _Instance:
         return self.runtime._forward(prepared, self.module, self.dtype)
 
     def thread_copy(self) -> Forward:
-        """The same by an instance of its own."""
+        """The forward of a new instance."""
         return _Instance(self.runtime, sharing_weights(self.module), self.dtype)
 
 

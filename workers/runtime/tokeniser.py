@@ -1,9 +1,9 @@
-"""Texts -> token ids, each text once: a cache for repeats, and a few threads for large batches.
+"""Texts -> token ids, each text once: a cache for repeated texts, and a few threads for large batches.
 
-    encode(texts) -- known --> the cache, least recently used out first
-              '--- unknown --> the Rust tokenizer, which lets go of the GIL --> remembered
+    encode(texts) -- known --> the cache, which evicts the least recently used
+              '--- unknown --> the Rust tokenizer, which releases the GIL --> the cache
 
-Both are off until the optimizer turns them on (level 1), and neither changes an id.
+Both are off until the optimizer turns them on (level 1). Neither changes an id.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["Ids", "TokenCache", "Tokeniser", "Tokenising"]
 Ids: TypeAlias = NDArray[np.int32]
 
 _ENTRY_BYTES: Final = 300
-"""What an entry takes besides its text and its ids: two objects' headers and a place in the table."""
+"""Bytes of an entry besides its text and its ids: two object headers and a place in the table."""
 _LARGEST_SHARE: Final = 64
-"""A text may take this part of the cache's bytes: one long text is not worth a hundred short ones."""
+"""A text may take at most one part in 64 of the cache's bytes: one long text is not worth a hundred short ones."""
 _SMALLEST_PART: Final = 16
-"""Texts that are worth handing to another thread."""
+"""The fewest texts that are worth handing to another thread."""
 
 
 class TokenCache:
-    """Texts and their ids, bounded in entries and bytes; the least recently used go first. For any thread."""
+    """Texts and their ids, bounded in entries and bytes. Evicts the least recently used. For any thread."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -52,7 +52,7 @@ class TokenCache:
         return self._nbytes
 
     def find(self, texts: Sequence[str]) -> list[Ids | None]:
-        """The ids of each text, None where it is not known."""
+        """The ids of each text; None for an unknown text."""
         entries = self._entries
         with self._lock:
             found = [entries.get(text) for text in texts]
@@ -76,9 +76,9 @@ class TokenCache:
 
 
 class Tokeniser:
-    """A tokenizer of the `tokenizers` library, which is told here to pad nothing and where to cut. For any thread.
+    """A tokenizer of the `tokenizers` library, set to add no padding and to cut at `truncate_at`. For any thread.
 
-    truncate_at: the most tokens of a text; None: texts are not cut. max_threads: those that a pool may have.
+    truncate_at: the most tokens of a text; None: texts are not cut. max_threads: the most threads of a pool.
     """
 
     def __init__(self, backend: Any, truncate_at: int | None = None, max_threads: int = 1) -> None:
@@ -95,10 +95,10 @@ class Tokeniser:
         self._threads = 1
         self.cache: TokenCache | None = None
         self.tokenised = 0
-        """Texts that the tokenizer was called with; what the cache knew is not among them."""
+        """Texts that went through the tokenizer, without those that the cache knew."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, in order. Nobody may write to them."""
+        """The ids of each text, in order. Callers must not write to them."""
         cache = self.cache
         if cache is None:
             return self._tokenise(texts)
@@ -111,15 +111,15 @@ class Tokeniser:
         return [fresh[text] if ids is None else ids for text, ids in zip(texts, found, strict=True)]
 
     def use_pool(self, threads: int) -> None:
-        """From now on large batches are tokenised by so many threads; 1: by the caller's own."""
-        former = self._pool
+        """Tokenises large batches with this many threads from now on; 1: on the caller's own thread."""
+        before = self._pool
         self._pool = ThreadPoolExecutor(threads - 1, "tokenise") if threads > 1 else None
         self._threads = threads
-        if former is not None:
-            former.shutdown(wait=False)
+        if before is not None:
+            before.shutdown(wait=False)
 
     def pool_gain(self, texts: Sequence[str], rounds: int, clock: Callable[[], float]) -> float:
-        """How many times faster `max_threads` threads tokenise these texts than one does; changes nothing."""
+        """How many times faster `max_threads` threads tokenise these texts than one thread. Changes nothing."""
         threads, ratios = self.max_threads, []
         with ThreadPoolExecutor(max(1, threads - 1), "tokenise") as pool:
             for _ in range(rounds):

@@ -1,6 +1,6 @@
-"""One torch device: threads, placement, precision, copies in and out, and what its out-of-memory errors look like.
+"""One torch device: threads, placement, precision, copies to and from it, and the meaning of its errors.
 
-Importing this module does not import torch; making a TorchDevice does.
+Importing this module does not import torch. A TorchDevice imports it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _CUDA_LOST = (
         "launch timed out",
     ),
 )
-"""What CUDA says when the process's context is unusable for good (CUDA runtime API, type cudaError: "this leaves
-the process in an inconsistent state"). Its other errors end with their forward."""
+"""Texts of CUDA errors after which the process's context stays unusable (CUDA runtime API, type cudaError: "this
+leaves the process in an inconsistent state"). Its other errors concern one forward."""
 
 
 class TorchDevice:
-    """Where a torch model runs. `name` is `cpu` or `cuda[:n]`."""
+    """The device of a torch model. `name` is `cpu` or `cuda[:n]`."""
 
     def __init__(self, name: str, threads: int) -> None:
-        """Imports torch and sets its CPU threads. Raises ConfigurationError for a device that is not here."""
+        """Imports torch and sets its CPU threads. Raises ConfigurationError for a device that is missing."""
         try:
             import torch
         except ImportError:
@@ -63,12 +63,12 @@ class TorchDevice:
             raise ConfigurationError(f"{reference}: found a {type(model).__name__}, expected a torch.nn.Module")
 
     def dtype(self, precision: Precision) -> torch.dtype | None:
-        """The dtype of weights and floats in a precision; None for `auto`, which leaves them as they are."""
+        """The dtype of weights and floats in a precision; None for `auto`, which leaves them unchanged."""
         dtype: torch.dtype | None = None if precision == "auto" else getattr(self._torch, _DTYPES[precision])
         return dtype
 
     def converted(self, module: torch.nn.Module, precision: Precision) -> torch.nn.Module:
-        """A copy of the module in a precision; at no time is there a second copy in the module's own."""
+        """A copy of the module in a precision. It is made without a second copy in the module's own precision."""
         dtype = self.dtype(precision)
         floats: dict[int, Any] = {}
         for one in _tensors(module):
@@ -81,7 +81,7 @@ class TorchDevice:
 
     @property
     def reduced_precision(self) -> Precision:
-        """The half-size number format of this device: bf16, which has the range of fp32, where it is fast."""
+        """The half-size number format of this device: bf16, which has the range of fp32, unless the device lacks it."""
         if self.is_cuda and not self._torch.cuda.is_bf16_supported(including_emulation=False):
             return "fp16"
         return "bf16"
@@ -89,7 +89,7 @@ class TorchDevice:
     def place(self, model: object, reference: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
         """The same module object, on this device, in evaluation mode and, with a dtype, in that precision.
 
-        Raises ConfigurationError for anything else.
+        Raises ConfigurationError for anything but a torch module.
         """
         self.check_module(model, reference)
         module: torch.nn.Module = model  # type: ignore[assignment]
@@ -101,14 +101,14 @@ class TorchDevice:
         return tensor.pin_memory() if self.is_cuda else tensor
 
     def upload(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor on this device, floats in `dtype` if there is one; the copy overlaps what the device is doing."""
+        """The tensor on this device, floats in `dtype` if there is one. The copy overlaps the device's other work."""
         placed = tensor.to(self.device, non_blocking=True) if self.is_cuda else tensor
         return placed.to(dtype) if dtype is not None and placed.is_floating_point() else placed
 
     def download(self, tensor: torch.Tensor) -> Array:
-        """The tensor's values on the host, waiting for the device; bfloat16, which NumPy has not, as float32.
+        """The tensor's values on the host, after a wait for the device. NumPy has no bfloat16: it becomes float32.
 
-        In memory of their own: a module may write its next answer into the tensor while this one is being sent.
+        The values are copied: a module may write its next outputs into the tensor while these are being sent.
         """
         held = tensor.detach()
         if held.dtype == self._torch.bfloat16:
@@ -119,7 +119,7 @@ class TorchDevice:
         return array
 
     def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-        """A floating tensor in the dtype of that name; any other as it is."""
+        """A floating tensor in the dtype of that name; any other tensor unchanged."""
         return tensor.to(getattr(self._torch, dtype)) if tensor.is_floating_point() else tensor
 
     @contextmanager
@@ -154,13 +154,13 @@ def module_bytes(module: torch.nn.Module) -> int:
 
 
 def own_weights(module: torch.nn.Module) -> None:
-    """Copies the module's weights out of the file that they may be mapped from: who writes to it changes no answers."""
+    """Copies the module's weights out of the file that they may be mapped from: a later write to it changes nothing."""
     for tensor in _tensors(module):
         tensor.data = tensor.data.clone()
 
 
 def sharing_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the module with the same parameters, and with buffers and whatever else it may write to of its own."""
+    """A copy of the module that shares the parameters, and has its own buffers and other writable state."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 

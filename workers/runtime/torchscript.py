@@ -1,7 +1,7 @@
 """Packages of format `torchscript`: a module that `torch.jit.save` wrote, run without its author's Python.
 
-It is called like a `pytorch` module: see there. TorchScript archives hold code of their own kind and no Python, and
-torch reads them with an unpickler that makes nothing else.
+It is called like a module of format `pytorch`; see pytorch.py. TorchScript archives hold TorchScript code and no
+Python, and torch reads them with an unpickler that makes no other objects.
 """
 
 from __future__ import annotations

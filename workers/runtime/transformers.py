@@ -6,7 +6,7 @@
           -> vectors, by the form in use              run, on the model thread; rows return in their order
 
 Measured with MiniLM, 32 sentences of 32 tokens, one thread of a CPU with avx512_bf16: eager 131 sentences/s, bf16 477.
-Compiled bf16 takes 66 ms a batch where bf16 takes 68, which is not worth its 20 s: a CPU does without.
+Compiled bf16 takes 66 ms a batch and bf16 takes 68. That is not worth a build of 20 s, so a CPU has no compiled bf16.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.batching.buckets import LengthBuckets, row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared
+from penstock.workers.runtime.compilable import Compilable, ModelCompiler
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.export import Exportable, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
@@ -40,20 +41,18 @@ from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own
 if TYPE_CHECKING:
     import torch
 
-    from penstock.workers.compilation import Compilable, TorchCompiler
-
 __all__ = ["EncoderRuntime", "slice_by_length"]
 
 _CHARACTERS_PER_TOKEN: Final = 4
-"""What English text averages; an estimate for sorting, never a limit."""
+"""The average of English text; an estimate for sorting, never a limit."""
 _MOST_CHARACTERS_PER_TOKEN: Final = 64
 """Text beyond this many characters for each token allowed is not read: 10 MiB would take seconds to tokenise."""
 _CPU_FORWARD_TOKENS: Final = 32
 _CPU_BF16_FORWARD_TOKENS: Final = 64
 _GPU_FORWARD_TOKENS: Final = 4096
-"""What starting one more forward costs, in tokens computed: above it, padding is dearer than another slice."""
+"""The cost of one more forward, in computed tokens. Padding beyond it costs more than another slice."""
 _SHORT_TOKENS: Final = 128
-"""Up to here plain matrix products are the faster attention in bf16 on a CPU: 1.05 to 1.1 times; at 256 tokens 0.8."""
+"""Up to this length, eager attention is faster in bf16 on a CPU: 1.05 to 1.1 times; at 256 tokens 0.8 times."""
 _MOST_TOKENISER_THREADS: Final = 4
 _COMPILED_ROWS: Final = 64
 """Rows of the largest slice that a compiled form covers, where the package does not name a larger batch."""
@@ -74,8 +73,8 @@ _Embed: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 class EncoderRuntime(PackageRuntime):
     """Runs a transformers encoder on text: `text` string (batch,) -> one float32 vector a row."""
 
-    def __init__(self, package: Package, loading: LoadOptions | None = None) -> None:
-        super().__init__(package, loading)
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
         self._input = package.spec.inputs[0].name
         self._output = package.spec.outputs[0].name
         self._width = int(package.spec.outputs[0].shape[1])
@@ -85,19 +84,19 @@ class EncoderRuntime(PackageRuntime):
         self._pad_id = 0
         self._vocabulary = 1
         self._buckets: LengthBuckets | None = None
-        """Where the package declares some; None until loaded."""
+        """The buckets that the package declares; None where it declares none, and until loaded."""
         self._padded_to: Counter[int] = Counter()
-        """Slices, by the bucket that they were padded to; changed under the lock."""
+        """Bucket -> slices that were padded to it; changed under the lock."""
         self._padded_to_lock = threading.Lock()
         self._threads = 1
         self._device: TorchDevice | None = None
         self._pooled: torch.nn.Module | None = None
         self.forms: Final = Forms(self._run_eager, finite_outputs(package.spec))
-        """Through which every forward goes."""
+        """The model's forms; every forward goes through them."""
         self.tokeniser: Tokeniser | None = None
         """None until loaded."""
         self.model: torch.nn.Module | None = None
-        """What transformers loaded; None until then."""
+        """The model that transformers loaded; None until then."""
 
     def check(self, inputs: Mapping[str, Array]) -> None:
         """Raises InvalidInput for a text of more tokens than the model reads, unless it is to be cut."""
@@ -105,7 +104,7 @@ class EncoderRuntime(PackageRuntime):
             return
         tokeniser = self._loaded_tokeniser
         room = self._max_tokens - tokeniser.added_tokens
-        # A token is a byte at least, so most texts need not be counted.
+        # A token has at least one byte, so most texts need no counting.
         doubtful = [text for text in inputs[self._input].tolist() if len(text.encode()) > room]
         if any(len(text) > self._max_characters for text in doubtful):
             raise InvalidInput(
@@ -122,13 +121,13 @@ class EncoderRuntime(PackageRuntime):
         return self._buckets.bucket(tokens) if self._buckets else tokens
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
-        """Tokenises all rows and cuts them into slices of like length, or of one bucket or few."""
+        """Tokenises all rows and cuts them into slices of similar length, or of one bucket or a few."""
         limit = self._max_characters if self.spec.batching.truncate else None
         texts = [text[:limit] for job in jobs for text in job[self._input].tolist()]
         tokens = self._loaded_tokeniser.encode(texts)
         lengths = [len(ids) for ids in tokens]
         if max(lengths) > self._max_tokens:
-            # A tokenizer that makes more tokens than there are bytes: `check` had no reason to count them.
+            # The tokenizer makes more tokens than there are bytes, so `check` did not count them.
             raise ModelError(f"{self._input}: {max(lengths)} tokens. Expected at most {self._max_tokens}")
         widths = self._widths(lengths)
         slices = [self._padded(rows, tokens, widths[rows[-1]]) for rows in slice_by_length(widths, self._forward_costs)]
@@ -136,18 +135,18 @@ class EncoderRuntime(PackageRuntime):
         return Prepared(len(texts), slices, sum(lengths), sum(piece.ids.numel() for piece in slices))
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
-        """Embeds each slice and puts the rows back into their order: (rows, width) float32."""
+        """Embeds each slice and restores the order of the rows: (rows, width) float32."""
         return self.forms.run(prepared)
 
     def counts(self) -> dict[str, int]:
-        """See Counted: calls of the model, slices by bucket, and what the form in use has met."""
+        """See Counted: calls of the eager model, slices by bucket, and the counters of the form in use."""
         edges = self._buckets.edges if self._buckets else ()
         with self._padded_to_lock:
             slices = {f"slices_of_{edge}": self._padded_to[edge] for edge in edges}
         return {**super().counts(), **slices, **self.forms.counts()}
 
-    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
-        """See Tunable. A precision that the package or the operator asked for is kept."""
+    def candidates(self, compiler: ModelCompiler | None) -> dict[str, Callable[[], Forward]]:
+        """See Tunable. Where the package or the settings name a precision, no form changes it."""
         device = self._loaded_device
         may_change = self.precision == "auto"
         found: dict[str, Callable[[], Forward]] = {}
@@ -170,8 +169,6 @@ class EncoderRuntime(PackageRuntime):
 
     def compilable(self, form: str) -> Compilable:
         """(ids, mask) -> vectors, for every shape up to the largest that is served."""
-        from penstock.workers.compilation import Compilable
-
         module = self._reduced("bf16") if form == "compiled-bf16" else self._loaded
         corners = ((2, 4), (1, 2), (self._compiled_rows, self._max_tokens))
         return Compilable(module, tuple(self._example_tensors(*corner) for corner in corners))
@@ -182,7 +179,7 @@ class EncoderRuntime(PackageRuntime):
         return Exportable(self._loaded, examples, ("ids", "mask"), (self._output,))
 
     def _example_tensors(self, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of different tokens, and a mask of their own: a tracer takes one tensor that is passed twice for one."""
+        """Ids of different tokens, and a mask: two tensors, because a tracer takes a tensor passed twice for one."""
         ids = np.arange(rows * length, dtype=np.int64).reshape(rows, length) % self._vocabulary
         mask = np.ones((rows, length), np.int64)
         mask[0, (length + 1) // 2 :] = 0
@@ -193,13 +190,13 @@ class EncoderRuntime(PackageRuntime):
         return self._embedding(self._called)(prepared)
 
     def _embedding(self, embed: _Embed) -> Forward:
-        """The forward that `embed` gives the slices of a batch."""
+        """A forward that calls `embed` for each slice of a batch."""
         device = self._loaded_device
 
         def forward(prepared: Prepared) -> dict[str, Array]:
             vectors = np.empty((prepared.rows, self._width), np.float32)
             with device.inference():
-                # Everything is queued on the device before the first result is waited for.
+                # All slices are queued on the device before the first result is awaited.
                 embedded = [(piece.rows, embed(*_uploaded(piece, device))) for piece in prepared.payload]
                 for rows, tensor in embedded:
                     vectors[rows] = device.download(tensor)
@@ -212,26 +209,26 @@ class EncoderRuntime(PackageRuntime):
         return self._loaded_device.converted(self._loaded, precision)
 
     def _reduced_on_cpu(self) -> _Embed:
-        """The same in bf16, with the attention that is faster at each length."""
+        """The model in bf16, with the attention that is faster at each length."""
         long = self._reduced("bf16")
         weights: dict[int, Any] = {id(weight): weight for weight in long.parameters()}
         short: Any = copy.deepcopy(long, weights)
         short.encoder.set_attn_implementation("eager")
         return lambda ids, mask: (short if ids.shape[1] <= _SHORT_TOKENS else long)(ids, mask)
 
-    def _compiled(self, compiler: TorchCompiler, form: str) -> Forward:
+    def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         compiled = compiler.compile(self, form)
 
         def embed(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
             vectors: torch.Tensor = compiled(ids, _filled(ids, mask))
             return vectors
 
-        is_replayed = compiled.report.backend == "cudagraphs"
+        is_replayed = compiled.is_replayed
         forward = self._embedding(self._in_few_shapes(embed) if is_replayed else embed)
-        return WithProvenance(forward, compiled.report.as_data(), compiled.counts)
+        return WithProvenance(forward, compiled.made, compiled.counts)
 
     def _in_few_shapes(self, compiled: _Embed) -> _Embed:
-        """The same for slices padded to a bucket in rows and in length: a CUDA graph is captured for each of those."""
+        """The same for slices padded to buckets of rows and length, because each shape needs its own CUDA graph."""
         from torch.nn.functional import pad
 
         buckets = self._buckets or LengthBuckets(self._max_tokens)
@@ -240,7 +237,7 @@ class EncoderRuntime(PackageRuntime):
         def embed(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
             rows, length = ids.shape
             more_rows, more = row_bucket(rows, most_rows) - rows, buckets.bucket(length) - length
-            # Rows of padding alone would have no mean.
+            # A row of padding only would have no mean.
             whole = pad(pad(_filled(ids, mask), (0, more)), (0, 0, 0, more_rows), value=1)
             return compiled(pad(ids, (0, more, 0, more_rows), value=self._pad_id), whole)[:rows]
 
@@ -262,7 +259,7 @@ class EncoderRuntime(PackageRuntime):
         if self._device.is_cuda:
             self._forward_tokens = _GPU_FORWARD_TOKENS
         else:
-            # Threads of the tokenizer would take the cores that the forward runs on.
+            # Threads of the tokenizer would take the cores of the forward.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = self._package.source_folder()
         _check_pooling(folder, self.spec.reference)
@@ -287,7 +284,7 @@ class EncoderRuntime(PackageRuntime):
         return self._buckets.edges if self._buckets else super()._warm_up_lengths
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
-        """Texts of so many tokens, or of fewer where a word is more than one."""
+        """Texts of `length` tokens, or of fewer where a word has more than one token."""
         tokeniser = self._loaded_tokeniser
         words = max(1, min(length, self._max_tokens) - tokeniser.added_tokens)
         while words > 1 and len(tokeniser.encode([" ".join("a" * words)])[0]) > length:
@@ -305,7 +302,7 @@ class EncoderRuntime(PackageRuntime):
 
     @property
     def _forward_costs(self) -> int:
-        """Tokens that one more forward costs: where a token is cheap, as much as more of them."""
+        """The cost of one more forward in tokens. Where tokens are cheap, it is more tokens."""
         is_bf16 = "bf16" in (self.forms.name, self.precision)
         return _CPU_BF16_FORWARD_TOKENS if is_bf16 and not self._loaded_device.is_cuda else self._forward_tokens
 
@@ -351,7 +348,7 @@ class EncoderRuntime(PackageRuntime):
         self.tokeniser = Tokeniser(
             tokenizer.backend_tokenizer,
             truncate_at=self._max_tokens if self.spec.batching.truncate else None,
-            # Beside a GPU the cores have little else to do.
+            # With a GPU, the cores have little other work.
             max_threads=min(_MOST_TOKENISER_THREADS, len(os.sched_getaffinity(0)) if device.is_cuda else self._threads),
         )
         return device.place(model, self.spec.reference)
@@ -375,7 +372,7 @@ class EncoderRuntime(PackageRuntime):
         self._buckets = LengthBuckets(self._max_tokens, declared) if declared else None
 
     def _widths(self, lengths: list[int]) -> list[int]:
-        """What each row is padded to at least: its bucket, or nothing."""
+        """The least length that each row is padded to: its bucket, or its own length."""
         return list(map(self._buckets.bucket, lengths)) if self._buckets else lengths
 
     def _count(self, slices: Sequence[_Slice]) -> None:
@@ -396,7 +393,7 @@ class EncoderRuntime(PackageRuntime):
 
 
 def _filled(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The mask, of ones where there is no padding."""
+    """The mask; all ones where there is no padding."""
     return ids.new_ones(ids.shape) if mask is None else mask
 
 
@@ -407,7 +404,7 @@ def _uploaded(piece: _Slice, device: TorchDevice) -> tuple[torch.Tensor, torch.T
 def slice_by_length(lengths: Sequence[int], forward_tokens: int) -> list[list[int]]:
     """Row numbers in slices of ascending length, each cut where its padding would cost more than a forward.
 
-    `forward_tokens`: what one more forward costs, in tokens. Every row is in exactly one slice.
+    `forward_tokens`: the cost of one more forward, in tokens. Every row is in exactly one slice.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     slices: list[list[int]] = []
@@ -422,7 +419,7 @@ def slice_by_length(lengths: Sequence[int], forward_tokens: int) -> list[list[in
 
 
 def _check_pooling(folder: Path, reference: str) -> None:
-    """Raises ConfigurationError if the folder says that its vectors are pooled in another way."""
+    """Raises ConfigurationError if the folder declares another pooling of its vectors."""
     file = folder / "1_Pooling" / "config.json"
     if not file.is_file():
         return

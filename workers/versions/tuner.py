@@ -1,21 +1,50 @@
-"""The seam between the drain and what makes loaded models faster: workers/levels/optimizer.py."""
+"""The seam to workers/levels/, which makes loaded models faster. Only plain values cross it.
+
+a version is loaded -> Tuner.attach -> Observer
+a batch has ended   -> Observer.observe(BatchObservation)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
+from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import Runtime
-from penstock.workers.versions.version import Observer
 
-__all__ = ["Tuner", "NullTuner"]
+__all__ = ["AnsweredJob", "BatchObservation", "NullTuner", "Observer", "Tuner"]
+
+
+class AnsweredJob(NamedTuple):
+    """One job of a batch with the outputs that it was given."""
+
+    job_id: str
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, Array]
+
+
+class BatchObservation(NamedTuple):
+    """What one batch cost. `seconds`: its forward, preparing included."""
+
+    rows: int
+    tokens: int
+    seconds: float
+    answered: Iterable[AnsweredJob]
+    """Its jobs in order, without those that failed; can be read once."""
+
+
+class Observer(Protocol):
+    """Learns from the batches of one loaded version."""
+
+    def observe(self, batch: BatchObservation) -> None:
+        """Takes in one batch. Takes microseconds, because the thread that claims and commits calls it."""
 
 
 class Tuner(Protocol):
-    """Watches loaded versions and changes the form in which they answer."""
+    """Observes loaded versions and changes the form in which they run."""
 
     def attach(self, key: Hashable, runtime: Runtime, content_hash: str, max_rows: int) -> Observer | None:
-        """A version was loaded; batches of it have at most `max_rows` rows. Returns what is to hear of them."""
+        """A version was loaded; its batches have at most `max_rows` rows. Returns the observer of its batches."""
 
     def detach(self, key: Hashable) -> None:
         """The version is about to be unloaded."""
@@ -25,15 +54,15 @@ class Tuner(Protocol):
 
 
 class NullTuner:
-    """Every model as its author built it."""
+    """Leaves every model in its eager form."""
 
     def attach(self, key: Hashable, runtime: Runtime, content_hash: str, max_rows: int) -> Observer | None:
-        """Nobody listens."""
+        """Observes nothing."""
         return None
 
     def detach(self, key: Hashable) -> None:
-        """There was nothing."""
+        """Does nothing."""
 
     def report(self) -> dict[str, list[dict[str, Any]]]:
-        """Nothing."""
+        """Has no entries."""
         return {}

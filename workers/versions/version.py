@@ -10,13 +10,14 @@ batcher of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from penstock.registry.deployment import Deployment
+from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.package.signature import Signature
@@ -29,8 +30,9 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.forms import Forms, Tunable
 from penstock.workers.runtime.open import open_runtime
+from penstock.workers.versions.tuner import AnsweredJob, BatchObservation, Observer
 
-__all__ = ["ENDPOINT", "Observer", "ServedModel", "ServedVersion", "VersionState", "batch_limits", "is_name_of"]
+__all__ = ["ENDPOINT", "ServedModel", "ServedVersion", "VersionState", "batch_limits", "is_name_of"]
 
 logger = logging.getLogger("penstock.server")
 
@@ -75,13 +77,6 @@ def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
 def is_name_of(name: str, label: str, content_hash: str) -> bool:
     """Whether a job that names this version means the one of that label and content."""
     return name == label or (len(name) >= _SHORTEST_PREFIX and content_hash.startswith(name))
-
-
-class Observer(Protocol):
-    """Learns from the batches of one loaded version."""
-
-    def observe(self, work: BatchRun) -> None:
-        """Microseconds: this is the thread that claims and commits."""
 
 
 class VersionState(Enum):
@@ -212,7 +207,7 @@ class ServedVersion:
 
     @property
     def form(self) -> int:
-        """The form in which it answers the next batch; see Forms.stamp."""
+        """The form in which it answers the next batch; see Forms.generation."""
         return self._forms.generation if self._forms is not None else 0
 
     @property
@@ -327,8 +322,8 @@ class ServedVersion:
     def observe(self, work: BatchRun, now: float) -> None:
         """A batch was committed at `now`: what it took steers the next ones.
 
-        The observer does not hear of those that ran as built: it would time the form in use by them, and try others on
-        what may have ended a process.
+        The observer learns nothing of batches that ran as built. They would distort the time of the form in use, and
+        their jobs may have ended a process, so no other form is tried on them.
         """
         if self._controller is not None:
             jobs = [item.job for item in work.batch.items]
@@ -336,7 +331,8 @@ class ServedVersion:
             self._controller.observe(work.batch, work.ended - work.started, totals_s, len(self.batcher), now)
             self.batcher.steer(self._controller.rows, self._controller.wait_s)
         if self.observer is not None and not work.is_as_built:
-            self.observer.observe(work)
+            seconds = work.ended - work.started
+            self.observer.observe(BatchObservation(work.batch.rows, work.tokens, seconds, _answered(work)))
 
     def reserve(self, job: ClaimedJob) -> None:
         """The job waits or runs here."""
@@ -393,6 +389,12 @@ class ServedVersion:
             self.form,
             is_as_built,
         )
+
+
+def _answered(work: BatchRun) -> Iterator[AnsweredJob]:
+    for item, answer in zip(work.batch.items, work.answers, strict=True):
+        if not isinstance(answer, Failure):
+            yield AnsweredJob(item.job.header.id, item.job.inputs, answer)
 
 
 class ServedModel:

@@ -1,4 +1,4 @@
-"""The micro-batcher: what is flushed when, what shares a batch, and that nothing is lost or starves."""
+"""The micro-batcher: when a batch is flushed, which jobs share one, and that no job is lost or starves."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TestFlush:
         assert len(batcher) == 1
 
     def test_a_batch_is_flushed_when_the_oldest_has_waited_long_enough(self):
-        """`max_wait_s` after the arrival of the oldest, whatever is there goes."""
+        """`max_wait_s` after the arrival of the oldest job, all pending jobs go."""
         batcher = filled(limits(max_wait_s=1.0), pending(0, arrived=3.0), pending(1, arrived=3.9))
         assert batcher.next_flush_at() == 4.0
         assert batcher.next(3.99, device_idle=False) is None
@@ -95,12 +95,12 @@ class TestFlush:
         assert (jobs_of(batch), batch.reason) == ([0, 1], "wait")
 
     def test_a_lone_request_is_answered_at_once_by_an_idle_device(self):
-        """Nobody waits for neighbours while the device has nothing to do."""
+        """No job waits for others while the device is idle."""
         batch = formed(filled(limits(max_rows=32), pending(7)).next(0.0, device_idle=True))
         assert (jobs_of(batch), batch.reason) == ([7], "idle")
 
     def test_a_batch_is_flushed_when_its_padded_tokens_reach_the_budget(self):
-        """One long job makes its short neighbours as dear as itself: rows * longest counts."""
+        """One long job makes its short neighbours as expensive as itself: rows * longest counts."""
         batcher = filled(limits(max_tokens=100), pending(0, length=10), pending(1, length=49))
         assert batcher.next(0.0, device_idle=False) is None
         batcher.add(pending(2, length=10))
@@ -153,7 +153,7 @@ class TestFlush:
     @pytest.mark.parametrize("too_large", [{"rows": 9}, {"length": 101}, {"nbytes": 1001}])
     @pytest.mark.parametrize("sort_window", [1, 4])
     def test_a_job_beyond_a_limit_goes_alone(self, too_large: dict[str, Any], sort_window: int):
-        """It is not held for ever, and it takes nobody along."""
+        """It is not held for ever, and no other job goes with it."""
         wanted = limits(max_rows=8, max_tokens=100, max_bytes=1000, sort_window=sort_window)
         batcher = filled(wanted, pending(0), pending(1, **too_large), pending(2))
         assert sorted(jobs_of(batch) for batch in drained(batcher)) in ([[0], [1], [2]], [[0, 2], [1]])
@@ -249,7 +249,7 @@ class TestPriority:
         low_rows: int,
         floods: list[list[tuple[int, BatchKey, int]]],
     ):
-        """However many urgent jobs of whatever key come, and dissolve batches that are ready, it is in the fourth."""
+        """It is in the fourth batch, even while urgent jobs of any key come and dissolve batches that are ready."""
         batcher = filled(limits(max_rows=max_rows, sort_window=sort_window), pending(-1, 3, low_key, low_rows))
         arriving = iter(floods)
 
@@ -389,7 +389,7 @@ class TestDiscard:
 
 
 class AnySequence(RuleBasedStateMachine):
-    """Whatever is done to a batcher, in whatever order: nothing is lost or doubled, and no limit is exceeded."""
+    """After any sequence of calls, no job is lost or doubled, and no limit is exceeded."""
 
     @initialize(
         wanted=st.builds(

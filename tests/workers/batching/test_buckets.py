@@ -48,7 +48,7 @@ def test_edges_double_with_one_step_between_and_end_at_the_maximum():
 
 
 def test_declared_edges_take_the_place_of_ours_and_end_at_the_maximum():
-    """What a package declares is kept; rows that are longer have a bucket all the same."""
+    """Declared buckets are kept, and longer rows have a bucket too."""
     assert LengthBuckets(256, (10, 20)).edges == (10, 20, 256)
     assert LengthBuckets(20, (10, 20, 40)).edges == (10, 20)
 
@@ -118,7 +118,7 @@ def test_no_run_that_fits_is_more_efficient_than_the_one_chosen(
 
 
 def test_costlier_forwards_make_fuller_batches():
-    """With a cheap forward two lengths run apart; with a dear one the padding is the lesser evil."""
+    """With a cheap forward two lengths run apart; with an expensive one they share a batch."""
     shorter, longer = nearest_first([Item(1, 10)] * 8, 200)
     base, room = BatchLoad(rows=1, longest=200, nbytes=0, tokens=200), Room(64, UNLIMITED, UNLIMITED)
     assert most_efficient_run(base, shorter, longer, room, overhead_tokens=32) == (0, 0)

@@ -1,4 +1,4 @@
-"""Calibration of `max_batch_size = 0` on a simulated device: what is chosen fits, and nothing larger does."""
+"""Calibration of `max_batch_size = 0` on a simulated device: the chosen rows fit, and no more rows do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.workers.batching.calibrate import Calibration, MemoryReading, cali
 MIB = 1 << 20
 GIB = 1 << 30
 SEGMENT = 20 * MIB
-"""torch's allocator reserves large blocks in segments of so many bytes."""
+"""torch's allocator reserves large blocks in segments of this size."""
 
 plants = st.tuples(
     st.integers(0, 70 * GIB),  # weights and other processes

@@ -1,4 +1,4 @@
-"""The latency controller: what it steers in a simulated worker, and what it leaves alone."""
+"""The latency controller in a simulated worker: when it changes the rows, and when it does not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestStepLoad:
         assert without.p95_s(NORMAL, 15, 40) > 2 * TARGET_S
 
     def test_the_batches_fall_with_the_step_and_grow_back_after_it(self):
-        """The rows follow the load down within seconds, and are all there again once nobody urgent comes."""
+        """The rows follow the load down within seconds, and rise to the limit again once no urgent job comes."""
         steered = controller()
         plant = step_load(steered)
         under_load = [rows for at, rows in plant.sizes if 15 < at < 40]
@@ -68,7 +68,7 @@ class TestStepLoad:
         assert len(changes) <= 4
 
     def test_the_backlog_pays_no_more_than_a_fifth_of_its_rows_per_second(self):
-        """With a fixed cost of 16 rows small batches are dear: the target is missed rather than the work undone."""
+        """With a fixed cost of 16 rows small batches are expensive: the target is missed rather than the throughput."""
         steered = controller()
         with_it = step_load(steered, fixed_s=0.032)
         without = step_load(None, fixed_s=0.032)
@@ -157,7 +157,7 @@ class TestBacklog:
 
 
 class TestWait:
-    """AR-038: how long a job may wait for company."""
+    """AR-038: how long a job may wait for more jobs."""
 
     @settings(deadline=None)
     @given(

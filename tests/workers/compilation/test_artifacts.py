@@ -72,7 +72,7 @@ def test_changed_byte_is_refused(tmp_path: Path, store: ArtifactStore, position:
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b""])
 def test_other_length_is_refused(tmp_path: Path, store: ArtifactStore, change):
-    """AR-040: what is cut short or appended to is not what was stored."""
+    """AR-040: a file that was cut short or appended to is refused."""
     store.store("one", PARTS)
     path = artifact(tmp_path, "one")
     path.write_bytes(change(path.read_bytes()))
@@ -89,14 +89,14 @@ def test_artefact_under_another_name_is_refused(tmp_path: Path, store: ArtifactS
 
 
 def test_artefact_of_another_key_is_refused(tmp_path: Path, store: ArtifactStore):
-    """AR-040: what somebody else sealed is not used."""
+    """AR-040: an artefact with the seal of another key is not used."""
     ArtifactStore(tmp_path / "home" / "cache", tmp_path / "other.key").store("one", PARTS)
     assert store.load("one") is None
     assert store.refused == 1
 
 
 def test_refused_artefact_is_replaced_by_a_new_one(tmp_path: Path, store: ArtifactStore):
-    """What is compiled anew takes its place."""
+    """A new artefact replaces it."""
     artifact(tmp_path, "one").write_bytes(b"not ours")
     assert store.load("one") is None
     store.store("one", PARTS)
@@ -104,7 +104,7 @@ def test_refused_artefact_is_replaced_by_a_new_one(tmp_path: Path, store: Artifa
 
 
 def test_key_that_others_can_read_is_refused(tmp_path: Path, store: ArtifactStore):
-    """Whoever reads the key can seal."""
+    """Every user who can read the key can seal, so the key must be private."""
     (tmp_path / "home" / "compilation.key").chmod(0o640)
     with pytest.raises(ConfigurationError, match=r"has mode 640\. Expected 600"):
         ArtifactStore(tmp_path / "home" / "cache", tmp_path / "home" / "compilation.key")
@@ -121,7 +121,7 @@ def test_key_of_another_length_is_refused(tmp_path: Path, content: bytes):
 
 
 def test_key_that_is_a_link_is_refused(tmp_path: Path, store: ArtifactStore):
-    """A link leads to where somebody else may write."""
+    """A link may lead to a file that another user can write."""
     (tmp_path / "link").symlink_to(tmp_path / "home" / "compilation.key")
     with pytest.raises(ConfigurationError, match=r"cannot be used \(a link\)"):
         ArtifactStore(tmp_path / "cache", tmp_path / "link")
@@ -155,7 +155,7 @@ def test_workers_that_start_at_once_share_one_key(tmp_path: Path):
 
 
 def test_least_recently_used_artefacts_make_room(tmp_path: Path):
-    """The folder does not grow without end, and what is in use stays."""
+    """The folder stays bounded, and artefacts in use stay in it."""
     store = ArtifactStore(tmp_path / "cache", tmp_path / "key", most_bytes=30_000)
     for number, name in enumerate(("old", "used", "newer")):
         if name == "newer":
@@ -172,11 +172,11 @@ def test_full_disk_only_costs_the_artefact(tmp_path: Path, store: ArtifactStore,
     (tmp_path / "home" / "cache").rmdir()
     store.store("one", PARTS)
     assert store.load("one") is None
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 def test_discarded_artefact_is_gone(store: ArtifactStore):
-    """What does not work here is removed and counts as nobody's offence."""
+    """An artefact that does not work here is removed, and does not count as changed."""
     store.store("one", PARTS)
     store.discard("one")
     store.discard("one")
@@ -228,7 +228,7 @@ def test_of_workers_that_need_the_same_one_makes_it(tmp_path: Path, store: Artif
 
 
 def test_waiting_for_another_worker_can_be_given_up(tmp_path: Path, store: ArtifactStore):
-    """A worker that stops waits for nobody, and where nothing can be locked nobody waits."""
+    """A worker that stops does not wait for the lock, and no worker waits where no file can be locked."""
     other = ArtifactStore(tmp_path / "home" / "cache", tmp_path / "home" / "compilation.key")
     with store.alone("one", lambda: False), other.alone("one", lambda: True), other.alone("two", lambda: False):
         pass

@@ -1,4 +1,4 @@
-"""TorchCompiler: what it answers, what it refuses, and what it leaves as it was."""
+"""TorchCompiler: the outputs of a compiled form, its refusals, and that the serving module stays unchanged."""
 
 from __future__ import annotations
 
@@ -19,17 +19,11 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
 from penstock.registry.package.spec_sections import Precision
 from penstock.registry.settings import CompilationConfig, Settings
-from penstock.workers.compilation import (
-    Compilable,
-    CompilationRefused,
-    CompiledForward,
-    TorchCompiler,
-    TorchCompileSafetyMonitor,
-)
+from penstock.workers.compilation import CompiledForward, TorchCompiler, TorchCompileSafetyMonitor
 from penstock.workers.compilation.compiler import _backend
-from penstock.workers.compilation.target import Shapes
-from penstock.workers.compilation.tracing import trace
+from penstock.workers.runtime.compilable import Compilable, CompilationRefused, Shapes
 from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.tracing import trace
 from tests.servers import ROOT, wait_until
 from tests.workers.compilation.conftest import Compiled
 from tests.workers.compilation.packages import loaded, write_module
@@ -45,7 +39,7 @@ def compiler(tmp_path: Path) -> TorchCompiler:
 
 @dataclass
 class Swapped:
-    """A loaded runtime in whose place another module stands for what its package says."""
+    """A loaded runtime with another module than the one of its package."""
 
     runtime: PyTorchRuntime
     module: torch.nn.Module
@@ -82,7 +76,7 @@ class Linear(torch.nn.Module):
         self._answer = answer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Whatever the test says."""
+        """The outputs that the test chose."""
         return self._answer(x)
 
 
@@ -95,7 +89,7 @@ def without_building(compiled: Compiled, monitor: TorchCompileSafetyMonitor | No
 
 @pytest.fixture
 def kept(compiled: Compiled) -> Iterator[Path]:
-    """The stored artefact, put back as it was."""
+    """The stored artefact, restored after the test."""
     artifact, data = compiled.artifact, compiled.artifact.read_bytes()
     yield artifact
     artifact.write_bytes(data)
@@ -129,7 +123,7 @@ def test_other_shapes_are_answered_by_the_module(compiled: Compiled):
 @pytest.mark.slow
 def test_report_says_how_it_was_compiled(compiled: Compiled):
     """CF-013: the backend that was chosen, the graph breaks, the time and the memory, as plain data."""
-    report = compiled.forward.report.as_data()
+    report = compiled.forward.made
     assert report["backend"] == "inductor"
     assert (report["graph_breaks"], report["graphs"], report["was_warm"]) == (0, 1, False)
     assert 0 < compiled.forward.report.compile_s < 600
@@ -285,7 +279,7 @@ def test_tampered_artefact_is_refused(compiled: Compiled, kept: Path):
     data[len(data) // 2] ^= 1
     kept.write_bytes(data)
     compiler = without_building(compiled)
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         compiler.compile(compiled.runtime, "compiled")
     assert compiler.refused_artifacts == 1
     assert not kept.exists()
@@ -308,7 +302,7 @@ def test_artefact_belongs_to_one_content(compiled: Compiled):
     other = Swapped.of(compiled, module)
     other.content_hash = "0" * 64
     assert without_building(compiled).compile(Swapped.of(compiled, module), "compiled").report.was_warm
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(other, "compiled")
 
 
@@ -316,7 +310,7 @@ def test_artefact_belongs_to_one_content(compiled: Compiled):
 def test_artefact_belongs_to_the_library_of_the_models(compiled: Compiled, monkeypatch: pytest.MonkeyPatch):
     """AR-040: another transformers computes an encoder in its own way, whatever the package's files say."""
     monkeypatch.setattr("penstock.workers.compilation.compiler.version", lambda name: f"another {name}")
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(compiled.runtime, "compiled")
 
 
@@ -325,7 +319,7 @@ def test_artefact_belongs_to_a_number_of_threads(compiled: Compiled):
     """The code says with how many threads it runs, so other settings have code of their own."""
     torch.set_num_threads(2)
     try:
-        with pytest.raises(CompilationRefused, match="The worker stops"):
+        with pytest.raises(CompilationRefused, match="The worker is stopping"):
             without_building(compiled).compile(compiled.runtime, "compiled")
     finally:
         torch.set_num_threads(1)
@@ -333,9 +327,9 @@ def test_artefact_belongs_to_a_number_of_threads(compiled: Compiled):
 
 @pytest.mark.slow
 def test_other_answers_are_refused(compiled: Compiled, kept: Path):
-    """AR-055: compiled code that answers otherwise than the module is never offered."""
+    """AR-055: compiled code with other outputs than the module is never used."""
     lying = Swapped.of(compiled, Linear(lambda x: x))
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(lying, "compiled")
     # An artefact of no use is dropped before anything is built in its place.
     assert not kept.exists()
@@ -347,14 +341,14 @@ def test_non_finite_answers_are_refused(compiled: Compiled, kept: Path, caplog: 
     module = Linear(lambda x: x)
     torch.nn.init.constant_(module.linear.bias, float("nan"))
     caplog.set_level("INFO", "penstock.compilation")
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled).compile(Swapped.of(compiled, module), "compiled")
     assert [record.__dict__["reason"] for record in caplog.records] == ["output contains NaN or infinity"]
 
 
 @pytest.mark.slow
 def test_memory_growth_is_refused(compiled: Compiled, kept: Path, caplog: pytest.LogCaptureFixture):
-    """AR-041: growth beyond the threshold stops the swap, whoever grew."""
+    """AR-041: growth beyond the threshold stops the swap, also when another part of the process grew."""
     hoard: list[torch.Tensor] = []
     original = compiled.runtime.compilable("compiled").module
 
@@ -367,7 +361,7 @@ def test_memory_growth_is_refused(compiled: Compiled, kept: Path, caplog: pytest
     module.load_state_dict(original.state_dict())
     caplog.set_level("INFO", "penstock.compilation")
     monitor = TorchCompileSafetyMonitor(memory_growth_threshold_mb=32.0)
-    with pytest.raises(CompilationRefused, match="The worker stops"):
+    with pytest.raises(CompilationRefused, match="The worker is stopping"):
         without_building(compiled, monitor).compile(Swapped.of(compiled, module), "compiled")
     assert caplog.records[0].__dict__["reason"].endswith("expected at most 32")
 
@@ -431,7 +425,7 @@ def test_cudagraphs_on_a_cpu_are_refused(tmp_path: Path):
     ("backend", "chosen"), [("auto", "inductor"), ("inductor", "inductor"), ("cudagraphs", "cudagraphs")]
 )
 def test_backend_on_a_gpu(backend: str, chosen: str):
-    """CF-013: every backend is to be had on a GPU, and auto is the one that has no price for each shape."""
+    """CF-013: a GPU has every backend, and auto is the one without a cost for each shape."""
     config = CompilationConfig.model_validate({"backend": backend})
     assert _backend(config, torch.device("cuda:0")) == chosen
 
@@ -488,7 +482,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """Where the child says who it is: its number, its niceness, and how many secrets it sees."""
+    """The file in which the child reports its pid, its niceness, and the number of secrets that it sees."""
     return tmp_path / "marker"
 
 
@@ -518,7 +512,7 @@ def test_stopping_ends_the_compiler(compiler: TorchCompiler, waiting: PyTorchRun
     compiler.stop()
     thread.join(WAIT_S)
     pid, niceness, secrets = map(int, marker.read_text().split())
-    assert refusals == ["The worker stops"]
+    assert refusals == ["The worker is stopping"]
     assert not is_running(pid)
     assert niceness >= 5
     assert secrets == 0

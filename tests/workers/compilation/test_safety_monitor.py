@@ -46,7 +46,7 @@ class Raising(torch.nn.Module):
 
 @dataclass
 class Scores:
-    """An output of a class of its own."""
+    """An output of a custom class."""
 
     logits: object
     label: str = "positive"
@@ -59,7 +59,7 @@ def _no_traces_left() -> Iterator[None]:
 
 
 def test_five_graph_breaks_are_accepted():
-    """CF-059: the limit itself is within it, and the result says what was counted."""
+    """CF-059: the limit itself is within it, and the result has the counts."""
     result = TorchCompileSafetyMonitor().pre_compile_check(Breaking(5), torch.ones(2))
     assert result.is_passed
     assert (result.graph_breaks, result.graphs) == (5, 6)
@@ -73,7 +73,7 @@ def test_six_graph_breaks_are_refused():
 
 
 def test_limit_of_graph_breaks_can_be_set():
-    """CF-059: max_graph_breaks counts for what it says."""
+    """CF-059: max_graph_breaks sets the limit."""
     assert not TorchCompileSafetyMonitor(max_graph_breaks=4).pre_compile_check(Breaking(5), {"x": torch.ones(2)})
 
 
@@ -109,7 +109,7 @@ def test_memory_may_grow_up_to_the_threshold(pre_mb: float, post_mb: float, is_h
 
 
 def test_growth_is_measured_by_its_own_threshold():
-    """CF-061: memory_growth_threshold_mb counts for what it says."""
+    """CF-061: memory_growth_threshold_mb sets the limit."""
     monitor = TorchCompileSafetyMonitor(memory_growth_threshold_mb=10.0)
     assert monitor.check_health(0, 10).growth_mb == 10
     assert monitor.check_health(0, 11).reasons == ("memory grew by 11 MB, expected at most 10",)
@@ -178,6 +178,6 @@ def test_output_that_contains_itself_is_refused():
 
 @pytest.mark.parametrize("limits", [{"max_graph_breaks": -1}, {"memory_growth_threshold_mb": -0.1}])
 def test_negative_limits_are_refused(limits: dict):
-    """A limit that nothing can keep is a mistake of whoever set it."""
+    """No model can keep a negative limit, so it is an error of the configuration."""
     with pytest.raises(ValueError, match="Expected numbers from 0 upwards"):
         TorchCompileSafetyMonitor(**limits)

@@ -1,4 +1,4 @@
-"""One suite over the adapter of every framework (AR-042, AR-043), then what is particular to each."""
+"""One suite over the adapter of every framework (AR-042, AR-043), then the tests of each."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_answers_are_those_of_the_model_itself(case: Case, adapter: Adapter):
 
 
 def test_attributes_pass_through(case: Case, adapter: Adapter):
-    """Who has the adapter has the model's attributes, and is taken for the model."""
+    """The adapter has the model's attributes, and isinstance takes it for the model."""
     assert getattr(adapter, case.attribute) == getattr(case.model, case.attribute)
     assert isinstance(adapter, type(case.model))
 
@@ -136,7 +136,7 @@ def test_copies_answer_alike(case: Case, adapter: Adapter, copied: Callable[[Any
 
 @pytest.mark.parametrize("wrong", [PyTorchAdapter, TransformersAdapter, OnnxAdapter])
 def test_adapter_refuses_models_of_another_framework(case: Case, wrong: Any):
-    """Each says what it found and what it takes."""
+    """The error names the framework that was found and the one that is expected."""
     if wrong is case.adapter:
         return
     if wrong is PyTorchAdapter and case.adapter is TransformersAdapter:

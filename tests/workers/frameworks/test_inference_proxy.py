@@ -56,7 +56,7 @@ def test_calls_reach_the_model_and_are_counted(model: Model):
 
 
 def test_attributes_are_read_from_set_on_and_deleted_from_the_model(model: Model):
-    """The proxy keeps nothing of its own that a model's attribute could hide or be hidden by."""
+    """No attribute of the proxy hides one of the model, or is hidden by one."""
     proxy = InferenceProxy(model)
     assert (proxy.scale, proxy.named("n")) == (3, ("n", 3))
     proxy.scale = 5
@@ -106,7 +106,7 @@ def test_observers_see_arguments_and_results(model: Model):
 
 
 def test_what_the_model_raises_passes_through():
-    """The call counts, `after` is not told, and the exception is the model's own."""
+    """The call counts, `after` is not called, and the model's exception reaches the caller."""
     problem, told = ZeroDivisionError("no"), []
 
     def fails(x: int) -> int:
@@ -176,7 +176,7 @@ def test_calls_of_many_threads_are_all_counted(model: Model):
 
 
 def test_object_that_cannot_be_called_is_refused():
-    """A proxy of nothing that infers is a mistake of its author."""
+    """The error names the type and the method that is expected."""
     with pytest.raises(InvalidInput, match=r"^A list cannot be proxied\. Expected an object with __call__\(\)$"):
         InferenceProxy([1])
 

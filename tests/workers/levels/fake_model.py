@@ -1,4 +1,4 @@
-"""A small model with other forms, on a clock of its own, and the traffic that an optimizer sees."""
+"""A small model with other forms on a simulated clock, and the traffic that an optimizer observes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.registry.broker.base import Delivery
-from penstock.registry.envelope import JobHeader
 from penstock.registry.package import ModelSpec
-from penstock.registry.queues import Priority
 from penstock.registry.tensors import Array
-from penstock.workers.batching.batcher import Batch, BatchKey, Pending
-from penstock.workers.compilation import TorchCompiler
-from penstock.workers.executor import BatchRun, Executor
-from penstock.workers.job import ClaimedJob
 from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
+from penstock.workers.runtime.compilable import ModelCompiler
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
+from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
 
@@ -36,18 +31,18 @@ class Clock:
 
 @dataclass(frozen=True)
 class Form:
-    """What a candidate does to the reference's answer, and what a forward of it costs."""
+    """How a candidate changes the reference's outputs, and the seconds of its forward."""
 
     change: Callable[[Array], Array]
     cost_s: float = 0.5
     fails: Exception | None = None
     """Raised when it is built."""
     made: Mapping[str, object] | None = None
-    """What its builder tells of it."""
+    """How its builder says that it was made."""
 
 
 class Rotation:
-    """Answers each row as the same direction, of unit length: an embedding. Its reference takes a second a batch."""
+    """Gives each row at unit length: an embedding. Its reference takes one second for each batch."""
 
     def __init__(self, clock: Clock, forms: Mapping[str, Form], *, noise: float = 0.0, **spec: object) -> None:
         self._clock = clock
@@ -55,7 +50,7 @@ class Rotation:
         self._noise = np.random.default_rng(3)
         self._noise_size = noise
         self.calls = 0
-        """Forwards of whatever form."""
+        """Forwards of all forms."""
         self.while_building: Callable[[], None] = lambda: None
         tensors = {"dtype": "float32", "shape": ["batch", WIDTH]}
         document = {
@@ -97,9 +92,9 @@ class Rotation:
         return self.run(self.prepare([inputs]))
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """There is nothing to release."""
 
-    def candidates(self, compiler: TorchCompiler | None) -> dict[str, Callable[[], Forward]]:
+    def candidates(self, compiler: ModelCompiler | None) -> dict[str, Callable[[], Forward]]:
         return {name: lambda name=name: self._built(name) for name in self._candidates}  # type: ignore[misc]
 
     def _reference(self, prepared: Prepared) -> dict[str, Array]:
@@ -128,27 +123,23 @@ def served(
     runtime: Runtime,
     clock: Callable[[], float],
     jobs: Sequence[Mapping[str, Array]],
-    observe: Callable[[BatchRun], None],
+    observe: Callable[[BatchObservation], None],
     first: int = 0,
 ) -> list[Mapping[str, Array]]:
-    """Runs these jobs as one batch on a model thread's seat, has it observed, and returns their answers.
+    """Runs these jobs as one batch, has it observed, and returns the outputs of each job.
 
     first: the number of the first job; ids are made of these.
     """
-    name = runtime.spec.name
-    key = BatchKey(name, runtime.version, "infer")
-    items = []
+    begun = clock()
+    prepared = runtime.prepare(jobs)
+    outputs = runtime.run(prepared)
+    seconds = clock() - begun
+    answered: list[AnsweredJob] = []
+    row = 0
     for number, inputs in enumerate(jobs, first):
-        header = JobHeader(f"{name}.{number:032x}", "acme", name, "normal", ())
-        delivery = Delivery(name, Priority.NORMAL, f"{number + 1}-0".encode(), b"")
-        job = ClaimedJob(delivery, header, dict(inputs), runtime.spec.signature.rows(inputs), 0.0, 0.0, 0)
-        items.append(Pending(key, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
-    rows = sum(item.rows for item in items)
-    work = BatchRun(Batch(key, items, rows, rows, "full", 2), runtime, max(rows, 64))
-    executor = Executor(1, lambda: None, lambda _: {}, lambda _: None, clock)
-    executor.submit(work, prepare_apart=False)
-    assert executor.begin("here") is work
-    executor.run(work)
-    executor.finish("here", work)
-    observe(work)
-    return [answer for answer in work.answers if isinstance(answer, dict)]
+        after = row + runtime.spec.signature.rows(inputs)
+        own = {name: values[row:after] for name, values in outputs.items()}
+        answered.append(AnsweredJob(f"{runtime.spec.name}.{number:032x}", inputs, own))
+        row = after
+    observe(BatchObservation(prepared.rows, prepared.tokens, seconds, answered))
+    return [job.outputs for job in answered]

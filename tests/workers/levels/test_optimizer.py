@@ -1,7 +1,7 @@
-"""What proves itself beside the traffic is used, what does not is not, and every decision is on record.
+"""A form is used after its trial passed, and only then; every decision is on record.
 
-The model is a small one of NumPy with forms that differ from it by as much as a test wants; the real forms of real
-models are in test_optimizer_models.py.
+The model is a small one in NumPy. Its forms differ from it by as much as a test wants. The real forms of real models
+are in test_optimizer_models.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pytest
 
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
-from penstock.workers.compilation import CompilationRefused
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.levels.profiler import Profiler
-from penstock.workers.levels.progression import Decision, LevelState, Readiness
+from penstock.workers.levels.progression import Decision, LevelState, StepReadiness
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime.compilable import CompilationRefused
 from tests.servers import wait_until
 from tests.workers.levels.fake_model import WIDTH, Clock, Form, Rotation, served
 
@@ -39,7 +39,7 @@ def off_by(error: float) -> Callable[[Array], Array]:
 
 
 def turned(rows: Array) -> Array:
-    """Rows that point to where no embedding of theirs does."""
+    """Rows that point in other directions than their embeddings."""
     return rows[:, ::-1].copy()
 
 
@@ -68,7 +68,7 @@ class Bench:
         self.profiler: Profiler = self.optimizer.attach("rotation", self.runtime, "ab" * 32, ROWS)
 
     def serve(self, batches: int) -> list[Mapping[str, Array]]:
-        """So many batches of traffic; returns the answers."""
+        """Serves this many batches of traffic; returns the outputs of each job."""
         answers: list[Mapping[str, Array]] = []
         for _ in range(batches):
             numbers = np.random.default_rng(self.jobs).standard_normal((ROWS, 1, WIDTH)).astype(np.float32)
@@ -79,7 +79,7 @@ class Bench:
         return answers
 
     def settle(self) -> None:
-        """Lets the optimizer do all that there is to do."""
+        """Ticks until the optimizer has nothing left to do."""
         while self.optimizer.tick():
             pass
 
@@ -125,7 +125,7 @@ REDUCED = Form(off_by(EMBEDDING_OFF_BY), cost_s=0.25)
 
 
 def test_level_0_changes_nothing_but_numbers(make_bench: MakeBench):
-    """Batches are counted and goldens kept, and that is all: no form, no decision, no file (AR-052, CF-004)."""
+    """Batches are counted and goldens kept. There is no form, no decision and no file (AR-052, CF-004)."""
     bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=0)
     bench.serve(100)
     assert not bench.optimizer.tick()
@@ -137,7 +137,7 @@ def test_level_0_changes_nothing_but_numbers(make_bench: MakeBench):
 
 
 def test_goldens_appear_with_no_extra_model_call(make_bench: MakeBench):
-    """What was served is what is kept: the model ran once for each batch (AR-061)."""
+    """Goldens are served jobs: the model ran once for each batch (AR-061)."""
     bench = make_bench({"compiled": GOOD}, max_level=0)
     answers = bench.serve(2)
     bench.settle()
@@ -212,7 +212,7 @@ def test_every_level_is_a_decision_with_its_evidence(make_bench: MakeBench):
 
 
 def test_lower_form_is_not_built_when_a_higher_one_serves(make_bench: MakeBench):
-    """A compiled fp32 form would only lose against the bf16 one in use."""
+    """A compiled fp32 form would lose against the bf16 form in use."""
     bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
     bench.serve(20)
     bench.settle()
@@ -222,7 +222,7 @@ def test_lower_form_is_not_built_when_a_higher_one_serves(make_bench: MakeBench)
 
 
 def test_slow_builds_are_left_out_where_they_cannot_win(make_bench: MakeBench):
-    """Where bf16 has won by far, nothing is exported, `levels` says why, and a measurement has them all the same."""
+    """Where bf16 is much faster, nothing is exported and `levels` says why. A measurement tries these forms too."""
     forms = {"compiled": GOOD, "bf16": REDUCED, "onnx": Form(off_by(0), 0.9), "int8": Form(turned, 0.1)}
     bench = make_bench(forms, max_level=3)
     bench.serve(1000)
@@ -234,7 +234,7 @@ def test_slow_builds_are_left_out_where_they_cannot_win(make_bench: MakeBench):
         "onnx": "not tried",
         "int8": "not tried",
     }
-    assert bench.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the model as built; onnx was at")
+    assert bench.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the eager model; onnx was at")
     answer = bench.optimizer.ask("rotation", "measure")
     bench.settle()
     assert "onnx refused, 0.28 times as fast as the form in use" in answer.result(0)
@@ -252,7 +252,7 @@ def test_level_4_reads_as_3_and_the_package_may_ask_for_less(
 
 
 def test_embedding_that_points_elsewhere_is_refused(make_bench: MakeBench):
-    """A form of another precision is judged by what the output is for (AR-056)."""
+    """A form of another precision is judged by the use of the output (AR-056)."""
     bench = make_bench({"int8": Form(turned, cost_s=0.1)}, max_level=3)
     bench.serve(61)
     bench.settle()
@@ -273,7 +273,7 @@ def test_form_must_be_faster_by_a_margin(make_bench: MakeBench, cost_s: float, a
 
 @pytest.mark.parametrize("failure", [CompilationRefused("six graph breaks"), RuntimeError("no compiler")])
 def test_form_that_cannot_be_built_is_refused_with_the_reason(make_bench: MakeBench, failure: Exception):
-    """Whatever a framework raises, the model goes on as it is."""
+    """After any error of a framework, the model keeps its form."""
     bench = make_bench({"compiled": Form(off_by(0), fails=failure)})
     bench.serve(61)
     bench.settle()
@@ -284,7 +284,7 @@ def test_form_that_cannot_be_built_is_refused_with_the_reason(make_bench: MakeBe
 
 
 def test_model_that_does_not_repeat_itself_keeps_its_form(make_bench: MakeBench):
-    """What answers otherwise each time proves nothing about a candidate."""
+    """A model with other outputs each time cannot be compared with a candidate."""
     bench = make_bench({"compiled": GOOD}, noise=1.0)
     bench.serve(61)
     bench.settle()
@@ -345,12 +345,12 @@ def test_how_a_form_was_compiled_goes_with_its_decision(make_bench: MakeBench):
     assert make_bench(forms).step("compiled")["made"] == made
 
 
-def standing_of(bench: Bench) -> LevelState:
+def state_of(bench: Bench) -> LevelState:
     (attached,) = bench.optimizer._attached.values()
     return attached.level_state
 
 
-def standing_subject(bench: Bench) -> DecisionKey:
+def decision_key_of(bench: Bench) -> DecisionKey:
     (attached,) = bench.optimizer._attached.values()
     return attached.key
 
@@ -369,7 +369,7 @@ def test_log_replays_to_the_same_state(make_bench: MakeBench):
     fails = True
     bench.serve(400)
     bench.settle()
-    live = standing_of(bench)
+    live = state_of(bench)
     (attached,) = bench.optimizer._attached.values()
     assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
     assert (live.form, "int8" in live.settled) == ("onnx", True)
@@ -391,7 +391,7 @@ def test_log_is_private_and_holds_no_payload(make_bench: MakeBench):
 
 
 def test_restart_takes_up_what_was_accepted(make_bench: MakeBench):
-    """The same content on the same kind of machine need not run for another minute (warm start)."""
+    """The same content on the same kind of machine needs no further minute of forwards (warm start)."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     bench.settle()
@@ -403,7 +403,7 @@ def test_restart_takes_up_what_was_accepted(make_bench: MakeBench):
 
 
 def test_restart_does_not_try_what_was_measured_and_refused(make_bench: MakeBench):
-    """A verdict on the same content does not change; what merely could not be built is tried anew."""
+    """A measured refusal of the same content stays. A form that could not be built is tried again."""
     forms = {"int8": Form(turned, 0.1), "onnx": Form(off_by(0), fails=RuntimeError("not installed"))}
     bench = make_bench(forms, max_level=3)
     bench.serve(200)
@@ -417,7 +417,7 @@ def test_restart_does_not_try_what_was_measured_and_refused(make_bench: MakeBenc
 
 
 def test_form_that_kills_its_process_is_left_off(make_bench: MakeBench):
-    """One death may have been a job's doing, and three within a day are not; an operator may ask for it again."""
+    """One death may be due to a job, three within a day are due to the form. An operator may request it again."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     bench.settle()
@@ -435,7 +435,7 @@ def test_form_that_kills_its_process_is_left_off(make_bench: MakeBench):
 
 @pytest.mark.parametrize("other", ["time", "content", "model"])
 def test_other_deaths_keep_no_form_away(make_bench: MakeBench, other: str):
-    """Those of the day before, of other content, of other models."""
+    """Deaths of the day before, of other content or of other models do not count."""
     bench = make_bench({"compiled": GOOD})
     yesterday = time.time() - (86_500 if other == "time" else 0)
     log = DecisionLog(bench.home, lambda: yesterday)
@@ -470,7 +470,7 @@ def test_damaged_lines_of_the_log_are_passed_over(make_bench: MakeBench):
 
 
 def test_version_that_is_detached_meanwhile_is_left_alone(make_bench: MakeBench):
-    """A trial that ends after its version was unloaded comes to nothing."""
+    """The result of a trial is discarded when its version was unloaded meanwhile."""
     bench = make_bench({"compiled": GOOD})
     bench.runtime.while_building = lambda: bench.optimizer.detach("rotation")
     bench.serve(61)
@@ -500,14 +500,14 @@ def test_log_tells_what_the_audit_did_not_take(make_bench: MakeBench):
     bench.optimizer._audit = is_full
     bench.serve(61)
     bench.settle()
-    live = standing_of(bench)
+    live = state_of(bench)
     (attached,) = bench.optimizer._attached.values()
     assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
     assert (live.level, bench.runtime.forms.name) == (0, "eager")
 
 
 def test_line_that_was_cut_short_costs_no_other(make_bench: MakeBench):
-    """What a process that died left half-written is followed by a line of its own."""
+    """After a half-written line of a process that died, the next record starts a new line."""
     bench = make_bench({"compiled": GOOD})
     folder = bench.home / "decisions"
     folder.mkdir()
@@ -520,14 +520,13 @@ def test_line_that_was_cut_short_costs_no_other(make_bench: MakeBench):
     assert again.runtime.forms.name == "compiled"
 
 
-def test_log_that_was_put_aside_is_still_read(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
-    """A file that grew too large makes nobody forget what was accepted."""
+def test_rotated_log_is_still_read(make_bench: MakeBench):
+    """Decisions stay known after the file has grown too large."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     bench.settle()
-    monkeypatch.setattr("penstock.workers.levels.decision_log._LARGEST_FILE", 0)
-    again = make_bench({"compiled": GOOD}, max_level=1)
-    again.optimizer.log.append(standing_subject(again), Decision("tokenizer-cache", "enabled"))
+    full = DecisionLog(bench.home, max_bytes=0)
+    full.append(decision_key_of(bench), Decision("tokenizer-cache", "enabled"))
     assert (bench.home / "decisions" / "rotation.jsonl.old").exists()
     later = make_bench({"compiled": GOOD})
     later.serve(1)
@@ -536,7 +535,7 @@ def test_log_that_was_put_aside_is_still_read(make_bench: MakeBench, monkeypatch
 
 
 def test_one_slow_start_does_not_keep_a_form_away(make_bench: MakeBench):
-    """A machine that was busy while a worker began found nothing to be faster; two such starts are believed."""
+    """On a busy machine no form measures faster. One such start is passed over, two are believed."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     bench.settle()
@@ -551,7 +550,7 @@ def test_one_slow_start_does_not_keep_a_form_away(make_bench: MakeBench):
 
 
 def test_other_tolerance_asks_for_another_verdict(make_bench: MakeBench):
-    """What was refused by a limit is tried anew when the operator has changed the limit."""
+    """A form that a limit refused is tried again after the operator has changed the limit."""
     forms = {"compiled": Form(off_by(2 * TOLERANCE))}
     bench = make_bench(forms)
     bench.serve(61)
@@ -564,14 +563,14 @@ def test_other_tolerance_asks_for_another_verdict(make_bench: MakeBench):
 
 
 def test_step_that_raises_ends_neither_the_thread_nor_an_answer(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
-    """Whatever goes wrong with one model, operators are answered and other steps are taken."""
+    """After a failure with one model, operators are answered and other steps are tried."""
     bench = make_bench({"bf16": REDUCED}, max_level=3)
 
-    def broken(_step: str, _evidence: object, _max_level: int) -> Readiness:
+    def broken(_step: str, _evidence: object, _max_level: int) -> StepReadiness:
         raise MemoryError
 
     bench.serve(20)
-    monkeypatch.setattr("penstock.workers.levels.optimizer.readiness", broken)
+    monkeypatch.setattr("penstock.workers.levels.attached.readiness", broken)
     bench.optimizer.start()
     answer = bench.optimizer.ask("rotation", "optimise")
     assert answer.result(10) == "rotation/1: it failed: MemoryError"
@@ -581,18 +580,18 @@ def test_step_that_raises_ends_neither_the_thread_nor_an_answer(make_bench: Make
 
 
 def test_operator_has_a_form_compiled_now(make_bench: MakeBench):
-    """Asked for, a minute of forwards is not waited for; the answer says what came of it."""
+    """A requested form needs no minute of forwards. The answer has the result."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(1)
     answer = bench.optimizer.ask("rotation", "compile")
     bench.settle()
     assert answer.result(0) == "rotation/1: compiled enabled, 2.00 times as fast as the form in use"
-    assert bench.step("compiled")["criterion"].startswith("asked for")
+    assert bench.step("compiled")["criterion"].startswith("requested")
     assert (bench.entry["answers"], bench.runtime.forms.name) == (1, "compiled")
 
 
 def test_operator_is_told_what_a_form_waits_for(make_bench: MakeBench):
-    """Goldens cannot be waived; nor can max_level, nor a model that is not here."""
+    """A request waives neither goldens nor max_level, and a model that is not loaded is named."""
     bench = make_bench({"compiled": GOOD, "bf16": REDUCED})
     early = bench.optimizer.ask("rotation", "optimise")
     absent = bench.optimizer.ask("other", "compile")
@@ -630,7 +629,7 @@ def test_metrics_tell_level_and_verdicts(make_bench: MakeBench):
 
 
 def test_thread_does_what_ticks_do(make_bench: MakeBench):
-    """Started, the optimizer works by itself, and ends when it is told to."""
+    """The thread ticks after `start` and ends after `stop`."""
     bench = make_bench({"bf16": REDUCED}, max_level=3)
     bench.serve(20)
     bench.optimizer.start()
@@ -641,7 +640,7 @@ def test_thread_does_what_ticks_do(make_bench: MakeBench):
 
 
 def test_golden_batches_are_no_larger_than_served_ones(make_bench: MakeBench):
-    """A form is compared and timed on batches as they come."""
+    """A form is compared and timed on batches of the served size."""
     bench = make_bench({"compiled": GOOD})
     bench.serve(61)
     calls = bench.runtime.calls

@@ -28,11 +28,11 @@ BATCH = 4
 JOBS = 20 * BATCH
 """Twenty batches: enough of each for every criterion."""
 HASTE = 1e6
-"""How much faster than ours the clock runs that times the forwards: a millisecond is a quarter of an hour there."""
+"""How much faster the clock runs that times the forwards: a millisecond counts as a quarter of an hour."""
 
 
 def hurried() -> float:
-    """Seconds of a clock by which every model soon has run long enough."""
+    """Seconds of a fast clock, by which every model soon has run long enough."""
     return time.monotonic() * HASTE
 
 
@@ -110,7 +110,7 @@ def figures_of(line: Mapping[str, object]) -> Mapping[str, float]:
 
 
 def test_level_1_tokenises_repeats_once(minilm: EncoderRuntime, tmp_path: Path):
-    """With the cache on the tokenizer is called for new texts only, and every vector stays what it was (AR-053)."""
+    """With the cache on, the tokenizer is called for new texts only, and every vector stays equal (AR-053)."""
     optimizer = optimizer_of(tmp_path, max_level=1)
     profiler = optimizer.attach("minilm", minilm, minilm.content_hash, BATCH)
     tokeniser = minilm.tokeniser
@@ -191,7 +191,7 @@ def test_logits_in_bf16_keep_their_winners(mlp: PyTorchRuntime, tmp_path: Path, 
 
 
 def test_operator_looks_inside_a_forward(mlp: PyTorchRuntime, tmp_path: Path):
-    """Asked for a trace, the optimizer profiles golden batches beside the traffic (CX-046)."""
+    """On request the optimizer profiles golden batches beside the traffic (CX-046)."""
     optimizer = optimizer_of(tmp_path, max_level=0)
     profiler = optimizer.attach("mlp", mlp, mlp.content_hash, BATCH)
     early = optimizer.ask("mlp", "trace")
@@ -205,7 +205,7 @@ def test_operator_looks_inside_a_forward(mlp: PyTorchRuntime, tmp_path: Path):
 
 @pytest.mark.slow
 def test_compiled_form_is_built_beside_the_traffic_and_judged(mlp: PyTorchRuntime, tmp_path: Path):
-    """The compiler's own form passes the gate at the setting's tolerance; whether it serves is a matter of speed."""
+    """The compiled form passes the gate at the setting's tolerance. Whether it serves depends on its speed."""
     config = InferenceConfig().compilation.model_copy(update={"cache_dir": tmp_path / "cache"})
     compiler = TorchCompiler(config, tmp_path / "compilation.key")
     optimizer = optimizer_of(tmp_path, max_level=2, compiler=compiler)
@@ -225,6 +225,6 @@ def test_compiled_form_is_built_beside_the_traffic_and_judged(mlp: PyTorchRuntim
 def only(
     runtime: EncoderRuntime | PyTorchRuntime, name: str
 ) -> Callable[[TorchCompiler | None], dict[str, Callable[[], Forward]]]:
-    """The runtime's candidates, but for all others: each takes its time to build."""
+    """Only this one of the runtime's candidates, because each takes time to build."""
     builder = runtime.candidates(None)[name]
     return lambda _: {name: builder}

@@ -1,4 +1,4 @@
-"""Settings and levels followed into the optimizer: what may be compiled, how far answers may move, what is recorded."""
+"""Settings and levels in the optimizer: which forms may be compiled, by which tolerance, and with which records."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
-from penstock.workers.compilation import CompilationRefused, TorchCompiler
+from penstock.workers.compilation import TorchCompiler
 from penstock.workers.compilation.build_process import BuildProcess
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.compilable import CompilationRefused
 from tests.workers.levels.fake_model import Form, served
 from tests.workers.levels.test_optimizer import MakeBench, make_bench, off_by
 from tests.workers.levels.test_optimizer_models import hurried, settle
@@ -30,7 +31,7 @@ BATCH = 16
 
 
 class Tuned:
-    """A real model with an optimizer over it, and what came of its traffic."""
+    """A real model with an optimizer, and the results of its traffic."""
 
     def __init__(self, home: Path, package: Path, *, threads: int = 1, **config: Any) -> None:
         settings = InferenceConfig.model_validate(config)
@@ -49,13 +50,13 @@ class Tuned:
         self._profiler = self.optimizer.attach(self.model, self.runtime, self.runtime.content_hash, BATCH)
 
     def serve(self, jobs: Sequence[Mapping[str, Array]]) -> None:
-        """Traffic long enough for every criterion, and all that comes of it."""
+        """Serves traffic long enough for every criterion, and lets the optimizer finish."""
         for first in range(0, len(jobs), BATCH):
             served(self.runtime, hurried, jobs[first : first + BATCH], self._profiler.observe, first)
         settle(self.optimizer)
 
     def steps(self) -> list[dict[str, Any]]:
-        """What may be tried at all, and what became of it: the lines of the report."""
+        """The steps of the report."""
         (entry,) = self.optimizer.report()[self.model]
         steps = entry["steps"]
         assert isinstance(steps, list)
@@ -86,8 +87,8 @@ def tuned(tmp_path: Path) -> Iterator[Any]:
 def test_nothing_is_compiled_where_that_is_off(
     tuned: Any, tmp_path: Path, models_root: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ):
-    """With `compilation.enabled` the traffic of a torch model begins a process that compiles; without it none is ever
-    begun, the step does not exist, no cache is made, and the other levels go on (CF-012)."""
+    """With `compilation.enabled` the traffic of a torch model starts a process that compiles. Without it there is no
+    such process, no such step and no cache, and the other levels work (CF-012)."""
     begun: list[object] = []
 
     def refuse(_: BuildProcess, request: object, *, threads: int) -> dict[str, bytes]:
@@ -107,8 +108,8 @@ def test_nothing_is_compiled_where_that_is_off(
 
 @pytest.mark.parametrize(("tolerance", "form"), [(1e-3, "compiled"), (1e-5, "eager"), (1e-6, "eager")])
 def test_the_tolerance_is_the_one_that_is_set(make_bench: MakeBench, tolerance: float, form: str):
-    """One and the same form, off by half of 1e-3, serves where `compilation.tolerance` is that and nowhere below:
-    what it is judged by is in the record (CF-016)."""
+    """A form that is off by half of 1e-3 serves where `compilation.tolerance` is 1e-3, and not where it is lower. The
+    record has the error ratio (CF-016)."""
     bench = make_bench({"compiled": Form(off_by(0.5e-3))}, config={"compilation": {"tolerance": tolerance}})
     bench.serve(61)
     bench.settle()

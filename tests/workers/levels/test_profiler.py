@@ -1,4 +1,4 @@
-"""What a version's batches cost, beside a stopwatch; and the opt-in look inside (AR-028, CX-046)."""
+"""The cost of a version's batches, and the opt-in trace of a forward (AR-028, CX-046)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from penstock.registry.package import load_package
 from penstock.safety.golden_store import GoldenStore
 from penstock.workers.levels.profiler import Profiler, trace
 from penstock.workers.runtime import Runtime, open_runtime
-from tests.packages import write_raiser, write_sleeper
+from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
+from tests.packages import write_sleeper
 from tests.servers import ROOT
 from tests.workers.levels.fake_model import Clock, Rotation, served
 
@@ -48,7 +49,7 @@ def test_profile_agrees_with_a_stopwatch(models_root: Path):
 
 
 def test_moving_averages_follow_the_last_batches():
-    """What the model costs now shows within some ten batches; the sums keep all."""
+    """The averages follow the last ten batches or so; the sums hold all batches."""
     clock = Clock()
     runtime = Rotation(clock, {})
     profiler = Profiler(runtime, None)
@@ -60,14 +61,13 @@ def test_moving_averages_follow_the_last_batches():
     assert profiler.profile.seconds == 61
 
 
-def test_failed_jobs_are_no_goldens(models_root: Path):
-    """A job without an answer proves nothing; its neighbours' answers do."""
-    runtime = loaded(write_raiser(models_root))
-    profiler = Profiler(runtime, GoldenStore())
-    bad = {"x": np.full((1, 4), -1, np.float32)}
-    served(runtime, time.monotonic, [ONE, bad, TWO], profiler.observe)
+def test_goldens_are_the_answered_jobs():
+    """A golden has the inputs and the outputs of a job that was answered."""
+    profiler = Profiler(Rotation(Clock(), {}), GoldenStore())
+    answered = [AnsweredJob("rotation.1", ONE, {"y": np.ones((1, 4), np.float32)})]
+    profiler.observe(BatchObservation(rows=3, tokens=0, seconds=1.0, answered=answered))
     assert profiler.goldens is not None
-    assert sorted(golden.rows for golden in profiler.goldens.goldens()) == [1, 2]
+    assert [(golden.job_id, golden.rows) for golden in profiler.goldens.goldens()] == [("rotation.1", 1)]
 
 
 def test_observing_costs_microseconds(rotation: Rotation):
@@ -105,7 +105,7 @@ def test_trace_names_the_operations(mlp: Runtime):
 
 @pytest.mark.gpu
 def test_trace_on_a_gpu_waits_for_the_device():
-    """CUDA operations have their times only when the device was waited for."""
+    """The times of CUDA operations need a wait for the device."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,1 +1,1 @@
-"""Runtimes: one suite over all of them, then what is particular to each."""
+"""Runtimes: one suite over all of them, then the tests of each."""

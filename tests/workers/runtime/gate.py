@@ -9,7 +9,7 @@ may_pass = threading.Event()
 
 
 def close() -> None:
-    """Nobody has come, and nobody may pass."""
+    """No thread has arrived, and none may pass."""
     reached.clear()
     may_pass.clear()
 

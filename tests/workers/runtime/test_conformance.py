@@ -77,7 +77,7 @@ def assert_same(found: Mapping[str, Array], expected: Mapping[str, Array], toler
 
 
 def test_batched_rows_are_those_of_each_job_alone_in_order(runtime: Runtime):
-    """Whoever shares a batch gets the answer it would have got alone, in its own place."""
+    """A job in a batch gets the same outputs as alone, in its own place."""
     jobs = jobs_for(runtime)
     prepared = runtime.prepare(jobs)
     together = runtime.run(prepared)
@@ -121,7 +121,7 @@ def test_what_answers_is_named_by_label_and_content(runtime: Runtime, folder: Pa
 
 
 def test_memory_of_the_weights_is_counted(runtime: Runtime):
-    """At least the bytes of the weights; of Python code nobody knows more than its package says."""
+    """At least the bytes of the weights; for Python code, the number that its package declares."""
     least = {"python": 0, "pytorch": 80, "torchscript": 80, "onnx": 80, "transformers": 10_000}
     assert runtime.memory_bytes >= least[runtime.spec.format]
     assert (runtime.memory_bytes == 0) == (runtime.spec.format == "python")
@@ -251,7 +251,7 @@ def test_other_files_than_those_promoted_are_refused_before_anything_is_opened(o
         with (own_folder / "model.py").open("a") as source:
             source.write("\nraise SystemExit('executed')\n")
     runtime = open_runtime(load_package(own_folder), "ab" * 32)
-    with pytest.raises(ConfigurationError, match=r"not those that were promoted .* expected abababababab$"):
+    with pytest.raises(ConfigurationError, match=r"differ from those that were promoted .* expected abababababab$"):
         runtime.load("cpu", 1)
     assert runtime.content_hash == ""
 
@@ -283,7 +283,7 @@ def changing(kind: type[PackageRuntime], change: Callable[[], None]) -> type[Pac
 
 
 def test_files_that_change_during_the_load_are_refused(own_folder: Path):
-    """What was hashed is what answers, or nothing does; the runtime is left empty."""
+    """Only hashed content may serve; after a refusal the runtime is empty."""
     package = load_package(own_folder)
     kind = type(open_runtime(package))
     file = loaded_weights(own_folder)
@@ -295,7 +295,7 @@ def test_files_that_change_during_the_load_are_refused(own_folder: Path):
 
 
 def test_files_that_change_after_the_load_change_no_answer(own_folder: Path):
-    """Nothing that serves is mapped from a file, so who writes to it reaches the next load and not this one."""
+    """No weights are mapped from a file, so a write to it affects the next load and not this one."""
     runtime = formats.opened(own_folder)
     job = jobs_for(runtime)[2]
     expected = runtime.run(runtime.prepare([job]))
@@ -336,7 +336,7 @@ def test_more_outputs_than_the_model_has_are_refused_at_load(own_folder: Path):
 
 
 def test_unreadable_weights_are_one_clear_line(own_folder: Path):
-    """A download that broke off is told at load, by file or folder, without a path of the machine."""
+    """The load names the file or folder of an interrupted download, without a path of the machine."""
     file = loaded_weights(own_folder)
     file.write_bytes(b"half a file")
     with pytest.raises(ConfigurationError, match=r"^\w+/1: ") as refused:

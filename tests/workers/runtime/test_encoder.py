@@ -76,7 +76,7 @@ def write_encoder(root: Path, **batching: object) -> Path:
 
 
 def test_unreadable_tokenizer_is_one_clear_line(models_root: Path):
-    """A download that broke off is told at load, without a path."""
+    """The load reports an interrupted download, without a path."""
     folder = write_encoder(models_root)
     (folder / "weights" / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"^encoder/1: the weights or the tokenizer cannot be read \(\w+\)$"):

@@ -129,7 +129,7 @@ def test_compiled_caches_are_neither_read_nor_written(models_root: Path):
 
 
 def test_tracebacks_show_the_packages_source(models_root: Path):
-    """Who debugs a model sees its lines."""
+    """A debugger shows the lines of a model."""
     folder = write_package(
         models_root,
         "fails",

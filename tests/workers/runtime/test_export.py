@@ -84,7 +84,7 @@ def test_graph_answers_as_the_model_for_every_batch(mlp: Any, plain: Exported):
 
 
 def test_int8_graph_is_smaller_and_says_how_far_it_is_off(plain: Exported, int8: Exported):
-    """Dynamic quantisation takes a quarter of the bytes; what it costs in precision is returned."""
+    """Dynamic quantisation takes a quarter of the bytes, and the loss of precision is returned."""
     assert int8.file.stat().st_size < 0.4 * plain.file.stat().st_size
     assert plain.difference < int8.difference < 0.1
 
@@ -112,19 +112,7 @@ def test_torch_model_is_answered_by_a_graph_within_the_tolerance_only(
     assert isinstance(runtime, PyTorchRuntime)
     monkeypatch.setattr(runtime, "_forward", slow(runtime._forward, clock))
     monkeypatch.setattr(runtime, "candidates", only(runtime, form))
-    config = InferenceConfig(max_level=3)
-    metrics = InferenceMetrics((1.0,))
-    optimizer = Optimizer(
-        config, home=tmp_path, device="cpu", audit=lambda _: None, metrics=metrics, compiler=None, clock=clock
-    )
-    profiler = optimizer.attach("mlp", runtime, runtime.content_hash, 4)
-    numbers = np.random.default_rng(7).standard_normal((80, 1, 384)).astype(np.float32)
-    for first in range(0, 80, 4):
-        served(runtime, clock, [{"x": rows} for rows in numbers[first : first + 4]], profiler.observe, first)
-    while optimizer.tick():
-        pass
-    (entry,) = optimizer.report()["mlp"]
-    line = next(line for line in entry["steps"] if line["step"] == form)  # type: ignore[attr-defined]
+    line = tried(runtime, form, tmp_path, clock)
     assert (line["state"], runtime.forms.name) == (state, form if state == "on" else "eager"), line["reason"]
     if form == "int8":
         assert 1e-3 < line["evidence"]["logits.max_delta"] <= 0.1
@@ -132,15 +120,40 @@ def test_torch_model_is_answered_by_a_graph_within_the_tolerance_only(
         assert line["reason"].startswith("logits: max_delta 0.0")
         return
     called = runtime.call_count
-    prepared = runtime.prepare([{"x": numbers[0]}])
+    prepared = runtime.prepare([{"x": numbers()[0]}])
     answer, eager = runtime.run(prepared)["logits"], runtime.forms.reference(prepared)["logits"]
     assert runtime.call_count == called + 1
     assert np.abs(answer - eager).max() <= (1e-5 if form == "onnx" else 0.1) * np.abs(eager).max()
     runtime.close()
 
 
+def numbers() -> np.ndarray:
+    """Inputs of 80 jobs."""
+    return np.random.default_rng(7).standard_normal((80, 1, 384)).astype(np.float32)
+
+
+def tried(runtime: PyTorchRuntime, form: str, home: Path, clock: Clock) -> dict[str, Any]:
+    """The report's line of a form, after traffic and a trial at level 3."""
+    optimizer = Optimizer(
+        InferenceConfig(max_level=3),
+        home=home,
+        device="cpu",
+        audit=lambda _: None,
+        metrics=InferenceMetrics((1.0,)),
+        compiler=None,
+        clock=clock,
+    )
+    profiler = optimizer.attach("mlp", runtime, runtime.content_hash, 4)
+    for first in range(0, 80, 4):
+        served(runtime, clock, [{"x": rows} for rows in numbers()[first : first + 4]], profiler.observe, first)
+    while optimizer.tick():
+        pass
+    (entry,) = optimizer.report()["mlp"]
+    return next(line for line in entry["steps"] if line["step"] == form)  # type: ignore[attr-defined]
+
+
 def graph_of(session: Any) -> Graph:
-    """As `open_exported` gives it."""
+    """A graph like the one of `open_exported`."""
     return lambda inputs: session.run(None, dict(inputs))
 
 
@@ -155,7 +168,7 @@ def slow(forward: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
 
 
 def only(runtime: PyTorchRuntime, form: str) -> Callable[[object], Mapping[str, Callable[[], Forward]]]:
-    """The runtime's candidates, but for all others."""
+    """Only this one of the runtime's candidates."""
     builder = runtime.candidates(None)[form]
     return lambda _: {form: builder}
 
@@ -168,19 +181,19 @@ def test_child_process_exports_what_its_hash_names(mlp: Any):
 
 
 def test_child_refuses_files_that_changed(models_root: Path):
-    """What is exported is what serves: a package whose files were changed since it was loaded is not exported."""
+    """A package whose files were changed since it was loaded is not exported."""
     folder = write_module(
         models_root, "doubler", "class Module(torch.nn.Module):\n    def forward(self, x): return x * 2"
     )
     runtime = opened(folder)
     with (folder / "model.py").open("a") as source:
         source.write("\nCHANGED = True\n")
-    with pytest.raises(ConfigurationError, match="its files are not those"):
+    with pytest.raises(ConfigurationError, match="its files differ"):
         open_exported(runtime, 1, is_int8=False)
 
 
 def test_model_of_other_paths_for_other_shapes_is_refused(models_root: Path, tmp_path: Path):
-    """A graph has no guards: what it would answer wrongly for some numbers of rows is not exported."""
+    """A graph has no guards: a model whose graph would be wrong for some numbers of rows is not exported."""
     body = """
     class Module(torch.nn.Module):
         def forward(self, x):
@@ -212,10 +225,9 @@ def test_exporter_that_hangs_is_ended_with_what_it_started(mlp: Any, tmp_path: P
     )
     program.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(program))
-    monkeypatch.setattr("penstock.workers.runtime.export._TIMEOUT_S", 1.0)
     monkeypatch.setenv("PENSTOCK_SIGNING_KEYS", "main:c2VjcmV0")
     with pytest.raises(ConfigurationError, match=r"^mlp/1: the exporter's process took too long$"):
-        open_exported(mlp, 1, is_int8=False)
+        open_exported(mlp, 1, is_int8=False, timeout_s=1.0)
     *environment, pid = seen.read_text().split("\n")[:-1]
     assert [line for line in environment if line.startswith("PENSTOCK_")] == []
     stat = Path(f"/proc/{pid}/stat")

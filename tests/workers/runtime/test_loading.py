@@ -197,7 +197,7 @@ def test_first_job_does_not_pay_for_what_the_first_forwards_cost(models_root: Pa
 
 
 def test_streaming_packages_are_not_warmed_up(models_root: Path):
-    """What a stream does with an example nobody knows."""
+    """A stream is not warmed up, because no example of it is known."""
     folder = write_package(models_root, "stream", "def build():\n    def f(i, ctx):\n        yield 1 / 0\n    return f")
     document = yaml.safe_load((folder / "model.yaml").read_text()) | {"streams": True, "batching": {}}
     (folder / "model.yaml").write_text(yaml.safe_dump(document))
@@ -235,7 +235,7 @@ def waiting(models_root: Path) -> Any:
 
 
 def test_load_that_was_given_up_leaves_nothing(waiting: Any):
-    """`close` returns at once while a load hangs; when that ends, it lets go of what it made (CX-026)."""
+    """`close` returns at once while a load hangs. When the load ends, it releases its model (CX-026)."""
     runtime, thread, raised, known = waiting
     runtime.close()
     assert thread.is_alive()
@@ -250,7 +250,7 @@ def test_load_that_was_given_up_leaves_nothing(waiting: Any):
 
 
 def test_model_is_not_used_before_its_load_has_ended(waiting: Any):
-    """A job that comes too early is told that the model is not there yet (CX-025)."""
+    """A job that comes before the load fails with ModelNotReady (CX-025)."""
     runtime, thread, raised, _ = waiting
     with pytest.raises(ModelNotReady, match=r"^Model not loaded: gated/1$"):
         answers(runtime, x=X)

@@ -110,7 +110,7 @@ def test_weights_beside_the_graph_are_part_of_the_package(models_root: Path):
 
 
 def test_weights_that_are_written_to_change_no_answer(models_root: Path):
-    """What was hashed is what answers, also when somebody writes to the file of a model that serves (AR-021)."""
+    """A write to the file of a serving model does not change its outputs (AR-021)."""
     folder = write_external(models_root, "./weights.bin")
     runtime = opened(folder)
     x = np.random.default_rng(3).standard_normal((2, 4), np.float32)

@@ -67,7 +67,7 @@ def test_several_best_answers_have_a_dimension_of_their_own(models_root: Path):
 
 
 def test_masked_words_are_filled(models_root: Path):
-    """A fill-mask answers with numbers and text of its own names."""
+    """A fill-mask returns numbers and text under its own field names."""
     outputs = [
         {"name": "token", "dtype": "int64", "shape": ["batch", 2]},
         {"name": "token_str", "dtype": "string", "shape": ["batch", 2]},
@@ -98,10 +98,10 @@ def test_entities_are_those_of_the_library_and_rows_are_filled_up(models_root: P
     """Best first, as many as the signature says; what a text has not is empty, and neighbours change nothing."""
     folder = write_entities(models_root, 6)
     runtime = opened(folder)
-    found, repository = answers(runtime, text=texts(*TEXTS)), reference(folder, "token-classification")
+    found, pipeline = answers(runtime, text=texts(*TEXTS)), reference(folder, "token-classification")
     for row, text in enumerate(TEXTS):
         expected = sorted(
-            repository(text, aggregation_strategy="simple"), key=lambda one: float(one["score"]), reverse=True
+            pipeline(text, aggregation_strategy="simple"), key=lambda one: float(one["score"]), reverse=True
         )
         for listed in (entities(found, row), entities(answers(runtime, text=texts(text)), 0)):
             assert [entity[:3] for entity in listed] == [
@@ -115,7 +115,7 @@ def test_entities_are_those_of_the_library_and_rows_are_filled_up(models_root: P
 
 
 def test_entities_beyond_the_limit_of_tokens_are_not_found(models_root: Path):
-    """This pipeline cuts by itself, at what its tokenizer says: with `truncate` that is the package's limit."""
+    """This pipeline always cuts at the limit of its tokenizer: with `truncate` that is the package's limit."""
     batching = {"length_input": "text", "max_length": 5, "truncate": True}
     runtime = opened(write_entities(models_root, 6, batching=batching))
     found = entities(answers(runtime, text=texts("a b c d e f g")), 0)
@@ -212,7 +212,7 @@ def test_fill_mask_of_a_text_without_a_mask_fails_its_job(models_root: Path):
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_that_comes_with_weights_is_refused_and_not_run(models_root: Path, tmp_path: Path, file: str):
-    """A folder that names Python of its own is not loaded, and nobody is asked whether it may be."""
+    """A folder that names its own Python code is not loaded, and there is no prompt for it."""
     folder = write_classifier(models_root)
     marker = tmp_path / "executed"
     (folder / "weights" / "own.py").write_text(f"open({str(marker)!r}, 'w')\n")

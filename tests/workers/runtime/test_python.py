@@ -28,7 +28,7 @@ def counter() -> Iterator[Runtime]:
 
 
 def test_counter_streams_chunks_progress_and_its_result(counter: Runtime):
-    """What it yields are chunks, what it reports is progress, what it returns is the result."""
+    """Its yields are chunks, its reports are progress, and its return value is the result."""
     listener = Listener()
     chunks, outputs = drained(counter.stream(received({"count": np.array([4])}), listener))
     assert [chunk["value"].tolist() for chunk in chunks] == [[1], [2], [3], [4]]
@@ -91,7 +91,7 @@ def test_abandoned_stream_runs_the_entry_points_cleanup(models_root: Path):
 
 
 def test_streaming_entry_point_may_write_to_its_inputs(models_root: Path):
-    """What it changes is its own copy, not the received bytes."""
+    """It changes a copy, not the received bytes."""
     source = """
     def build():
         def one(inputs, ctx):
@@ -200,7 +200,7 @@ def test_rows_that_are_missing_fail_the_batch_instead_of_shifting_answers(models
 
 
 def test_memory_is_what_the_package_says(models_root: Path):
-    """Nobody can count what an entry point holds, so its package may say."""
+    """The memory of an entry point cannot be counted, so its package may declare it."""
     folder = write_package(models_root, "large", "def build(): return lambda inputs: {'y': inputs['x']}")
     document = yaml.safe_load((folder / "model.yaml").read_text()) | {"memory_mb": 3}
     (folder / "model.yaml").write_text(yaml.safe_dump(document))
@@ -208,7 +208,7 @@ def test_memory_is_what_the_package_says(models_root: Path):
 
 
 def test_precision_is_the_entry_points_own_affair(models_root: Path):
-    """Nobody can cast what Python code computes, so asking for it is refused instead of ignored."""
+    """Numbers inside Python code cannot be cast, so a precision is refused instead of ignored."""
     folder = write_package(models_root, "half", "def build(): return lambda inputs: {'y': inputs['x']}")
     document = yaml.safe_load((folder / "model.yaml").read_text()) | {"precision": "bf16"}
     (folder / "model.yaml").write_text(yaml.safe_dump(document))
@@ -219,7 +219,7 @@ def test_precision_is_the_entry_points_own_affair(models_root: Path):
 
 
 def test_answers_stay_what_they_were_when_the_next_batch_runs(models_root: Path):
-    """An entry point that writes every answer into the same array answers nobody with another one's numbers."""
+    """An entry point may write all outputs into one array: the outputs of earlier jobs stay unchanged."""
     source = """
 import numpy as np
 LAST = np.zeros((64, 4), np.float32)

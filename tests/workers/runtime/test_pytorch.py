@@ -14,7 +14,7 @@ from safetensors.torch import save_file, save_model
 from penstock.registry.errors import ConfigurationError, ModelError, OutOfMemory
 from penstock.registry.package import load_package
 from penstock.workers.runtime import open_runtime
-from penstock.workers.runtime.forms import twin_of
+from penstock.workers.runtime.forms import thread_copy_of
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 from tests.packages import write_package
@@ -45,7 +45,7 @@ def test_mlp_is_the_module_that_its_author_built(mlp: PyTorchRuntime):
 
 
 def test_mlp_has_the_same_weights_in_every_process(mlp: PyTorchRuntime):
-    """Two workers answer alike, whatever the global seed."""
+    """Two workers give equal outputs for any global seed."""
     torch.manual_seed(1)
     other = opened(SAMPLES / "mlp" / "1")
     x = {"x": np.ones((1, 384), np.float32)}
@@ -91,7 +91,7 @@ def test_module_may_return_a_tensor_a_sequence_or_a_mapping(models_root: Path, f
     ],
 )
 def test_device_out_of_memory_is_told_apart(models_root: Path, error: str):
-    """The drain halves a batch on OutOfMemory; any other RuntimeError stays what it is."""
+    """The drain halves a batch on OutOfMemory; any other RuntimeError stays unchanged."""
     forward = f"if len(x) > 2: raise {error}\n        if x.any(): raise RuntimeError('other')\n        return x"
     runtime = opened(write_torch(models_root, MODULE.format(forward=forward)))
     with pytest.raises(OutOfMemory, match="The batch does not fit cpu"):
@@ -129,7 +129,7 @@ def test_device_that_is_not_there_is_refused():
 def test_weights_that_are_not_exactly_the_modules_are_refused(
     models_root: Path, weights: dict[str, torch.Tensor], text: str
 ):
-    """A weight left at its random start, or one that nothing uses, is told by name."""
+    """The error names a weight that stayed at its random start, and one that the module does not use."""
     folder = write_pytorch(models_root)
     save_file(weights, folder / "weights.safetensors")
     with pytest.raises(ConfigurationError, match=r"^affine/1: weights: weights\.safetensors: ") as refused:
@@ -175,7 +175,7 @@ def build():
 
 
 def test_module_in_training_mode_is_set_to_evaluation(models_root: Path):
-    """A module that drops most of what it computes while it is trained answers twice alike (IN-028)."""
+    """A module with dropout during training gives equal outputs twice (IN-028)."""
     folder = write_pytorch(models_root, DROPOUT)
     linear = torch.nn.Linear(4, 4)
     save_file({"0.weight": linear.weight.detach(), "0.bias": linear.bias.detach()}, folder / "weights.safetensors")
@@ -248,7 +248,7 @@ def test_logits_in_half_precision_are_those_of_fp32_within_the_stated_delta(
 
 
 def test_output_in_bfloat16_reaches_callers_as_float32(models_root: Path):
-    """NumPy has no bfloat16: what an author computes in it loses nothing on its way out."""
+    """NumPy has no bfloat16: outputs in it are converted without loss."""
     runtime = opened(write_torch(models_root, MODULE.format(forward="return (x * 2).bfloat16()")))
     assert answers(runtime, x=np.full((1, 4), 1.5, np.float32))["y"].tolist() == [[3.0] * 4]
 
@@ -282,7 +282,7 @@ class Module(torch.nn.Module):
 
 
 def test_answers_stay_what_they_were_when_the_next_batch_runs(models_root: Path):
-    """A module that writes every answer into the same buffer answers nobody with another one's numbers."""
+    """A module may write all outputs into one buffer: the outputs of earlier jobs stay unchanged."""
     runtime = opened(write_torch(models_root, KEEPS_A_BUFFER))
     first = answers(runtime, x=np.full((2, 4), 1, np.float32))["y"]
     answers(runtime, x=np.full((2, 4), 2, np.float32))
@@ -290,7 +290,7 @@ def test_answers_stay_what_they_were_when_the_next_batch_runs(models_root: Path)
 
 
 def test_trial_beside_the_traffic_has_an_instance_of_its_own(models_root: Path):
-    """An author's module bears one call at a time: what another thread calls shares nothing but the weights."""
+    """A package's module may support one call at a time: the copy for another thread shares only the weights."""
     runtime = opened(write_torch(models_root, KEEPS_A_BUFFER))
     assert isinstance(runtime, PyTorchRuntime)
     module = runtime.model
@@ -300,14 +300,14 @@ def test_trial_beside_the_traffic_has_an_instance_of_its_own(models_root: Path):
         runtime.forms.use("form in use", forward)
         prepared = runtime.prepare([{"x": np.full((2, 4), 5, np.float32)}])
         before = module.get_buffer("last").clone()
-        assert twin_of(forward)(prepared)["y"].tolist() == [[5.0] * 4] * 2
+        assert thread_copy_of(forward)(prepared)["y"].tolist() == [[5.0] * 4] * 2
         assert torch.equal(module.get_buffer("last"), before)
     thread_copy = sharing_weights(module)
     assert thread_copy.get_parameter("weight") is module.get_parameter("weight")
 
 
 def test_reduced_copy_is_the_module_in_another_precision(models_root: Path):
-    """Tied weights stay tied, integers stay integers, and the module that serves stays as it is."""
+    """Tied weights stay tied, integers stay integers, and the serving module stays unchanged."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     module[1].weight = module[0].weight
     reduced = TorchDevice("cpu", 1).converted(module, "bf16")

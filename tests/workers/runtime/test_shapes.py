@@ -6,7 +6,7 @@ No GPU is needed here: what a captured graph does is done by the module itself, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import torch
 
 from penstock.registry.tensors import Array
 from penstock.workers.batching.buckets import LengthBuckets
-from penstock.workers.compilation import CompilationReport
+from penstock.workers.runtime.compilable import CompilableRuntime
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.transformers import EncoderRuntime
 from tests.servers import ROOT
@@ -75,7 +75,7 @@ def test_rows_are_padded_to_the_packages_buckets_and_answer_alike(bucketed: Enco
 
 
 def test_rows_of_one_bucket_share_a_forward(bucketed: EncoderRuntime, plain: EncoderRuntime):
-    """Lengths that are padded alike are not told apart: one slice of 16 tokens, where 10 and 16 would be one each."""
+    """Lengths of one bucket share a slice: one of 16 tokens, where 10 and 16 tokens would be two slices."""
     texts = [" ".join("a" * letters) for letters in (8, 14) for _ in range(16)]
     assert [piece.ids.shape for piece in bucketed.prepare(jobs(texts)).payload] == [(32, 16)]
     assert len(plain.prepare(jobs(texts)).payload) == 2
@@ -90,7 +90,8 @@ def test_batcher_is_told_the_length_that_is_computed(bucketed: EncoderRuntime):
 class Replayed:
     """In the place of a compiled forward with CUDA graphs: the module itself, and the shapes that it has met."""
 
-    report = CompilationReport("cudagraphs", 0, 1, 0.0, False, 0.0)
+    is_replayed = True
+    made: Mapping[str, object] = {}
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -114,7 +115,7 @@ class Replaying:
     def __init__(self) -> None:
         self.forward: Replayed | None = None
 
-    def compile(self, runtime: EncoderRuntime | PyTorchRuntime, form: str) -> Replayed:
+    def compile(self, runtime: CompilableRuntime, form: str) -> Replayed:
         self.forward = Replayed(runtime.compilable(form).module)
         return self.forward
 
@@ -124,7 +125,7 @@ def test_cuda_graphs_of_an_encoder_are_bounded(name: str, request: pytest.Fixtur
     """Rows are filled up to powers of two and lengths to buckets, ours where the package has none: so many graphs are
     captured at the most, the vectors stay what they were, and the report counts them."""
     runtime: EncoderRuntime = request.getfixturevalue(name)
-    compiler: Any = Replaying()
+    compiler = Replaying()
     runtime.forms.use("compiled", runtime.candidates(compiler)["compiled"]())
     for texts in batches(16):
         prepared = runtime.prepare(jobs(texts))
@@ -132,6 +133,7 @@ def test_cuda_graphs_of_an_encoder_are_bounded(name: str, request: pytest.Fixtur
         np.testing.assert_allclose(runtime.run(prepared)["embedding"], expected, atol=1e-5)
     assert runtime.forms.name == "compiled"
     edges = EDGES if name == "bucketed" else LengthBuckets(MAX_TOKENS).edges
+    assert compiler.forward is not None
     assert compiler.forward.shapes.keys() <= set(product(POWERS, edges))
     assert runtime.counts()["cuda_graphs"] == len(compiler.forward.shapes)
     runtime.forms.reset("tested")
@@ -141,7 +143,7 @@ def test_cuda_graphs_of_a_torch_module_are_bounded():
     """Batches of up to 64 rows are run in seven shapes, and each row has its own answer."""
     runtime = opened(ROOT / "models" / "mlp" / "1")
     assert isinstance(runtime, PyTorchRuntime)
-    compiler: Any = Replaying()
+    compiler = Replaying()
     runtime.forms.use("compiled", runtime.candidates(compiler)["compiled"]())
     numbers = np.random.default_rng(1).standard_normal((64, 384)).astype(np.float32)
     for rows in (1, 2, 3, 5, 9, 17, 33, 64):
@@ -149,5 +151,6 @@ def test_cuda_graphs_of_a_torch_module_are_bounded():
         expected = runtime.forms.reference(prepared)["logits"]
         np.testing.assert_allclose(runtime.run(prepared)["logits"], expected, rtol=1e-4, atol=1e-5)
     assert runtime.forms.name == "compiled"
+    assert compiler.forward is not None
     assert compiler.forward.shapes.keys() == {(rows, 384) for rows in POWERS}
     runtime.close()

@@ -58,7 +58,7 @@ def test_repeats_reach_the_tokenizer_once():
 
 @given(st.lists(st.text(max_size=40), max_size=100), st.integers(1, 10), st.integers(1_000, 60_000))
 def test_cache_stays_within_entries_and_bytes(texts: list[str], max_entries: int, max_bytes: int):
-    """Whatever comes, neither bound is passed, and what is not kept is not counted."""
+    """For any texts both bounds hold, and only kept entries are counted."""
     cache = TokenCache(max_entries, max_bytes)
     for text in texts:
         cache.remember([text], [np.arange(len(text), dtype=np.int32)])
@@ -151,7 +151,7 @@ class Meeting:
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_parts_of_a_batch_are_tokenised_at_the_same_time(threads: int):
-    """All threads of the pool are inside the tokenizer at once, or nobody gets out; the ids are as ever (AR-053)."""
+    """All threads of the pool are inside the tokenizer at once, or the test hangs; the ids stay equal (AR-053)."""
     texts = [f"{first} {second}" for first in WORDS for second in WORDS]
     tokeniser = Tokeniser(Meeting(threads))
     tokeniser.use_pool(threads)

@@ -75,7 +75,7 @@ def test_pickle_under_the_name_of_an_archive_is_refused_and_not_run(models_root:
 
 
 def test_text_cannot_be_an_input(models_root: Path):
-    """Tensors are numbers; a package that declares text for them is told so."""
+    """Tensors are numbers; a package that declares text for them is refused."""
     text = [{"name": "x", "dtype": "string", "shape": ["batch"]}]
     with pytest.raises(
         ConfigurationError, match=r"^affine/1: found a string tensor, expected numbers for torchscript$"

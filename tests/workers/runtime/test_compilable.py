@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.workers.compilation.target import CompilationRefused, Shapes, Span
+from penstock.workers.runtime.compilable import CompilationRefused, Shapes, Span
 
 
 def pair(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

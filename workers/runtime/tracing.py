@@ -1,10 +1,13 @@
-"""A module -> one graph for all its shapes, with the guards that its code will not have checked here instead."""
+"""A module -> one graph for all its shapes.
+
+The compiled code checks no guards when it runs. So they are checked here, for every shape that the graph serves.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.workers.compilation.target import Compilable, CompilationRefused, Shapes
+from penstock.workers.runtime.compilable import Compilable, CompilationRefused, Shapes
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +27,14 @@ def trace(target: Compilable, shapes: Shapes) -> torch.export.ExportedProgram:
         with torch.inference_mode():
             program = torch.export.export(target.module, shapes.traced(target.examples), dynamic_shapes=dynamic)
     except Exception as error:
-        # The tracer raises whatever the model does, and more.
+        # The tracer raises its own exceptions and those of the model.
         raise CompilationRefused(f"The model cannot be traced as one graph ({first_line(error)})") from error
     _check_guards(program, shapes)
     return program
 
 
 def _check_guards(program: torch.export.ExportedProgram, shapes: Shapes) -> None:
-    """The compiled code has no guards: what the traced ones would refuse, it would answer wrongly."""
+    """Without guards the compiled code gives wrong answers for shapes that the traced graph would refuse."""
     import torch
 
     guards = getattr(program.module(), "_guards_fn", None)
@@ -48,5 +51,5 @@ def _check_guards(program: torch.export.ExportedProgram, shapes: Shapes) -> None
 
 
 def first_line(error: BaseException) -> str:
-    """The class and the beginning of what it says, for people."""
+    """The class of the error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"

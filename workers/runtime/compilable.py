@@ -1,17 +1,21 @@
-"""What is compiled, and for which shapes: examples -> the extents that one compiled graph serves.
+"""What a compiler needs to know of a loaded model: its module, and the shapes that one compiled graph serves.
 
-A dimension whose extent differs between the examples is dynamic, and every extent from the smallest to the largest of
-them is served by the same graph. So the number of graphs is one, whatever jobs come, and nothing is ever compiled on a
-thread that serves. Measured with MiniLM and torch 2.13 on a CPU: `torch.compile(dynamic=True)` made four graphs for
-the five shapes 32x32, 8x16, 1x128, 1x8, 32x1, in 59 s, because it specialises on 1 and on extents that are equal by
-chance; a graph exported with both dimensions marked dynamic answered all of them.
+    runtime.compilable(form) -> Compilable: a module with examples -> Shapes: the extents that the examples span
+    ModelCompiler.compile(runtime, form) -> CompiledModule
+
+A dimension whose extent differs between the examples is dynamic. One graph serves every extent from the smallest to the
+largest of them. So there is one graph, whatever jobs come, and no thread that serves ever compiles.
+
+Measured with MiniLM and torch 2.13 on a CPU: `torch.compile(dynamic=True)` made four graphs in 59 s for the five shapes
+32x32, 8x16, 1x128, 1x8, 32x1, because it specialises on 1 and on extents that are equal by chance. A graph exported
+with both dimensions marked dynamic served all five.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from penstock.registry.package import Package
 from penstock.registry.package.spec_sections import Precision
@@ -19,21 +23,29 @@ from penstock.registry.package.spec_sections import Precision
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Compilable", "CompilableRuntime", "CompilationRefused", "Shapes", "Span"]
+__all__ = [
+    "Compilable",
+    "CompilableRuntime",
+    "CompilationRefused",
+    "CompiledModule",
+    "ModelCompiler",
+    "Shapes",
+    "Span",
+]
 
 _LEAST_TRACED: Final = 2
 """Tracing with an extent of 0 or 1 yields a graph for that extent alone."""
 
 
 class CompilationRefused(Exception):
-    """There is no compiled form, and the text says why; the model goes on as it is."""
+    """There is no compiled form, and the text says why. The model keeps the form that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compilable:
-    """A module and inputs for the corners of what it is to serve.
+    """A module, and inputs for the corners of the shapes that it serves.
 
-    module: called with positional tensors that are on its device. It computes what its runtime's form does, and has
+    module: called with positional tensors that are on its device. It computes the same as the runtime's form, and has
     the same parameter names whenever it is made from the same package. examples: at least one has every dynamic
     dimension at 2 or more.
     """
@@ -47,7 +59,7 @@ class CompilableRuntime(Protocol):
 
     @property
     def package(self) -> Package:
-        """What was loaded."""
+        """The package that was loaded."""
 
     @property
     def content_hash(self) -> str:
@@ -58,7 +70,32 @@ class CompilableRuntime(Protocol):
         """The number format that was asked for."""
 
     def compilable(self, form: str) -> Compilable:
-        """What is compiled for this form. Raises CompilationRefused where there is no such form."""
+        """The module and the examples of this form. Raises CompilationRefused where there is no such form."""
+
+
+class CompiledModule(Protocol):
+    """A compiled form, called like the module that it was compiled from."""
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether CUDA graphs run it: one is captured for each combination of shapes."""
+
+    @property
+    def made(self) -> Mapping[str, object]:
+        """How it was made, as plain data."""
+
+    def counts(self) -> Mapping[str, int]:
+        """See Counted of base.py."""
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """The module's outputs for these tensors."""
+
+
+class ModelCompiler(Protocol):
+    """Compiles loaded models: TorchCompiler of workers/compilation/compiler.py."""
+
+    def compile(self, runtime: CompilableRuntime, form: str) -> CompiledModule:
+        """The compiled form; may take a minute. Raises CompilationRefused."""
 
 
 class Span(NamedTuple):
@@ -138,7 +175,7 @@ class Shapes:
         raise CompilationRefused("Every example has a dynamic extent below 2. Expected one without")
 
     def sweep(self) -> Iterator[list[list[int]]]:
-        """Shapes that together take every dynamic dimension through all of its extents, others at either end."""
+        """Shapes that together take each dynamic dimension through all its extents, with the others at either end."""
         for number in range(len(self.equal)):
             span = self._span(number)
             for others in ("low", "high"):
