@@ -1,6 +1,6 @@
-"""Celery's settings: values only, derived from registry/settings.py. `celery -A penstock.workers.app` reads them.
+"""Celery's settings for `celery -A penstock.workers.app`: values only, derived from registry/settings.py.
 
-One process per device and no pool: CUDA does not survive a fork, and the drain has threads of its own.
+A worker is one process without a pool: CUDA does not survive a fork, and the drain has threads of its own.
 """
 
 from penstock.registry.celery_url import celery_url
@@ -11,21 +11,21 @@ from penstock.registry.stack_file import with_broker
 _settings = with_broker(Settings.load())
 
 broker_url = celery_url(_settings.celery_url or "")
-# Other brokers than Redis keep no results: those go to ours.
+# Other brokers than Redis store no results; then Penstock's Redis stores them.
 result_backend = broker_url if broker_url.startswith("redis") else celery_url(_settings.redis_url or "")
 result_expires = _settings.inference.queue.result_ttl_s
 
 worker_pool = "solo"
 worker_concurrency = 1
 worker_prefetch_multiplier = 1
-worker_consumer = "penstock.workers.celery_bridge.bridge:ResilientConsumer"
+worker_consumer = "penstock.workers.celery_bridge.consumer:ResilientConsumer"
 worker_send_task_events = _settings.inference.celery.events
 worker_hijack_root_logger = False
 worker_redirect_stdouts = False
 worker_cancel_long_running_tasks_on_connection_loss = False
 
 task_default_queue = CELERY_QUEUE
-# `-Q other` is an error: a foreign task on the same broker is not ours to take.
+# `-Q other` is an error: tasks of other programs on the same broker belong to their workers.
 task_create_missing_queues = False
 task_acks_late = True
 task_reject_on_worker_lost = True
@@ -41,8 +41,8 @@ broker_connection_max_retries = None
 broker_channel_error_retry = True
 broker_transport_options = {
     "visibility_timeout": 60,
-    # kombu returns every message in these tables that is older than its own visibility time-out, also those that
-    # workers of other programs are still busy with. Tables of our own keep both sides apart.
+    # kombu redelivers every message in these tables that is older than the visibility time-out, also one that a worker
+    # of another program still handles. With tables of its own, Penstock leaves those messages alone.
     "unacked_key": f"{CELERY_QUEUE}:unacked",
     "unacked_index_key": f"{CELERY_QUEUE}:unacked_index",
     "unacked_mutex_key": f"{CELERY_QUEUE}:unacked_mutex",

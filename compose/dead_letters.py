@@ -70,7 +70,7 @@ def letters(broker: Broker, slot: str) -> Iterator[DeadLetter]:
 
 def find(broker: Broker, slot: str, entry: str) -> DeadLetter:
     """One letter with its bytes. Raises InvalidInput when there is none."""
-    letter = broker.dead_letter(slot, entry) if _ENTRY.fullmatch(entry) else None
+    letter = broker.read_dead_letter(slot, entry) if _ENTRY.fullmatch(entry) else None
     if letter is None:
         raise InvalidInput(
             f"No dead letter {entry!r:.60} of model {slot}. Expected an entry that `penstock dead list {slot}` shows"
@@ -125,7 +125,7 @@ def _check_place(header: JobHeader, letter: DeadLetter) -> None:
         raise UndecodableEnvelope(str(error)) from None
     is_ours = header.model == slot and is_job_id(header.id, slot) and letter.job_id in ("", header.id)
     # A record's fields are separated by line breaks.
-    is_whole = "\n" not in header.reply + header.once
+    is_whole = "\n" not in header.reply + header.idempotency_digest
     if not is_ours or not is_whole or (header.reply and not is_reply_key(header.reply, slot)):
         raise BadSignature("the envelope was made for another queue")
 
@@ -153,7 +153,7 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
         "tenant": letter.tenant,
         "priority": letter.priority.label,
         "accepted_ms": letter.accepted_ms,
-        "buried_ms": letter.buried_ms,
+        "dead_lettered_ms": letter.dead_lettered_ms,
         "deliveries": letter.deliveries,
         "crashes": letter.crashes,
         "size": letter.size,
@@ -213,6 +213,6 @@ def replay(broker: Broker, letter: DeadLetter, keyring: Keyring, *, job_ttl_ms: 
     found = verdict(letter, keyring, now_ms)
     if (job := found.job) is None:
         return Replayed(letter.entry, letter.job_id, False, found.problem)
-    publication = Publication(job.id, parse_priority(job.priority), b"", job.tenant, job.reply, job.once)
+    publication = Publication(job.id, parse_priority(job.priority), b"", job.tenant, job.reply, job.idempotency_digest)
     outcome = broker.replay(letter.slot, letter.entry, publication, job_ttl_ms, keeps_acceptance=bool(job.deadline_ms))
     return Replayed(letter.entry, job.id, outcome is Replay.REPLAYED, _REFUSALS.get(outcome, ""))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
 from penstock.registry.errors import ConfigurationError, PenstockError
+from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -20,7 +20,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from penstock.producers.job_state import JobState
 from penstock.registry.broker.base import JobRecord, ProducerEnd, State, StreamEntry
-from penstock.registry.broker.redis_scripts import parse_record
+from penstock.registry.broker.record import parse_record
 from penstock.registry.queues import events_key, reply_key, slot_of
 
 __all__ = ["ALL_ENTRIES", "RECORDS_AT_ONCE", "SILENCE_S", "PendingReply", "ReplyReader", "ReplyRouter", "new_client_id"]

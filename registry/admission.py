@@ -217,7 +217,7 @@ class JobBuilder:
         digest = fingerprint = ""
         if key is not None:
             digest, fingerprint = _idempotency_digest(shared.tenant, key), _fingerprint(shared.version, content, body)
-        header = replace(shared, id=job_id or new_job_id(spec.name), content=content, once=digest)
+        header = replace(shared, id=job_id or new_job_id(spec.name), content=content, idempotency_digest=digest)
         sealed = seal("job", header, body, self.keyring)
         priority = parse_priority(header.priority)
         return Publication(header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint)

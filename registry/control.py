@@ -1,8 +1,8 @@
-"""Control commands: what an operator tells workers through Celery's remote control, signed and good for once.
+"""Control commands: an operator's signed commands to workers, sent through Celery's remote control.
 
     operator -- Command.seal --> broadcast `penstock_models` --> CommandVerifier.open --> a worker acts and answers
 
-A command names the workers that it is for, and must be signed: without the operators' public keys a worker takes none.
+A command names its workers and is valid once. A worker without the operators' public keys accepts none.
 """
 
 from __future__ import annotations
@@ -11,52 +11,52 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from penstock.registry.errors import BadSignature, Forbidden, UndecodableEnvelope
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
-__all__ = ["CONTROL_COMMAND", "Command", "CommandVerifier"]
+__all__ = ["CONTROL_COMMAND", "Command", "CommandVerifier", "ControlAction"]
 
 CONTROL_COMMAND: Final = "penstock_models"
-"""What Celery's remote control calls it."""
+"""The name of the command in Celery's remote control."""
 _CONTEXT: Final = "control command"
 _GOOD_FOR_S: Final = 300.0
-"""Clocks of operators and workers may differ by so much."""
+"""The largest difference between the clocks of operators and workers."""
 _NONCES: Final = 10_000
 
-Action = Literal["load", "unload", "reconcile", "compile", "optimise", "measure", "trace", "errand"]
-"""`errand`: a request of registry/operator_rpc.py; the others are about this worker's models."""
+ControlAction: TypeAlias = Literal["load", "unload", "reconcile", "compile", "optimise", "measure", "trace", "rpc"]
+"""`rpc` carries a request of registry/operator_rpc.py. The others act on this worker's models."""
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One order. `at`: unix seconds; `nonce`: makes two equal orders two; `workers`: whom it was given to."""
+    """One command. `workers`: the workers that it is for. `at`: unix seconds. `nonce`: tells equal commands apart."""
 
-    action: Action
+    action: ControlAction
     model: str = ""
     version: str = ""
     content_hash: str = ""
-    errand: str = ""
-    """What makes an errand that is asked for again the same one."""
+    request_id: str = ""
+    """The id of an RPC request. A repeated command with the same id asks for the response to the same request."""
     body: bytes = b""
-    """The errand, encoded."""
+    """The RPC request, encoded."""
     workers: tuple[str, ...] = ()
     at: float = 0.0
     nonce: str = ""
 
-    def given(self, workers: Iterable[str]) -> Command:
-        """This order, given now and to these workers. Each time it is another one."""
+    def addressed_to(self, workers: Iterable[str]) -> Command:
+        """This command for these workers, dated now. Each call makes another command, with a nonce of its own."""
         return msgspec.structs.replace(self, workers=tuple(workers), at=time.time(), nonce=secrets.token_hex(8))
 
     def seal(self, sign: Signer) -> str:
-        """The signed order as text, which JSON carries."""
+        """The signed command as text, for JSON."""
         return seal_record(msgspec.json.encode(self), sign, _CONTEXT).decode()
 
 
 class CommandVerifier:
-    """Opens the orders given to one worker: each once, and only those of operators whose key is known."""
+    """Checks the commands to one worker: signed by a known operator, for this worker, recent, and not seen before."""
 
     def __init__(self, verify: Verifier | None, worker: str, clock: Callable[[], float] = time.time) -> None:
         self._verify = verify
@@ -65,22 +65,24 @@ class CommandVerifier:
         self._known: OrderedDict[str, None] = OrderedDict()
 
     def open(self, sealed: object) -> Command:
-        """The order. Raises Forbidden when this worker takes none, and Corrupt for all that is not a fresh order."""
+        """The command. Raises Forbidden when this worker accepts none, and Corrupt for an invalid one."""
         if self._verify is None:
             raise Forbidden("Control commands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker")
         if not isinstance(sealed, str):
-            raise UndecodableEnvelope(f"a control command is text, found {type(sealed).__name__}")
+            raise UndecodableEnvelope(f"a control command of type {type(sealed).__name__}. Expected text")
         payload = open_record(sealed.encode("utf-8", "surrogatepass"), self._verify, _CONTEXT)
         try:
             command = _decode(payload)
         except msgspec.MsgspecError as error:
             raise UndecodableEnvelope(f"a control command: {error!s:.200}") from None
         if self._worker not in command.workers:
-            raise BadSignature("the control command was given to other workers")
+            raise BadSignature("the control command is for other workers")
         if abs(self._clock() - command.at) > _GOOD_FOR_S:
-            raise BadSignature(f"the control command is older, or newer, than {_GOOD_FOR_S:g} s")
+            raise BadSignature(
+                f"the time of the control command differs from this worker's clock by more than {_GOOD_FOR_S:g} s"
+            )
         if command.nonce in self._known:
-            raise BadSignature("the control command was given before")
+            raise BadSignature("the control command was received before")
         self._known[command.nonce] = None
         if len(self._known) > _NONCES:
             self._known.popitem(last=False)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 import redis
 
+from penstock.registry.broker.redis_connection import connection_options
 from penstock.registry.errors import BrokerUnavailable, UndecodableEnvelope
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
@@ -66,7 +67,7 @@ class StateStore:
     @classmethod
     def from_url(cls, url: str, prefix: str) -> StateStore:
         """Connects at the first call."""
-        client = redis.Redis.from_url(url, protocol=2, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+        client = redis.Redis.from_url(url, **connection_options(_TIMEOUT_S))
         return cls(client, prefix)
 
     def put(self, desired_version: DesiredVersion, sign: Signer | None = None) -> None:

@@ -21,6 +21,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
+from penstock.registry.backoff import backoff_delay_s
 from penstock.registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
 from penstock.registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
@@ -72,8 +73,7 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         >>> [Retry(backoff_s=1, longest_s=5).pause_s(tries, jitter=0) for tries in (1, 2, 3, 4, 1000)]
         [0.5, 1.0, 2.0, 2.5, 2.5]
         """
-        whole = min(self.longest_s, self.backoff_s * 2.0 ** min(tries - 1, 32))
-        return whole * (0.5 + jitter / 2)
+        return backoff_delay_s(tries, self.backoff_s, self.longest_s, jitter)
 
 
 class Options(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -107,8 +107,8 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     deadline_ms: int = 0
     """Milliseconds after acceptance within which the job must have started; 0 means no deadline."""
     reply: str = ""
-    once: str = ""
-    """Digest of the idempotency key, when one was given; see producers/publish.py."""
+    idempotency_digest: str = ""
+    """Digest of (tenant, idempotency key); empty when the producer gave no key. See registry/admission.py."""
     traceparent: str = ""
     options: Options = Options()
     key: str = ""

@@ -1,10 +1,11 @@
-"""What a worker does for operators who reach neither the registry's database nor the broker: its words on the wire.
+"""Operator RPC: requests to a worker from an operator who reaches neither the registry's database nor the broker.
 
-    operator -- Errand, in a signed Command --> a worker's clerk --> registry, files, broker
-             <-- Answer, sealed with the workers' key for results --
+    operator -- Request, in a signed Command --> OperatorRpcServer of a worker --> registry, files, broker
+             <-- Response, signed with the workers' key for results --
 
-An errand that takes long answers "not yet", and is asked for again. Running it twice does no harm: whoever asks may
-not know that it was done. What is written is signed by the operator beforehand, so that a worker needs no key for it.
+While a request runs, its response is "not done", and the operator repeats the command. Running a request twice is
+harmless: an operator who lost the response repeats it. The operator signs every row and record before it is written,
+so that a worker needs no signing key of operators.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from penstock.registry.errors import BadSignature, PenstockError, UndecodableEnv
 __all__ = [
     "Activate",
     "Actives",
-    "Answer",
     "Enter",
-    "Errand",
     "Export",
     "ExportedFile",
     "HashedFiles",
@@ -35,56 +34,58 @@ __all__ = [
     "PutSpec",
     "Read",
     "Rehash",
+    "Request",
+    "Response",
     "Row",
     "Spec",
     "Workers",
     "decode",
     "encode",
-    "open_answer",
-    "seal_answer",
+    "open_response",
+    "seal_response",
 ]
 
 Row: TypeAlias = Mapping[str, Any]
-"""A row of registry/catalog/tables.py: text, whole numbers and nothing."""
-_ANSWER: Final = "answer"
+"""A row of registry/catalog/tables.py: text, integers and None."""
+_RESPONSE: Final = "response"
 
 
-class _Errand(msgspec.Struct, frozen=True, array_like=True):
-    """Encoded as an array that begins with the kind of the errand."""
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """Encoded as an array that begins with the kind of the request."""
 
 
-class Names(_Errand, frozen=True, tag="names"):
-    """The models of the registry -> tuple[str, ...]."""
+class Names(_Request, frozen=True, tag="names"):
+    """The names of the registered models -> tuple[str, ...]."""
 
 
-class Read(_Errand, frozen=True, tag="read"):
-    """Rows of the registry, see RegistryStore.read -> dict[str, Pages]."""
+class Read(_Request, frozen=True, tag="read"):
+    """Rows of the registry -> dict[str, ModelRows]. See RegistryStore.read."""
 
     names: tuple[str, ...] | None
     newest: int | None
 
 
-class Enter(_Errand, frozen=True, tag="enter"):
-    """Writes one change that was signed beforehand, see registry/catalog/store.py."""
+class Enter(_Request, frozen=True, tag="enter"):
+    """Writes one signed change of the registry. See registry/catalog/store.py."""
 
     versions: tuple[dict[str, Any], ...]
     transitions: tuple[dict[str, Any], ...]
 
 
-class Inspect(_Errand, frozen=True, tag="inspect"):
-    """A package below the worker's models root, or at an absolute path of its machine -> InspectedPackage."""
+class Inspect(_Request, frozen=True, tag="inspect"):
+    """Reads a package below the worker's models root or at an absolute path on its machine -> InspectedPackage."""
 
     path: str
 
 
-class Rehash(_Errand, frozen=True, tag="rehash"):
-    """The files of a registered version as they are now -> HashedFiles."""
+class Rehash(_Request, frozen=True, tag="rehash"):
+    """Hashes the present files of a registered version -> HashedFiles."""
 
     source: str
 
 
-class Export(_Errand, frozen=True, tag="export"):
-    """Writes a version as ONNX into the worker's folder of exports -> ExportedFile."""
+class Export(_Request, frozen=True, tag="export"):
+    """Writes a version as ONNX into the worker's export folder -> ExportedFile."""
 
     source: str
     content_hash: str
@@ -92,18 +93,18 @@ class Export(_Errand, frozen=True, tag="export"):
     is_int8: bool
 
 
-class Models(_Errand, frozen=True, tag="models"):
+class Models(_Request, frozen=True, tag="models"):
     """Broker.models."""
 
 
-class Spec(_Errand, frozen=True, tag="spec"):
+class Spec(_Request, frozen=True, tag="spec"):
     """Broker.spec."""
 
     slot: str
     version: str
 
 
-class PutSpec(_Errand, frozen=True, tag="put_spec"):
+class PutSpec(_Request, frozen=True, tag="put_spec"):
     """Broker.put_spec."""
 
     slot: str
@@ -111,13 +112,13 @@ class PutSpec(_Errand, frozen=True, tag="put_spec"):
     version: str
 
 
-class Actives(_Errand, frozen=True, tag="actives"):
+class Actives(_Request, frozen=True, tag="actives"):
     """Broker.actives."""
 
     slots: tuple[str, ...]
 
 
-class Activate(_Errand, frozen=True, tag="activate"):
+class Activate(_Request, frozen=True, tag="activate"):
     """Broker.activate."""
 
     slot: str
@@ -127,12 +128,12 @@ class Activate(_Errand, frozen=True, tag="activate"):
     spec: bytes
 
 
-class Workers(_Errand, frozen=True, tag="workers"):
+class Workers(_Request, frozen=True, tag="workers"):
     """Broker.workers."""
 
 
 class HashedFiles(msgspec.Struct, frozen=True):
-    """SHA-256 by path, of a package's files and of weights that lie elsewhere; and of all together."""
+    """SHA-256 by path of a package's files and of weights outside it, and the hash of all of them."""
 
     files: dict[str, str]
     source_files: dict[str, str]
@@ -148,36 +149,36 @@ class InspectedPackage(msgspec.Struct, frozen=True):
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
-    """`path`: where it lies on the worker's machine; by output how far it is from the model's answers at most."""
+    """`path`: on the worker's machine. `differences`: by output, the largest difference from the model's outputs."""
 
     path: str
     bytes: int
     differences: dict[str, float]
 
 
-Errand: TypeAlias = (
+Request: TypeAlias = (
     Names | Read | Enter | Inspect | Rehash | Export | Models | Spec | PutSpec | Actives | Activate | Workers
 )
-_decoder: Final = msgspec.msgpack.Decoder(Errand)
+_request_decoder: Final = msgspec.msgpack.Decoder(Request)
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What came of an errand: nothing yet, a refusal, or a value."""
+class Response(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The response to a request: not done yet, a refusal, or a value."""
 
     is_done: bool = False
     code: str = ""
-    """The class of registry/errors.py of a refusal."""
+    """The class of the refusal in registry/errors.py."""
     message: str = ""
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
 
     @classmethod
-    def of(cls, value: object) -> Answer:
-        """A value that msgspec can encode."""
+    def of(cls, value: object) -> Response:
+        """A response with a value that msgspec can encode."""
         return cls(is_done=True, value=msgspec.Raw(msgspec.msgpack.encode(value)))
 
     @classmethod
-    def refusal(cls, error: PenstockError) -> Answer:
-        """An error that is raised again where the answer is read."""
+    def refusal(cls, error: PenstockError) -> Response:
+        """A response with an error, which `read` raises again."""
         return cls(is_done=True, code=type(error).__name__, message=str(error))
 
     def read(self, kind: Any) -> Any:
@@ -187,39 +188,39 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
         try:
             return msgspec.msgpack.decode(self.value, type=kind)
         except (msgspec.MsgspecError, RecursionError):
-            raise UndecodableEnvelope("an answer of another kind than was asked for") from None
+            raise UndecodableEnvelope("a response of another type than the request expects") from None
 
 
-_answers: Final = msgspec.msgpack.Decoder(Answer)
+_response_decoder: Final = msgspec.msgpack.Decoder(Response)
 
 
-def encode(errand: Errand) -> bytes:
-    """As a Command carries it."""
-    return msgspec.msgpack.encode(errand)
+def encode(request: Request) -> bytes:
+    """The request as the body of a Command."""
+    return msgspec.msgpack.encode(request)
 
 
-def decode(body: bytes) -> Errand:
-    """Raises UndecodableEnvelope."""
+def decode(body: bytes) -> Request:
+    """The request in the body of a Command. Raises UndecodableEnvelope."""
     try:
-        errand: Errand = _decoder.decode(body)
+        request: Request = _request_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise UndecodableEnvelope(f"not an errand: {error!s:.200}") from None
-    return errand
+        raise UndecodableEnvelope(f"not an RPC request: {error!s:.200}") from None
+    return request
 
 
-def seal_answer(errand: str, answer: Answer, keyring: Keyring) -> str:
-    """The answer to the errand of this id as text, signed as results are."""
-    header = EventHeader(id=errand, type=_ANSWER, key=keyring.signing_id)
-    return base64.b64encode(seal("event", header, msgspec.msgpack.encode(answer), keyring)).decode()
+def seal_response(request_id: str, response: Response, keyring: Keyring) -> str:
+    """The response to the request with this id as text, signed as results are."""
+    header = EventHeader(id=request_id, type=_RESPONSE, key=keyring.signing_id)
+    return base64.b64encode(seal("event", header, msgspec.msgpack.encode(response), keyring)).decode()
 
 
-def open_answer(errand: str, sealed: str, keyring: Keyring) -> Answer:
-    """Raises Corrupt for anything but an answer to this errand that a worker with these keys gave."""
+def open_response(request_id: str, sealed: str, keyring: Keyring) -> Response:
+    """The response to the request with this id. Raises Corrupt unless a worker with these keys has signed it."""
     try:
         header, body = open_event(base64.b64decode(sealed, validate=True), keyring)
-        answer = _answers.decode(body)
+        response = _response_decoder.decode(body)
     except (binascii.Error, ValueError, msgspec.MsgspecError):
-        raise UndecodableEnvelope("not an answer to an errand") from None
-    if (header.id, header.type) != (errand, _ANSWER):
-        raise BadSignature("the answer to another errand")
-    return answer
+        raise UndecodableEnvelope("not an RPC response") from None
+    if (header.id, header.type) != (request_id, _RESPONSE):
+        raise BadSignature("the response to another RPC request")
+    return response

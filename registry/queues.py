@@ -225,7 +225,7 @@ def paused_key(slot: str) -> str:
 
 def idempotency_key(slot: str, digest: str) -> str:
     """Where the first job of an idempotency key is remembered."""
-    return f"{{{slot}}}:once:{digest}"
+    return f"{{{slot}}}:idempotency:{digest}"
 
 
 def reply_key(slot: str, client_id: str) -> str:

@@ -40,7 +40,7 @@ _IMPORTED: Final = (
     ),
     *(
         "penstock.workers.process.exit_status",
-        "penstock.workers.celery_bridge.bridge",
+        "penstock.workers.celery_bridge.consumer",
         "penstock.workers.compilation",
         "penstock.workers.process.device",
         "penstock.workers.drain",
@@ -48,7 +48,7 @@ _IMPORTED: Final = (
     *(
         "penstock.workers.process.heartbeat",
         "penstock.workers.process.crash_journal",
-        "penstock.workers.celery_bridge.lane",
+        "penstock.workers.worker",
         "penstock.workers.versions.repository",
         "penstock.workers.observe.probe",
     ),

@@ -103,10 +103,10 @@ class Intake:
         """Keeps the bytes; where they were accepted as a job, its client is told. claimed: its id and tenant."""
         job_id, tenant = claimed
         if not is_job_id(job_id, delivery.slot):
-            return self._broker.bury(self._consumer, delivery, reason)
+            return self._broker.dead_letter(self._consumer, delivery, reason)
         failure = Failure("DeadLettered", f"The job went to the dead letters. {reason}")
         sealed = unrun_result(job_id, tenant, failure, worker=self._worker, keyring=self._keyring)
-        return self._broker.bury(self._consumer, delivery, reason, job_id=job_id, sealed=sealed)
+        return self._broker.dead_letter(self._consumer, delivery, reason, job_id=job_id, sealed=sealed)
 
     def _bury_poison(self, delivery: Delivery, header: JobHeader) -> None:
         """Takes a job out of traffic that nobody survives."""

@@ -108,7 +108,7 @@ def commit_of(end: JobOutcome, *, worker: str, keyring: Keyring) -> tuple[JobOut
         seal("result", result, packed.body if packed else b"", keyring),
         header.tenant,
         header.reply,
-        header.once,
+        header.idempotency_digest,
     )
     return end, commit
 

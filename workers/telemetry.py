@@ -12,7 +12,7 @@ from penstock.registry.envelope import Failure
 from penstock.workers.executor import BatchRun
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import Ended, JobListener
-from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 from penstock.workers.results import EncodedOutputs, JobOutcome
 from penstock.workers.versions.version import ENDPOINT
 
@@ -92,16 +92,18 @@ class Account:
         name, version = work.batch.key.model, work.batch.key.version
         self.batches += 1
         self._metrics.batch(
-            name,
-            version,
-            ENDPOINT,
-            work.batch.rows,
-            len(work.batch.items),
-            [job.queue_ms / 1000 for job in jobs],
-            [max(0.0, work.started - job.claimed) for job in jobs],
-            work.ended - work.started,
-            commit_s,
-            [job.queue_ms / 1000 + now - job.claimed for job in jobs],
+            BatchStats(
+                model=name,
+                version=version,
+                endpoint=ENDPOINT,
+                rows=work.batch.rows,
+                jobs=len(work.batch.items),
+                queue_s=[job.queue_ms / 1000 for job in jobs],
+                batch_s=[max(0.0, work.started - job.claimed) for job in jobs],
+                compute_s=work.ended - work.started,
+                commit_s=commit_s,
+                total_s=[job.queue_ms / 1000 + now - job.claimed for job in jobs],
+            )
         )
         if work.padded_tokens:
             self._metrics.padding(name, version, ENDPOINT, 1 - work.tokens / work.padded_tokens)

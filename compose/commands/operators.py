@@ -91,7 +91,7 @@ def show_dead(environ: Mapping[str, str], model: str, entry: str, output: Path |
         click.echo(json.dumps(shown))
         return
     header = shown.pop("header")
-    for name in ("accepted", "buried"):
+    for name in ("accepted", "dead_lettered"):
         shown[name] = moment(shown.pop(f"{name}_ms"))
     for name, value in {**shown, **{f"header {key}": value for key, value in (header or {}).items()}}.items():
         click.echo(f"{name.replace('_', ' '):<18} {printable(str(value))}")
@@ -175,7 +175,7 @@ def purge_dead(
         chosen = _chosen(
             entries,
             every or age_ms is not None,
-            lambda: [letter.entry for letter in letters(broker, slot) if letter.buried_ms < before_ms],
+            lambda: [letter.entry for letter in letters(broker, slot) if letter.dead_lettered_ms < before_ms],
         )
         for entry in entries:
             find(broker, slot, entry)
@@ -362,7 +362,7 @@ def _print_letter(letter: DeadLetter) -> None:
 
     tried = f"{_count(letter.deliveries, 'delivery')}, {_count(letter.crashes, 'crash')}, {_count(letter.size, 'byte')}"
     whose = f"job {letter.job_id} of tenant {letter.tenant}" if letter.job_id else "no job that was accepted"
-    click.echo(f"{letter.slot} {letter.entry}  {moment(letter.buried_ms)}  {tried}")
+    click.echo(f"{letter.slot} {letter.entry}  {moment(letter.dead_lettered_ms)}  {tried}")
     click.echo(f"    {printable(whose)}\n    {printable(letter.reason)}")
 
 

@@ -33,8 +33,9 @@ from penstock.compose.deploy import deployed, open_registry
 from penstock.compose.rollout.keys import operator_keys
 from penstock.compose.terminal import printable
 from penstock.registry import stack_file
-from penstock.registry.broker.redis_scripts import MEMORY_HIGH_WATER_PCT
-from penstock.registry.broker.redis_streams import RedisStreams, connection_options
+from penstock.registry.broker.limits import MEMORY_HIGH_WATER_PCT
+from penstock.registry.broker.redis_connection import connection_options
+from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog.stages import ModelStage
 from penstock.registry.catalog.tables import RegisteredVersion
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, RegistryUnavailable

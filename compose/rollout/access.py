@@ -28,7 +28,7 @@ __all__ = ["RegistryAccess"]
 
 @dataclass(frozen=True, slots=True)
 class RegistryAccess:
-    """environ: this shell's. via: the worker that does the errands, or `any`; empty: none, this process connects."""
+    """environ: this shell's. via: the worker that runs the requests, or `any`; empty: none, this process connects."""
 
     environ: Mapping[str, str]
     via: str = ""

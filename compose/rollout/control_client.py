@@ -1,7 +1,7 @@
 """Signed orders to workers, through Celery's remote control, and what each of them answers.
 
 Command -> signed with the operator's key -> broadcast `penstock_models` -> a worker's CommandVerifier -> its answer
-Errand  -> in a Command, asked for again until it is done                -> a worker's clerk     -> its sealed answer
+Request -> in a Command, repeated until the response is there -> a worker's OperatorRpcServer -> its signed response
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ControlClient"]
 _TIMEOUT_S: Final = 5.0
 _ROUND_S: Final = 1.0
 _LOOK_S: Final = (0.05, 1.0)
-"""The first pause between two looks at an errand, and the longest: each look is a round through Celery's broker."""
+"""The first pause between two looks at a request, and the longest: each look is a round through Celery's broker."""
 _CONNECTION: Final = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "max_retries": 0}
 
 
@@ -56,13 +56,13 @@ class ControlClient:
         """Gives an order that nobody has to answer. Raises BrokerUnavailable."""
         self._broadcast(command, workers)
 
-    def run(self, errand: operator_rpc.Errand, worker: str, kind: Any, timeout_s: float = 300.0) -> Any:
-        """Has a worker do an errand, and returns what came of it, as `kind`.
+    def run(self, request: operator_rpc.Request, worker: str, kind: Any, timeout_s: float = 300.0) -> Any:
+        """Has a worker run a request, and returns the value of its response, as `kind`.
 
         Raises what it raised there; ModelNotReady when the worker refuses, is silent or takes too long;
         BrokerUnavailable; Corrupt for an answer that no worker with the same signing keys gave.
         """
-        command = Command("errand", errand=secrets.token_hex(8), body=operator_rpc.encode(errand))
+        command = Command("rpc", request_id=secrets.token_hex(8), body=operator_rpc.encode(request))
         deadline = time.monotonic() + timeout_s
         pause_s, longest_s = _LOOK_S
         while not (answer := self._answer(command, worker)).is_done:
@@ -90,14 +90,14 @@ class ControlClient:
         """Give the connections back."""
         self._app.close()
 
-    def _answer(self, command: Command, worker: str) -> operator_rpc.Answer:
+    def _answer(self, command: Command, worker: str) -> operator_rpc.Response:
         said = self._ask(command, [worker], _TIMEOUT_S).get(worker, {"error": _silence(_TIMEOUT_S)})
         if "error" in said:
             raise ModelNotReady(f"{worker}: {said['error']}")
         sealed = said.get("ok")
         if not isinstance(sealed, str):
-            raise UndecodableEnvelope("not an answer to an errand")
-        return operator_rpc.open_answer(command.errand, sealed, self._keyring)
+            raise UndecodableEnvelope("not an RPC response")
+        return operator_rpc.open_response(command.request_id, sealed, self._keyring)
 
     def _ask(self, command: Command, workers: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
         """What each has answered in time.
@@ -118,7 +118,7 @@ class ControlClient:
         return sorted(name for answer in answers for name in answer)
 
     def _broadcast(self, command: Command, workers: Sequence[str], **how: Any) -> Any:
-        order = {"command": command.given(workers).seal(self._sign)}
+        order = {"command": command.addressed_to(workers).seal(self._sign)}
         return self._tried(
             lambda: self._app.control.broadcast(CONTROL_COMMAND, arguments=order, destination=list(workers), **how)
         )

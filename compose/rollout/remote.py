@@ -1,7 +1,7 @@
 """The registry, the files and the broker of a worker, for operators who reach nothing but Celery's broker.
 
     ModelRegistryClient -- RemoteLedger --\\
-    Deployer            -- RemoteFleet  ---> ControlClient.run -> a worker's clerk
+    Deployer            -- RemoteFleet  ---> ControlClient.run -> a worker's OperatorRpcServer
                         -- packages, exports --/
 
 What is decided is decided and signed here, from rows whose signatures are checked here: the worker lends its
@@ -31,15 +31,15 @@ ANY: Final = "any"
 
 
 class Remote:
-    """One worker that does errands; Files on its machine. Raises ModelNotReady when no worker of that name listens."""
+    """A worker that runs operator requests; Files on its machine. Raises ModelNotReady when no such worker listens."""
 
     def __init__(self, control: ControlClient, worker: str = ANY) -> None:
         self._control = control
         self.worker: Final = control.listener(None if worker == ANY else worker)
 
-    def run(self, errand: operator_rpc.Errand, kind: Any = None) -> Any:
+    def run(self, request: operator_rpc.Request, kind: Any = None) -> Any:
         """See ControlClient.run."""
-        return self._control.run(errand, self.worker, kind)
+        return self._control.run(request, self.worker, kind)
 
     def package(self, path: Path) -> RemotePackage:
         """The package at a path on the worker's machine, below its models root. Raises ConfigurationError."""
@@ -56,8 +56,8 @@ class Remote:
 
     def export(self, version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> operator_rpc.ExportedFile:
         """See Files.export. `path` is a plain name: the worker writes it into its folder of exports."""
-        errand = operator_rpc.Export(version.source, version.content_hash, str(path), is_int8)
-        exported: operator_rpc.ExportedFile = self.run(errand, operator_rpc.ExportedFile)
+        request = operator_rpc.Export(version.source, version.content_hash, str(path), is_int8)
+        exported: operator_rpc.ExportedFile = self.run(request, operator_rpc.ExportedFile)
         return exported
 
 

@@ -19,14 +19,19 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.package import discover, load_package
 from penstock.registry.settings import Settings
+from penstock.workers.levels.decision_log import DecisionLog
 from penstock.workers.process.crash_journal import hung, journal_path, report_crashes
-from penstock.workers.process.device import visible_gpus
+from penstock.workers.process.device import requested_gpus, visible_gpus
+from penstock.workers.process.stall import StallDetector
 
 __all__ = ["Device", "JournalProbe", "choose", "worker_patience", "worker_program"]
 
 _MARGIN_S: Final = 5.0
 _REPORT_TIMEOUT_S: Final = 5.0
-_STOOD_STILL_S: Final = 1.0
+_LONGEST_GAP_S: Final = 1.0
+"""A longer time between two looks at the journal means that the supervisor itself stood still."""
+_RECOVERY_S: Final = 1.0
+"""After that, the worker gets this long to end its forward: it may have stood still, too."""
 _log = logging.getLogger("penstock.supervisor")
 
 
@@ -50,15 +55,11 @@ def choose(settings: Settings, environ: Mapping[str, str]) -> list[Device]:
     auto: every GPU, or the CPU of a machine without one; cuda: every GPU; cuda:N: the N-th of them; cpu.
     Raises ConfigurationError for a device that is not there.
     """
-    wanted = settings.inference.device
-    gpus = [] if wanted == "cpu" else [Device("gpu", gpu.index, gpu.uuid) for gpu in visible_gpus(environ)]
-    if wanted == "cpu" or (wanted == "auto" and not gpus):
+    requested = settings.inference.device
+    gpus = [] if requested == "cpu" else visible_gpus(environ)
+    if requested == "cpu" or (requested == "auto" and not gpus):
         return [Device("cpu", settings.worker.index or 0)]
-    number = wanted.partition(":")[2]
-    if not gpus or (number and int(number) >= len(gpus)):
-        there = ", ".join(f"cuda:{position}" for position in range(len(gpus))) or "none"
-        raise ConfigurationError(f"Device {wanted} is not there. Expected cpu, auto or a visible GPU: {there}")
-    return [gpus[int(number)]] if number else gpus
+    return [Device("gpu", gpu.index, gpu.uuid) for gpu in requested_gpus(requested, gpus)]
 
 
 def worker_program(device: Device, settings: Settings, environ: Mapping[str, str], output: Path | None) -> Program:
@@ -100,14 +101,11 @@ class JournalProbe:
         self._home = settings.home
         self._url = url
         self._ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
-        self._looked = self._judges_from = 0.0
+        self._stall = StallDetector(_LONGEST_GAP_S, recovery_s=_RECOVERY_S)
 
     def hung(self, pid: int, now: float) -> str | None:
-        """See LivenessProbe.hung. After this process stood still, its worker gets time to recover: it may have, too."""
-        if now - self._looked > _STOOD_STILL_S:
-            self._judges_from = now + _STOOD_STILL_S
-        self._looked = now
-        return hung(journal_path(self._home, pid), now) if now >= self._judges_from else None
+        """See LivenessProbe.hung."""
+        return None if self._stall.turn(now) else hung(journal_path(self._home, pid), now)
 
     def ended(self) -> None:
         """See LivenessProbe.ended. What the broker does not hear now, the next worker on this machine reports."""
@@ -116,7 +114,7 @@ class JournalProbe:
     def _report(self) -> None:
         broker = RedisStreams.from_url(self._url, timeout_s=_REPORT_TIMEOUT_S)
         try:
-            report_crashes(self._home, broker, self._ttl_ms)
+            report_crashes(self._home, broker, self._ttl_ms, DecisionLog(self._home).note_death)
         except (BrokerUnavailable, OSError) as error:
             _log.warning("a worker's death is not reported yet: %s", error)
         finally:

@@ -2,7 +2,7 @@
 
     Program --start--> child --lines on the heartbeat pipe--> ChildHealth --(hung | ended)--> kill, wait, start again
 
-The decisions (`ChildHealth`, `restart_delay_s`, `stop_signal`) are pure: time and randomness are arguments.
+The decisions (`ChildHealth`, `stop_signal`) are pure: time and randomness are arguments.
 `Supervisor` acts on them, in one thread. A child is started again for ever, ever more slowly, except when it exits with
 EXIT_CONFIGURATION: another start would end the same way, so the supervisor stops all and passes that status on.
 Children die with the thread that runs the supervisor (compose/stack/launch.py), also when that is killed.
@@ -24,19 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from penstock.registry.backoff import backoff_delay_s
+from penstock.workers.process.exit_status import EXIT_CONFIGURATION
+
 __all__ = [
-    "EXIT_CONFIGURATION",
     "SupervisorTimeouts",
     "Program",
     "Supervisor",
     "ChildHealth",
     "LivenessProbe",
-    "restart_delay_s",
     "stop_signal",
 ]
 
-EXIT_CONFIGURATION: Final = 78
-"""The exit status of a process that cannot work as it is configured (EX_CONFIG of sysexits.h)."""
 _LAUNCHER: Final = str(Path(__file__).with_name("launch.py"))
 _TICK_S: Final = 0.1
 _log = logging.getLogger("penstock.supervisor")
@@ -84,21 +83,6 @@ class SupervisorTimeouts:
     longest_delay_s: float = 30.0
     steady_s: float = 60.0
     """A child that ran this long starts with a clean record."""
-
-
-def restart_delay_s(failures: int, timeouts: SupervisorTimeouts, jitter: float) -> float:
-    """Seconds to wait after the given number of failures in a row; `jitter` is in [0, 1).
-
-    Doubles up to the longest delay; between half and all of it, so that children that failed together do not
-    return together.
-
-    >>> timeouts = SupervisorTimeouts(first_delay_s=1, longest_delay_s=5)
-    >>> [restart_delay_s(n, timeouts, jitter=0) for n in (1, 2, 3, 4, 5000)]
-    [0.5, 1.0, 2.0, 2.5, 2.5]
-    """
-    # The exponent is bounded, because a child may fail for months.
-    whole = min(timeouts.longest_delay_s, timeouts.first_delay_s * 2.0 ** min(failures - 1, 32))
-    return whole * (0.5 + jitter / 2)
 
 
 def stop_signal(now: float, asked: Sequence[float], timeouts: SupervisorTimeouts) -> signal.Signals:
@@ -150,7 +134,8 @@ class ChildHealth:
     def ended(self, now: float, jitter: float) -> float:
         """The child is gone: when to start the next one."""
         self.failures = 1 if now - self._started >= self._timeouts.steady_s else self.failures + 1
-        return now + restart_delay_s(self.failures, self._timeouts, jitter)
+        first_s, longest_s = self._timeouts.first_delay_s, self._timeouts.longest_delay_s
+        return now + backoff_delay_s(self.failures, first_s, longest_s, jitter)
 
 
 class _Child:

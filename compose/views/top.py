@@ -52,7 +52,7 @@ class Snapshot(NamedTuple):
 
     at: float
     depths: Mapping[str, list[Depth]]
-    drained: Mapping[str, int]
+    committed: Mapping[str, int]
     paused: frozenset[str]
     reports: list[dict[str, Any]]
     load: Mapping[tuple[str, int, str], Mapping[str, float]]
@@ -70,7 +70,7 @@ def take(broker: Broker) -> Snapshot:
     return Snapshot(
         time.monotonic(),
         {model: broker.depths(model) for model in models},
-        {model: broker.drained(model) for model in models},
+        {model: broker.committed(model) for model in models},
         broker.paused(models),
         reports,
         load,
@@ -101,7 +101,7 @@ def compare(before: Snapshot, after: Snapshot) -> dict[str, Any]:
 
 def _model(model: str, before: Snapshot, after: Snapshot, span_s: float) -> dict[str, Any]:
     depths = after.depths[model]
-    done = after.drained[model] - before.drained.get(model, after.drained[model])
+    done = after.committed[model] - before.committed.get(model, after.committed[model])
     sums = _added(before, after, lambda key: key[2] == model)
     return {
         "model": model,

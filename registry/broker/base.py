@@ -7,16 +7,16 @@
     read, records <--------- record becomes result <-- commit ---------- holder only, first commit wins
 
 Rules that every broker keeps, and that tests/conformance checks:
-  * publish is one step: a record and a queue entry for each accepted job, nothing at all for a refused one;
-    publishing the same job id again changes nothing.
-  * A claimed job belongs to one consumer until it is committed, released, or `lease_ms` have passed by the
-    broker's clock since it was claimed or last renewed; then `take_over` gives it to the consumer that asks.
-  * commit is one step: the record turns into the result, the entry leaves the queue, the client is told. It has
-    no effect for a job that the consumer no longer holds.
-  * A paused slot hands out nothing; all else goes on.
-  * What is put aside keeps its bytes and what is known about them, and goes back in one step under its own id.
-  * A record outlives its job's lifetime by an hour, so that whoever asks late reads why it never ran.
-Times are the broker's own, in ms since the epoch.
+  * publish is one step: it writes a record and a queue entry for each accepted job, and nothing for a refused one.
+    Publishing the same job id again changes nothing.
+  * A claimed job belongs to one consumer until it is committed or released, or until its lease lapses: `lease_ms`
+    have passed by the broker's clock since the claim or the last renewal. Then `take_over` claims it again.
+  * commit is one step: the record becomes the result, the entry leaves the queue, the client is told. It has
+    no effect on a job that the consumer no longer holds.
+  * A paused slot hands out no jobs; publishing, committing and reading continue.
+  * A dead letter keeps its bytes, its reason and its counts. Replaying it is one step and keeps the job id.
+  * A record outlives its job's lifetime by an hour, so that a late reader learns why the job never ran.
+Times are the broker's own, in ms since the epoch. A slot is the name of a model; see registry/queues.py.
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ __all__ = [
     "CancelOutcome",
     "Claim",
     "Commit",
+    "CommitStatus",
     "DeadLetter",
     "Delivery",
     "Depth",
     "Event",
     "FleetEnd",
     "Held",
+    "JobRecord",
     "Limits",
+    "OperatorEnd",
+    "ProducerEnd",
     "Publication",
     "Receipt",
     "Renewal",
     "Replay",
-    "JobRecord",
     "State",
     "StreamEntry",
-    "CommitStatus",
     "Waiting",
     "Withdrawal",
+    "WorkerEnd",
 ]
 
 
@@ -68,7 +71,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Admission: what `publish` refuses beyond. Times in ms; 0 in flight means no limit."""
+    """The limits of admission, which `publish` keeps. `tenant_max_in_flight` of 0 means no limit."""
 
     max_depth: int
     tenant_max_in_flight: int
@@ -76,22 +79,22 @@ class Limits:
 
 
 class Publication(msgspec.Struct, frozen=True, gc=False):
-    """One sealed job on its way in. `once` is the digest of (tenant, idempotency key), empty without one;
-    `fingerprint` tells the same payload from another under that key."""
+    """One sealed job to publish. `idempotency_digest` is the digest of (tenant, idempotency key), empty without a key;
+    `fingerprint` is the digest of its payload: two payloads under one key are a conflict."""
 
     job_id: str
     priority: Priority
     sealed: bytes
     tenant: str
     reply: str = ""
-    once: str = ""
+    idempotency_digest: str = ""
     fingerprint: str = ""
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """What became of a publication: `outcome` is accepted, known (the key's first job answers), conflict,
-    full, tenant-full or memory (the broker is short of it). `job_id` is the job that answers for it; `retry_after_s`
-    goes with a refusal for room."""
+    """The outcome of a publication: accepted, known (the first job of its idempotency key answers), conflict,
+    full, tenant-full or memory (the broker is short of it). `job_id` is the job that answers; `retry_after_s`
+    is set when the refusal is for want of room."""
 
     outcome: str
     job_id: str
@@ -99,9 +102,9 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 
 class JobRecord(msgspec.Struct, frozen=True, gc=False):
-    """A job as its record shows it: `result` is the sealed result of a terminal job, else empty;
-    `is_claimed` says whether a worker holds it; `deliveries` how often it was handed out. `tenant` is empty for a
-    terminal job: its sealed result says."""
+    """The state of a job. `result` is the sealed result of a terminal job, else empty; `is_claimed`: a worker holds
+    the job; `deliveries` counts how often it was claimed. A terminal job has no `tenant` here: its sealed result has
+    it."""
 
     state: State
     tenant: str
@@ -112,8 +115,8 @@ class JobRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelOutcome(Enum):
-    """`CANCELLED`: it will never run. `REQUESTED`: a worker holds it and is told to stop. `SETTLED`: too late.
-    `UNKNOWN`: no such job."""
+    """`CANCELLED`: the job will never run. `REQUESTED`: a worker holds the job and is told to stop. `SETTLED`: the job
+    had ended before. `UNKNOWN`: there is no such job."""
 
     CANCELLED = "cancelled"
     REQUESTED = "requested"
@@ -137,8 +140,8 @@ class Event(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A worker's wish: up to `credit` jobs of `slot`, `reserve` of them kept for the oldest lower band
-    once that has waited longer than `ageing_ms`."""
+    """A worker's request for up to `credit` jobs of `slot`. `reserve` of them are kept for the lower priority whose
+    oldest job has waited longest, if that is longer than `ageing_ms`."""
 
     slot: str
     credit: int
@@ -147,10 +150,10 @@ class Claim(NamedTuple):
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
-    """One claimed job. `entry_id` is `<ms>-<n>`: the ms at which the broker accepted it. `attempt` counts its
-    deliveries, `crashes` the processes that died while it ran; only `take_over` finds any. `accepted_first_ms` is
-    set for a job that came back from the dead letters with a deadline of its own. `active` is what `activate` had
-    written of the slot when the job was claimed, empty for nothing."""
+    """One claimed job. `entry_id` is `<ms>-<n>`, with the ms at which the broker accepted the job. `attempt` counts its
+    deliveries, `crashes` the processes that died while the job ran: only `take_over` and `adopt` find any.
+    `accepted_first_ms` is set for a replayed dead letter with a deadline. `active` is the record of the slot's active
+    version (see `activate`) at the time of the claim; empty when no version was promoted."""
 
     slot: str
     priority: Priority
@@ -177,8 +180,8 @@ class Held(NamedTuple):
 
 
 class Renewal(NamedTuple):
-    """`lost`: jobs that now belong to another consumer or to none; `cancelled`: job ids whose cancellation was
-    asked for."""
+    """`lost`: jobs that now belong to another consumer or to none. `cancelled`: ids of jobs whose cancellation was
+    requested."""
 
     lost: frozenset[Held]
     cancelled: frozenset[str]
@@ -195,13 +198,13 @@ class Commit(msgspec.Struct, frozen=True, gc=False):
     sealed: bytes
     tenant: str
     reply: str = ""
-    once: str = ""
+    idempotency_digest: str = ""
 
 
 class CommitStatus(Enum):
     """`COMMITTED`: this commit is the job's result, also when it is repeated. `FENCED`: the consumer no longer holds
-    the job, and another result or none stands.
-    `GONE`: it held the job, but the record had expired; there is nobody left to tell."""
+    the job; the record has another result or none. `GONE`: the consumer held the entry, but the job's record had
+    expired or had a result."""
 
     COMMITTED = "committed"
     FENCED = "fenced"
@@ -209,7 +212,7 @@ class CommitStatus(Enum):
 
 
 class Depth(NamedTuple):
-    """One queue: jobs waiting or running, jobs running, and the age of the oldest waiting one."""
+    """One queue: `jobs` waiting or running, `running` jobs, and the age of the oldest waiting job."""
 
     slot: str
     priority: Priority
@@ -219,9 +222,9 @@ class Depth(NamedTuple):
 
 
 class DeadLetter(msgspec.Struct, frozen=True, gc=False):
-    """Bytes that were put aside. `entry` names the letter, `accepted_as` the queue entry that it was, accepted at
-    `accepted_ms`; `job_id` and `tenant` are empty for bytes that were no accepted job. `sealed` is filled in by
-    `dead_letter` only."""
+    """Bytes that no worker can or may run again. `entry` is the letter's id, `accepted_as` the id of the queue entry
+    from which it came, accepted at `accepted_ms`. `job_id` and `tenant` are empty for bytes that were no accepted job.
+    `sealed` is filled in by `read_dead_letter` only."""
 
     slot: str
     entry: str
@@ -237,14 +240,14 @@ class DeadLetter(msgspec.Struct, frozen=True, gc=False):
     sealed: bytes = b""
 
     @property
-    def buried_ms(self) -> int:
-        """When it was put aside, by the broker's clock."""
+    def dead_lettered_ms(self) -> int:
+        """When it became a dead letter, by the broker's clock."""
         return int(self.entry.partition("-")[0])
 
 
 class Replay(Enum):
-    """What became of a dead letter that was to go back. `MISSING`: there is none of that name. `LIVE`: its job is in
-    the queue. `SETTLED`: its job has another end by now. `SUPERSEDED`: its idempotency key is another job's by now."""
+    """The outcome of a replay. `MISSING`: no dead letter has this id. `LIVE`: its job is in the queue. `SETTLED`: its
+    job has ended in another way. `SUPERSEDED`: its idempotency key belongs to another job now."""
 
     REPLAYED = "replayed"
     MISSING = "missing"
@@ -254,15 +257,15 @@ class Replay(Enum):
 
 
 class Waiting(NamedTuple):
-    """A queue entry that no worker holds; `head` is how its bytes begin."""
+    """A queue entry that no worker holds. `head` holds its first bytes."""
 
     entry_id: bytes
     head: bytes
 
 
 class Withdrawal(NamedTuple):
-    """A waiting entry to withdraw, and the sealed result that its job ends with; `job_id` and `tenant` are empty for
-    bytes that are no job."""
+    """A waiting entry to withdraw, and the sealed result of its job. `job_id` and `tenant` are empty for bytes that are
+    no job."""
 
     entry_id: bytes
     job_id: str = ""
@@ -271,119 +274,119 @@ class Withdrawal(NamedTuple):
 
 
 class ProducerEnd(Protocol):
-    """What clients need. Calls raise BrokerUnavailable when the broker does not answer in time."""
+    """The calls of clients. Each raises BrokerUnavailable when the broker does not answer in time."""
 
     def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """Accept or refuse each job, in order and in one step. The caller bounds bytes and count of a call."""
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
-        """The jobs' records; None for those that have none. `is_claimed` is not filled in."""
+        """The record of each job, or None. `is_claimed` and `deliveries` are not filled in."""
 
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
-        """One job, with `is_claimed`; `subscribe` makes its terminal event appear on its event stream."""
+        """The record of one job, or None. With `subscribe` the job's terminal event appears on its event stream."""
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
-        """Withdraw a waiting job, with `sealed` as its result; of a running one, ask its worker to stop."""
+        """Withdraw a waiting job, with `sealed` as its result. If a worker holds the job, ask the worker to stop."""
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
-        """Entries after each stream's cursor, waiting up to `block_ms`, or less, for the first."""
+        """Entries after each stream's cursor. Waits for the first one for at most `block_ms`."""
 
     def trim(self, key: str, before: str) -> None:
-        """Forget the entries of a reply stream up to and including `before`."""
+        """Delete the entries of a reply stream up to and including `before`."""
 
     def nudge(self, key: str) -> None:
         """Append an empty entry to a reply stream, so that a blocked `read` of it returns."""
 
     def spec(self, slot: str, version: str = "") -> bytes | None:
-        """The model's spec as JSON: of the version that answers, or of the one that is named."""
+        """The spec of a version as JSON, or None. Without `version`, the spec of the active version."""
 
 
 class WorkerEnd(Protocol):
-    """What workers need. `consumer` is unique to one boot of one worker."""
+    """The calls of workers. `consumer` is unique to one boot of one worker."""
 
     def prepare(self, slots: Sequence[str]) -> None:
-        """Make the queues of these slots ready to be claimed from. Repeating it changes nothing."""
+        """Make the queues of these slots ready for claims. Repeating the call changes nothing."""
 
     def exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
     ) -> tuple[list[CommitStatus], list[Delivery]]:
-        """Commit and claim in one round trip; verdicts in the order of `commits`. A paused slot hands out nothing."""
+        """Commit and claim in one round trip. Returns a status for each commit, in order, and the claimed jobs."""
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
-        """Ask to be handed up to `count` jobs per queue when some arrive; `fileno` becomes readable then."""
+        """Begin a blocking claim of up to `count` jobs per queue. `fileno` becomes readable when some arrive."""
 
     def fileno(self) -> int:
-        """Readable once an armed claim has an answer."""
+        """A descriptor that is readable when the armed claim has an answer."""
 
     def collect(self) -> list[Delivery]:
-        """The answer of the armed claim, empty when its time ran out; it is no longer armed."""
+        """The jobs of the armed claim, none when its time ran out. The claim is no longer armed."""
 
     def disarm(self) -> list[Delivery]:
-        """Withdraw the armed claim; what it had been handed meanwhile is returned."""
+        """Withdraw the armed claim, and return the jobs that it had claimed meanwhile."""
 
     def drop_armed(self) -> None:
-        """Forget the armed claim after an error on it; leases bring back what it may have been handed."""
+        """Drop the armed claim after an error on it. If it had claimed jobs, their leases lapse."""
 
     def paused(self, slots: Sequence[str]) -> frozenset[str]:
-        """Those of the slots that operators have paused. Until it is asked again, `arm` leaves these out."""
+        """The paused ones among these slots. `arm` leaves them out until the next call of `paused`."""
 
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
-        """Extend the leases of jobs that the consumer still owns."""
+        """Extend the leases of the jobs that the consumer still holds."""
 
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
-        """Claim jobs whose lease has lapsed or that were released; none of a paused slot."""
+        """Claim jobs that were released or whose lease has lapsed. A paused slot hands out none."""
 
     def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
-        """Give held jobs back at once; the next `take_over` of anyone finds them. Not an attempt that failed.
+        """Give held jobs back. The next `take_over` of any consumer claims them; this delivery is not counted.
 
-        version: hand them over to the workers that have this version of their model. `adopt` finds them at once, and
-        they are leased to nobody but these: when they have waited for a lease, `take_over` of anyone finds them.
+        version: hand the jobs over to workers that have this version of their model. `adopt` claims them at once;
+        `take_over` claims them when they have waited for as long as a lease.
         """
 
     def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
-        """Claim jobs that were handed over to the workers that have one of these versions; none of a paused slot."""
+        """Claim jobs that were released for one of these versions. A paused slot hands out none."""
 
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
-        """Add one crash to jobs that were running when a process died, whoever holds them now.
+        """Count one crash for jobs that were running when a process died, whichever consumer holds them now.
 
-        `incident` names that process: repeating the call, for all or some of the jobs, counts nothing again. Jobs
-        that wait for their first claim or have ended are left alone. The count is kept until `ttl_ms` after its
-        last crash.
+        `incident` names that process: a job counts each incident once, so that the call may be repeated. Jobs that
+        were never claimed or have ended are unchanged. The count is kept until `ttl_ms` after the last crash.
         """
 
     def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
-        """Append to a running job's event stream; returns the sequence number of its last event.
+        """Append events to a running job's stream; return the sequence number of the last one.
 
-        `after` is what the attempt's previous call returned, 0 on its first: that one begins with a `started`
-        entry, or `reset` where an earlier attempt left events. A call that is repeated because its answer was lost
-        appends nothing. Returns 0, and nothing happens, when the consumer lost the job.
+        `after` is the number that the attempt's previous call returned, and 0 on its first call. The first call also
+        appends a `started` entry, or `reset` where an earlier attempt left events. Repeating a call appends nothing.
+        Returns 0, and nothing happens, when the consumer has lost the job.
         """
 
-    def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
-        """Move a held job, or bytes that cannot be one, to the dead letters with the reason, as the queue has them.
+    def dead_letter(
+        self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
+    ) -> bool:
+        """Move a held entry to the dead letters with its bytes and the reason. The oldest dead letters make room.
 
-        Returns False, and nothing happens, when the consumer lost them. The oldest dead letters make room for it.
+        Returns False, and nothing happens, when the consumer has lost the entry.
 
-        job_id: the job that the bytes claim to be. It ends dead, with `sealed` as its result, if its record names
-        this very entry.
+        job_id: the job that the bytes claim to be. If its record names this very entry, the job ends as DEAD with
+        `sealed` as its result.
         """
 
     def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
-        """Publish the spec of the version that is named; without one of the version that answers, unless another was
-        promoted: then that one's stands."""
+        """Publish the spec of a version. Without `version`, publish it as the active one's, unless one was promoted."""
 
     def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
-        """What `activate` has written of these slots; empty for nothing."""
+        """The record of each slot's active version, as `<epoch> <record>`; empty when no version was promoted."""
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
-        """Say that this worker lives, with its report as JSON; an empty report withdraws it."""
+        """Publish the report of a live worker as JSON, for `ttl_ms`. An empty report withdraws it."""
 
     def now_ms(self) -> float:
         """The broker's clock."""
 
 
 class FleetEnd(Protocol):
-    """What those need who choose which version of a model answers."""
+    """The calls that choose the active version of a model."""
 
     def models(self) -> list[str]:
         """Names of the models that have a spec."""
@@ -401,38 +404,38 @@ class FleetEnd(Protocol):
         """See WorkerEnd.actives."""
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
-        """Make a version the one that answers from the next claim on, with its spec, in one step.
+        """Make a version the active one, with its spec, in one step. Every later delivery carries `<epoch> <record>`.
 
-        Every delivery carries `<epoch> <record>` from then on. Returns False, and nothing happens, when a record of
-        this epoch or a later one stands there; repeating a call confirms it.
+        Returns False, and nothing happens, when another record of this epoch or a later one is active. Repeating the
+        call returns True.
         """
 
 
-class Broker(ProducerEnd, WorkerEnd, FleetEnd, Protocol):
-    """All ends, and what operators look at."""
+class OperatorEnd(FleetEnd, Protocol):
+    """The calls of operators: queues, pauses, dead letters, versions."""
 
     def depths(self, slot: str) -> list[Depth]:
         """The four queues of a slot, most urgent first."""
 
-    def drained(self, slot: str) -> int:
-        """How many jobs of the slot workers have answered, ever: the difference of two looks is the throughput."""
+    def committed(self, slot: str) -> int:
+        """How many jobs of the slot were committed so far. The difference of two readings is the throughput."""
 
     def pause(self, slot: str) -> None:
-        """Hand out no job of the slot until `resume`, also after a restart; jobs are accepted, running ones go on.
+        """Hand out no job of the slot until `resume`, also after a restart. Publishing and running jobs continue.
 
-        A blocking claim that was armed before may still be handed some.
+        A blocking claim that was armed before may still claim jobs.
         """
 
     def resume(self, slot: str) -> None:
         """End a pause."""
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
-        """Up to `count` entries that no worker holds, oldest first, after `after` (empty: from the first)."""
+        """Up to `count` entries after `after` that no worker holds, oldest first. Empty `after`: from the first."""
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
-        """Take waiting entries out of the queue; each job ends cancelled. Returns how many left it.
+        """Remove waiting entries from the queue and cancel their jobs. Returns how many were removed.
 
-        What a worker claimed meanwhile is left alone. The caller bounds bytes and count of a call.
+        Entries that a worker has claimed meanwhile stay. The caller bounds bytes and count of a call.
         """
 
     def replay(
@@ -440,21 +443,25 @@ class Broker(ProducerEnd, WorkerEnd, FleetEnd, Protocol):
     ) -> Replay:
         """Put a dead letter's bytes back into the queue as `job`, in one step, for a lifetime of `job_ttl_ms`.
 
-        It is queued as if it had been accepted now, but for a deadline if it `keeps_acceptance`; its count of
-        deliveries begins anew. The bytes of `job` itself are not used.
+        The job is queued as if it had been accepted now, and its deliveries are counted from 0. With
+        `keeps_acceptance` its deadline counts from its first acceptance. `job.sealed` is not used.
         """
 
     def purge_dead(self, slot: str, entries: Sequence[str]) -> int:
-        """Forget dead letters; returns how many there were."""
+        """Delete dead letters. Returns how many of them existed."""
 
     def dead_letters(self, slot: str, after: str = "", count: int = 100) -> list[DeadLetter]:
-        """Up to `count` dead letters after the one called `after`, oldest first, without their bytes.
+        """Up to `count` dead letters after `after`, oldest first, without their bytes.
 
-        Few when they are large: only an empty answer says that there are no more.
+        The answer is shorter when the letters are large. Only an empty answer means that there are no more.
         """
 
-    def dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
-        """One dead letter with its bytes; None when there is none of that name."""
+    def read_dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
+        """One dead letter with its bytes, or None."""
+
+
+class Broker(ProducerEnd, WorkerEnd, OperatorEnd, Protocol):
+    """All three ends."""
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""

@@ -1,7 +1,7 @@
-"""The producers' end of Redis Streams for asyncio: the same scripts as redis_streams, awaited.
+"""The producers' end of Redis Streams for asyncio: the same scripts as redis_producer.py, awaited.
 
-redis-py opens the connections, with all that a URL may ask for; what goes over them is packed and parsed by hiredis
-without a task or a stream in between, which took a third of a client's time per job.
+redis-py opens the connections, with every option of the URL. After that, hiredis packs the commands and parses the
+answers, without a task or a stream: those took a third of a client's time per job.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, Res
 
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
-from penstock.registry.broker.redis_streams import (
+from penstock.registry.broker.record import parse_record
+from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
     RETRY_PAUSE_S,
-    connection_options,
+    open_client,
     refusal,
     unanswered,
 )
-from penstock.registry.errors import ConfigurationError
 from penstock.registry.queues import record_key
 
 __all__ = ["AsyncRedisStreams"]
@@ -41,27 +41,22 @@ class AsyncRedisStreams:
 
     def __init__(self, client: redis.asyncio.Redis, *, timeout_s: float, result_ttl_ms: int) -> None:
         self.timeout_s = timeout_s
-        self._calling = _Line(client, timeout_s)
-        self._reading = _Line(client, timeout_s)
+        self._calling = _Connection(client, timeout_s)
+        self._reading = _Connection(client, timeout_s)
         self._result_ttl_ms = result_ttl_ms
 
     @classmethod
     def from_url(cls, url: str, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> AsyncRedisStreams:
-        """From redis://, rediss:// or unix://. Raises ConfigurationError for another scheme; connects later."""
-        try:
-            client = redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **connection_options(timeout_s))
-        except ValueError:
-            raise ConfigurationError(
-                "The broker's URL is not usable. Expected redis://host:port/db, rediss://... or unix:///path?db=0"
-            ) from None
+        """From redis://, rediss:// or unix://. Connects later. Raises ConfigurationError for other URLs."""
+        client = open_client(redis.asyncio.Redis.from_url, Retry(NoBackoff(), 0), url, timeout_s)
         return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
 
     def publish_now(
         self, slot: str, jobs: Sequence[Publication], limits: Limits, on_answer: Callable[[list[Receipt] | None], None]
     ) -> bool:
-        """`publish` without a task, where the connection is up; False, and nothing happens, where it is not.
+        """`publish` without a task. Returns False, and nothing happens, when the connection is not open.
 
-        on_answer: called as soon as the answer is read, with None when it is to be asked for again by `publish`.
+        on_answer: called when the answer is read. None means that it failed, and `publish` is to repeat it.
         """
 
         def receive(found: Any) -> None:
@@ -74,15 +69,15 @@ class AsyncRedisStreams:
         return scripts.receipts(slot, jobs, await self._run(scripts.publish(slot, jobs, limits)))
 
     async def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
-        """See ProducerEnd.standings."""
+        """See ProducerEnd.job_records."""
         if not job_ids:
             return []
         records = await self._run(["MGET", *map(record_key, job_ids)])
-        return [None if record is None else scripts.parse_record(record) for record in records]
+        return [None if record is None else parse_record(record) for record in records]
 
     async def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
-        """See ProducerEnd.standing."""
-        return scripts.stood(await self._run(scripts.job_record(job_id, subscribe=subscribe)))
+        """See ProducerEnd.job_record."""
+        return scripts.parse_job_record(await self._run(scripts.job_record(job_id, subscribe=subscribe)))
 
     async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -90,13 +85,13 @@ class AsyncRedisStreams:
 
     async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = _READ_COUNT) -> list[StreamEntry]:
         """See ProducerEnd.read."""
-        line = self._reading if block_ms > 0 else self._calling
-        return scripts.entries(await self._run(scripts.read(cursors, block_ms, count, self.timeout_s), line))
+        connection = self._reading if block_ms > 0 else self._calling
+        return scripts.entries(await self._run(scripts.read(cursors, block_ms, count, self.timeout_s), connection))
 
     def read_now(
         self, cursors: Mapping[str, str], block_ms: int, on_answer: Callable[[list[StreamEntry] | None], None]
     ) -> bool:
-        """`read` without a task, as `publish_now` is."""
+        """`read` without a task; see publish_now."""
 
         def receive(found: Any) -> None:
             on_answer(None if isinstance(found, Exception) else scripts.entries(found))
@@ -104,7 +99,7 @@ class AsyncRedisStreams:
         return self._reading.ask_now(scripts.read(cursors, block_ms, _READ_COUNT, self.timeout_s), receive)
 
     def trim(self, key: str, before: str) -> None:
-        """See ProducerEnd.trim. Not awaited: what is forgotten late, or never, goes with the stream."""
+        """See ProducerEnd.trim. Not awaited: entries that are not deleted expire with the stream."""
         self._calling.ask_now(scripts.trim(key, before), lambda _: None)
 
     async def nudge(self, key: str) -> None:
@@ -118,22 +113,22 @@ class AsyncRedisStreams:
         return found
 
     def forget_connections(self) -> None:
-        """After a fork: drop what the parent opened without saying goodbye on its sockets."""
+        """After a fork: drop the parent's connections without closing its sockets."""
         self._calling.forget()
         self._reading.forget()
 
     async def aclose(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._calling.aclose()
         await self._reading.aclose()
 
-    async def _run(self, command: scripts.Call, line: _Line | None = None) -> Any:
-        """One command, repeated on a new connection while the time-out lasts; a read that waits has its own line."""
+    async def _run(self, command: scripts.Call, connection: _Connection | None = None) -> Any:
+        """One command, repeated on a new connection until the time-out. A blocking read has its own connection."""
         deadline = time.monotonic() + self.timeout_s
-        line = line or self._calling
+        connection = connection or self._calling
         while True:
             try:
-                return await self._once(line, command)
+                return await self._once(connection, command)
             except ResponseError as error:
                 raise refusal(error) or error from error
             except LOST_CONNECTION as error:
@@ -141,17 +136,17 @@ class AsyncRedisStreams:
                     raise unanswered(error, self.timeout_s) from error
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _once(self, line: _Line, command: scripts.Call) -> Any:
+    async def _once(self, connection: _Connection, command: scripts.Call) -> Any:
         try:
-            return await line.ask(command)
+            return await connection.ask(command)
         except NoScriptError:
             for source in scripts.SOURCES.values():
-                await line.ask(["SCRIPT", "LOAD", source])
-            return await line.ask(command)
+                await connection.ask(["SCRIPT", "LOAD", source])
+            return await connection.ask(command)
 
 
-class _Line:
-    """One connection, opened when it is first needed and again after it was lost."""
+class _Connection:
+    """One connection, opened at its first use and again after it was lost."""
 
     def __init__(self, client: redis.asyncio.Redis, timeout_s: float) -> None:
         self._client = client
@@ -160,12 +155,12 @@ class _Line:
         self._opening: asyncio.Lock | None = None
 
     def ask_now(self, command: scripts.Call, on_answer: Callable[[Any], None]) -> bool:
-        """Sends one command if the connection is up; see _Wire.send."""
+        """Sends one command if the connection is open; see _Wire.send."""
         wire = self._wire
         return wire is not None and wire.send(hiredis.pack_command(tuple(command)), on_answer)
 
     async def ask(self, command: scripts.Call) -> Any:
-        """The answer to one command; further ones may be asked meanwhile. Raises as redis-py does."""
+        """The answer to one command. Others may be sent meanwhile. Raises the errors of redis-py."""
         wire = self._wire
         if wire is None or wire.is_lost:
             wire = await self._open()
@@ -184,17 +179,17 @@ class _Line:
             return self._wire
 
     def forget(self) -> None:
-        """After a fork: the connection is the parent's."""
+        """After a fork: the connection belongs to the parent."""
         self._wire = self._opening = None
 
     async def aclose(self) -> None:
-        """Gives the connection back."""
+        """Closes the connection."""
         if self._wire is not None:
             await self._wire.aclose()
 
 
 class _Wire(asyncio.Protocol):
-    """Commands and their answers on an open connection, in order. Whoever stops waiting for one breaks nothing."""
+    """Commands and their answers on an open connection, in order. A caller may stop waiting for its answer."""
 
     def __init__(self, connection: Any, timeout_s: float) -> None:
         self.is_lost = False
@@ -205,14 +200,14 @@ class _Wire(asyncio.Protocol):
         self._asked: deque[tuple[Callable[[Any], None], float]] = deque()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._alarm: asyncio.TimerHandle | None = None
-        # Nothing is on its way: redis-py has read every answer to what it asked while connecting.
+        # No answer is outstanding: redis-py has read the answers to all commands that it sent while connecting.
         self._transport = connection._writer.transport
         self._transport.set_protocol(self)
         if self._transport.is_closing():
             self.connection_lost(None)
 
     def ask(self, packed: bytes) -> asyncio.Future[Any]:
-        """The answer to one packed command; ConnectionError or TimeoutError of redis-py when none will come."""
+        """The answer to one packed command. Without one: ConnectionError or TimeoutError of redis-py."""
         answer: asyncio.Future[Any] = self._loop.create_future()
 
         def receive(found: Any) -> None:
@@ -228,9 +223,9 @@ class _Wire(asyncio.Protocol):
         return answer
 
     def send(self, packed: bytes, on_answer: Callable[[Any], None]) -> bool:
-        """Sends one packed command; False when the connection is lost.
+        """Sends one packed command. Returns False when the connection is lost.
 
-        on_answer: called with the answer, or with the exception in its place, while what came is being read.
+        on_answer: called when the answer is read, with the answer or with the exception in its place.
         """
         if self.is_lost:
             return False
@@ -257,7 +252,7 @@ class _Wire(asyncio.Protocol):
             self._closed.set_result(None)
 
     def _check_time(self) -> None:
-        """One timer for all commands: the oldest is due first."""
+        """One timer serves all commands: the oldest one times out first."""
         self._alarm = None
         if not self._asked:
             return
@@ -286,7 +281,7 @@ class _Wire(asyncio.Protocol):
 
 
 def _reply_error(text: str) -> ResponseError:
-    """The error that a server's line means, as far as we tell them apart."""
+    """The exception for an error line of the server. Only the kinds that we handle have classes of their own."""
     word, _, rest = text.partition(" ")
     if word == "NOSCRIPT":
         return NoScriptError(rest)

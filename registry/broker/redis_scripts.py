@@ -1,7 +1,7 @@
-"""Calls and answers of the Lua scripts in lua/, without a connection: arguments in, typed values out.
+"""Calls and answers of the Lua scripts in lua/: arguments to a command, an answer to typed values. Pure, no connection.
 
-The synchronous and the asynchronous client of Redis share this; a script and its caller are read side by side.
-All keys of one call carry the same hash tag.
+The synchronous and the asynchronous connections share this file. Each script has a function of its name that makes
+its call, and usually a second one that parses its answer. All keys of one call carry the same hash tag.
 """
 
 from __future__ import annotations
@@ -34,6 +34,16 @@ from penstock.registry.broker.base import (
     Waiting,
     Withdrawal,
 )
+from penstock.registry.broker.limits import (
+    DEAD_LETTERS_BYTES,
+    DEAD_LETTERS_CAP,
+    EVENTS_CAP,
+    MEMORY_HIGH_WATER_PCT,
+    OUTLIVES_MS,
+    REPLY_CAP,
+    REPLY_TTL_MS,
+)
+from penstock.registry.broker.record import encode_result, parse_record
 from penstock.registry.queues import (
     GROUP,
     Priority,
@@ -53,33 +63,10 @@ from penstock.registry.queues import (
     stream_keys,
 )
 
-__all__ = [
-    "DEAD_LETTERS_BYTES",
-    "DEAD_LETTERS_CAP",
-    "EVENTS_CAP",
-    "OUTLIVES_MS",
-    "REPLY_CAP",
-    "REPLY_TTL_MS",
-    "SOURCES",
-    "Call",
-    "sha_of",
-]
+__all__ = ["SOURCES", "Call", "sha_of"]
 
 Call: TypeAlias = list[Any]
-"""A command's words, EVALSHA first."""
-
-REPLY_CAP: Final = 512
-"""Entries of at most 64 KiB that a reply stream keeps; a client that falls behind reads records instead."""
-REPLY_TTL_MS: Final = 120_000
-OUTLIVES_MS: Final = 3_600_000
-"""How long a record outlives its job: a forward that began in time must find it, and whoever asks, the reason."""
-EVENTS_CAP: Final = 10_000
-"""Events that a job's stream keeps; a subscriber who missed more is told so."""
-MEMORY_HIGH_WATER_PCT: Final = 80
-"""Of the server's maxmemory; what is left beyond is room for results."""
-DEAD_LETTERS_CAP: Final = 100_000
-DEAD_LETTERS_BYTES: Final = 256 * 1024 * 1024
-"""What the dead letters of one slot keep, whichever is reached first; the oldest go."""
+"""The words of a command; EVALSHA is the first one of a script's call."""
 
 _FILES: Final[dict[str, str]] = {
     path.name.removesuffix(".lua"): path.read_text()
@@ -88,16 +75,15 @@ _FILES: Final[dict[str, str]] = {
 }
 _ENDING: Final = _FILES.pop("ending")
 SOURCES: Final[dict[str, str]] = {
-    name: _ENDING + source if name in ("cancel", "bury", "replay", "withdraw") else source
+    name: _ENDING + source if name in ("cancel", "dead_letter", "replay", "withdraw") else source
     for name, source in _FILES.items()
 }
-"""Each script as Redis gets it; those that end a single job share how."""
+"""Each script as Redis loads it. Scripts that end a single job begin with ending.lua."""
 _SHAS: Final = {
     name: hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()
 }
 _PRIORITIES: Final = tuple(Priority)
-_STATES: Final = {state.value: state for state in State}
-_VERDICTS: Final = {ord("C"): CommitStatus.COMMITTED, ord("F"): CommitStatus.FENCED, ord("G"): CommitStatus.GONE}
+_STATUSES: Final = {ord("C"): CommitStatus.COMMITTED, ord("F"): CommitStatus.FENCED, ord("G"): CommitStatus.GONE}
 _REFUSALS: Final = {b"f": "full", b"t": "tenant-full", b"m": "memory"}
 _REPLAYS: Final = {
     b"R": Replay.REPLAYED,
@@ -115,7 +101,7 @@ _CANCELS: Final = {
 
 
 def sha_of(name: str) -> str:
-    """What Redis calls the script after loading it."""
+    """The name of a loaded script in Redis."""
     return _SHAS[name]
 
 
@@ -127,16 +113,9 @@ def _local(job_id: str) -> str:
     return job_id.rpartition(".")[2]
 
 
-def _record(state: State, sealed: bytes) -> bytes:
-    return _RECORD_HEADS[state] + sealed
-
-
-_RECORD_HEADS: Final = {state: state.value.encode() + b"-" for state in State}
-
-
 def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     """One call that accepts or refuses `jobs`."""
-    once_keys: list[str] = []
+    idempotency_keys: list[str] = []
     record_ttl_ms = limits.job_ttl_ms + OUTLIVES_MS
     args: list[Any] = [
         GROUP,
@@ -148,9 +127,9 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     ]
     records: list[str] = []
     for job in jobs:
-        once = job.once
-        if once:
-            once_keys.append(idempotency_key(slot, once))
+        digest = job.idempotency_digest
+        if digest:
+            idempotency_keys.append(idempotency_key(slot, digest))
         local = _local(job.job_id)
         records.append(local_record_key(slot, local))
         args += (
@@ -159,15 +138,15 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
             local,
             job.tenant,
             job.reply,
-            once,
-            len(once_keys) if once else 0,
+            digest,
+            len(idempotency_keys) if digest else 0,
             job.fingerprint,
         )
-    return _call("publish", [flow_key(slot), *stream_keys(slot), *records, *once_keys], args)
+    return _call("publish", [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys], args)
 
 
 def receipts(slot: str, jobs: Sequence[Publication], answer: Sequence[bytes]) -> list[Receipt]:
-    """The answer of `publish`."""
+    """Parses the answer of `publish`."""
     return [
         Receipt("accepted", job.job_id) if letter == b"a" else _receipt(slot, job.job_id, letter)
         for job, letter in zip(jobs, answer, strict=True)
@@ -183,14 +162,14 @@ def _receipt(slot: str, job_id: str, answer: bytes) -> Receipt:
     return Receipt(_REFUSALS[letter], job_id, int(rest) / 1000)
 
 
-def claim(consumer: str, wish: Claim) -> Call:
+def claim(consumer: str, request: Claim) -> Call:
     """One call that takes jobs of one slot."""
-    keys = [*stream_keys(wish.slot), paused_key(wish.slot), active_key(wish.slot)]
-    return _call("claim", keys, [GROUP, consumer, wish.credit, wish.reserve, wish.ageing_ms])
+    keys = [*stream_keys(request.slot), paused_key(request.slot), active_key(request.slot)]
+    return _call("claim", keys, [GROUP, consumer, request.credit, request.reserve, request.ageing_ms])
 
 
 def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, bool, list[Delivery]]:
-    """(the broker's time in ms, whether the slot is paused, deliveries) of an answer of `claim`."""
+    """Parses the answer of `claim`: (the broker's time in ms, whether the slot is paused, deliveries)."""
     deliveries: list[Delivery] = []
     active = answer[3] or b""
     for index in range(4, len(answer), 2):
@@ -208,33 +187,33 @@ def _deliveries(slot: str, priority: Priority, entries: Sequence[Any], active: b
 
 
 def _unusual(slot: str, priority: Priority, entry_id: bytes, fields: Sequence[bytes], active: bytes) -> Delivery:
-    """A job that came back from the dead letters, or a foreign XADD: that goes on as bytes that do not open."""
+    """A replayed dead letter; or the fields of a foreign XADD, joined to bytes that are no envelope."""
     if len(fields) == 4 and fields[2] == b"a" and (accepted_ms := _number(fields[3].decode(errors="replace"))):
         return Delivery(slot, priority, entry_id, fields[1], accepted_first_ms=accepted_ms, active=active)
     return Delivery(slot, priority, entry_id, b"".join(fields), active=active)
 
 
 def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int) -> Call:
-    """The blocking claim of an idle worker."""
+    """The blocking claim of an idle worker: XREADGROUP with BLOCK."""
     keys = [key for slot in slots for key in stream_keys(slot)]
     fixed = ["XREADGROUP", "GROUP", GROUP, consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS"]
     return [*fixed, *keys, *[">"] * len(keys)]
 
 
 def spec(slot: str, version: str) -> Call:
-    """The spec of the active version, or of the one that is named."""
+    """Reads the spec of a version, or of the active one."""
     return ["HGET", specs_key(slot), version] if version else ["GET", spec_key(slot)]
 
 
 def actives(slots: Sequence[str]) -> Call:
-    """The active versions of some slots. Behind a blocking claim on one line, they are as of its end."""
+    """Reads the active versions of slots. Sent after a blocking claim, it is answered when the claim has ended."""
     return ["MGET", *map(active_key, slots)]
 
 
 def armed_deliveries(
     slots: Sequence[str], answer: Sequence[Any] | None, actives: Sequence[bytes | None]
 ) -> list[Delivery]:
-    """The answers of `armed`, None when its time ran out, and of `actives`; most urgent first."""
+    """Parses the answers of `armed` (None when its time ran out) and of `actives`; most urgent first."""
     if not answer:
         return []
     active = dict(zip(slots, actives, strict=True))
@@ -249,14 +228,14 @@ def armed_deliveries(
 def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: int) -> Call:
     """One call that commits jobs of one slot."""
     reply_index: dict[str, int] = {"": 0}
-    once_keys: list[str] = []
+    idempotency_keys: list[str] = []
     records: list[str] = []
     spans: list[list[bytes]] = [[], [], [], []]
     jobs: list[Any] = []
     for commit in commits:
-        once, priority = commit.once, int(commit.priority)
-        if once:
-            once_keys.append(idempotency_key(slot, once))
+        digest, priority = commit.idempotency_digest, int(commit.priority)
+        if digest:
+            idempotency_keys.append(idempotency_key(slot, digest))
         spans[priority].append(commit.entry_id)
         local = _local(commit.job_id)
         records.append(local_record_key(slot, local))
@@ -264,10 +243,10 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
             priority,
             commit.entry_id,
             local,
-            _record(commit.state, commit.sealed),
+            encode_result(commit.state, commit.sealed),
             commit.tenant,
             reply_index.setdefault(commit.reply, len(reply_index)),
-            len(once_keys) if once else 0,
+            len(idempotency_keys) if digest else 0,
         )
     del reply_index[""]
     args: list[Any] = [GROUP, consumer, result_ttl_ms, REPLY_TTL_MS, len(reply_index), len(commits)]
@@ -275,7 +254,7 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
         args += _span(span)
     lane = lane_key(slot)
     args += [0 if reply == lane else REPLY_CAP for reply in reply_index]
-    keys = [flow_key(slot), *stream_keys(slot), *reply_index, *records, *once_keys]
+    keys = [flow_key(slot), *stream_keys(slot), *reply_index, *records, *idempotency_keys]
     return _call("commit", keys, args + jobs)
 
 
@@ -287,13 +266,13 @@ def _span(entry_ids: list[bytes]) -> tuple[bytes, bytes]:
 
 
 def _entry_order(entry_id: bytes) -> tuple[bytes, int, bytes]:
-    # As long as milliseconds have 13 digits, this orders ids as numbers do, and without parsing.
+    # While milliseconds have 13 digits, this orders ids as numbers do, without parsing them.
     return entry_id[:13], len(entry_id), entry_id
 
 
 def statuses(answer: bytes) -> list[CommitStatus]:
-    """The answer of `commit`."""
-    return [_VERDICTS[letter] for letter in answer]
+    """Parses the answer of `commit`."""
+    return [_STATUSES[letter] for letter in answer]
 
 
 def renew(consumer: str, slot: str, held: Sequence[Held]) -> Call:
@@ -305,7 +284,7 @@ def renew(consumer: str, slot: str, held: Sequence[Held]) -> Call:
 
 
 def renewed(held: Sequence[Held], answer: bytes) -> Renewal:
-    """The answer of `renew`."""
+    """Parses the answer of `renew`."""
     pairs = list(zip(held, answer, strict=True))
     return Renewal(
         frozenset(job for job, letter in pairs if letter == ord("L")),
@@ -314,42 +293,42 @@ def renewed(held: Sequence[Held], answer: bytes) -> Renewal:
 
 
 def release(consumer: str, slot: str, held: Sequence[Held], version: str = "") -> Call:
-    """One call that gives jobs of one slot back, to anybody or to those that have a version."""
-    args: list[Any] = [GROUP, consumer, len(held), _receiver(version) if version else ""]
+    """One call that releases jobs of one slot; with `version`, for workers that have this version."""
+    args: list[Any] = [GROUP, consumer, len(held), _owner_for(version) if version else ""]
     for job in held:
         args += (int(job.priority), job.entry_id)
     return _call("release", stream_keys(slot), args)
 
 
-def _receiver(version: str) -> str:
-    # No worker is called so: their names end in the id of their boot.
+def _owner_for(version: str) -> str:
+    # No consumer has such a name: theirs end with the id of a boot.
     return f"version {version}"
 
 
 def adopt(consumer: str, slot: str, versions: Sequence[str], count: int) -> Call:
-    """One call that claims what was handed over to those that have a version; its answer is that of `take_over`."""
+    """One call that claims jobs that were released for one of these versions. It answers as `take_over` does."""
     keys = [*stream_keys(slot), paused_key(slot), active_key(slot)]
-    return _call("adopt", keys, [GROUP, consumer, count, *map(_receiver, versions)])
+    return _call("adopt", keys, [GROUP, consumer, count, *map(_owner_for, versions)])
 
 
 def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
-    """One call that claims lapsed jobs of one slot; it does nothing when it arrives late."""
+    """One call that claims jobs of one slot whose lease has lapsed. It does nothing when it arrives late."""
     keys = [*stream_keys(slot), paused_key(slot), active_key(slot)]
     return _call("take_over", keys, [GROUP, consumer, lease_ms, count, int(now_ms)])
 
 
 def announce(slot: str, spec: bytes) -> Call:
-    """One call that publishes the spec of the version that answers while none was promoted."""
+    """One call that publishes the active version's spec, unless a version was promoted."""
     return _call("announce", [active_key(slot), spec_key(slot)], [spec])
 
 
 def activate(slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> Call:
-    """One call that makes a version the one that answers."""
+    """One call that makes a version the active one."""
     return _call("activate", [active_key(slot), spec_key(slot), specs_key(slot)], [epoch, record, version, spec])
 
 
 def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
-    """The answer of `take_over` and of `adopt`."""
+    """Parses the answer of `take_over` and of `adopt`."""
     deliveries: list[Delivery] = []
     active = (answer[0] if answer else None) or b""
     for index in range(1, len(answer), 4):
@@ -362,7 +341,7 @@ def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
 
 
 def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call:
-    """One call that adds a crash to jobs of one slot."""
+    """One call that counts a crash for jobs of one slot."""
     args: list[Any] = [GROUP, incident, ttl_ms, len(jobs)]
     for job in jobs:
         args += (int(job.priority), job.entry_id)
@@ -379,46 +358,37 @@ def emit(consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, after:
 
 
 def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
-    """One call that withdraws a job or asks for its end."""
+    """One call that withdraws a waiting job, or asks its worker to stop."""
     slot = slot_of(job_id)
     args = [GROUP, tenant, *_ending(job_id, State.CANCELLED, sealed, result_ttl_ms)]
     return _call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
 
 
 def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tuple[Any, ...]:
-    """What `finish` in ending.lua wants to know."""
-    once_prefix = idempotency_key(slot_of(job_id), "")
-    return _record(state, sealed), _local(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, once_prefix
+    """The arguments of `finish` in ending.lua."""
+    idempotency_prefix = idempotency_key(slot_of(job_id), "")
+    return encode_result(state, sealed), _local(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix
 
 
 def cancelled(answer: bytes) -> CancelOutcome:
-    """The answer of `cancel`."""
+    """Parses the answer of `cancel`."""
     return _CANCELS[answer]
 
 
 def job_record(job_id: str, *, subscribe: bool) -> Call:
     """One call that reads a job's record."""
-    return _call("standing", [*stream_keys(slot_of(job_id)), record_key(job_id)], [GROUP, int(subscribe)])
+    return _call("job_record", [*stream_keys(slot_of(job_id)), record_key(job_id)], [GROUP, int(subscribe)])
 
 
-def stood(answer: Sequence[Any] | None) -> JobRecord | None:
-    """The answer of `standing`."""
+def parse_job_record(answer: Sequence[Any] | None) -> JobRecord | None:
+    """Parses the answer of `job_record`."""
     if answer is None:
         return None
     record, consumer, deliveries = answer
     return structs.replace(parse_record(record), is_claimed=bool(consumer), deliveries=deliveries)
 
 
-def parse_record(record: bytes) -> JobRecord:
-    """What a record says by itself. A terminal record's tenant is inside its sealed result."""
-    letter = chr(record[0])
-    if letter in "QK":
-        tenant = record.split(b"\n", 2)[1].decode()
-        return JobRecord(State.QUEUED, tenant, cancel_requested=letter == "K")
-    return JobRecord(_STATES[letter], "", record[2:])
-
-
-def bury(
+def dead_letter(
     consumer: str,
     delivery: Delivery,
     reason: str,
@@ -427,7 +397,7 @@ def bury(
     result_ttl_ms: int,
     most_bytes: int = DEAD_LETTERS_BYTES,
 ) -> Call:
-    """One call that moves bytes to the dead letters, and ends the job that they were accepted as."""
+    """One call that moves an entry to the dead letters, and ends its job."""
     slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
     keys = [flow_key(slot), stream_key(slot, priority), dead_key(slot), crashes_key(slot, priority, entry_id)]
     args: list[Any] = [GROUP, consumer, entry_id, int(priority), reason]
@@ -435,26 +405,26 @@ def bury(
     if job_id:
         keys.append(record_key(job_id))
         args += _ending(job_id, State.DEAD, sealed, result_ttl_ms)
-    return _call("bury", keys, args)
+    return _call("dead_letter", keys, args)
 
 
-def dead_letters(slot: str, after: str, count: int) -> Call:
+def list_dead(slot: str, after: str, count: int) -> Call:
     """One call that describes dead letters of one slot."""
-    return _call("dead_letters", [dead_key(slot)], [after or "0-0", count])
+    return _call("list_dead", [dead_key(slot)], [after or "0-0", count])
 
 
-def letters(slot: str, answer: Sequence[Any]) -> list[DeadLetter]:
-    """The answer of `dead_letters`."""
+def listed_dead(slot: str, answer: Sequence[Any]) -> list[DeadLetter]:
+    """Parses the answer of `list_dead`."""
     return [_letter(slot, entry, size, fields) for entry, size, fields in answer]
 
 
-def dead_letter(slot: str, entry: str) -> Call:
-    """One call that reads a dead letter with its bytes."""
+def read_dead_letter(slot: str, entry: str) -> Call:
+    """Reads a dead letter with its bytes."""
     return ["XRANGE", dead_key(slot), entry, entry]
 
 
-def letter(slot: str, answer: Sequence[Any]) -> DeadLetter | None:
-    """The answer of `dead_letter`."""
+def parse_dead_letter(slot: str, answer: Sequence[Any]) -> DeadLetter | None:
+    """Parses the answer of `read_dead_letter`."""
     if not answer:
         return None
     entry, fields = answer[0]
@@ -465,65 +435,65 @@ def letter(slot: str, answer: Sequence[Any]) -> DeadLetter | None:
 def replay(slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Call:
     """One call that puts a dead letter back into its queue."""
     keys = [flow_key(slot), dead_key(slot), stream_key(slot, job.priority), record_key(job.job_id)]
-    if job.once:
-        keys.append(idempotency_key(slot, job.once))
-    args = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.once]
+    if job.idempotency_digest:
+        keys.append(idempotency_key(slot, job.idempotency_digest))
+    args = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.idempotency_digest]
     return _call("replay", keys, [*args, job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance)])
 
 
 def replayed(answer: bytes) -> Replay:
-    """The answer of `replay`."""
+    """Parses the answer of `replay`."""
     return _REPLAYS[answer]
 
 
 def purge_dead(slot: str, entries: Sequence[str]) -> Call:
-    """One call that forgets dead letters of one slot."""
+    """One call that deletes dead letters of one slot."""
     return _call("purge_dead", [flow_key(slot), dead_key(slot)], entries)
 
 
 def waiting(slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> Call:
-    """One call that looks at jobs that nobody holds."""
+    """One call that reads entries that no worker holds."""
     return _call("waiting", [stream_key(slot, priority)], [GROUP, after or b"0-0", count, head_bytes])
 
 
-def waited(answer: Sequence[Any]) -> list[Waiting]:
-    """The answer of `waiting`."""
+def parse_waiting(answer: Sequence[Any]) -> list[Waiting]:
+    """Parses the answer of `waiting`."""
     return [Waiting(entry_id, head) for entry_id, head in answer]
 
 
 def withdraw(slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> Call:
     """One call that withdraws jobs of one queue."""
-    once_prefix = idempotency_key(slot, "")
-    args: list[Any] = [GROUP, int(priority), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, once_prefix, len(jobs)]
+    idempotency_prefix = idempotency_key(slot, "")
+    args: list[Any] = [GROUP, int(priority), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix, len(jobs)]
     keys = [flow_key(slot), stream_key(slot, priority)]
     for job in jobs:
         local = _local(job.job_id)
         keys.append(local_record_key(slot, local))
-        args += (job.entry_id, local, job.tenant, _record(State.CANCELLED, job.sealed))
+        args += (job.entry_id, local, job.tenant, encode_result(State.CANCELLED, job.sealed))
     return _call("withdraw", keys, args)
 
 
 def withdrawn(answer: bytes) -> int:
-    """How many jobs left the queue by an answer of `withdraw`."""
+    """Parses the answer of `withdraw`: how many entries left the queue."""
     return answer.count(b"W") + answer.count(b"R")
 
 
 def _letter(slot: str, entry: bytes, size: int, fields: Sequence[bytes]) -> DeadLetter:
-    # Anybody with the broker's password may have written it: what is not as expected is left empty.
-    said = {name: value.decode(errors="replace") for name, value in _pairs(fields) if name != b"e"}
-    local = said.get(b"job", "")
+    # Any program with the broker's password may have written it: a field of unexpected form is left empty.
+    known = {name: value.decode(errors="replace") for name, value in _pairs(fields) if name != b"e"}
+    local = known.get(b"job", "")
     return DeadLetter(
         slot,
         entry.decode(),
-        said.get(b"reason", ""),
-        _PRIORITIES[_number(said.get(b"priority")) % len(_PRIORITIES)],
-        said.get(b"entry", ""),
-        _number(said.get(b"accepted")),
-        _number(said.get(b"deliveries")),
-        _number(said.get(b"crashes")),
+        known.get(b"reason", ""),
+        _PRIORITIES[_number(known.get(b"priority")) % len(_PRIORITIES)],
+        known.get(b"entry", ""),
+        _number(known.get(b"accepted")),
+        _number(known.get(b"deliveries")),
+        _number(known.get(b"crashes")),
         size,
         f"{slot}.{local}" if local else "",
-        said.get(b"tenant", ""),
+        known.get(b"tenant", ""),
     )
 
 
@@ -541,7 +511,7 @@ def depths(slot: str) -> Call:
 
 
 def measured(slot: str, answer: Sequence[int]) -> list[Depth]:
-    """The answer of `depths`."""
+    """Parses the answer of `depths`."""
     now = answer[0]
     found = []
     for priority in _PRIORITIES:
@@ -551,9 +521,9 @@ def measured(slot: str, answer: Sequence[int]) -> list[Depth]:
 
 
 def read(cursors: Mapping[str, str], block_ms: int, count: int, timeout_s: float) -> Call:
-    """XREAD of several streams; BLOCK 0 would wait for ever, so 0 means not to wait.
+    """XREAD of several streams. A `block_ms` of 0 means no wait; BLOCK 0 would wait for ever.
 
-    It waits for half of `timeout_s` at most: a socket that is silent for all of it counts as broken.
+    It waits for at most half of `timeout_s`: a socket that is silent for all of it counts as broken.
     """
     wait = ["BLOCK", max(1, min(block_ms, int(timeout_s * 500)))] if block_ms > 0 else []
     return ["XREAD", "COUNT", count, *wait, "STREAMS", *cursors.keys(), *cursors.values()]
@@ -566,12 +536,12 @@ def trim(key: str, before: str) -> Call:
 
 
 def nudge(key: str) -> tuple[Call, Call]:
-    """An empty entry, on a stream that goes away by itself."""
+    """Appends an empty entry, and lets the stream expire."""
     return ["XADD", key, "MAXLEN", "~", REPLY_CAP, "*", b"", b""], ["PEXPIRE", key, REPLY_TTL_MS]
 
 
 def entries(answer: Sequence[Any] | None) -> list[StreamEntry]:
-    """The answer of XREAD."""
+    """Parses the answer of XREAD."""
     return [
         StreamEntry(key.decode(), entry_id.decode(), fields)
         for key, found in answer or ()

@@ -26,6 +26,6 @@ __all__ = [
     "RegisteredVersion",
     "Registrable",
     "Transition",
-    "Veto",
     "VersionCallback",
+    "Veto",
 ]

@@ -1,7 +1,7 @@
 """Where the registry's rows lie: a database, or one that somebody else reaches.
 
     ModelRegistryClient -- read, changing --> SqlStore --> SQLite, PostgreSQL
-                        -- read, changing --> compose/rollout/remote.py --> a worker's clerk --> enter --> SqlStore
+                        -- read, changing --> compose/rollout/remote.py --> OperatorRpcServer --> enter --> SqlStore
 
 Rows are signed before they come here; whoever keeps them needs no key.
 """

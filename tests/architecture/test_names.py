@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.servers import ROOT
 
 SHIPPED = ["compose", "producers", "registry", "safety", "workers"]
-OF_A_MODEL = ("infer.{", "}:job:", "}:once:", "}:reply:", "}:flow", "}:spec", "}:lane")
+OF_A_MODEL = ("infer.{", "}:job:", "}:idempotency:", "}:reply:", "}:flow", "}:spec", "}:lane")
 OF_ALL = ("penstock:worker", "penstock:models")
 
 

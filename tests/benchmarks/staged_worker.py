@@ -37,7 +37,7 @@ STAGES: Final = (
     ("logging", "Logger.info", "log"),
     ("penstock.workers.drain", "Drain._settle", "settle: let go, note events"),
     ("penstock.workers.drain", "Drain._run", "drain: rest of the loop"),
-    ("penstock.workers.celery_bridge.bridge", "CeleryEventSender._flush", "events: encode and send"),
+    ("penstock.workers.celery_bridge.events", "CeleryEventSender._flush", "events: encode and send"),
     ("penstock.workers.leases", "LeaseKeeper._run", "leases and report"),
 )
 """Module, callable, and the name of the stage."""

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.compose.cli import main
-from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
 from penstock.registry.package import load_package
+from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package
 from tests.servers import ROOT, RedisServer, wait_until

@@ -39,12 +39,12 @@ def _letter(sealed: bytes, *, slot: str = "m", job_id: str = "", accepted_ms: in
     )
 
 
-def _buried(broker: MemoryBroker, sealed: bytes) -> DeadLetter:
+def _dead_letter(broker: MemoryBroker, sealed: bytes) -> DeadLetter:
     """The bytes, as a worker that could make nothing of them leaves them."""
     broker.publish("m", [Publication(new_job_id("m"), Priority.NORMAL, sealed, "x")], Limits(10, 0, 1000))
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
-    assert broker.bury("w", delivery, "why")
-    letter = broker.dead_letter("m", broker.dead_letters("m")[-1].entry)
+    assert broker.dead_letter("w", delivery, "why")
+    letter = broker.read_dead_letter("m", broker.dead_letters("m")[-1].entry)
     assert letter is not None
     return letter
 
@@ -94,7 +94,7 @@ def test_signed_job_is_shown_with_its_header():
         (_sealed(_header(model="other")), "another queue"),
         (_sealed(_header(reply="penstock:elsewhere")), "another queue"),
         (_sealed(_header(reply=reply_key("m", "me\nyou"))), "another queue"),
-        (_sealed(_header(once="a\nb")), "another queue"),
+        (_sealed(_header(idempotency_digest="a\nb")), "another queue"),
         (_sealed(_header(tenant="Mallory\nacme")), "Bad tenant name"),
         (_sealed(_header(priority="urgent")), "Unknown priority"),
     ],
@@ -103,7 +103,7 @@ def test_signed_job_is_shown_with_its_header():
 def test_what_cannot_be_a_job_stays(sealed: bytes, why: str):
     """Refused with the reason, shown with it too, and still there afterwards."""
     broker = MemoryBroker(lambda: NOW_S)
-    letter = _buried(broker, sealed)
+    letter = _dead_letter(broker, sealed)
     outcome = replay(broker, letter, KEYS, job_ttl_ms=1000, now_ms=NOW_S * 1000)
     assert not outcome.is_back
     assert why in outcome.reason
@@ -115,8 +115,8 @@ def test_what_cannot_be_a_job_stays(sealed: bytes, why: str):
 def test_good_job_goes_back_as_itself():
     """Under the id, tenant, reply address and priority of its signed header."""
     broker = MemoryBroker(lambda: NOW_S)
-    header = _header(priority="high", reply=reply_key("m", "me"), once="ab")
-    outcome = replay(broker, _buried(broker, _sealed(header)), KEYS, job_ttl_ms=60_000, now_ms=NOW_S * 1000)
+    header = _header(priority="high", reply=reply_key("m", "me"), idempotency_digest="ab")
+    outcome = replay(broker, _dead_letter(broker, _sealed(header)), KEYS, job_ttl_ms=60_000, now_ms=NOW_S * 1000)
     assert (outcome.is_back, outcome.job_id, outcome.reason) == (True, header.id, "")
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
     assert (delivery.priority, delivery.sealed) == (Priority.HIGH, _sealed(header))
@@ -129,7 +129,7 @@ def test_expired_job_stays_and_says_so():
     """A deadline counts from the first acceptance; before it the job goes back, with what is left of it."""
     now = [NOW_S]
     broker = MemoryBroker(lambda: now[0])
-    letter = _buried(broker, _sealed(_header(deadline_ms=5000)))
+    letter = _dead_letter(broker, _sealed(_header(deadline_ms=5000)))
     now[0] += 5.1
     outcome = replay(broker, letter, KEYS, job_ttl_ms=60_000, now_ms=now[0] * 1000)
     assert not outcome.is_back

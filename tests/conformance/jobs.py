@@ -29,12 +29,12 @@ def publication(
     job_id: str = "",
     tenant: str = "acme",
     reply: str = "",
-    once: str = "",
+    idempotency_digest: str = "",
     fingerprint: str = "",
 ) -> Publication:
     """A job with an id of its own."""
     job_id = job_id or new_job_id(slot)
-    return Publication(job_id, priority, job_id.encode(), tenant, reply, once, fingerprint)
+    return Publication(job_id, priority, job_id.encode(), tenant, reply, idempotency_digest, fingerprint)
 
 
 def publish(
@@ -74,11 +74,13 @@ def commit_of(
     state: State = State.COMPLETED,
     tenant: str = "acme",
     reply: str = "",
-    once: str = "",
+    idempotency_digest: str = "",
 ) -> Commit:
     """How the delivery ended."""
     job_id = delivery.sealed.decode()
-    return Commit(delivery.slot, delivery.priority, delivery.entry_id, job_id, state, sealed, tenant, reply, once)
+    return Commit(
+        delivery.slot, delivery.priority, delivery.entry_id, job_id, state, sealed, tenant, reply, idempotency_digest
+    )
 
 
 def settle(broker: Broker, consumer: str, *commits: Commit, result_ttl_ms: int = TTL_MS) -> list[CommitStatus]:

@@ -95,8 +95,8 @@ def test_submitter_hears_of_a_cancellation(broker: Broker, slot: str):
 
 def test_cancelled_job_still_answers_for_its_idempotency_key(broker: Broker, slot: str):
     """Cancelling does not free the key: the same request again is the cancelled job."""
-    job = publication(slot, once="k", fingerprint="p")
+    job = publication(slot, idempotency_digest="k", fingerprint="p")
     broker.publish(slot, [job], ROOMY)
     broker.cancel(job.job_id, "acme", b"cancelled")
-    (receipt,) = broker.publish(slot, [publication(slot, once="k", fingerprint="p")], ROOMY)
+    (receipt,) = broker.publish(slot, [publication(slot, idempotency_digest="k", fingerprint="p")], ROOMY)
     assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)

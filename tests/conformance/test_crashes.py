@@ -60,7 +60,7 @@ def test_crash_is_remembered_whoever_holds_the_job(brokerage: Brokerage, broker:
 def test_job_that_has_ended_or_waits_is_no_suspect(brokerage: Brokerage, broker: Broker, slot: str):
     """Neither a finished job nor one that was never claimed is marked, and the call is no error."""
     publish(broker, slot, 2)
-    finished, buried = claim(broker, "w1", slot)
+    finished, poison = claim(broker, "w1", slot)
     settle(broker, "w1", commit_of(finished))
     broker.suspect(slot, [held(finished)], "w1:boot1", TTL_MS)
     (waiting_id,) = publish(broker, slot)
@@ -68,7 +68,7 @@ def test_job_that_has_ended_or_waits_is_no_suspect(brokerage: Brokerage, broker:
     broker.suspect(slot, [Held(slot, Priority.NORMAL, entry.entry_id, waiting_id)], "w1:boot1", TTL_MS)
     broker.suspect(f"{slot}-unheard-of", [held(finished)._replace(slot=f"{slot}-unheard-of")], "w1:boot1", TTL_MS)
     broker.suspect(slot, [], "w1:boot1", TTL_MS)
-    assert broker.bury("w1", buried, "poison")
+    assert broker.dead_letter("w1", poison, "poison")
     (letter,) = broker.dead_letters(slot)
     assert letter.crashes == 0
     (waiting,) = claim(broker, "w2", slot)

@@ -1,4 +1,4 @@
-"""Dead letters: bytes that were put aside, what is remembered about them, and how they come back."""
+"""Dead letters: dead-lettered bytes, what is kept about them, and how they come back."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from tests.conformance.jobs import (
 )
 
 
-def _bury(broker: Broker, slot: str, sealed: bytes = b"", *, count: int = 1) -> list[str]:
+def _dead_letter(broker: Broker, slot: str, sealed: bytes = b"", *, count: int = 1) -> list[str]:
     """Jobs of the slot, given up by a worker; their ids."""
     ids = publish(broker, slot, count)
     for delivery in claim(broker, "w", slot, count):
-        assert broker.bury("w", delivery, "poison", job_id=delivery.sealed.decode(), sealed=sealed)
+        assert broker.dead_letter("w", delivery, "poison", job_id=delivery.sealed.decode(), sealed=sealed)
     return ids
 
 
 def test_letter_keeps_what_is_known_about_the_job(brokerage: Brokerage, broker: Broker, slot: str):
-    """Reason, job, tenant, priority, when it was accepted and buried, deliveries, crashes, and its very bytes."""
+    """Reason, job, tenant, priority, the times of acceptance and dead-lettering, deliveries, crashes, bytes."""
     job = publication(slot, Priority.HIGH, tenant="acme", reply=reply_key(slot, "me"))
     broker.publish(slot, [job], ROOMY)
     (first,) = claim(broker, "w1", slot)
     broker.suspect(slot, [held(first)], "w1:boot1", TTL_MS)
     brokerage.elapse(LEASE_MS + 10)
     (second,) = broker.take_over("w2", slot, LEASE_MS, 8)
-    assert broker.bury("w2", second, "it killed w1", job_id=job.job_id, sealed=b"dead")
+    assert broker.dead_letter("w2", second, "it killed w1", job_id=job.job_id, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
     assert (letter.slot, letter.reason, letter.priority) == (slot, "it killed w1", Priority.HIGH)
     assert (letter.job_id, letter.tenant) == (job.job_id, "acme")
     assert (letter.deliveries, letter.crashes, letter.size) == (2, 1, len(job.sealed))
     assert letter.accepted_as == first.entry_id.decode()
     assert letter.accepted_ms == first.accepted_ms
-    assert LEASE_MS <= letter.buried_ms - letter.accepted_ms < 60_000
+    assert LEASE_MS <= letter.dead_lettered_ms - letter.accepted_ms < 60_000
     assert letter.sealed == b""
-    whole = broker.dead_letter(slot, letter.entry)
+    whole = broker.read_dead_letter(slot, letter.entry)
     assert whole is not None
     assert whole.sealed == job.sealed
     assert broker.job_records([job.job_id]) == [JobRecord(State.DEAD, "", b"dead")]
@@ -59,7 +59,7 @@ def test_bytes_that_were_no_job_name_none(broker: Broker, slot: str):
     """A letter about bytes whose claim did not hold says nothing of the job that they claimed to be."""
     victim, _ = publish(broker, slot, 2)
     _, forged = claim(broker, "w", slot)
-    assert broker.bury("w", forged, "forged", job_id=victim, sealed=b"dead")
+    assert broker.dead_letter("w", forged, "forged", job_id=victim, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
     assert (letter.job_id, letter.tenant, letter.deliveries) == ("", "", 1)
 
@@ -73,8 +73,8 @@ def test_foreign_entry_is_kept_as_it_was_handed_out(redis_brokerage: OnRedis, sl
         for fields in written:
             client.xadd(stream_key(slot, Priority.NORMAL), fields)
     for delivery in claim(broker, "w", slot):
-        assert broker.bury("w", delivery, "foreign")
-        letter = broker.dead_letter(slot, broker.dead_letters(slot)[-1].entry)
+        assert broker.dead_letter("w", delivery, "foreign")
+        letter = broker.read_dead_letter(slot, broker.dead_letters(slot)[-1].entry)
         assert letter is not None
         assert letter.sealed == delivery.sealed
     assert [letter.size for letter in broker.dead_letters(slot)] == [3, 5, 7]
@@ -83,12 +83,12 @@ def test_foreign_entry_is_kept_as_it_was_handed_out(redis_brokerage: OnRedis, sl
 
 def test_letters_are_listed_in_pages(broker: Broker, slot: str):
     """Oldest first, after any entry, no more than asked for, until nothing is left."""
-    ids = _bury(broker, slot, count=5)
+    ids = _dead_letter(broker, slot, count=5)
     first, second = broker.dead_letters(slot, count=2)
     rest = broker.dead_letters(slot, second.entry)
     assert [letter.job_id for letter in (first, second, *rest)] == ids
     assert broker.dead_letters(slot, rest[-1].entry) == []
-    assert broker.dead_letter(slot, "1-1") is None
+    assert broker.read_dead_letter(slot, "1-1") is None
     assert broker.dead_letters(f"{slot}-unheard-of") == []
 
 
@@ -99,37 +99,37 @@ def test_oldest_letters_make_room(broker: Broker, slot: str):
         job = publication(slot)
         broker.publish(slot, [Publication(job.job_id, job.priority, bytes([number]) * size, job.tenant)], ROOMY)
     for delivery in claim(broker, "w", slot):
-        assert broker.bury("w", delivery, f"number {delivery.sealed[0]}")
+        assert broker.dead_letter("w", delivery, f"number {delivery.sealed[0]}")
     assert [letter.reason for letter in broker.dead_letters(slot)] == [f"number {number}" for number in range(2, 6)]
     job = publication(slot)
     broker.publish(slot, [Publication(job.job_id, job.priority, bytes(DEAD_LETTERS_BYTES + 1), job.tenant)], ROOMY)
     (large,) = claim(broker, "w", slot)
-    assert broker.bury("w", large, "large")
+    assert broker.dead_letter("w", large, "large")
     assert [letter.reason for letter in broker.dead_letters(slot)] == ["large"]
     assert queued(broker, slot) == 0
 
 
-def _bury_job(broker: Broker, slot: str, job: Publication) -> str:
+def _dead_letter_job(broker: Broker, slot: str, job: Publication) -> str:
     """Publish a job and give it up; the name of its letter."""
     assert broker.publish(slot, [job], ROOMY)[0].outcome == "accepted"
     (delivery,) = claim(broker, "w", slot)
-    assert broker.bury("w", delivery, "poison", job_id=job.job_id, sealed=b"dead")
+    assert broker.dead_letter("w", delivery, "poison", job_id=job.job_id, sealed=b"dead")
     return broker.dead_letters(slot)[-1].entry
 
 
 def test_replayed_job_runs_under_its_own_id(broker: Broker, slot: str):
     """The record is live again, the bytes are the original ones, the letter is gone, and the client hears the end."""
     reply = reply_key(slot, "me")
-    job = publication(slot, Priority.HIGH, reply=reply, once="key", fingerprint="p")
-    entry = _bury_job(broker, slot, job)
+    job = publication(slot, Priority.HIGH, reply=reply, idempotency_digest="key", fingerprint="p")
+    entry = _dead_letter_job(broker, slot, job)
     assert broker.replay(slot, entry, job, ROOMY.job_ttl_ms) is Replay.REPLAYED
     assert broker.job_records([job.job_id]) == [JobRecord(State.QUEUED, "acme")]
     assert broker.dead_letters(slot) == []
-    (receipt,) = broker.publish(slot, [publication(slot, once="key", fingerprint="p")], ROOMY)
+    (receipt,) = broker.publish(slot, [publication(slot, idempotency_digest="key", fingerprint="p")], ROOMY)
     assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)
     (delivery,) = claim(broker, "w2", slot)
     assert (delivery.sealed, delivery.priority, delivery.attempt) == (job.sealed, Priority.HIGH, 1)
-    assert settle(broker, "w2", commit_of(delivery, reply=reply, once="key")) == [CommitStatus.COMMITTED]
+    assert settle(broker, "w2", commit_of(delivery, reply=reply, idempotency_digest="key")) == [CommitStatus.COMMITTED]
     assert broker.job_records([job.job_id]) == [JobRecord(State.COMPLETED, "", b"result")]
     told = broker.read({reply: "0-0"}, 0)
     assert [entry.fields[1] for entry in told] == [b"D-dead", b"C-result"]
@@ -141,7 +141,7 @@ def test_replay_forgets_crashes_and_events(brokerage: Brokerage, broker: Broker,
     (delivery,) = claim(broker, "w1", slot)
     broker.emit("w1", held(delivery), [Event("chunk", b"1")], TTL_MS, after=0)
     broker.suspect(slot, [held(delivery)], "w1:boot1", TTL_MS)
-    assert broker.bury("w1", delivery, "poison", job_id=job_id, sealed=b"dead")
+    assert broker.dead_letter("w1", delivery, "poison", job_id=job_id, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
     assert letter.crashes == 1
     job = Publication(job_id, Priority.NORMAL, b"", "acme")
@@ -158,7 +158,7 @@ def test_replay_outlives_the_result(brokerage: Brokerage, broker: Broker, slot: 
     job = publication(slot)
     broker.publish(slot, [job], Limits(10, 0, job_ttl_ms=100))
     (delivery,) = claim(broker, "w", slot)
-    assert broker.bury("w", delivery, "poison")
+    assert broker.dead_letter("w", delivery, "poison")
     entry = broker.dead_letters(slot)[-1].entry
     settled = publication(slot)
     assert broker.replay(slot, entry, settled, 60_000) is Replay.REPLAYED
@@ -172,7 +172,7 @@ def test_replay_counts_as_in_flight(broker: Broker, slot: str):
     """The tenant's place was free while the job was dead, and is taken again."""
     limits = Limits(max_depth=10, tenant_max_in_flight=1, job_ttl_ms=60_000)
     job = publication(slot)
-    entry = _bury_job(broker, slot, job)
+    entry = _dead_letter_job(broker, slot, job)
     assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
     assert broker.publish(slot, [publication(slot)], limits)[0].outcome == "tenant-full"
     (delivery,) = claim(broker, "w", slot)
@@ -183,7 +183,7 @@ def test_replay_counts_as_in_flight(broker: Broker, slot: str):
 def test_replay_wakes_a_waiting_worker(broker: Broker, slot: str):
     """A blocking claim is handed the job, as if it had been submitted."""
     job = publication(slot)
-    entry = _bury_job(broker, slot, job)
+    entry = _dead_letter_job(broker, slot, job)
     broker.arm("w", [slot], 8, 1000)
     broker.replay(slot, entry, job, 60_000)
     assert ids(broker.collect()) == [job.job_id]
@@ -194,7 +194,7 @@ def test_deadline_counts_from_the_first_acceptance(brokerage: Brokerage, broker:
     job = publication(slot)
     broker.publish(slot, [job], ROOMY)
     (first,) = claim(broker, "w", slot)
-    broker.bury("w", first, "poison", job_id=job.job_id, sealed=b"dead")
+    broker.dead_letter("w", first, "poison", job_id=job.job_id, sealed=b"dead")
     for consumer in ("w1", "w2"):
         brokerage.elapse(20)
         (letter,) = broker.dead_letters(slot)
@@ -205,7 +205,7 @@ def test_deadline_counts_from_the_first_acceptance(brokerage: Brokerage, broker:
         brokerage.elapse(LEASE_MS + 10)
         (delivery,) = broker.take_over("w", slot, LEASE_MS, 8)
         assert (delivery.accepted_ms, delivery.sealed) == (first.accepted_ms, job.sealed)
-        assert broker.bury("w", delivery, "again", job_id=job.job_id, sealed=b"dead")
+        assert broker.dead_letter("w", delivery, "again", job_id=job.job_id, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
     assert broker.replay(slot, letter.entry, job, 60_000) is Replay.REPLAYED
     (delivery,) = claim(broker, "w", slot)
@@ -217,7 +217,7 @@ def test_replay_of_what_is_not_there(broker: Broker, slot: str):
     job = publication(slot)
     assert broker.replay(slot, "1-1", job, 60_000) is Replay.MISSING
     assert broker.job_records([job.job_id]) == [None]
-    entry = _bury_job(broker, slot, job)
+    entry = _dead_letter_job(broker, slot, job)
     assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
     assert broker.replay(slot, entry, job, 60_000) is Replay.REPLAYED
     assert queued(broker, slot) == 1
@@ -231,7 +231,7 @@ def test_replay_never_doubles_a_job(broker: Broker, slot: str, now: str):
     """A letter about a job that lives, or has another end, stays where it is."""
     (job_id, copy) = publish(broker, slot, 2)
     original, double = claim(broker, "w", slot)
-    assert broker.bury("w", double, "a copy under a name of its own", job_id=copy, sealed=b"dead")
+    assert broker.dead_letter("w", double, "a copy under a name of its own", job_id=copy, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
     if now == "completed":
         settle(broker, "w", commit_of(original))
@@ -244,12 +244,12 @@ def test_replay_never_doubles_a_job(broker: Broker, slot: str, now: str):
 
 def test_replay_respects_who_has_the_idempotency_key(brokerage: Brokerage, broker: Broker, slot: str):
     """When the key has expired and answers for another job now, a replay would be a second effect."""
-    job = publication(slot, once="key", fingerprint="p")
+    job = publication(slot, idempotency_digest="key", fingerprint="p")
     broker.publish(slot, [job], Limits(10, 0, job_ttl_ms=60_000))
     (delivery,) = claim(broker, "w", slot)
-    broker.bury("w", delivery, "poison")
+    broker.dead_letter("w", delivery, "poison")
     (letter,) = broker.dead_letters(slot)
-    other = publication(slot, once="another", fingerprint="p")
+    other = publication(slot, idempotency_digest="another", fingerprint="p")
     broker.publish(slot, [other], ROOMY)
     claimed = Publication(other.job_id + "0", Priority.NORMAL, b"", "acme", "", "another", "p")
     assert broker.replay(slot, letter.entry, claimed, 60_000) is Replay.SUPERSEDED
@@ -257,11 +257,11 @@ def test_replay_respects_who_has_the_idempotency_key(brokerage: Brokerage, broke
 
 
 def test_job_that_could_not_be_opened_comes_back(broker: Broker, slot: str):
-    """Bytes of a newer protocol name no job when they are put aside; its record still waits, and is used again."""
+    """Bytes of a newer protocol name no job when they are dead-lettered; its record still waits, and is used again."""
     job = publication(slot)
     broker.publish(slot, [job], ROOMY)
     (delivery,) = claim(broker, "w", slot)
-    broker.bury("w", delivery, "protocol 2; expected 1")
+    broker.dead_letter("w", delivery, "protocol 2; expected 1")
     assert broker.job_records([job.job_id]) == [JobRecord(State.QUEUED, "acme")]
     (letter,) = broker.dead_letters(slot)
     assert broker.replay(slot, letter.entry, job, 60_000) is Replay.REPLAYED
@@ -273,7 +273,7 @@ def test_job_that_could_not_be_opened_comes_back(broker: Broker, slot: str):
 
 def test_purged_letters_are_gone(broker: Broker, slot: str):
     """Those that were named, no others; and the bytes that they took are free again."""
-    _bury(broker, slot, count=3)
+    _dead_letter(broker, slot, count=3)
     first, second, third = broker.dead_letters(slot)
     assert broker.purge_dead(slot, [first.entry, third.entry, "1-1"]) == 2
     assert broker.dead_letters(slot) == [second]
@@ -282,20 +282,20 @@ def test_purged_letters_are_gone(broker: Broker, slot: str):
     job = publication(slot)
     broker.publish(slot, [Publication(job.job_id, job.priority, bytes(size), job.tenant)], ROOMY)
     (large,) = claim(broker, "w", slot)
-    assert broker.bury("w", large, "large")
+    assert broker.dead_letter("w", large, "large")
     assert [letter.reason for letter in broker.dead_letters(slot)] == ["poison", "large"]
 
 
 def test_replayed_letter_leaves_its_room(broker: Broker, slot: str):
     """Its bytes no longer count: another as large drives nothing out."""
-    _bury(broker, slot)
+    _dead_letter(broker, slot)
     large = [publication(slot) for _ in range(2)]
     for job in large:
         sealed = bytes(int(DEAD_LETTERS_BYTES * 0.6))
         broker.publish(slot, [Publication(job.job_id, job.priority, sealed, job.tenant)], ROOMY)
     first, second = claim(broker, "w", slot)
-    assert broker.bury("w", first, "first", job_id=large[0].job_id, sealed=b"dead")
+    assert broker.dead_letter("w", first, "first", job_id=large[0].job_id, sealed=b"dead")
     (_, letter) = broker.dead_letters(slot)
     assert broker.replay(slot, letter.entry, large[0], 60_000) is Replay.REPLAYED
-    assert broker.bury("w", second, "second")
+    assert broker.dead_letter("w", second, "second")
     assert [letter.reason for letter in broker.dead_letters(slot)] == ["poison", "second"]

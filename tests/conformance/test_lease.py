@@ -273,25 +273,25 @@ def test_undecodable_bytes_go_to_the_dead_letters(broker: Broker, slot: str):
     """Bytes that no worker can open leave the queue, with the reason and as they were; only their holder may."""
     publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
-    assert not broker.bury("w2", delivery, "not mine")
-    assert broker.bury("w1", delivery, "not an envelope")
-    assert not broker.bury("w1", delivery, "again")
+    assert not broker.dead_letter("w2", delivery, "not mine")
+    assert broker.dead_letter("w1", delivery, "not an envelope")
+    assert not broker.dead_letter("w1", delivery, "again")
     (letter,) = broker.dead_letters(slot)
-    kept = broker.dead_letter(slot, letter.entry)
+    kept = broker.read_dead_letter(slot, letter.entry)
     assert kept is not None
     assert (kept.reason, kept.sealed) == ("not an envelope", delivery.sealed)
     assert queued(broker, slot) == 0
 
 
-def test_burial_ends_the_job_that_the_bytes_were_accepted_as(broker: Broker, slot: str):
+def test_a_dead_letter_ends_the_job_that_the_bytes_were_accepted_as(broker: Broker, slot: str):
     """Its client reads why; bytes that claim to be another queue's job under the same entry id end nothing."""
     jobs = [publication(slot, priority) for priority in (Priority.NORMAL, Priority.LOW)]
     broker.publish(slot, jobs, ROOMY)
     normal, low = (job.job_id for job in jobs)
     mine, other = claim(broker, "w", slot)
-    assert broker.bury("w", other, "bad", job_id=normal, sealed=b"forged")
+    assert broker.dead_letter("w", other, "bad", job_id=normal, sealed=b"forged")
     assert broker.job_records([normal, low]) == [JobRecord(State.QUEUED, "acme")] * 2
-    assert broker.bury("w", mine, "bad", job_id=normal, sealed=b"why")
+    assert broker.dead_letter("w", mine, "bad", job_id=normal, sealed=b"why")
     assert broker.job_records([normal]) == [JobRecord(State.DEAD, "", b"why")]
 
 
@@ -307,12 +307,12 @@ def test_entries_of_two_priorities_are_two_jobs(brokerage: Brokerage, broker: Br
 
 def test_answered_jobs_are_counted(broker: Broker, slot: str):
     """The count goes up by every result, not by what was fenced, and begins at nothing."""
-    assert broker.drained(slot) == 0
+    assert broker.committed(slot) == 0
     publish(broker, slot, 3)
     first, second, _ = claim(broker, "w", slot)
     settle(broker, "w", commit_of(first), commit_of(second, state=State.FAILED))
     settle(broker, "w2", commit_of(second, b"late"))
-    assert broker.drained(slot) == 2
+    assert broker.committed(slot) == 2
 
 
 def test_workers_are_listed_while_they_report(brokerage: Brokerage, broker: Broker, slot: str):

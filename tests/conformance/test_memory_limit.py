@@ -42,7 +42,7 @@ def _outcome(broker: Broker, slot: str) -> str:
 @pytest.mark.parametrize("share", [0.85, 1.2], ids=["beyond the mark", "beyond the limit"])
 def test_publishing_stops_before_memory_ends(redis_brokerage: OnRedis, broker: Broker, slot: str, share: float):
     """Refused with a time after which to retry, and nothing is written; after relief jobs are accepted again."""
-    job = publication(slot, once="key", fingerprint="p")
+    job = publication(slot, idempotency_digest="key", fingerprint="p")
     broker.publish(slot, [job], ROOMY)
     redis_brokerage.elapse(110)
     with filled(redis_brokerage, share):
@@ -79,17 +79,17 @@ def test_commit_at_the_limit_is_whole_or_nothing(redis_brokerage: OnRedis, broke
 
 
 def test_other_steps_at_the_limit_lose_nothing(redis_brokerage: OnRedis, broker: Broker, slot: str):
-    """Taking over and giving back need no memory; a burial that has no room leaves the job where it was."""
+    """Taking over and giving back need no memory; a dead letter without room leaves the job where it was."""
     (job_id,) = publish(broker, slot)
     claim(broker, "w1", slot)
     redis_brokerage.elapse(LEASE_MS + 10)
     with filled(redis_brokerage, 1.2):
         (delivery,) = broker.take_over("w2", slot, LEASE_MS, 8)
         with pytest.raises(BrokerUnavailable, match="out of memory"):
-            broker.bury("w2", delivery, "poison", job_id=job_id, sealed=b"dead")
+            broker.dead_letter("w2", delivery, "poison", job_id=job_id, sealed=b"dead")
         broker.release("w2", [held(delivery)])
         (delivery,) = broker.take_over("w3", slot, LEASE_MS, 8)
-    assert broker.bury("w3", delivery, "poison", job_id=job_id, sealed=b"dead")
+    assert broker.dead_letter("w3", delivery, "poison", job_id=job_id, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
     with filled(redis_brokerage, 1.2):
         with pytest.raises(BrokerUnavailable, match="out of memory"):

@@ -127,9 +127,12 @@ def test_retry_after_follows_the_drain_rate(brokerage: Brokerage, broker: Broker
 
 def test_idempotency_key_answers_with_its_first_job(broker: Broker, slot: str):
     """The same key with the same payload is the first job again; with another payload it is a conflict."""
-    first = publication(slot, once="k", fingerprint="p")
+    first = publication(slot, idempotency_digest="k", fingerprint="p")
     broker.publish(slot, [first], ROOMY)
-    again, other = publication(slot, once="k", fingerprint="p"), publication(slot, once="k", fingerprint="q")
+    again, other = (
+        publication(slot, idempotency_digest="k", fingerprint="p"),
+        publication(slot, idempotency_digest="k", fingerprint="q"),
+    )
     known, conflict = broker.publish(slot, [again, other], ROOMY)
     assert (known.outcome, known.job_id) == ("known", first.job_id)
     assert conflict.outcome == "conflict"
@@ -139,7 +142,7 @@ def test_idempotency_key_answers_with_its_first_job(broker: Broker, slot: str):
 
 def test_idempotency_key_holds_inside_one_call(broker: Broker, slot: str):
     """Two jobs of one call that share a key are one job."""
-    pair = [publication(slot, once="k", fingerprint="p") for _ in range(2)]
+    pair = [publication(slot, idempotency_digest="k", fingerprint="p") for _ in range(2)]
     receipts = broker.publish(slot, pair, ROOMY)
     assert [receipt.outcome for receipt in receipts] == ["accepted", "known"]
     assert {receipt.job_id for receipt in receipts} == {pair[0].job_id}
@@ -148,21 +151,26 @@ def test_idempotency_key_holds_inside_one_call(broker: Broker, slot: str):
 def test_idempotency_key_of_a_refused_job_stays_free(broker: Broker, slot: str):
     """A job that found no room has not used its key."""
     publish(broker, slot)
-    job = publication(slot, once="k", fingerprint="p")
+    job = publication(slot, idempotency_digest="k", fingerprint="p")
     assert broker.publish(slot, [job], Limits(1, 0, 60_000))[0].outcome == "full"
     assert broker.publish(slot, [job], ROOMY)[0].outcome == "accepted"
 
 
 def test_idempotency_key_lives_as_long_as_the_result(brokerage: Brokerage, broker: Broker, slot: str):
     """After the result has expired, its key begins anew."""
-    job = publication(slot, once="k", fingerprint="p")
+    job = publication(slot, idempotency_digest="k", fingerprint="p")
     broker.publish(slot, [job], ROOMY)
     (delivery,) = claim(broker, "w", slot)
-    settle(broker, "w", commit_of(delivery, once="k"), result_ttl_ms=100)
-    assert broker.publish(slot, [publication(slot, once="k", fingerprint="p")], ROOMY)[0].outcome == "known"
+    settle(broker, "w", commit_of(delivery, idempotency_digest="k"), result_ttl_ms=100)
+    assert (
+        broker.publish(slot, [publication(slot, idempotency_digest="k", fingerprint="p")], ROOMY)[0].outcome == "known"
+    )
     brokerage.elapse(110)
     assert broker.job_record(job.job_id) is None
-    assert broker.publish(slot, [publication(slot, once="k", fingerprint="other")], ROOMY)[0].outcome == "accepted"
+    assert (
+        broker.publish(slot, [publication(slot, idempotency_digest="k", fingerprint="other")], ROOMY)[0].outcome
+        == "accepted"
+    )
 
 
 def test_specs_are_published_and_listed(broker: Broker, slot: str):

@@ -36,7 +36,10 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
     broker = redis_brokerage.connect()
     broker.prepare([model])
     with redis_brokerage.server.monitor() as commands:
-        jobs = [publication(model, reply=reply_key(model, "me"), once=f"k{n}", fingerprint="p") for n in range(4)]
+        jobs = [
+            publication(model, reply=reply_key(model, "me"), idempotency_digest=f"k{n}", fingerprint="p")
+            for n in range(4)
+        ]
         broker.publish(model, jobs, ROOMY)
         broker.job_record(jobs[0].job_id, subscribe=True)
         broker.cancel(jobs[0].job_id, "acme", b"")
@@ -48,7 +51,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.release("w2", [held(second)], version="1")
         assert ids(broker.adopt("w2", model, ["1"], 8)) == [jobs[2].job_id]
         broker.suspect(model, [held(first)], "incident", TTL_MS)
-        broker.bury("w", third, "reason")
+        broker.dead_letter("w", third, "reason")
         (letter,) = broker.dead_letters(model)
         broker.replay(model, letter.entry, jobs[3], TTL_MS)
         (entry,) = broker.waiting(model, Priority.NORMAL, b"", 8, 64)
@@ -57,7 +60,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.pause(model)
         broker.paused([model])
         broker.resume(model)
-        settle(broker, "w", commit_of(first, reply=reply_key(model, "me"), once="k1"))
+        settle(broker, "w", commit_of(first, reply=reply_key(model, "me"), idempotency_digest="k1"))
         broker.depths(model)
         broker.put_spec(model, b"{}")
         broker.activate(model, 1, b"record", "1", b"{}")

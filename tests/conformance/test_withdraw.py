@@ -51,13 +51,13 @@ def test_queue_without_a_worker_is_seen_too(broker: Broker, slot: str):
 def test_withdrawn_jobs_end_cancelled(broker: Broker, slot: str):
     """Each has its result, its client is told, its idempotency key answers for it, and nobody is handed it."""
     reply = reply_key(slot, "me")
-    job = publication(slot, reply=reply, once="key", fingerprint="p")
+    job = publication(slot, reply=reply, idempotency_digest="key", fingerprint="p")
     broker.publish(slot, [job], ROOMY)
     assert broker.withdraw(slot, Priority.NORMAL, _withdrawals(broker, slot), TTL_MS) == 1
     assert broker.job_records([job.job_id]) == [JobRecord(State.CANCELLED, "", b"purged")]
     (told,) = broker.read({reply: "0-0"}, 0)
     assert told.fields == [job.job_id.rpartition(".")[2].encode(), b"X-purged"]
-    (receipt,) = broker.publish(slot, [publication(slot, once="key", fingerprint="p")], ROOMY)
+    (receipt,) = broker.publish(slot, [publication(slot, idempotency_digest="key", fingerprint="p")], ROOMY)
     assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)
     assert claim(broker, "w", slot) == []
 

@@ -1,4 +1,4 @@
-"""A worker as Celery and Flower see it: send_task and get, inspect, revoke, events, shutdown, and what is refused."""
+"""A worker under Celery and Flower: send_task and get, inspect, revoke, events, shutdown, and refusals."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ pytestmark = pytest.mark.slow
 
 
 def celery_of(server: RedisServer) -> Celery:
-    """Any Celery program: it knows the broker and nothing of Penstock."""
+    """A Celery program that knows the broker and does not import Penstock."""
     return Celery("anybody", broker=server.celery_url, backend=server.celery_url, set_as_current=False)
 
 
 def send(app: Celery, model: str, x: Any = ROW, *, task_id: str = "", queue: str = "penstock", **kwargs: Any) -> str:
-    """What a Celery program does; returns the task's id."""
+    """Send a task as a Celery program does; returns the task's id."""
     task_id = task_id or str(uuid4())
     arguments = {"model": model, "inputs": {"x": x}, **kwargs}
     _let_go(app.send_task("penstock.infer", task_id=task_id, queue=queue, kwargs=arguments))
@@ -52,7 +52,7 @@ def send(app: Celery, model: str, x: Any = ROW, *, task_id: str = "", queue: str
 
 
 def outcome(app: Celery, task_id: str, timeout_s: float = 20) -> Any:
-    """What AsyncResult.get returns or raises; as a value, since an exception would keep the result alive."""
+    """The value or the exception of AsyncResult.get. Both are returned: a raised one would keep the result alive."""
     result = app.AsyncResult(task_id)
     try:
         return result.get(timeout=timeout_s, propagate=False)
@@ -61,13 +61,13 @@ def outcome(app: Celery, task_id: str, timeout_s: float = 20) -> Any:
 
 
 def _let_go(result: AsyncResult) -> None:
-    """Unsubscribe now: Celery does it when the object dies, which may be after its server."""
+    """Unsubscribe now: Celery does so when the object is freed, possibly after the end of its server."""
     result.backend.remove_pending_result(result)
     result.backend = None
 
 
 def consumes(app: Celery, worker: WorkerProcess) -> None:
-    """Wait until Celery's side of the worker answers: it begins after the drain."""
+    """Wait until Celery's side of the worker answers: it starts after the drain."""
 
     def answers() -> Any:
         # Not from the pool, whose connections may be to a server that has died since.
@@ -80,31 +80,31 @@ def consumes(app: Celery, worker: WorkerProcess) -> None:
 def test_any_celery_program_sends_a_task_and_gets_the_outputs(
     shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """send_task and get: JSON with id, model, version, hash and outputs; the same for failures and bad input."""
-    write_double(models_root, "lane-double")
-    write_raiser(models_root, "lane-raiser")
+    """AsyncResult.get returns id, model, version, hash and outputs; failures and bad input raise with their text."""
+    write_double(models_root, "task-double")
+    write_raiser(models_root, "task-raiser")
     app = celery_of(shared_redis)
     worker = start_worker(shared_redis, models_root)
 
-    done = send(app, "lane-double", priority="high", tenant="acme")
+    done = send(app, "task-double", priority="high", tenant="acme")
     assert outcome(app, done) == {
-        "job_id": f"lane-double.{done}",
-        "model": "lane-double",
+        "job_id": f"task-double.{done}",
+        "model": "task-double",
         "version": "1",
-        "content_hash": load_package(models_root / "lane-double" / "1").manifest().content_hash,
+        "content_hash": load_package(models_root / "task-double" / "1").manifest().content_hash,
         "outputs": {"y": TWICE},
     }
     with Client(shared_redis.url, tenant="acme") as client:
-        assert client.job(f"lane-double.{done}").result(timeout=5)["y"].tolist() == TWICE
+        assert client.job(f"task-double.{done}").result(timeout=5)["y"].tolist() == TWICE
 
-    failure = outcome(app, send(app, "lane-raiser", [[-1.0, 0.0, 0.0, 0.0]]))
+    failure = outcome(app, send(app, "task-raiser", [[-1.0, 0.0, 0.0, 0.0]]))
     assert isinstance(failure, ModelError)
     assert str(failure) == "ValueError: a negative row"
     for change, text in (
         ({"model": "nobody"}, "Unknown model 'nobody'"),
-        ({"model": "lane-double", "priority": "urgent"}, "Unknown priority 'urgent'"),
-        ({"model": "lane-double", "x": [[1.0, CANARY]]}, "x: shape (1, 2). Expected (batch, 4)"),
-        ({"model": "lane-double", "surprise": 1}, "unexpected keyword argument 'surprise'"),
+        ({"model": "task-double", "priority": "urgent"}, "Unknown priority 'urgent'"),
+        ({"model": "task-double", "x": [[1.0, CANARY]]}, "x: shape (1, 2). Expected (batch, 4)"),
+        ({"model": "task-double", "surprise": 1}, "unexpected keyword argument 'surprise'"),
     ):
         refused = outcome(app, send(app, **change))
         assert isinstance(refused, Exception)
@@ -115,7 +115,7 @@ def test_any_celery_program_sends_a_task_and_gets_the_outputs(
 def test_a_task_that_celery_delivers_twice_runs_once(
     shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
 ):
-    """The job's id comes from the task's, so a message that comes again is known."""
+    """The job's id is made from the task's id, so that the broker recognises a repeated message."""
     ledger = tmp_path / "ledger"
     write_recorder(models_root, ledger, "lane-recorder")
     app = celery_of(shared_redis)
@@ -128,27 +128,25 @@ def test_a_task_that_celery_delivers_twice_runs_once(
     assert sum(rows.count(1.0) for rows in recorded_forwards(ledger)) == 1
 
 
-def test_results_of_the_lane_survive_the_worker(
-    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
-):
-    """Kill -9 with jobs of the lane running and waiting: another worker ends them, and every get returns."""
-    write_sleeper(models_root, "lane-sleeper", forward_s=0.2, max_batch_size=2)
+def test_results_of_tasks_survive_the_worker(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+    """After kill -9 with running and waiting jobs of tasks, another worker runs them, and every get returns."""
+    write_sleeper(models_root, "task-sleeper", forward_s=0.2, max_batch_size=2)
     app = celery_of(redis_server)
     first = start_worker(redis_server, models_root)
-    sent = [send(app, "lane-sleeper", [[float(n), 0.0, 0.0, 0.0]]) for n in range(12)]
+    sent = [send(app, "task-sleeper", [[float(n), 0.0, 0.0, 0.0]]) for n in range(12)]
     outcome(app, sent[0])
     first.kill()
     start_worker(redis_server, models_root)
     answers = [outcome(app, task_id, 30) for task_id in sent]
     assert [answer["outputs"]["y"][0][0] for answer in answers] == [2.0 * n for n in range(12)]
     with redis_server.client() as client:
-        wait_until(lambda: client.xlen(lane_key("lane-sleeper")) == 0, 15, "the lane is empty")
+        wait_until(lambda: client.xlen(lane_key("task-sleeper")) == 0, 15, "the stream is empty")
 
 
-def test_the_lane_is_closed_while_jobs_are_signed(
+def test_the_task_endpoint_is_closed_while_jobs_are_signed(
     shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """With signing keys a task is refused with the reason, unless the operator trusts Celery's broker."""
+    """With signing keys a task is refused with the reason, unless the settings trust Celery's broker."""
     keys = "k1:" + base64.b64encode(b"k" * 32).decode()
     assert Keyring.parse(keys).signs
     write_double(models_root, "signed-double")
@@ -308,7 +306,7 @@ def test_inspect_shows_what_runs_and_what_waits(
 
 
 def test_a_revoked_job_never_runs(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
-    """`control revoke` by job id, and by task id for the lane: the job ends as cancelled, Celery's task as revoked,
+    """`control revoke` takes the id of a job or of a task: the job ends as cancelled, Celery's task as revoked,
     and `inspect revoked` lists it.
     """
     app = celery_of(redis_server)
@@ -338,7 +336,7 @@ def _end_of(job: Any) -> Any:
 def test_commands_that_stop_or_change_a_worker_are_refused(
     redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """Whoever reaches Celery's broker cannot shut workers down, resize or re-route them, unless the settings allow."""
+    """Celery's commands cannot shut down, resize or re-route a worker, unless the settings allow them."""
     write_double(models_root)
     app = celery_of(redis_server)
     worker = start_worker(redis_server, models_root)
@@ -364,7 +362,7 @@ def test_commands_that_stop_or_change_a_worker_are_refused(
 
 
 def test_events_are_switched_over_the_wire(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
-    """On by default; after disable_events no task event leaves the worker, after enable_events they do again."""
+    """Task events are on by default. disable_events stops them, enable_events starts them again."""
     write_double(models_root)
     app = celery_of(redis_server)
     worker = start_worker(redis_server, models_root)
@@ -391,7 +389,7 @@ def test_events_are_switched_over_the_wire(redis_server: RedisServer, models_roo
 def test_the_drain_does_not_depend_on_celerys_broker(
     shared_redis: RedisServer, redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """With Celery on a broker of its own and that one dead, jobs flow; when it is back, Celery answers again."""
+    """Celery has a broker of its own. While that broker is dead, jobs run; when it is back, Celery answers again."""
     write_double(models_root, "detached-double")
     app = celery_of(redis_server)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_CELERY_URL": redis_server.celery_url})
@@ -409,7 +407,7 @@ def test_the_drain_does_not_depend_on_celerys_broker(
 def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alone(
     redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """Unknown tasks, malformed messages and bytes that are no message at all: dropped, and the next task is served.
+    """The worker drops unknown tasks, malformed messages and bytes that are not a message, and serves the next task.
     Tasks on other queues stay where they are.
     """
     write_double(models_root)
@@ -445,7 +443,7 @@ def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alon
 
 
 def _raw_message(server: RedisServer, app: Celery) -> bytes:
-    """A task message as it lies in Redis, taken from a queue of its own."""
+    """The bytes of a task message in Redis, taken from a queue of their own."""
     send(app, "double", queue="specimen")
     with server.client() as client:
         return bytes(wait_until(lambda: client.rpop("specimen"), 5, "the message is there"))
@@ -458,7 +456,7 @@ def _changed(message: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
 
 
 def test_sigterm_lets_the_running_batch_finish(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
-    """A warm shutdown ends with status 0 after the running job; what waited is given back and served by the next."""
+    """A warm shutdown ends with status 0 after the running job. The next worker runs the jobs that waited."""
     with busy(redis_server, models_root, start_worker, forward_s=1.0) as (worker, _, jobs):
         inspect = celery_of(redis_server).control.inspect(timeout=2)
         wait_until(lambda: (inspect.active() or {}).get(worker.name), 10, "a job runs")
@@ -472,7 +470,7 @@ def test_sigterm_lets_the_running_batch_finish(redis_server: RedisServer, models
 def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
     redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """The watchdog: a process that answers pings and serves nothing is worse than none."""
+    """The watchdog ends the process: it would answer pings, and serve no jobs."""
     write_package(
         models_root,
         "killer",
@@ -483,7 +481,7 @@ def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
         def build():
             def forward(inputs):
                 if (inputs["x"] < 0).any():
-                    victim = next(thread for thread in threading.enumerate() if thread.name == "lane-replies")
+                    victim = next(thread for thread in threading.enumerate() if thread.name == "task-results")
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(victim.ident), ctypes.py_object(SystemExit)
                     )
@@ -496,7 +494,7 @@ def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
     with Client(redis_server.url) as client:
         client.submit("killer", {"x": [[-1.0, 0.0, 0.0, 0.0]]}).result(timeout=10)
     assert worker.wait(15) == 70
-    assert any(line["msg"] == "worker gives up" and "lane results" in line["reason"] for line in worker.logs())
+    assert any(line["msg"] == "worker gives up" and "Celery task results" in line["reason"] for line in worker.logs())
 
 
 @pytest.mark.parametrize(
@@ -509,14 +507,14 @@ def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
         ({"PENSTOCK_REDIS_URL": "", "PENSTOCK_CELERY_URL": ""}, "No broker"),
     ],
 )
-def test_a_worker_that_cannot_work_says_so_in_one_line(
+def test_a_worker_that_cannot_work_writes_one_line(
     shared_redis: RedisServer,
     models_root: Path,
     start_worker: StartWorker,
     environment: dict[str, str],
     text: str,
 ):
-    """Exit status 78, the reason and what was expected, and no traceback."""
+    """The exit status is 78; the line has the reason and the expected value, and there is no traceback."""
     write_double(models_root)
     worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
     assert worker.wait(30) == 78
@@ -575,8 +573,8 @@ class _BareWorker(WorkerProcess):
         self._spawn([sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker"], self._environment)
 
 
-def test_the_worker_refuses_a_pool_of_its_own_accord(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
-    """CUDA does not survive a fork and the drain has threads: another pool than solo is a mistake, and said to be."""
+def test_the_worker_refuses_other_pools(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
+    """CUDA does not survive a fork, and the drain has threads: the worker refuses every pool but solo."""
     write_double(models_root, "pool-double")
     worker = _BareWorker(shared_redis, models_root, tmp_path)
     ended = subprocess.run(

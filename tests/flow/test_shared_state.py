@@ -108,7 +108,7 @@ def test_without_a_store_each_worker_keeps_its_own_state(
     app = Celery(broker=shared_redis.celery_url)
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
     for sign, answer in ((stranger.sign, "error"), (operator.sign, "ok")):
-        command = Command("load", name, "1").given([told.name]).seal(sign)
+        command = Command("load", name, "1").addressed_to([told.name]).seal(sign)
         assert list(ask(app, told.name, command)) == [answer]
     wait_until(lambda: state(told, name, "1") == "ready", 5, "the worker that was told has loaded it")
     assert state(other, name, "1") in ("", "cold")

@@ -1,4 +1,4 @@
-"""Control commands and records of operators: good once, good here, good for a while, and never without a signature."""
+"""Control commands and records of operators: valid once, for the named workers, for minutes, and only if signed."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ def operator(tmp_path: Path) -> OperatorKey:
 
 @pytest.fixture
 def verify(operator: OperatorKey) -> Verifier:
-    """What a worker knows of it."""
+    """The worker's check of signatures by this operator."""
     return PublicKeys.parse(operator.public_text).verify
 
 
-def test_a_signed_command_is_good_once(operator: OperatorKey, verify: Verifier):
-    """It arrives as it was given; its repetition is refused."""
-    command = LOAD.given([WORKER])
-    obedience = CommandVerifier(verify, WORKER)
+def test_a_signed_command_is_valid_once(operator: OperatorKey, verify: Verifier):
+    """It arrives unchanged; its repetition is refused."""
+    command = LOAD.addressed_to([WORKER])
+    verifier = CommandVerifier(verify, WORKER)
     sealed = command.seal(operator.sign)
-    assert obedience.open(sealed) == command
-    with pytest.raises(BadSignature, match="given before"):
-        obedience.open(sealed)
+    assert verifier.open(sealed) == command
+    with pytest.raises(BadSignature, match="received before"):
+        verifier.open(sealed)
 
 
-def test_a_command_is_for_those_whom_it_names(operator: OperatorKey, verify: Verifier):
-    """One that was overheard does nothing at another worker, however fresh it is (S0.3)."""
-    sealed = LOAD.given([WORKER, "gpu1@host"]).seal(operator.sign)
+def test_a_command_is_for_the_workers_that_it_names(operator: OperatorKey, verify: Verifier):
+    """A recent command that was recorded has no effect on another worker (S0.3)."""
+    sealed = LOAD.addressed_to([WORKER, "gpu1@host"]).seal(operator.sign)
     assert CommandVerifier(verify, "gpu1@host").open(sealed).model == "minilm"
-    for sent in (sealed, LOAD.given([]).seal(operator.sign)):
-        with pytest.raises(BadSignature, match="given to other workers"):
+    for sent in (sealed, LOAD.addressed_to([]).seal(operator.sign)):
+        with pytest.raises(BadSignature, match="for other workers"):
             CommandVerifier(verify, "gpu2@host").open(sent)
 
 
 @pytest.mark.parametrize("lag_s", [-301, 301])
-def test_a_command_is_good_for_five_minutes(operator: OperatorKey, verify: Verifier, lag_s: float):
-    """WithProvenance and played back later, or dated ahead, it is refused."""
-    sealed = LOAD.given([WORKER]).seal(operator.sign)
+def test_a_command_is_valid_for_five_minutes(operator: OperatorKey, verify: Verifier, lag_s: float):
+    """It is refused when it is replayed later, or when it is dated ahead."""
+    sealed = LOAD.addressed_to([WORKER]).seal(operator.sign)
     with pytest.raises(BadSignature, match="300 s"):
         CommandVerifier(verify, WORKER, clock=lambda: time.time() + lag_s).open(sealed)
 
 
 def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, verify: Verifier, tmp_path: Path):
-    """Foreign keys, flipped bytes, other kinds of record, unsigned ones: none is opened (S0.1, S0.3)."""
+    """Foreign keys, flipped bytes, other kinds of record and unsigned ones are refused (S0.1, S0.3)."""
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
-    sealed = LOAD.given([WORKER]).seal(operator.sign)
+    sealed = LOAD.addressed_to([WORKER]).seal(operator.sign)
     flipped = [sealed[:at] + chr(ord(sealed[at]) ^ 1) + sealed[at + 1 :] for at in range(len(sealed))]
     others = [
-        LOAD.given([WORKER]).seal(stranger.sign),
+        LOAD.addressed_to([WORKER]).seal(stranger.sign),
         Deployment(1, "minilm", "2", "0" * 64).seal(operator.sign).decode(),
         sealed.partition("\n")[2],
         "\n" + sealed.partition("\n")[2],
@@ -71,28 +71,28 @@ def test_commands_need_the_signature_of_a_known_operator(operator: OperatorKey, 
         None,
         "\ud800",
     ]
-    obedience = CommandVerifier(verify, WORKER)
+    verifier = CommandVerifier(verify, WORKER)
     for forged in (*flipped, *others):
         with pytest.raises(Corrupt):
-            obedience.open(forged)
-    assert obedience.open(sealed).model == "minilm"
+            verifier.open(forged)
+    assert verifier.open(sealed).model == "minilm"
 
 
-def test_a_worker_without_keys_takes_no_commands(operator: OperatorKey):
-    """It says which setting is missing."""
+def test_a_worker_without_keys_accepts_no_commands(operator: OperatorKey):
+    """The error names the missing setting."""
     with pytest.raises(Forbidden, match="PENSTOCK_OPERATOR_PUBLIC_KEYS"):
-        CommandVerifier(None, WORKER).open(LOAD.given([WORKER]).seal(operator.sign))
+        CommandVerifier(None, WORKER).open(LOAD.addressed_to([WORKER]).seal(operator.sign))
 
 
 def test_an_unknown_action_is_no_command(operator: OperatorKey, verify: Verifier):
-    """Signed or not: a worker knows its own kinds only."""
-    sealed = Command("erase").given([WORKER]).seal(operator.sign)  # type: ignore[arg-type]
+    """A worker accepts the actions that it knows, and no other, also when they are signed."""
+    sealed = Command("erase").addressed_to([WORKER]).seal(operator.sign)  # type: ignore[arg-type]
     with pytest.raises(UndecodableEnvelope, match="erase"):
         CommandVerifier(verify, WORKER).open(sealed)
 
 
 def test_a_deployment_belongs_to_its_model_and_epoch(operator: OperatorKey, verify: Verifier):
-    """Copied to another model's key, or behind another epoch, a genuine record is refused."""
+    """A genuine record is refused under another model's key and with another epoch."""
     deployment = Deployment(7, "minilm", "2", "ab" * 32)
     sealed = deployment.seal(operator.sign)
     assert Deployment.open(b"7 " + sealed, "minilm", verify) == deployment
@@ -103,7 +103,7 @@ def test_a_deployment_belongs_to_its_model_and_epoch(operator: OperatorKey, veri
 
 
 @pytest.mark.parametrize("active", [b"", b"7", b"7 ", b"7 \n", b"7 \n{}", b"x \n[]", b"7 " + b"\n" + b"x" * 5000])
-def test_what_is_no_deployment_is_said_so(active: bytes):
-    """Foreign bytes under the key are one kind of error, whatever they are."""
+def test_bytes_that_are_no_deployment_are_refused(active: bytes):
+    """Any foreign bytes under the key raise Corrupt."""
     with pytest.raises(Corrupt):
         Deployment.open(active, "minilm")

@@ -47,7 +47,7 @@ JOB = JobHeader(
     version="2",
     deadline_ms=1500,
     reply="{mlp}:reply:c",
-    once="d1",
+    idempotency_digest="d1",
     traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01",
     options=Options(("y",), lane=True),
 )

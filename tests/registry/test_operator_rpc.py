@@ -1,4 +1,4 @@
-"""Errands on the wire: what was asked arrives as it was asked, and only a worker's own answer to it is read. S0.3."""
+"""Operator RPC on the wire: requests arrive unchanged, and only a worker's own response to one is read. S0.3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.registry.errors import (
 
 KEYRING = Keyring.parse("k1:" + base64.b64encode(b"a" * 32).decode())
 OTHER = Keyring.parse("k1:" + base64.b64encode(b"b" * 32).decode())
-ERRANDS: list[operator_rpc.Errand] = [
+REQUESTS: list[operator_rpc.Request] = [
     operator_rpc.Names(),
     operator_rpc.Read(("minilm",), None),
     operator_rpc.Read(None, 1),
@@ -37,50 +37,50 @@ ERRANDS: list[operator_rpc.Errand] = [
 ]
 
 
-@pytest.mark.parametrize("errand", ERRANDS, ids=lambda errand: type(errand).__name__)
-def test_an_errand_arrives_as_it_was_asked(errand: operator_rpc.Errand):
-    """Kind, bytes and absent values alike."""
-    assert operator_rpc.decode(operator_rpc.encode(errand)) == errand
+@pytest.mark.parametrize("sent", REQUESTS, ids=lambda sent: type(sent).__name__)
+def test_a_request_arrives_unchanged(sent: operator_rpc.Request):
+    """Its kind, its bytes and its absent values."""
+    assert operator_rpc.decode(operator_rpc.encode(sent)) == sent
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00", b"\x91\xa5erase", b"\x92\xa5names\x01\x02", b"\x91" * 10_000, b"[]"])
-def test_what_is_no_errand_is_refused(body: bytes):
-    """Also of an operator: a worker knows its own kinds only."""
-    with pytest.raises(UndecodableEnvelope, match="not an errand"):
+def test_a_body_that_is_no_request_is_refused(body: bytes):
+    """A worker accepts the kinds that it knows, and no other."""
+    with pytest.raises(UndecodableEnvelope, match="not an RPC request"):
         operator_rpc.decode(body)
 
 
-def test_an_answer_carries_values_and_errors():
-    """Rows and bytes come back as they were; a refusal is raised as the error that it was."""
+def test_a_response_carries_values_and_errors():
+    """Rows and bytes come back unchanged; `read` raises a refusal with its class."""
     pages = {"minilm": ModelRows([{"epoch": 3, "released_at": None}], [])}
-    sealed = operator_rpc.seal_answer("e1", operator_rpc.Answer.of(pages), KEYRING)
-    assert operator_rpc.open_answer("e1", sealed, KEYRING).read(dict[str, ModelRows]) == pages
-    refusal = operator_rpc.Answer.refusal(TransitionConflict("another came first"))
+    sealed = operator_rpc.seal_response("e1", operator_rpc.Response.of(pages), KEYRING)
+    assert operator_rpc.open_response("e1", sealed, KEYRING).read(dict[str, ModelRows]) == pages
+    refusal = operator_rpc.Response.refusal(TransitionConflict("another came first"))
     with pytest.raises(TransitionConflict, match="another came first"):
-        operator_rpc.open_answer("e1", operator_rpc.seal_answer("e1", refusal, KEYRING), KEYRING).read(None)
-    assert not operator_rpc.open_answer(
-        "e1", operator_rpc.seal_answer("e1", operator_rpc.Answer(), KEYRING), KEYRING
+        operator_rpc.open_response("e1", operator_rpc.seal_response("e1", refusal, KEYRING), KEYRING).read(None)
+    assert not operator_rpc.open_response(
+        "e1", operator_rpc.seal_response("e1", operator_rpc.Response(), KEYRING), KEYRING
     ).is_done
-    with pytest.raises(UndecodableEnvelope, match="another kind"):
-        operator_rpc.Answer.of([1]).read(dict[str, ModelRows])
+    with pytest.raises(UndecodableEnvelope, match="another type"):
+        operator_rpc.Response.of([1]).read(dict[str, ModelRows])
 
 
-def test_only_the_worker_s_answer_to_this_errand_is_read():
-    """Of another errand, under another key, unsigned, with a flipped bit, or no answer at all (S0.3)."""
-    answer = operator_rpc.Answer.of("ok")
-    sealed = operator_rpc.seal_answer("e1", answer, KEYRING)
+def test_only_a_worker_s_response_to_this_request_is_read():
+    """Refused: another request's, another key's, unsigned, with a flipped bit, or no response at all (S0.3)."""
+    answer = operator_rpc.Response.of("ok")
+    sealed = operator_rpc.seal_response("e1", answer, KEYRING)
     raw = base64.b64decode(sealed)
     flipped = [base64.b64encode(raw[:at] + bytes((raw[at] ^ 1,)) + raw[at + 1 :]).decode() for at in range(len(raw))]
-    unsigned = operator_rpc.seal_answer("e1", answer, Keyring.parse(None))
-    for forged in (*flipped, unsigned, operator_rpc.seal_answer("e1", answer, OTHER), "", "ü", "AAAA", sealed + "\n"):
+    unsigned = operator_rpc.seal_response("e1", answer, Keyring.parse(None))
+    for forged in (*flipped, unsigned, operator_rpc.seal_response("e1", answer, OTHER), "", "ü", "AAAA", sealed + "\n"):
         with pytest.raises(Corrupt):
-            operator_rpc.open_answer("e1", forged, KEYRING)
-    with pytest.raises(Corrupt, match="another errand"):
-        operator_rpc.open_answer("e2", sealed, KEYRING)
+            operator_rpc.open_response("e1", forged, KEYRING)
+    with pytest.raises(Corrupt, match="another RPC request"):
+        operator_rpc.open_response("e2", sealed, KEYRING)
 
 
 def test_errors_keep_their_class_across_processes():
-    """A code of a newer version becomes a plain error that keeps it."""
+    """An unknown class becomes a PenstockError whose text begins with its name."""
     assert type(error_named("UnknownModel", "no such")) is UnknownModel
     newer = error_named("Paradox", "what now")
     assert (type(newer), str(newer)) == (PenstockError, "Paradox: what now")

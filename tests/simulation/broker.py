@@ -103,7 +103,7 @@ class Truth:
     """By job id: how often a process died, and not while it wound up, with the job on its model."""
     replayed: Counter[str] = field(default_factory=Counter)
     """By job id: how often an operator put its dead letter back."""
-    when_buried: Callable[[str, str], None] = lambda _slot, _job_id: None
+    when_dead_lettered: Callable[[str, str], None] = lambda _slot, _job_id: None
     """Called with slot and job id of every new dead letter."""
     when_handed_over: Callable[[list[Entry], str], None] = lambda _entries, _version: None
     """Called with what was given back for those that have a version."""
@@ -202,8 +202,8 @@ class UnreliableEnd(MemoryBroker):
         return self._call("read", lambda: super(UnreliableEnd, self).read(cursors, 0, count), may_recur=False)
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
-        """See ProducerEnd.standings."""
-        return self._call("standings", lambda: super(UnreliableEnd, self).job_records(job_ids), may_recur=False)
+        """See ProducerEnd.job_records."""
+        return self._call("job_records", lambda: super(UnreliableEnd, self).job_records(job_ids), may_recur=False)
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
         """See Broker.activate."""
@@ -389,17 +389,19 @@ class UnreliableEnd(MemoryBroker):
         super().suspect(slot, jobs, incident, ttl_ms)
         self.world.note(f"suspect {[job.job_id[-4:] for job in jobs]}")
 
-    def bury(self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b"") -> bool:
-        """See WorkerEnd.bury."""
-        return self._call("bury", lambda: self.serve_bury(consumer, delivery, reason, job_id, sealed))
+    def dead_letter(
+        self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
+    ) -> bool:
+        """See WorkerEnd.dead_letter."""
+        return self._call("dead_letter", lambda: self.serve_dead_letter(consumer, delivery, reason, job_id, sealed))
 
-    def serve_bury(self, consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes) -> bool:
-        """The broker's side of `bury`."""
-        is_buried = super().bury(consumer, delivery, reason, job_id=job_id, sealed=sealed)
-        self.world.note(f"bury {self._caller.label} {job_id[-4:]} {'done' if is_buried else 'lost'}")
-        if is_buried:
-            self.truth.when_buried(delivery.slot, job_id)
-        return is_buried
+    def serve_dead_letter(self, consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes) -> bool:
+        """The broker's side of `dead_letter`."""
+        is_dead = super().dead_letter(consumer, delivery, reason, job_id=job_id, sealed=sealed)
+        self.world.note(f"dead letter {self._caller.label} {job_id[-4:]} {'done' if is_dead else 'lost'}")
+        if is_dead:
+            self.truth.when_dead_lettered(delivery.slot, job_id)
+        return is_dead
 
     def replay(
         self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
@@ -409,7 +411,7 @@ class UnreliableEnd(MemoryBroker):
 
     def serve_replay(self, slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Replay:
         """The broker's side of `replay`."""
-        letter = super().dead_letter(slot, entry)
+        letter = super().read_dead_letter(slot, entry)
         outcome = super().replay(slot, entry, job, job_ttl_ms, keeps_acceptance=keeps_acceptance)
         if letter is not None and outcome is Replay.REPLAYED:
             self.truth.replayed[job.job_id] += 1

@@ -18,7 +18,7 @@ from random import Random
 from typing import Final
 
 from penstock.registry.broker.base import Limits, State
-from penstock.registry.broker.redis_scripts import REPLY_TTL_MS
+from penstock.registry.broker.limits import REPLY_TTL_MS
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import ResultHeader, open_result
 from penstock.registry.package import ModelSpec, Package

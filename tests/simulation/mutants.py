@@ -26,7 +26,7 @@ from penstock.registry.broker.base import (
     Replay,
     State,
 )
-from penstock.registry.broker.memory import _Lease
+from penstock.registry.broker.memory_state import Lease
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import Priority, slot_of
 from penstock.workers.batching.batcher import Batcher, Pending, _SubQueue
@@ -69,7 +69,7 @@ class _Popping(UnreliableEnd):
             record = self._state.records.get(commit.job_id)
             leases = self._state.queue(commit.slot, commit.priority).leases
             if record is not None and record.state is State.QUEUED and commit.entry_id not in leases:
-                leases[commit.entry_id] = _Lease(b"", consumer, self.now_ms())
+                leases[commit.entry_id] = Lease(b"", consumer, self.now_ms())
         return super().serve_exchange(consumer, commits, claims, result_ttl_ms)
 
 
@@ -110,7 +110,7 @@ class NoFence(UnreliableEnd):
             record = self._state.records.get(commit.job_id)
             if record is not None and record.result != commit.sealed:
                 record.state = State.QUEUED
-                self._state.queue(commit.slot, commit.priority).leases[commit.entry_id] = _Lease(b"", consumer, 0.0)
+                self._state.queue(commit.slot, commit.priority).leases[commit.entry_id] = Lease(b"", consumer, 0.0)
         return super().serve_exchange(consumer, commits, claims, result_ttl_ms)
 
 
@@ -124,7 +124,7 @@ class LeaseNeverRenewed(UnreliableEnd):
             lease.since_ms = before[entry]
         return renewal
 
-    def _leases(self, held: Sequence[Held]) -> list[tuple[Entry, _Lease]]:
+    def _leases(self, held: Sequence[Held]) -> list[tuple[Entry, Lease]]:
         entries = [(job.slot, job.priority, job.entry_id) for job in held]
         return [
             (entry, lease)
@@ -297,7 +297,7 @@ class IdempotencyForgotten(UnreliableEnd):
     """A key is not remembered."""
 
     def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
-        return super().serve_publish(slot, [structs.replace(job, once="") for job in jobs], limits)
+        return super().serve_publish(slot, [structs.replace(job, idempotency_digest="") for job in jobs], limits)
 
 
 class PublishedTwice(UnreliableEnd):

@@ -16,7 +16,7 @@ __all__ = ["Operator"]
 
 
 class Operator(Bystander):
-    """Replays each job's first dead letter, some time after it was buried, as often as it takes to hear of it."""
+    """Replays the first dead letter of each job, after a pause, and repeats the call until it is answered."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation.world, "operator")
@@ -25,7 +25,7 @@ class Operator(Bystander):
         self._simulation = simulation
         self._seen: set[str] = set()
         self.end: UnreliableEnd = simulation.connect(self)
-        simulation.truth.when_buried = self.on_record
+        simulation.truth.when_dead_lettered = self.on_record
 
     def on_record(self, slot: str, job_id: str) -> None:
         """A letter has come in."""
@@ -38,7 +38,7 @@ class Operator(Bystander):
         self._simulation.mend(job_id)
         try:
             for letter in self.end.dead_letters(slot):
-                whole = self.end.dead_letter(slot, letter.entry) if letter.job_id == job_id else None
+                whole = self.end.read_dead_letter(slot, letter.entry) if letter.job_id == job_id else None
                 if whole is not None:
                     self.world.inject("replay", job_id[-4:])
                     now_ms = self.end.now_ms()

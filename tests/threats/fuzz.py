@@ -30,7 +30,7 @@ from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.queues import new_job_id
 from penstock.registry.settings import Settings, catalogue
 from penstock.registry.tensors import DTYPES, Tensor, decode, encode
-from penstock.workers.celery_bridge.lane import TaskIngress
+from penstock.workers.celery_bridge.task_ingress import TaskIngress
 
 LIMIT_S: Final = 0.05
 """Within this a refusal must be there."""

@@ -434,9 +434,9 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
     )
 
 
-OF_PRODUCERS = {"cancel", "publish", "standing"}
+OF_PRODUCERS = {"cancel", "publish", "job_record"}
 OF_WORKERS = {
-    *("announce", "bury", "claim", "commit", "emit", "publish", "release", "renew", "standing", "suspect"),
+    *("announce", "dead_letter", "claim", "commit", "emit", "publish", "release", "renew", "job_record", "suspect"),
     "adopt",
     "take_over",
 }
@@ -444,12 +444,12 @@ OF_OPERATORS = {
     *(
         "activate",
         "announce",
-        "dead_letters",
+        "list_dead",
         "depths",
         "publish",
         "purge_dead",
         "replay",
-        "standing",
+        "job_record",
         "waiting",
         "withdraw",
     ),

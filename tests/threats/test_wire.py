@@ -20,7 +20,7 @@ from penstock.registry.envelope import JobHeader
 from penstock.registry.errors import ModelError
 from penstock.registry.queues import CELERY_QUEUE, Priority, dead_key, new_job_id, record_key, stream_key
 from penstock.registry.tensors import DTYPES
-from penstock.workers.celery_bridge.bridge import OPEN_COMMANDS
+from penstock.workers.celery_bridge.remote_control import OPEN_COMMANDS
 from tests.flow.test_celery import celery_of, consumes, outcome, send
 from tests.servers import ROOT, wait_until
 from tests.threats import hostile_load

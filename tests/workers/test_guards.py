@@ -533,7 +533,7 @@ def test_the_third_crash_makes_a_dead_letter(bench: Bench, models_root: Path, le
     (letter,) = bench.broker.dead_letters("recorder")
     assert letter.reason == "Poison: 3 worker processes died, or hung and were killed, while it ran"
     assert (letter.job_id, letter.crashes) == (poison, 3)
-    kept = bench.broker.dead_letter("recorder", letter.entry)
+    kept = bench.broker.read_dead_letter("recorder", letter.entry)
     assert kept is not None
     assert b"666" not in kept.sealed
     assert poison.encode() in kept.sealed

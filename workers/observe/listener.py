@@ -1,6 +1,6 @@
-"""What the drain tells whoever watches it, and what it asks them: the seam between the drain and Celery.
+"""JobListener: the interface between the drain and Celery. The drain reports the steps of its jobs to it.
 
-The drain calls a watcher on its I/O thread, once per batch: a watcher neither blocks nor raises.
+The drain calls a listener on its I/O thread, once per batch. A listener must neither block nor raise.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import msgspec
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure, JobHeader
 
-__all__ = ["Ended", "Failed", "NullListener", "JobListener"]
+__all__ = ["Ended", "Failed", "JobListener", "NullListener"]
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
-    """How one job ended: `runtime_s` is its share of the wall-clock, from the start of its batch to its result;
-    `version` is the model version that answered."""
+    """The end of one job. `runtime_s`: seconds from the start of its batch to its result. `version`: the model version
+    that answered."""
 
     header: JobHeader
     state: State
@@ -28,20 +28,20 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
-    """A forward that failed, of a job that will have another one."""
+    """A failed forward of a job that will run again."""
 
     header: JobHeader
     error: Failure
 
 
 class JobListener(Protocol):
-    """Told of every job's way through a worker. `at` is unix time in seconds."""
+    """Is called at each step of a job in a worker. `at` is unix time in seconds."""
 
     def received(self, jobs: Sequence[JobHeader], at: float) -> None:
         """These jobs were claimed."""
 
     def started(self, jobs: Sequence[JobHeader], at: float) -> None:
-        """These jobs are about to run, or were answered without running."""
+        """These jobs are about to run, or were answered without a forward."""
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
         """These jobs are committed."""
@@ -50,24 +50,24 @@ class JobListener(Protocol):
         """These jobs failed, and will run again after a pause."""
 
     def is_revoked(self, job_id: str) -> bool:
-        """Whether somebody withdrew the job through the watcher; asked once per claimed job."""
+        """Whether the job was revoked through the listener. Called once per claimed job."""
 
 
 class NullListener:
-    """The watcher of a drain that nobody watches."""
+    """Ignores every step, and revokes no job."""
 
     def received(self, jobs: Sequence[JobHeader], at: float) -> None:
-        """Nothing to tell anybody."""
+        """See JobListener. Does nothing."""
 
     def started(self, jobs: Sequence[JobHeader], at: float) -> None:
-        """Nothing to tell anybody."""
+        """See JobListener. Does nothing."""
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
-        """Nothing to tell anybody."""
+        """See JobListener. Does nothing."""
 
     def retried(self, failed: Sequence[Failed], at: float) -> None:
-        """Nothing to tell anybody."""
+        """See JobListener. Does nothing."""
 
     def is_revoked(self, job_id: str) -> bool:
-        """Nobody withdraws anything here."""
+        """See JobListener. Returns False."""
         return False

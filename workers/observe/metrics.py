@@ -1,8 +1,8 @@
-"""What a worker counts. The drain reports once per batch; a scrape of /metrics reads the sums.
+"""The metrics of a worker. The drain reports once per batch; a scrape of /metrics reads the sums.
 
 prometheus_client's own histograms cost a lock and a search for every value, which is too much for every job of a
-batch. Here a report only appends to lists; they are folded into the buckets some hundred values at a time, with
-NumPy, and whenever somebody looks.
+batch. Here a report only appends to lists. NumPy folds the lists into the buckets, about a thousand values at a time
+and before each read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -23,20 +24,20 @@ from prometheus_client.utils import floatToGoString
 from penstock.registry import metrics as table
 from penstock.registry.metrics import Metric
 
-__all__ = ["InferenceMetrics"]
+__all__ = ["BatchStats", "InferenceMetrics"]
 
 Labels: TypeAlias = tuple[str, ...]
 
 _FOLD_AT: Final = 1024
-"""Values that wait at most in one list."""
+"""A series folds its lists when they hold this many values."""
 _RECENT: Final = 8192
-"""Values that quantiles are taken over."""
+"""Quantiles cover this many of the latest values."""
 _MAX_SERIES: Final = 64
-"""Combinations of model, version and endpoint; later ones count as "other", so that nothing grows without end."""
+"""Combinations of model, version and endpoint. Later ones count as "other", so that the memory is bounded."""
 _MAX_LABEL_SETS: Final = 512
-"""The same for the label sets of one counter or gauge."""
+"""The same bound for the label sets of one counter or gauge."""
 _MAX_EXACT_SIZE: Final = 1024
-"""Batch sizes above are rounded up to a power of two, for the same reason."""
+"""Larger batch sizes are rounded up to a power of two, for the same reason."""
 _SPLITS: Final = {
     "queue": table.QUEUE_WAIT,
     "batch": table.BATCH_WAIT,
@@ -46,8 +47,26 @@ _SPLITS: Final = {
 }
 
 
+class BatchStats(msgspec.Struct, frozen=True, gc=False):
+    """One committed batch. Times are in seconds; `queue_s`, `batch_s` and `total_s` have one value per job.
+
+    queue_s: from acceptance to claim. batch_s: from claim to forward. total_s: from acceptance to commit.
+    """
+
+    model: str
+    version: str
+    endpoint: str
+    rows: int
+    jobs: int
+    queue_s: Sequence[float]
+    batch_s: Sequence[float]
+    compute_s: float
+    commit_s: float
+    total_s: Sequence[float]
+
+
 class _Histogram:
-    """Values of one metric under one label set: `fresh` ones are appended by the drain, `fold` sorts them in."""
+    """Values of one metric under one label set. Reports append to `fresh`; `fold` counts these in the buckets."""
 
     __slots__ = ("counts", "edges", "fresh", "recent", "total")
 
@@ -61,7 +80,7 @@ class _Histogram:
     def fold(self) -> None:
         if not self.fresh:
             return
-        # A wait that spans the broker's clock and ours can come out below zero.
+        # A wait between the broker's clock and ours can be slightly negative.
         values = np.maximum(np.array(self.fresh, dtype=np.float64), 0.0)
         self.fresh.clear()
         self.counts += np.bincount(self.edges.searchsorted(values), minlength=len(self.counts))
@@ -70,7 +89,7 @@ class _Histogram:
 
 
 _MEMORY: Final = "l1"
-"""The label of the tier in this process's memory."""
+"""The label of the cache in this process's memory."""
 _TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s", "cached")
 
 
@@ -120,9 +139,9 @@ class _Series:
 
 
 class InferenceMetrics(Collector):
-    """The core collector: counts, gauges and histograms of one worker, for Prometheus and for `penstock status`.
+    """The counters, gauges and histograms of one worker, for Prometheus and for `penstock status`.
 
-    Safe to call from any thread. `buckets` are the upper edges of infer_latency_seconds, in seconds, increasing.
+    Any thread may call it. `buckets` are the upper edges of infer_latency_seconds, in seconds, increasing.
     """
 
     def __init__(self, buckets: Sequence[float]) -> None:
@@ -134,39 +153,25 @@ class InferenceMetrics(Collector):
         }
         self._values[table.READY.name][()] = 0.0
 
-    def batch(
-        self,
-        model: str,
-        version: str,
-        endpoint: str,
-        rows: int,
-        jobs: int,
-        queue_s: Sequence[float],
-        batch_s: Sequence[float],
-        compute_s: float,
-        commit_s: float,
-        total_s: Sequence[float],
-    ) -> None:
-        """One committed batch. The three sequences have one value per job, all times are in seconds:
-
-        `queue_s` from acceptance to claim, `batch_s` from claim to forward, `total_s` from acceptance to commit.
-        """
+    def batch(self, stats: BatchStats) -> None:
+        """Report one committed batch."""
+        rows = stats.rows
         with self._lock:
-            series = self._series_of((model, version, endpoint))
-            series.queue.fresh.extend(queue_s)
-            series.batch.fresh.extend(batch_s)
-            series.latency.fresh.extend(total_s)
-            series.compute.fresh.append(compute_s)
-            series.commit.fresh.append(commit_s)
-            series.jobs.fresh.append(jobs)
+            series = self._series_of((stats.model, stats.version, stats.endpoint))
+            series.queue.fresh.extend(stats.queue_s)
+            series.batch.fresh.extend(stats.batch_s)
+            series.latency.fresh.extend(stats.total_s)
+            series.compute.fresh.append(stats.compute_s)
+            series.commit.fresh.append(stats.commit_s)
+            series.jobs.fresh.append(stats.jobs)
             series.rows.fresh.append(rows)
             series.sizes[rows if rows <= _MAX_EXACT_SIZE else 1 << (rows - 1).bit_length()] += 1
-            series.unfolded += jobs + 1
+            series.unfolded += stats.jobs + 1
             if series.unfolded >= _FOLD_AT:
                 series.fold()
 
     def latency(self, model: str, version: str, endpoint: str, total_s: Sequence[float]) -> None:
-        """Jobs that were answered without a batch: seconds from acceptance to commit, one value per job."""
+        """Report jobs that were answered without a batch: seconds from acceptance to commit, one value per job."""
         with self._lock:
             series = self._series_of((model, version, endpoint))
             series.latency.fresh.extend(total_s)
@@ -175,10 +180,10 @@ class InferenceMetrics(Collector):
                 series.fold()
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """What each model's batches add up to since the process began, summed over versions; times in seconds.
+        """The sums of each model since the process began, over all its versions; times in seconds.
 
-        jobs, queue_s and batch_s are per job of a batch; batches, rows, compute_s and commit_s per batch; cached counts
-        the jobs that needed none.
+        jobs, queue_s and batch_s add up jobs that ran in a batch; batches, rows, compute_s and commit_s add up
+        batches; cached counts the jobs that the cache answered.
         """
         totals: dict[str, dict[str, float]] = {}
         with self._lock:
@@ -197,91 +202,91 @@ class InferenceMetrics(Collector):
         return totals
 
     def padding(self, model: str, version: str, endpoint: str, ratio: float) -> None:
-        """The share of one batch's tokens that was padding, 0 to 1."""
+        """Report the share of one batch's tokens that was padding, 0 to 1."""
         with self._lock:
             series = self._series_of((model, version, endpoint))
             series.padding.fresh.append(ratio)
 
     def requests(self, model: str, route: str, count: int = 1) -> None:
-        """Jobs that came in by `route`, whatever became of them."""
+        """Count jobs that came by `route`, however they ended."""
         self._add(table.REQUESTS, (model, route), count)
 
     def exception(self, model: str, exception_class: str, count: int = 1) -> None:
-        """Exceptions that a model raised, by the name of their class."""
+        """Count exceptions of a model by the name of their class."""
         self._add(table.EXCEPTIONS, (model, exception_class), count)
 
     def outcome(self, model: str, version: str, endpoint: str, outcome: str, count: int = 1) -> None:
-        """Jobs that ended, by how: completed, failed, cancelled, expired or dead."""
+        """Count jobs that ended, by outcome: completed, failed, cancelled, expired or dead."""
         self._add(table.JOBS, (model, version, endpoint, outcome), count)
 
     def fenced(self, model: str, count: int = 1) -> None:
-        """Commits that were discarded because the job had gone to another worker."""
+        """Count commits that were discarded because another worker had taken over the job."""
         self._add(table.FENCED, (model, "", ""), count)
 
     def taken_over(self, model: str, count: int = 1) -> None:
-        """Jobs claimed after another worker's lease had lapsed or was given back."""
+        """Count jobs claimed after another worker's lease had lapsed or was released."""
         self._add(table.TAKEN_OVER, (model, "", ""), count)
 
     def quarantined(self, model: str, count: int = 1) -> None:
-        """Entries that were no jobs and went to the dead letters."""
+        """Count entries that were dead-lettered because they could not be read as jobs."""
         self._add(table.QUARANTINED, (model, "", ""), count)
 
     def dead_lettered(self, model: str, count: int = 1) -> None:
-        """Jobs that no process survived."""
+        """Count jobs that were dead-lettered because processes died while they ran."""
         self._add(table.DEAD_LETTERED, (model, "", ""), count)
 
     def retried(self, model: str, count: int = 1) -> None:
-        """Forwards that failed, of jobs that will have another one."""
+        """Count failed forwards of jobs that will run again."""
         self._add(table.RETRIED, (model, "", ""), count)
 
     def out_of_memory(self, model: str, count: int = 1) -> None:
-        """Batches that did not fit the device."""
+        """Count batches that did not fit the memory of the device."""
         self._add(table.OUT_OF_MEMORY, (model, "", ""), count)
 
     def single_flight(self, model: str, count: int = 1) -> None:
-        """Jobs that were answered by the forward of an equal one."""
+        """Count jobs that were answered by the forward of an equal job."""
         self._add(table.SINGLE_FLIGHT, (model, "", ""), count)
 
     def cache_lookups(self, model: str, *, is_hit: bool, count: int = 1) -> None:
-        """Jobs whose answer was looked for in this process's memory."""
+        """Count look-ups of a job's answer in the cache of this process."""
         self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, "", "", _MEMORY), count)
 
     def cache_size(self, entries: int, nbytes: int, evicted: int) -> None:
-        """What is kept in this process's memory, and how many answers have left it for want of room."""
+        """Set the size of the cache in this process, and how many answers it has evicted so far."""
         self._set(table.CACHE_ENTRIES, ("", "", "", _MEMORY), entries)
         self._set(table.CACHE_BYTES, ("", "", "", _MEMORY), nbytes)
         self._set(table.CACHE_EVICTED, ("", "", "", _MEMORY), evicted)
 
     def level(self, model: str, version: str, endpoint: str, level: int) -> None:
-        """The enhancement level that a version stands at now."""
+        """Set the optimization level of a version."""
         self._set(table.LEVEL, (model, version, endpoint), level)
 
     def gate(self, model: str, version: str, endpoint: str, verdict: str) -> None:
-        """A candidate form was judged: accepted or refused."""
+        """Count a verdict on an optimized form: accepted or refused."""
         self._add(table.GATES, (model, version, endpoint, verdict), 1)
 
     def loaded(self, model: str, version: str, is_loaded: bool) -> None:
-        """A version was loaded, or unloaded."""
+        """Set whether a version is loaded."""
         self._set(table.MODEL_LOADED, (model, version), float(is_loaded))
 
     def ready(self, is_ready: bool) -> None:
-        """Whether the worker takes jobs."""
+        """Set whether the worker takes jobs."""
         self._set(table.READY, (), float(is_ready))
 
     def queue(self, model: str, priority: str, depth: int, oldest_s: float) -> None:
-        """One queue as the broker sees it: jobs waiting or running, and the age of the oldest waiting one."""
+        """Set the state of one queue: jobs that wait or run, and the age of the oldest waiting job."""
         self._set(table.QUEUE_DEPTH, (model, "", "", priority), depth)
         self._set(table.QUEUE_AGE, (model, "", "", priority), oldest_s)
 
     def collect(self) -> Iterator[Family]:
-        """Every metric of the table, for a prometheus_client registry; counters and buckets are cumulative."""
+        """Return every metric of the table, for a prometheus_client registry. Counters and buckets are cumulative."""
         with self._lock:
             self._fold()
             families = [self._family(metric) for metric in table.METRICS]
         return iter(families)
 
     def snapshot(self) -> dict[str, Any]:
-        """The worker in numbers, ready for JSON; models without a batch so far are left out.
+        """Return the worker's figures as plain data. A model without a batch so far is left out.
 
         {"ready": bool, "models": {name: {"jobs": int, "batches": int, "batch_sizes": {rows: batches},
         "outcomes": {outcome: jobs}, "latency_ms": {part: {"p50": ms, "p99": ms}}}}}, where the parts are queue,

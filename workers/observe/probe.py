@@ -1,11 +1,11 @@
-"""The worker's small HTTP door for monitors: metrics, health and a snapshot. It reads, and changes nothing.
+"""The worker's HTTP endpoint for monitors: metrics, health and a snapshot. It only reads.
 
-    /metrics        Prometheus text, or OpenMetrics where the reader accepts it
+    /metrics        Prometheus text, or OpenMetrics when the Accept header asks for it
     /health/live    200 while the process answers
     /health/ready   200 or 503, with the reasons as JSON
     /snapshot       InferenceMetrics.snapshot() as JSON
 
-Beyond loopback every path needs the bearer token.
+On an address other than loopback, every path requires the bearer token.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from prometheus_client.exposition import choose_encoder
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.observe.metrics import InferenceMetrics
 
-__all__ = ["Probe", "Readiness"]
+__all__ = ["Probe", "ReadinessCheck"]
 
-Readiness: TypeAlias = Callable[[], tuple[bool, Mapping[str, Any]]]
-"""Whether the worker takes jobs, and the facts behind it."""
+ReadinessCheck: TypeAlias = Callable[[], tuple[bool, Mapping[str, Any]]]
+"""Returns whether the worker takes jobs, and the facts behind this answer."""
 
-_Answer: TypeAlias = Callable[[str, str], tuple[HTTPStatus, str, bytes]]
+_Respond: TypeAlias = Callable[[str, str], tuple[HTTPStatus, str, bytes]]
 """(path, Accept header) -> (status, content type, body)."""
 _POLL_S: Final = 0.1
-"""How long stop() waits at most for the listening thread to notice."""
+"""The listening thread notices a stop within this time."""
 _JSON: Final = "application/json"
-_logger: Final = logging.getLogger("penstock.server")
+logger = logging.getLogger("penstock.server")
 
 
 class Probe:
-    """Serves on `host`:`port` from start() to stop(); port 0 takes a free one, which `port` then tells."""
+    """Serves on `host`:`port` from start() to stop(). Port 0 takes a free port, which `port` then holds."""
 
     def __init__(
         self,
         metrics: InferenceMetrics,
-        readiness: Readiness,
+        readiness: ReadinessCheck,
         *,
         host: str = "127.0.0.1",
         port: int,
@@ -64,7 +64,7 @@ class Probe:
         self._server: _Server | None = None
 
     def start(self) -> None:
-        """Listen. Raises ConfigurationError when the port is taken, or off loopback without a bearer file."""
+        """Listen. Raises ConfigurationError for a port in use, and without a token beyond loopback."""
         token = _token(self._bearer_file) if self._bearer_file else ""
         if not token and not _is_loopback(self._host):
             raise ConfigurationError(
@@ -78,7 +78,7 @@ class Probe:
         threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="probe", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop listening; returns once the port is free."""
+        """Stop listening. The port is free when this returns."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -86,7 +86,7 @@ class Probe:
 
     def _listen(self, token: str) -> _Server:
         try:
-            return _Server((self._host, self.port), self._answer, token)
+            return _Server((self._host, self.port), self._respond, token)
         except OSError as problem:
             is_taken = problem.errno == errno.EADDRINUSE
             reason = "is in use" if is_taken else f"cannot be used: {problem.strerror}"
@@ -95,7 +95,7 @@ class Probe:
             "Expected a free one in PENSTOCK_METRICS_PORT; 0 takes any"
         )
 
-    def _answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
+    def _respond(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
             return HTTPStatus.OK, content_type, encode(self._registry)
@@ -113,30 +113,32 @@ class Probe:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], answer: _Answer, token: str) -> None:
-        self.answer: Final = answer
+    def __init__(self, address: tuple[str, int], respond: _Respond, token: str) -> None:
+        self.respond: Final = respond
         self.token: Final = token
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks the resolver for this host's name, which can take seconds.
+        # HTTPServer's own method asks the resolver for the name of this host, which can take seconds.
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        _logger.exception("probe request failed")
+        logger.exception("probe request failed")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = 10
-    """Seconds that a silent reader is waited for."""
+    """Seconds until a silent client is disconnected."""
 
     def do_GET(self) -> None:
         if not self._is_allowed():
             status, content_type, body = _as_json(HTTPStatus.UNAUTHORIZED, {"error": "Expected a bearer token"})
         else:
-            status, content_type, body = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
+            status, content_type, body = self.server.respond(
+                self.path.partition("?")[0], self.headers.get("Accept", "")
+            )
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
@@ -144,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        _logger.debug("probe: " + format, *args)
+        logger.debug("probe: " + format, *args)
 
     def _is_allowed(self) -> bool:
         given = self.headers.get("Authorization", "")

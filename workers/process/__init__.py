@@ -1,4 +1,4 @@
-"""One worker process: its device, its heartbeat, its exit status, its crash journal, and operators' remote calls."""
+"""One worker process: its device, heartbeat, stall detector, exit status and crash journal, and operators' requests."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Which jobs are on the model now, in a file that outlives the process that runs them.
+"""The jobs whose forward runs now, in a file that outlives the process.
 
     model thread -- begin, touch, end --> file, memory-mapped <-- hung? -- supervisor
                                                |
-    process dies, the kernel frees its lock    '--> leftovers --> report_crashes --> WorkerEnd.suspect
+    the process dies, the kernel frees its lock '--> report_crashes --> WorkerEnd.suspect, note_death
 
-A process that dies in a forward cannot say any more which jobs it was running, and only those are suspects. Writing
-it to the page cache costs some microseconds per batch; telling the broker before every forward would cost a round
-trip. A worker that stops in order has no journal left: drains and releases count against nobody.
+After a process died in a forward, only the jobs of that forward are suspects, and the process can no longer name them.
+A write to the page cache costs some microseconds per batch; a message to the broker before every forward would cost a
+round trip. A worker that stops in order removes its journal, so a normal stop counts against no job.
 """
 
 from __future__ import annotations
@@ -19,33 +19,42 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
 from penstock.registry.broker.base import Held, WorkerEnd
 from penstock.registry.queues import Priority
-from penstock.workers.levels.decision_log import DecisionLog
 
-__all__ = ["MARGIN_S", "FileJournal", "FormInUse", "Journal", "NullJournal", "hung", "journal_path", "report_crashes"]
+__all__ = [
+    "MARGIN_S",
+    "FileJournal",
+    "FormInUse",
+    "Journal",
+    "NoteDeath",
+    "NullJournal",
+    "hung",
+    "journal_path",
+    "report_crashes",
+]
 
 _MAGIC: Final = b"PSJ1"
 _HEAD: Final = struct.Struct("<4sHH")
-"""Magic, seats, bytes of the consumer's name, which follows."""
+"""Magic, number of seats, length of the consumer's name in bytes; the name follows."""
 _SEAT: Final = struct.Struct("=ddQ")
-"""When it last showed progress and for how long it may be silent, in monotonic seconds; bytes of the jobs."""
+"""Last progress and the longest time without any, in monotonic seconds; length of the jobs in bytes."""
 _SIZE_AT: Final = 16
 _HEAD_BYTES: Final = 4096
 _SEAT_BYTES: Final = 256 * 1024
-"""For some 2,000 jobs. Of larger batches the first jobs are kept."""
+"""Room for about 2,000 jobs. Of a larger batch the first jobs are kept."""
 _LONGEST_CONSUMER: Final = 1024
 _SUFFIX: Final = ".journal"
 _LOOK_AGAIN_S: Final = 0.02
 MARGIN_S: Final = 0.5
-"""How far beyond its limit a forward is killed from outside: its own process comes first, and gives back the rest."""
+"""A forward is killed from outside this long after its limit: its own process acts first and releases other jobs."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(
@@ -54,9 +63,12 @@ _decoder: Final = msgspec.msgpack.Decoder(
 
 logger = logging.getLogger("penstock.server")
 
+NoteDeath: TypeAlias = Callable[[str, str, str], None]
+"""(model, content hash, form): a process died while this form ran jobs. Raises OSError, InvalidInput."""
+
 
 class FormInUse(NamedTuple):
-    """What ran the jobs, where that was not the model as its author built it."""
+    """The optimized form that ran the jobs, for example a compiled one."""
 
     model: str
     content_hash: str
@@ -64,38 +76,38 @@ class FormInUse(NamedTuple):
 
 
 class Journal(Protocol):
-    """Told of every forward. Seats are numbered from 0; one thread each. Times are monotonic seconds."""
+    """Records every forward. Each seat, numbered from 0, belongs to one thread. Times are monotonic seconds."""
 
     def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
-        """These jobs are about to run, for up to `limit_s` from one sign of progress to the next.
+        """These jobs are about to run; between two signs of progress at most `limit_s` may pass.
 
-        form: in which their model does, None where that is as its author built it.
+        form: the optimized form that runs them; None for the model as its author built it.
         """
 
     def touch(self, seat: int, now: float) -> None:
-        """They show progress."""
+        """The jobs of this seat make progress."""
 
     def end(self, seat: int) -> None:
-        """They have run."""
+        """The jobs of this seat have run."""
 
     def retire(self) -> None:
-        """The worker stops in order: from here on no death counts against anybody."""
+        """The worker stops in order: from now on its death counts against no job."""
 
 
 class NullJournal:
-    """The journal of a worker whose death nobody will look into."""
+    """Records nothing, for tests and simulations."""
 
     def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
-        """Nothing is kept."""
+        """Records nothing."""
 
     def touch(self, seat: int, now: float) -> None:
-        """Nothing is kept."""
+        """Records nothing."""
 
     def end(self, seat: int) -> None:
-        """Nothing is kept."""
+        """Records nothing."""
 
     def retire(self) -> None:
-        """Nothing was kept."""
+        """Removes nothing."""
 
 
 def journal_path(home: Path, pid: int) -> Path:
@@ -108,9 +120,9 @@ def _folder(home: Path) -> Path:
 
 
 class FileJournal:
-    """A journal in a file of this process, locked for as long as it lives.
+    """A journal in a file that this process holds locked.
 
-    Raises OSError when it cannot be made, also when somebody else has not let go of the file after `patience_s`.
+    Raises OSError when the file cannot be made, or when another process still holds it after `patience_s`.
     """
 
     def __init__(self, path: Path, consumer: str, seats: int, *, patience_s: float = 10.0) -> None:
@@ -120,10 +132,11 @@ class FileJournal:
         self._path = path
         self._fd = _own(path, patience_s)
         os.ftruncate(self._fd, 0)
-        # Not a sparse file: to write to a map that the disk has no room for is a deadly signal.
+        # Not a sparse file: on a full disk, a write to the map of a sparse file kills the process.
         os.posix_fallocate(self._fd, 0, size)
         self._map = mmap.mmap(self._fd, size)
-        # Fields that the supervisor reads meanwhile: each is one store, where struct.pack_into clears them first.
+        # The supervisor reads these fields at any time. Each write here is one store; struct.pack_into would clear
+        # the field first.
         self._times = memoryview(self._map).cast("d")
         self._sizes = memoryview(self._map).cast("Q")
         self._map[_HEAD.size : _HEAD.size + len(name)] = name
@@ -139,7 +152,7 @@ class FileJournal:
         self._map[start + _SEAT.size : start + _SEAT.size + len(packed)] = packed
         self._times[start // 8] = now
         self._times[start // 8 + 1] = limit_s
-        # Last, as the seat is empty without it, whatever else it says.
+        # Comes last: as long as the size is 0 the seat counts as empty.
         self._sizes[(start + _SIZE_AT) // 8] = len(packed)
 
     def touch(self, seat: int, now: float) -> None:
@@ -151,13 +164,18 @@ class FileJournal:
         self._sizes[(_seat_start(seat) + _SIZE_AT) // 8] = 0
 
     def retire(self) -> None:
-        """See Journal.retire. Forwards that still run may go on writing: nobody will read it."""
+        """See Journal.retire. A forward that still runs may go on writing to the file, which has no name any more."""
         with suppress(FileNotFoundError):
             os.unlink(self._path)
 
+    def close(self) -> None:
+        """Retire, and close the file. The map stays valid for threads that still write to it."""
+        self.retire()
+        os.close(self._fd)
+
 
 def _own(path: Path, patience_s: float) -> int:
-    """The journal's file, locked by this process. Whoever reports a leftover of that name may finish first."""
+    """Open and lock the journal's file. A process that reports an older file of this name may finish first."""
     give_up_at = time.monotonic() + patience_s
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -165,7 +183,7 @@ def _own(path: Path, patience_s: float) -> int:
             return fd
         os.close(fd)
         if time.monotonic() >= give_up_at:
-            raise BlockingIOError(errno.EAGAIN, "another process has not let go of it")
+            raise BlockingIOError(errno.EAGAIN, "another process holds it")
         time.sleep(_LOOK_AGAIN_S)
 
 
@@ -174,9 +192,9 @@ def _seat_start(seat: int) -> int:
 
 
 def hung(path: Path, now: float) -> str | None:
-    """Why a worker that lives must be killed, by its journal: a forward is over its limit; else None.
+    """Why a living worker must be killed: by its journal, a forward is over its limit. None when it need not be.
 
-    What a dead process of the same number left there says nothing about the one that lives.
+    A journal that a dead process with the same pid left is ignored.
     """
     try:
         with path.open("rb") as file:
@@ -187,13 +205,13 @@ def hung(path: Path, now: float) -> str | None:
                 if size and now - since > limit_s + MARGIN_S and not _locks(file.fileno()):
                     return f"a forward took longer than its limit of {limit_s:g} s"
     except (OSError, struct.error):
-        # Not there yet, no longer, or caught while it was made: the next look will tell.
+        # The file does not exist yet, exists no longer, or is being made: the next call decides.
         return None
     return None
 
 
 def _locks(fd: int) -> bool:
-    """Whether the file could be locked: no living process has it."""
+    """Lock the file; False when a living process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -222,24 +240,24 @@ def _read(path: Path) -> tuple[str, list[Held], set[FormInUse]]:
     return head[_HEAD.size : _HEAD.size + length].decode(), jobs, forms
 
 
-def report_crashes(home: Path, broker: WorkerEnd, ttl_ms: int) -> int:
-    """Counts one crash for each job that was on the model of a process which is gone; returns how many.
+def report_crashes(home: Path, broker: WorkerEnd, ttl_ms: int, note_death: NoteDeath) -> int:
+    """Count one crash for each job whose forward ran in a process that is gone; return the number of jobs.
 
-    The forms that ran them are noted in the log of decisions: one that kills its process is left off one day. Looks
-    at every journal under `home` that no living process holds. Safe to call by several at once, and again after an
-    error: each death counts once. Raises BrokerUnavailable, and then keeps what is not reported yet.
+    `note_death` is called with each form that ran them, so that a form that kills its process can be refused. Reads
+    every journal under `home` that no living process holds. Several processes may call this at once, and again after
+    an error: each death counts once. Raises BrokerUnavailable, and then keeps the journals that are not reported yet.
     """
     counted = 0
     for path in sorted(_folder(home).glob(f"*{_SUFFIX}")):
         with _ownerless(path) as is_ownerless:
             if not is_ownerless:
                 continue
-            counted += _report(path, DecisionLog(home), broker, ttl_ms)
+            counted += _report(path, broker, ttl_ms, note_death)
             path.unlink(missing_ok=True)
     return counted
 
 
-def _report(path: Path, log: DecisionLog, broker: WorkerEnd, ttl_ms: int) -> int:
+def _report(path: Path, broker: WorkerEnd, ttl_ms: int, note_death: NoteDeath) -> int:
     try:
         consumer, jobs, forms = _read(path)
     except (OSError, ValueError, struct.error, msgspec.DecodeError):
@@ -249,24 +267,24 @@ def _report(path: Path, log: DecisionLog, broker: WorkerEnd, ttl_ms: int) -> int
         broker.suspect(slot, [job for job in jobs if job.slot == slot], consumer, ttl_ms)
     for model, content_hash, form in sorted(forms):
         try:
-            log.note_death(model, content_hash, form)
+            note_death(model, content_hash, form)
         except (OSError, ValueError) as error:
             logger.warning("a death could not be noted", extra={"model": model, "form": form, "reason": str(error)})
     if jobs:
-        logger.warning("a worker died with jobs on its model", extra={"worker": consumer, "jobs": len(jobs)})
+        logger.warning("a worker died during a forward", extra={"worker": consumer, "jobs": len(jobs)})
     return len(jobs)
 
 
 @contextmanager
 def _ownerless(path: Path) -> Iterator[bool]:
-    """Whether the journal's process is gone; while the block runs nobody else finds that, too."""
+    """Whether the journal's process is gone. While the block runs, no other process gets True for it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         yield False
         return
     try:
-        # Another reporter may have dropped it between our open and our lock.
+        # Another reporter may have removed the file between our open and our lock.
         yield _locks(fd) and os.fstat(fd).st_nlink > 0
     finally:
         os.close(fd)

@@ -1,10 +1,10 @@
-"""One worker, one device: which one, and the lock that keeps a second worker off it. No framework is imported.
+"""The device of a worker: `pin` chooses one, and locks it against a second worker. Imports no framework.
 
-    PENSTOCK_INFERENCE_DEVICE, the GPUs that nvidia-smi names, CUDA_VISIBLE_DEVICES
-        -> pin -> a lock under <home>/locks, CUDA_VISIBLE_DEVICES narrowed to that one GPU -> Pin
+    PENSTOCK_INFERENCE_DEVICE, the GPUs that nvidia-smi lists, CUDA_VISIBLE_DEVICES
+        -> pin -> a lock under <home>/locks, CUDA_VISIBLE_DEVICES set to that one GPU -> Pin
 
-CUDA reads its environment once: `pin` comes before the first import of a framework. The lock goes with the process,
-however that ends.
+CUDA reads its environment once, so call `pin` before the first import of a framework. The kernel frees the lock when
+the process ends in any way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from typing import Final
 
 from penstock.registry.errors import ConfigurationError
 
-__all__ = ["Gpu", "Pin", "granted_threads", "parse_listing", "pin", "select_visible", "visible_gpus"]
+__all__ = [
+    "Gpu",
+    "Pin",
+    "granted_threads",
+    "parse_listing",
+    "pin",
+    "requested_gpus",
+    "select_visible",
+    "visible_gpus",
+]
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _MAX_CPU_WORKERS: Final = 1_024
@@ -35,7 +44,7 @@ _SLICE_LINE: Final = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine, or a MIG slice of one: its place in nvidia-smi's list, and the id that stays with it."""
+    """A GPU of this machine, or a MIG slice of one: its position in nvidia-smi's list, and its permanent id."""
 
     index: int
     uuid: str
@@ -43,9 +52,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The device this process owns. `device` is what frameworks call it here: `cpu`, or `cuda:0`, the only one seen.
+    """The device of this process. `device` is its name for frameworks: `cpu`, or `cuda:0`, the only visible GPU.
 
-    `index` numbers the workers of a machine and decides name and metrics port; `lock` is open while the pin holds.
+    `index` numbers the workers of a machine, for their names and metrics ports. `lock` is the descriptor of the lock.
     """
 
     device: str
@@ -59,11 +68,11 @@ class Pin:
 
 
 def pin(device: str, index: int | None, home: Path, environ: MutableMapping[str, str]) -> Pin:
-    """Take a device for this process: `device` is auto, cpu, cuda or cuda:N, N counting the visible GPUs.
+    """Lock a device for this process. `device` is auto, cpu, cuda or cuda:N, where N counts the visible GPUs.
 
-    auto and cuda take the first GPU that no worker has, and auto the CPU where no GPU can be used. `index` is the
-    supervisor's number for this worker, None without a supervisor. Narrows `environ` to the device.
-    Raises ConfigurationError for a device that is not there or is taken.
+    auto and cuda take the first GPU without a worker; auto takes the CPU where no GPU can be used. `index` is the
+    supervisor's number for this worker, None without a supervisor. Hides the other GPUs in `environ`.
+    Raises ConfigurationError for a device that does not exist or is in use.
     """
     locks = _folder(home)
     wants_cpu = device == "cpu" or (device == "auto" and not _torch_uses_gpus())
@@ -71,25 +80,25 @@ def pin(device: str, index: int | None, home: Path, environ: MutableMapping[str,
     if wants_cpu or (device == "auto" and not gpus):
         environ[_VISIBLE] = ""
         return _pin_cpu(index, locks)
-    for gpu in _wanted(device, gpus):
+    for gpu in requested_gpus(device, gpus):
         lock = _lock(locks / f"{gpu.uuid}.lock")
         if lock is not None:
             environ[_VISIBLE] = gpu.uuid
             environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
             return Pin("cuda:0", gpu.index if index is None else index, lock)
-    taken = ", ".join(f"gpu{gpu.index}" for gpu in _wanted(device, gpus))
+    taken = ", ".join(f"gpu{gpu.index}" for gpu in requested_gpus(device, gpus))
     raise ConfigurationError(f"Another worker runs on {taken} already. Expected one worker per GPU")
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves of those that nvidia-smi names; none without nvidia-smi."""
+    """The GPUs of nvidia-smi's list that CUDA_VISIBLE_DEVICES permits; none without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
         answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        # nvidia-smi without a driver, as in an image built for GPUs that runs elsewhere.
+        # nvidia-smi without a driver: an image built for GPUs runs on a machine without one.
         return []
     return select_visible(parse_listing(answer.stdout), environ.get(_VISIBLE))
 
@@ -108,8 +117,8 @@ def parse_listing(text: str) -> list[Gpu]:
 
 
 def select_visible(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """Those that a CUDA_VISIBLE_DEVICES of `visible` leaves (None: unset). Its entries are numbers or beginnings of
-    ids; as in CUDA, the first one that names no GPU ends the list.
+    """The GPUs that CUDA_VISIBLE_DEVICES=`visible` permits (None: unset). Its entries are numbers or the beginnings of
+    ids. As in CUDA, the first entry that matches no GPU ends the list.
 
     >>> select_visible([Gpu(0, "GPU-a"), Gpu(1, "GPU-b"), Gpu(2, "GPU-c")], "2,GPU-a,7,1")
     [Gpu(index=2, uuid='GPU-c'), Gpu(index=0, uuid='GPU-a')]
@@ -125,43 +134,48 @@ def select_visible(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     return chosen
 
 
-def granted_threads(device: str, environ: Mapping[str, str]) -> int:
-    """CPU threads for one forward: OMP_NUM_THREADS, else the cores this process may use; one beside a GPU.
+def requested_gpus(device: str, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+    """Those of the visible GPUs that `device` asks for: the N-th for cuda:N, all for auto and cuda.
 
-    Frameworks count the cores of the machine, and more threads than granted cores wait for each other.
+    Raises ConfigurationError when there is no such GPU.
+    """
+    _, _, number = device.partition(":")
+    if not gpus or (number and int(number) >= len(gpus)):
+        available = ", ".join(f"cuda:{position}" for position in range(len(gpus))) or "none"
+        raise ConfigurationError(f"Device {device} is not there. Expected cpu, auto or a visible GPU: {available}")
+    return [gpus[int(number)]] if number else gpus
+
+
+def granted_threads(device: str, environ: Mapping[str, str], cpu_limit: Path = _CPU_LIMIT) -> int:
+    """CPU threads for one forward: OMP_NUM_THREADS if set, one on a GPU, otherwise the cores of this process.
+
+    `cpu_limit` is the control group's file. Frameworks count the cores of the machine; with more threads than cores
+    that this process may use, the threads wait for each other.
     """
     if (asked := environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(asked) > 0:
         return int(asked)
     if device != "cpu":
         return 1
     cores = len(os.sched_getaffinity(0))
-    quota = _cpu_quota()
+    quota = _cpu_quota(cpu_limit)
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
-def _cpu_quota() -> float | None:
-    """Cores' worth of time that this process's control group may use; None without a limit."""
+def _cpu_quota(cpu_limit: Path) -> float | None:
+    """The CPU time that this process's control group may use, in cores; None without a limit."""
     try:
-        quota, _, period = _CPU_LIMIT.read_text("ascii").partition(" ")
+        quota, _, period = cpu_limit.read_text("ascii").partition(" ")
         return int(quota) / int(period)
     except (OSError, ValueError):
         return None
 
 
 def _torch_uses_gpus() -> bool:
-    """Whether torch is installed in a build for GPUs; its metadata says so without loading it."""
+    """Whether the installed torch is a build for GPUs, by its metadata: an import would read CUDA's environment."""
     try:
         return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
         return False
-
-
-def _wanted(device: str, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
-    _, _, number = device.partition(":")
-    if not gpus or (number and int(number) >= len(gpus)):
-        there = ", ".join(f"cuda:{position}" for position in range(len(gpus))) or "none"
-        raise ConfigurationError(f"Device {device} is not there. Expected cpu, auto or a visible GPU: {there}")
-    return [gpus[int(number)]] if number else gpus
 
 
 def _pin_cpu(index: int | None, locks: Path) -> Pin:
@@ -184,7 +198,7 @@ def _folder(home: Path) -> Path:
 
 
 def _lock(path: Path) -> int | None:
-    """The open lock, or None when another process holds it."""
+    """The descriptor of the lock, or None when another process holds the lock."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:

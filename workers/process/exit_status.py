@@ -1,6 +1,7 @@
-"""How a worker process that cannot work ends: one line, and an exit status.
+"""The exit statuses of a worker process, and the end of one that cannot work.
 
-A process that cannot work says so and exits: after EXIT_CONFIGURATION a supervisor does not try again.
+A supervisor reads them (compose/stack/supervisor.py): it restarts the process after every status except
+EXIT_CONFIGURATION, which a restart would not change.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from typing import Final, NoReturn
 
 from penstock.registry.errors import ConfigurationError, PenstockError
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "exit_with"]
+__all__ = ["EXIT_CONFIGURATION", "EXIT_TEMPORARY", "EXIT_UNHEALTHY", "exit_with"]
 
-EXIT_CONFIGURATION: Final = 78
-"""EX_CONFIG of sysexits.h."""
+EXIT_UNHEALTHY: Final = 70
+"""EX_SOFTWARE of sysexits.h: a thread has died or hangs. Another process may work."""
 EXIT_TEMPORARY: Final = 75
-"""EX_TEMPFAIL: the same process may work later."""
+"""EX_TEMPFAIL: a server is away. The same process may work later."""
+EXIT_CONFIGURATION: Final = 78
+"""EX_CONFIG: the settings, the device or the models prevent the process from working."""
 
 
 def exit_with(error: PenstockError) -> NoReturn:
-    """Say why this process cannot work, and end it."""
+    """Write the error to stderr in one line, and end the process with the status for its class."""
     sys.stderr.write(f"penstock: {error}\n")
     raise SystemExit(EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_TEMPORARY)

@@ -1,7 +1,7 @@
-"""A worker's signs of life to its supervisor (compose/stack/supervisor.py), through the pipe it inherited.
+"""The heartbeat of a worker process to its supervisor (compose/stack/supervisor.py), through an inherited pipe.
 
-One line a second: an empty one while all is well, else the reason why this process should be replaced. A process
-whose interpreter is stuck, in a call that never gives the GIL back, writes nothing; the supervisor reads that too.
+One line a second: an empty line while the process is healthy, otherwise the reason to replace it. While a call holds
+the GIL and does not give it back, no line is written; the supervisor detects that, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from penstock.registry.errors import ConfigurationError
+from penstock.workers.process.stall import StallDetector
 
 __all__ = ["BEAT_S", "start"]
 
@@ -22,32 +23,31 @@ BEAT_S: Final = 1.0
 _LONGEST_REASON: Final = 500
 
 
-def start(fd: int, is_healthy: Callable[[], str | None]) -> threading.Thread:
-    """Write signs of life to the pipe `fd` from a daemon thread; `is_healthy` answers None, or what is wrong.
+def start(fd: int, unhealthy_reason: Callable[[], str | None]) -> threading.Thread:
+    """Write heartbeats to the pipe `fd` from a daemon thread. `unhealthy_reason` returns None while all is well.
 
-    Raises ConfigurationError when `fd` is not open. When the reading end is closed, the supervisor is gone: this
+    Raises ConfigurationError when `fd` is not open. When the reading end is closed, the supervisor has ended: this
     process then shuts down as on SIGTERM.
     """
     try:
-        # A full pipe means that the supervisor is stopped, not gone: skip the beat instead of waiting for it.
+        # A full pipe means that the supervisor is suspended, not dead: skip the beat instead of waiting for it.
         os.set_blocking(fd, False)
         os.set_inheritable(fd, False)
     except OSError:
         raise ConfigurationError(
             f"PENSTOCK_HEARTBEAT_FD={fd} is not an open pipe. A supervisor sets it: leave it unset otherwise"
         ) from None
-    thread = threading.Thread(target=_beat, args=(fd, is_healthy), name="heartbeat", daemon=True)
+    thread = threading.Thread(target=_beat, args=(fd, unhealthy_reason), name="heartbeat", daemon=True)
     thread.start()
     return thread
 
 
-def _beat(fd: int, is_healthy: Callable[[], str | None]) -> None:
-    beaten = time.monotonic()
+def _beat(fd: int, unhealthy_reason: Callable[[], str | None]) -> None:
+    stall = StallDetector(2 * BEAT_S)
     while True:
-        stood_still = time.monotonic() - beaten > 2 * BEAT_S
-        beaten = time.monotonic()
-        # After that the other threads come round before they are judged.
-        reason = "" if stood_still else " ".join((is_healthy() or "").split())[:_LONGEST_REASON]
+        # After a stall the other threads need time to run before they are judged.
+        has_stalled = stall.turn(time.monotonic())
+        reason = "" if has_stalled else " ".join((unhealthy_reason() or "").split())[:_LONGEST_REASON]
         try:
             os.write(fd, reason.encode() + b"\n")
         except BlockingIOError:

@@ -1,10 +1,10 @@
-"""Does errands: what operators without a way to the database or the broker ask of a worker (registry/operator_rpc.py).
+"""Runs operators' RPC requests in a worker; see registry/operator_rpc.py.
 
-    a signed Command, on Celery's thread -> OperatorRpcServer.attend -> a thread of its own -> registry, files, broker
-    asked again, until it is done        -> the answer, sealed
+    a signed Command, on Celery's thread -> OperatorRpcServer.handle -> a thread of its own -> registry, files, broker
+    the same command again, until done   -> the signed response
 
-A worker signs nothing of it: rows and active versions come with the operator's signature, and are checked before they
-are written. It can do no errand that its own user, its role in the broker and its URL of the registry do not allow.
+Rows and active versions come with the operator's signature; the worker checks it before it writes them, and signs none
+itself. A request can do nothing that the worker's user, broker role and registry URL do not allow.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 __all__ = ["OperatorRpcServer"]
 
-_PATIENCE_S: Final = 0.2
-"""How long Celery's thread waits for an errand before it says that it is not done yet."""
+_WAIT_S: Final = 0.2
+"""How long Celery's thread waits for a request before it responds "not done"."""
 _AT_ONCE: Final = 4
 _REMEMBERED: Final = 256
 _EXPORTS: Final = "exports"
 _PLAIN: Final = re.compile(r"\w[\w.-]{0,127}\Z")
 
-_log = logging.getLogger("penstock.server")
+logger = logging.getLogger("penstock.server")
 
 
 class OperatorRpcServer:
-    """Does errands one after the other, or a few at a time where they take long. verify: the operators' signatures."""
+    """Runs at most four requests at a time. verify: checks the operators' signatures."""
 
     def __init__(self, settings: Settings, broker: FleetEnd, verify: Verifier | None) -> None:
         self._broker = broker
@@ -60,40 +60,42 @@ class OperatorRpcServer:
         self._running = threading.Semaphore(_AT_ONCE)
 
     def handle(self, command: Command) -> str:
-        """Begins the errand of a command, or looks for one that was begun; the sealed answer.
+        """Begins the request of a command, or finds it if it has begun; returns the signed response.
 
-        Raises UndecodableEnvelope, and ModelNotReady when too many are under way.
+        Raises UndecodableEnvelope, and ModelNotReady when too many requests run.
         """
-        begun = self._done.get(command.errand)
+        begun = self._done.get(command.request_id)
         if begun is None:
-            begun = self._begin(command.errand, operator_rpc.decode(command.body))
-        return operator_rpc.seal_answer(command.errand, _answer(begun), self._keyring)
+            begun = self._begin(command.request_id, operator_rpc.decode(command.body))
+        return operator_rpc.seal_response(command.request_id, _response(begun), self._keyring)
 
-    def _begin(self, key: str, errand: operator_rpc.Errand) -> Future[Any]:
+    def _begin(self, key: str, request: operator_rpc.Request) -> Future[Any]:
         if not self._running.acquire(blocking=False):
-            raise ModelNotReady(f"This worker does {_AT_ONCE} errands already. Expected another worker, or patience")
-        _log.info("errand", extra={"errand": type(errand).__name__})
+            raise ModelNotReady(
+                f"This worker runs {_AT_ONCE} operator requests already. Expected another worker, or a later try"
+            )
+        logger.info("operator request", extra={"request": type(request).__name__})
         future: Future[Any] = Future()
         self._done[key] = future
         if len(self._done) > _REMEMBERED:
             self._done.popitem(last=False)
-        # A daemon: a worker that stops does not wait for a large package to be hashed.
-        threading.Thread(target=self._run, args=(future, errand), name="clerk", daemon=True).start()
+        # A daemon thread: a worker that stops does not wait until a large package is hashed.
+        threading.Thread(target=self._run, args=(future, request), name="operator-rpc", daemon=True).start()
         return future
 
-    def _run(self, future: Future[Any], errand: operator_rpc.Errand) -> None:
+    def _run(self, future: Future[Any], request: operator_rpc.Request) -> None:
         try:
-            future.set_result(self._do(errand))
+            future.set_result(self._do(request))
         except PenstockError as problem:
             future.set_exception(problem)
         except Exception:
-            _log.exception("an errand failed", extra={"errand": type(errand).__name__})
-            future.set_exception(PenstockError("The worker failed over this errand; its log says why"))
+            logger.exception("operator request failed", extra={"request": type(request).__name__})
+            future.set_exception(PenstockError("The worker failed on this request. Its log has the reason"))
         finally:
             self._running.release()
 
-    def _do(self, errand: operator_rpc.Errand) -> object:
-        match errand:
+    def _do(self, request: operator_rpc.Request) -> object:
+        match request:
             case operator_rpc.Names():
                 return self._store.names()
             case operator_rpc.Read(names, newest):
@@ -109,7 +111,7 @@ class OperatorRpcServer:
             case operator_rpc.Rehash(source):
                 return _hashed(self._package(Path(source)).manifest())
             case operator_rpc.Export():
-                return self._export(errand)
+                return self._export(request)
             case operator_rpc.Models():
                 return self._broker.models()
             case operator_rpc.Spec(slot, version):
@@ -120,27 +122,29 @@ class OperatorRpcServer:
             case operator_rpc.Actives(slots):
                 return self._broker.actives(slots)
             case operator_rpc.Activate():
-                return self._activate(errand)
+                return self._activate(request)
             case operator_rpc.Workers():
                 return self._broker.workers()
 
     @cached_property
     def _store(self) -> RegistryStore:
-        # SQLAlchemy costs a third of a second and 30 MB, for the first operator who asks.
+        # SQLAlchemy costs a third of a second and 30 MB; the first request to the registry pays for it.
         from penstock.registry.catalog.store import SqlStore
 
         return SqlStore(self._registry_url)
 
-    def _activate(self, errand: operator_rpc.Activate) -> bool:
-        """Writes no decision that workers would not believe: it would keep them from answering."""
-        Deployment.open(b"%d " % errand.epoch + errand.record, errand.slot, self._verify)
-        return self._broker.activate(errand.slot, errand.epoch, errand.record, errand.version, errand.spec)
+    def _activate(self, request: operator_rpc.Activate) -> bool:
+        """Refuses a record that workers would refuse: they would stop answering."""
+        Deployment.open(b"%d " % request.epoch + request.record, request.slot, self._verify)
+        return self._broker.activate(request.slot, request.epoch, request.record, request.version, request.spec)
 
     def _enter(self, versions: tuple[dict[str, Any], ...], transitions: tuple[dict[str, Any], ...]) -> None:
         from penstock.registry.catalog.store import enter
 
         if self._verify is None:
-            raise Forbidden("Errands are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker")
+            raise Forbidden(
+                "Operator requests that write are off here. Expected PENSTOCK_OPERATOR_PUBLIC_KEYS on the worker"
+            )
         enter(
             self._store,
             versions,
@@ -152,30 +156,30 @@ class OperatorRpcServer:
     def _package(self, folder: Path) -> Package:
         return load_package(folder, self._trusted_roots)
 
-    def _export(self, errand: operator_rpc.Export) -> operator_rpc.ExportedFile:
+    def _export(self, request: operator_rpc.Export) -> operator_rpc.ExportedFile:
         from penstock.workers.runtime.exporter import export_package
 
-        if not _PLAIN.match(errand.file):
+        if not _PLAIN.match(request.file):
             raise InvalidInput(
-                f"{errand.file!r:.80} is no plain name. Expected one: the worker writes it into its folder of exports"
+                f"{request.file!r:.80} is no plain file name. Expected one, for a file in the worker's export folder"
             )
         try:
             self._exports.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"The worker's folder of exports cannot be made ({error.strerror})") from None
-        file = self._exports / errand.file
-        package = self._package(Path(errand.source))
-        differences = export_package(package, errand.content_hash, file, is_int8=errand.is_int8)
+            raise ConfigurationError(f"The worker's export folder cannot be made ({error.strerror})") from None
+        file = self._exports / request.file
+        package = self._package(Path(request.source))
+        differences = export_package(package, request.content_hash, file, is_int8=request.is_int8)
         return operator_rpc.ExportedFile(os.fspath(file), file.stat().st_size, differences)
 
 
-def _answer(begun: Future[Any]) -> operator_rpc.Answer:
+def _response(begun: Future[Any]) -> operator_rpc.Response:
     try:
-        return operator_rpc.Answer.of(begun.result(_PATIENCE_S))
+        return operator_rpc.Response.of(begun.result(_WAIT_S))
     except PenstockError as problem:
-        return operator_rpc.Answer.refusal(problem)
+        return operator_rpc.Response.refusal(problem)
     except TimeoutError:
-        return operator_rpc.Answer()
+        return operator_rpc.Response()
 
 
 def _hashed(manifest: Manifest) -> operator_rpc.HashedFiles:

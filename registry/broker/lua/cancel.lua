@@ -18,5 +18,5 @@ end
 if pending then redis.call('XACK', stream, ARGV[1], entry) end
 redis.call('XDEL', stream, entry)
 finish(KEYS[1], KEYS[6], record,
-  { record = ARGV[3], id = ARGV[4], ttl = ARGV[5], reply_ttl = ARGV[6], cap = ARGV[7], once_prefix = ARGV[8] })
+  { record = ARGV[3], id = ARGV[4], ttl = ARGV[5], reply_ttl = ARGV[6], cap = ARGV[7], idempotency_prefix = ARGV[8] })
 return 'C'

@@ -74,12 +74,12 @@ for job = 1, jobs do
       verdicts[job] = 'C'
       committed = committed + 1
       redis.call('SET', key, record, 'PX', ttl)
-      local reply, once = tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7])
+      local reply, idempotency = tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7])
       if string.sub(head, 2, 2) == 's' then
         tell_subscribers(key .. ':events', string.sub(record, 1, 1))
       end
       if reply > 0 then tell(reply, id, record) end
-      if once > 0 then redis.call('PEXPIRE', KEYS[5 + replies + jobs + once], ttl) end
+      if idempotency > 0 then redis.call('PEXPIRE', KEYS[5 + replies + jobs + idempotency], ttl) end
     end
   end
 end

@@ -6,10 +6,10 @@ end
 
 -- Turn a live record into a result, and tell its client and its subscribers.
 local function finish(flow, key, live, ended)
-  local _, flag, _, _, tenant, reply, once = parts(live)
+  local _, flag, _, _, tenant, reply, digest = parts(live)
   redis.call('SET', key, ended.record, 'PX', ended.ttl)
   if redis.call('HINCRBY', flow, 't:' .. tenant, -1) <= 0 then redis.call('HDEL', flow, 't:' .. tenant) end
-  if once ~= '' then redis.call('PEXPIRE', ended.once_prefix .. once, ended.ttl) end
+  if digest ~= '' then redis.call('PEXPIRE', ended.idempotency_prefix .. digest, ended.ttl) end
   if flag == 's' then
     local events = key .. ':events'
     local last = redis.call('XREVRANGE', events, '+', '-', 'COUNT', 1)[1]

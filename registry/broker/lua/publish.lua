@@ -61,10 +61,10 @@ local out = {}
 for job = 1, count do
   local a = 6 + (job - 1) * 8
   local priority, sealed, id, tenant, reply = ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4], ARGV[a + 5]
-  local once, once_index, fingerprint = ARGV[a + 6], tonumber(ARGV[a + 7]), ARGV[a + 8]
+  local digest, digest_index, fingerprint = ARGV[a + 6], tonumber(ARGV[a + 7]), ARGV[a + 8]
   local record, stream = KEYS[5 + job], KEYS[2 + priority]
-  local once_key = once_index > 0 and KEYS[5 + count + once_index]
-  local first = once_key and redis.call('GET', once_key)
+  local idempotency_key = digest_index > 0 and KEYS[5 + count + digest_index]
+  local first = idempotency_key and redis.call('GET', idempotency_key)
   if first then
     local known, owner = string.match(first, '^([^\n]*)\n(.*)$')
     out[job] = known == fingerprint and 'k' .. owner or 'c'
@@ -79,9 +79,9 @@ for job = 1, count do
       out[job] = 'a'
     else
       local entry = redis.call('XADD', stream, '*', 'e', sealed)
-      local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. reply .. '\n' .. once
+      local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. reply .. '\n' .. digest
       if redis.call('SET', record, head, 'PX', ttl, 'NX') then
-        if once_key then redis.call('SET', once_key, fingerprint .. '\n' .. id, 'PX', ttl) end
+        if idempotency_key then redis.call('SET', idempotency_key, fingerprint .. '\n' .. id, 'PX', ttl) end
         depths[stream] = depth_of(stream) + 1
         accepted[tenant] = (accepted[tenant] or 0) + 1
         if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end

@@ -5,7 +5,7 @@
 -- Returns 'R' replayed, 'N' no such letter, 'L' the job is in the queue, 'S' it has ended in another way,
 --         'K' its idempotency key is another job's now.
 local dead, stream, key = KEYS[2], KEYS[3], KEYS[4]
-local priority, id, tenant, once, ttl = ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7]
+local priority, id, tenant, digest, ttl = ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7]
 local record = redis.call('GET', key)
 local state, _, band, entry = parts(record)
 
@@ -21,7 +21,7 @@ local is_orphan = state and entry == kept['entry'] and band == priority
   and #redis.call('XRANGE', stream, entry, entry) == 0
 if state and not is_orphan then return 'L' end
 if record and not state and string.sub(record, 1, 1) ~= 'D' then return 'S' end
-local first = once ~= '' and redis.call('GET', KEYS[5])
+local first = digest ~= '' and redis.call('GET', KEYS[5])
 if first and string.match(first, '\n(.*)$') ~= id then return 'K' end
 
 local accepted = { 'e', sealed }
@@ -30,7 +30,7 @@ if ARGV[8] == '1' and string.match(kept['accepted'] or '', '^%d+$') then
   table.insert(accepted, kept['accepted'])
 end
 entry = redis.call('XADD', stream, '*', unpack(accepted))
-redis.call('SET', key, 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. ARGV[5] .. '\n' .. once, 'PX', ttl)
+redis.call('SET', key, 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. ARGV[5] .. '\n' .. digest, 'PX', ttl)
 -- What the job emitted before, and that it was dead, is history.
 redis.call('DEL', key .. ':events')
 if first then redis.call('PEXPIRE', KEYS[5], ttl) end

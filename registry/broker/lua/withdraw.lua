@@ -20,7 +20,7 @@ for job = 1, tonumber(ARGV[7]) do
     local state, _, priority, accepted = parts(record)
     if state and accepted == entry and priority == ARGV[2] then
       finish(flow, key, record, { record = ARGV[a + 3], id = id, ttl = ARGV[3], reply_ttl = ARGV[4], cap = ARGV[5],
-        once_prefix = ARGV[6] })
+        idempotency_prefix = ARGV[6] })
       out[job] = 'W'
     else
       -- Its record has expired: it still counts as in flight.

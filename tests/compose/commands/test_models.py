@@ -416,7 +416,7 @@ def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: P
     assert {entry["worker"] for entry in data("levels", MODEL)} == {worker}
     assert run("compile", MODEL).exit_code == 1
     refused = run("export-onnx", MODEL, "1", str(tmp_path / "x.onnx"))
-    assert (refused.exit_code, "is no plain name" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "is no plain file name" in refused.stderr) == (1, True)
     assert not (far / "registry.db").exists()
     there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
     assert "signed with a key that is not known here" in run("list").stderr

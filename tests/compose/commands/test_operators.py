@@ -12,7 +12,6 @@ import pytest
 import redis
 
 from penstock import Client
-from penstock.compose.stack.supervisor import EXIT_CONFIGURATION
 from penstock.producers.client import JobHandle
 from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -21,6 +20,7 @@ from penstock.registry.errors import Cancelled, DeadLettered
 from penstock.registry.queues import WORKERS_KEY, Priority, dead_key, stream_key, worker_key
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import with_broker
+from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from penstock.workers.results import unrun_result
 from tests.compose.conftest import penstock
 from tests.packages import write_double
@@ -68,7 +68,7 @@ def _await_report(home: Path) -> None:
         wait_until(is_new, 10, "the worker reports")
 
 
-def _bury(home: Path, client: Client) -> tuple[JobHandle, str]:
+def _dead_letter(home: Path, client: Client) -> tuple[JobHandle, str]:
     """A job that a worker gave up, and the name of its letter."""
     settings = _settings(home)
     with closing(RedisStreams.from_url(settings.redis_url or "")) as broker:
@@ -80,9 +80,11 @@ def _bury(home: Path, client: Client) -> tuple[JobHandle, str]:
             for delivery in broker.collect():
                 failure = Failure("DeadLettered", "The job went to the dead letters. It killed three workers")
                 sealed = unrun_result(job.id, job.tenant, failure, worker="undertaker", keyring=settings.keyring)
-                assert broker.bury("undertaker", delivery, "it killed three workers", job_id=job.id, sealed=sealed)
+                assert broker.dead_letter(
+                    "undertaker", delivery, "it killed three workers", job_id=job.id, sealed=sealed
+                )
                 return job, broker.dead_letters("double")[-1].entry
-    pytest.fail("no job could be buried")
+    pytest.fail("no job could be dead-lettered")
 
 
 def test_paused_model_accepts_and_waits(home: Path, paused: Client):
@@ -114,7 +116,7 @@ def test_purged_jobs_end_cancelled_for_their_client(home: Path, paused: Client):
 
 def test_replayed_job_is_answered_under_its_id(home: Path, paused: Client):
     """A job that was given up: listed with the reason, shown with its header, put back, run, read by its client."""
-    job, entry = _bury(home, paused)
+    job, entry = _dead_letter(home, paused)
     with pytest.raises(DeadLettered, match="It killed three workers"):
         job.result(timeout=5)
     (letter,) = json.loads(penstock(home, "dead", "list", "--json").stdout)
@@ -137,7 +139,7 @@ def test_replayed_job_is_answered_under_its_id(home: Path, paused: Client):
 
 def test_replay_of_all_names_what_stays(home: Path, paused: Client):
     """Of several letters the good ones go back, and exit status 1 says that others did not."""
-    job, entry = _bury(home, paused)
+    job, entry = _dead_letter(home, paused)
     with redis.Redis.from_url(_settings(home).redis_url or "") as client:
         client.xadd(dead_key("double"), {"reason": "foreign", "e": b"\x00" * 30})
     shown = penstock(home, "dead", "replay", "double", "--all", "--json")

@@ -55,16 +55,16 @@ class Post:
             raise ModelNotReady(f"No worker {worker!r} listens")
         return WORKER
 
-    def run(self, errand: operator_rpc.Errand, worker: str, kind: Any) -> Any:
+    def run(self, request: operator_rpc.Request, worker: str, kind: Any) -> Any:
         """See ControlClient.run."""
         assert worker == WORKER
-        self.asked.append(type(errand).__name__)
-        command = Command("errand", errand=secrets.token_hex(8), body=operator_rpc.encode(errand))
+        self.asked.append(type(request).__name__)
+        command = Command("rpc", request_id=secrets.token_hex(8), body=operator_rpc.encode(request))
         while not (
-            answer := operator_rpc.open_answer(command.errand, self._rpc_server.handle(command), self._keyring)
+            answer := operator_rpc.open_response(command.request_id, self._rpc_server.handle(command), self._keyring)
         ).is_done:
             pass
-        return self.replaced.get(type(errand), None) or answer.read(kind)
+        return self.replaced.get(type(request), None) or answer.read(kind)
 
 
 class Outpost:

@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from penstock.compose.stack.supervisor import (
-    EXIT_CONFIGURATION,
     ChildHealth,
     Program,
     Supervisor,
     SupervisorTimeouts,
-    restart_delay_s,
     stop_signal,
 )
+from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from tests.servers import ROOT, wait_until
 
 QUICK = SupervisorTimeouts(
@@ -70,13 +69,6 @@ def supervise() -> Iterator[Callable[..., Supervisor]]:
 
 
 # --- decisions ---
-
-
-def test_restart_delay_doubles_up_to_the_longest():
-    """Failures in a row are answered with ever longer pauses, up to a bound, for ever."""
-    timeouts = SupervisorTimeouts(first_delay_s=1, longest_delay_s=30)
-    assert [restart_delay_s(n, timeouts, jitter=1) for n in (1, 2, 3, 5, 6, 10_000)] == [1, 2, 4, 16, 30, 30]
-    assert restart_delay_s(3, timeouts, jitter=0) == 2
 
 
 def test_a_steady_run_clears_the_record():

@@ -34,11 +34,11 @@ _ENTER, _LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 """What a terminal is told to show another screen, and to come back."""
 
 
-def _look(at: float, drained: int, load: dict[str, float] | None, *, pid: int = 1, waiting: int = 0) -> Snapshot:
+def _look(at: float, committed: int, load: dict[str, float] | None, *, pid: int = 1, waiting: int = 0) -> Snapshot:
     depths = [Depth("m", priority, 0, 0, 0.0) for priority in Priority]
     depths[Priority.NORMAL] = Depth("m", Priority.NORMAL, waiting + 3, 3, 1.5 if waiting else 0.0)
     report = {"name": "w", "pid": pid, "device": "cpu", "ready": True, "models": {"m": "1"}, "in_memory": 3}
-    return Snapshot(at, {"m": depths}, {"m": drained}, frozenset(), [report], {("w", pid, "m"): load} if load else {})
+    return Snapshot(at, {"m": depths}, {"m": committed}, frozenset(), [report], {("w", pid, "m"): load} if load else {})
 
 
 def _load(jobs: int, batches: int, rows: int, queue_s: float, compute_s: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a worker counts comes out of Prometheus's own parser as it went in."""
+"""The metrics of a worker, read back with Prometheus's own parser."""
 
 import threading
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from penstock.registry.metrics import METRICS
-from penstock.workers.observe import InferenceMetrics
+from penstock.workers.observe import BatchStats, InferenceMetrics
 
 BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 
@@ -29,7 +29,31 @@ def metrics() -> InferenceMetrics:
 def report(metrics: InferenceMetrics, seconds: Iterable[float], model: str = "mlp", version: str = "1") -> None:
     """One batch whose jobs took `seconds` in every part."""
     values = list(seconds)
-    metrics.batch(model, version, "infer", len(values), len(values), values, values, values[0], values[0], values)
+    metrics.batch(stats(values, model=model, version=version))
+
+
+def stats(
+    seconds: list[float],
+    *,
+    model: str = "mlp",
+    version: str = "1",
+    rows: int | None = None,
+    batch_s: float | None = None,
+) -> BatchStats:
+    """A batch with one job per value, each of which took these seconds; `batch_s`: of compute."""
+    shared_s = seconds[0] if batch_s is None else batch_s
+    return BatchStats(
+        model=model,
+        version=version,
+        endpoint="infer",
+        rows=len(seconds) if rows is None else rows,
+        jobs=len(seconds),
+        queue_s=seconds,
+        batch_s=seconds,
+        compute_s=shared_s,
+        commit_s=shared_s,
+        total_s=seconds,
+    )
 
 
 def page(metrics: InferenceMetrics) -> dict[str, Family]:
@@ -91,7 +115,7 @@ def test_latency_buckets_are_the_configured_ones(metrics: InferenceMetrics):
 
 
 def test_a_value_on_an_edge_belongs_to_its_bucket(metrics: InferenceMetrics):
-    """`le` means less or equal; what is longer than the last edge is in +Inf only."""
+    """`le` means less or equal. A value above the last edge is in +Inf only."""
     report(metrics, [0.005, 0.0051, 1.28, 2.0])
     counted = buckets_of(page(metrics)["infer_latency_seconds"].samples, "infer_latency_seconds")
     assert (counted["0.005"], counted["0.01"], counted["1.28"], counted["+Inf"]) == (1, 2, 3, 4)
@@ -99,8 +123,8 @@ def test_a_value_on_an_edge_belongs_to_its_bucket(metrics: InferenceMetrics):
 
 @given(st.lists(st.lists(st.floats(0, 3), min_size=1, max_size=64), min_size=1, max_size=40))
 @settings(max_examples=30, deadline=None)
-def test_counts_equal_what_was_reported(batches: list[list[float]]):
-    """Whenever values are folded: buckets are cumulative, counts and sums equal the jobs that went in."""
+def test_counts_equal_the_reported_values(batches: list[list[float]]):
+    """However the values are folded, buckets are cumulative, and counts and sums equal the reported jobs."""
     metrics = InferenceMetrics(BUCKETS)
     for batch in batches:
         report(metrics, batch)
@@ -124,8 +148,8 @@ def test_scraping_does_not_disturb_the_sums(metrics: InferenceMetrics):
     assert sample(metrics, "infer_latency_seconds_count") == 8
 
 
-def test_versions_are_apart_and_models_add_up(metrics: InferenceMetrics):
-    """penstock_* tell versions apart; infer_* of a model add them up."""
+def test_versions_are_distinguished_and_models_add_up(metrics: InferenceMetrics):
+    """penstock_* metrics distinguish versions; infer_* metrics add up the versions of a model."""
     report(metrics, [0.1] * 3, version="1")
     report(metrics, [0.1] * 4, version="2")
     report(metrics, [0.1] * 5, model="minilm")
@@ -135,7 +159,7 @@ def test_versions_are_apart_and_models_add_up(metrics: InferenceMetrics):
 
 
 def test_waits_below_zero_count_as_zero(metrics: InferenceMetrics):
-    """A queue wait is measured by two clocks; a negative one must not make the sum fall."""
+    """Two clocks measure a queue wait; a negative result must not lower the sum."""
     report(metrics, [-0.5, 0.25])
     assert sample(metrics, "penstock_queue_wait_seconds_sum") == 0.25
 
@@ -174,7 +198,7 @@ def test_ready_and_loaded_rise_and_fall(metrics: InferenceMetrics):
 
 
 def test_labels_are_escaped(metrics: InferenceMetrics):
-    """A quote, a backslash or a newline in a label comes back as it went in."""
+    """A quote, a backslash and a newline in a label are read back unchanged."""
     metrics.exception("mlp", 'a"b\\c\nd')
     assert sample(metrics, "infer_exceptions_total", exception='a"b\\c\nd') == 1
 
@@ -191,7 +215,7 @@ def test_openmetrics_is_accepted_by_its_strict_parser(metrics: InferenceMetrics)
 
 
 def test_cardinality_is_bounded(metrics: InferenceMetrics):
-    """Ten thousand versions and exception names do not become ten thousand series; no count is lost."""
+    """Ten thousand versions and exception names share a bounded number of series, and no count is lost."""
     for number in range(10_000):
         report(metrics, [0.1], version=str(number))
         metrics.exception("mlp", f"Error{number}")
@@ -207,8 +231,8 @@ def test_snapshot_shows_sizes_and_quantiles(metrics: InferenceMetrics):
     """The snapshot has the exact batch sizes, and p50 and p99 of every part in milliseconds."""
     seconds = [number / 1000 for number in range(1, 100)]
     metrics.ready(True)
-    metrics.batch("mlp", "1", "infer", 64, 64, seconds, seconds, 0.002, 0.001, seconds)
-    metrics.batch("mlp", "2", "infer", 3, 3, [0.05], [0.05], 0.002, 0.001, [0.05])
+    metrics.batch(stats(seconds, rows=64, batch_s=0.002))
+    metrics.batch(stats([0.05], version="2", rows=3, batch_s=0.002))
     metrics.outcome("mlp", "1", "infer", "completed", 60)
     metrics.outcome("mlp", "2", "infer", "completed", 3)
     metrics.outcome("mlp", "1", "infer", "failed", 4)
@@ -224,8 +248,8 @@ def test_snapshot_shows_sizes_and_quantiles(metrics: InferenceMetrics):
     assert set(model["latency_ms"]) == {"queue", "batch", "compute", "commit", "total"}
 
 
-def test_snapshot_looks_at_recent_values_only(metrics: InferenceMetrics):
-    """A slow start does not weigh on the quantiles for ever, while the sums keep it."""
+def test_quantiles_of_the_snapshot_cover_recent_values(metrics: InferenceMetrics):
+    """A slow start leaves the quantiles after a while, and stays in the sums."""
     report(metrics, [9.0] * 100)
     for _ in range(130):
         report(metrics, [0.001] * 64)
@@ -234,14 +258,14 @@ def test_snapshot_looks_at_recent_values_only(metrics: InferenceMetrics):
 
 
 def test_huge_batches_share_a_size(metrics: InferenceMetrics):
-    """Sizes are exact up to 1024 rows; above they are rounded up to a power of two."""
+    """Sizes are exact up to 1024 rows; larger ones are rounded up to a power of two."""
     for rows in (1024, 1025, 1999, 2048):
-        metrics.batch("mlp", "1", "infer", rows, 1, [0.1], [0.1], 0.1, 0.1, [0.1])
+        metrics.batch(stats([0.1], rows=rows))
     assert metrics.snapshot()["models"]["mlp"]["batch_sizes"] == {1024: 1, 2048: 3}
 
 
 def test_threads_lose_no_counts(metrics: InferenceMetrics):
-    """Reports from several threads while another one scrapes add up exactly."""
+    """Reports from several threads add up exactly, also while another thread scrapes."""
 
     def work() -> None:
         for _ in range(300):

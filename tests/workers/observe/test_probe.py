@@ -1,4 +1,4 @@
-"""The worker's HTTP door answers monitors, and nobody else beyond loopback."""
+"""The worker's HTTP endpoint for monitors, which requires a token beyond loopback."""
 
 import json
 import socket
@@ -13,11 +13,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.registry.errors import ConfigurationError
-from penstock.workers.observe import InferenceMetrics, Probe
+from penstock.workers.observe import BatchStats, InferenceMetrics, Probe
 
 
 class Worker:
-    """What a probe asks of a worker."""
+    """The metrics and the readiness that a probe reads."""
 
     def __init__(self) -> None:
         self.metrics = InferenceMetrics((0.1, 1.0))
@@ -52,7 +52,7 @@ def get(probe: Probe, path: str, **headers: str) -> tuple[int, str, str]:
 
 
 def test_port_zero_takes_a_free_port(worker: Worker):
-    """Two probes on port 0 listen on two ports and say which."""
+    """Two probes on port 0 listen on different ports, and `port` holds them."""
     first, second = (Probe(worker.metrics, worker.readiness, port=0) for _ in range(2))
     first.start()
     second.start()
@@ -65,7 +65,7 @@ def test_port_zero_takes_a_free_port(worker: Worker):
 
 
 def test_metrics_are_plain_text_by_default(worker: Worker, probe: Probe):
-    """Without a wish the page is Prometheus text 0.0.4, with the process's own figures."""
+    """Without an Accept header the page is Prometheus text 0.0.4, with figures of the process."""
     worker.metrics.requests("mlp", "python", 3)
     status, content_type, body = get(probe, "/metrics")
     families = {family.name: family for family in text_string_to_metric_families(body)}
@@ -82,7 +82,7 @@ def test_metrics_are_openmetrics_where_accepted(probe: Probe):
 
 
 def test_readiness_follows_the_worker(worker: Worker, probe: Probe):
-    """503 with the reasons until the worker is ready, then 200."""
+    """The status is 503 with the reasons until the worker is ready, then 200."""
     status, content_type, body = get(probe, "/health/ready")
     assert (status, content_type) == (503, "application/json")
     assert json.loads(body) == {"ready": False, "models": {"mlp": "loading"}}
@@ -96,8 +96,22 @@ def test_liveness_does_not_wait_for_readiness(probe: Probe):
 
 
 def test_snapshot_is_json(worker: Worker, probe: Probe):
-    """The snapshot crosses HTTP unchanged; JSON makes text of the sizes."""
-    worker.metrics.batch("mlp", "1", "infer", 2, 2, [0.1, 0.1], [0.1, 0.1], 0.1, 0.1, [0.2, 0.2])
+    """The snapshot arrives unchanged, except that JSON turns the sizes into text."""
+    two = [0.1, 0.1]
+    worker.metrics.batch(
+        BatchStats(
+            model="mlp",
+            version="1",
+            endpoint="infer",
+            rows=2,
+            jobs=2,
+            queue_s=two,
+            batch_s=two,
+            compute_s=0.1,
+            commit_s=0.1,
+            total_s=two,
+        )
+    )
     status, _, body = get(probe, "/snapshot")
     assert status == 200
     assert json.loads(body) == json.loads(json.dumps(worker.metrics.snapshot()))
@@ -105,7 +119,7 @@ def test_snapshot_is_json(worker: Worker, probe: Probe):
 
 
 def test_other_paths_are_not_found(probe: Probe):
-    """Anything else is a 404 that says what there is; a query string does not hide a path."""
+    """Any other path is a 404 that lists the paths. A query string is ignored."""
     status, _, body = get(probe, "/secret")
     assert status == 404
     assert "/health/ready" in json.loads(body)["error"]
@@ -113,7 +127,7 @@ def test_other_paths_are_not_found(probe: Probe):
 
 
 def test_failing_readiness_does_not_end_the_probe(worker: Worker, caplog: pytest.LogCaptureFixture):
-    """An exception behind one path costs that answer, leaves a log line, and the next request is served."""
+    """An exception in the readiness check costs one answer and leaves a log line; the next request is served."""
 
     def fail() -> tuple[bool, dict[str, Any]]:
         raise RuntimeError("no view of the broker")
@@ -130,7 +144,7 @@ def test_failing_readiness_does_not_end_the_probe(worker: Worker, caplog: pytest
 
 
 def test_port_in_use_is_one_clear_line(worker: Worker, probe: Probe):
-    """A second probe on the same port says which port, and which variable changes it."""
+    """The error of a second probe names the port and the variable that changes it."""
     second = Probe(worker.metrics, worker.readiness, port=probe.port)
     with pytest.raises(ConfigurationError) as refused:
         second.start()
@@ -140,7 +154,7 @@ def test_port_in_use_is_one_clear_line(worker: Worker, probe: Probe):
 
 
 def test_address_of_another_machine_is_one_clear_line(worker: Worker, tmp_path: Path):
-    """A host that cannot be bound is a configuration error too."""
+    """A host that cannot be bound is a configuration error, too."""
     token = tmp_path / "token"
     token.write_text("t0ken\n")
     foreign = Probe(worker.metrics, worker.readiness, host="192.0.2.1", port=0, bearer_file=token)
@@ -149,7 +163,7 @@ def test_address_of_another_machine_is_one_clear_line(worker: Worker, tmp_path: 
 
 
 def test_port_is_free_after_stop(worker: Worker):
-    """stop() returns the port, and may be repeated."""
+    """stop() frees the port, and may be called twice."""
     probe = Probe(worker.metrics, worker.readiness, port=0)
     probe.start()
     probe.stop()
@@ -161,13 +175,13 @@ def test_port_is_free_after_stop(worker: Worker):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.org"])  # noqa: S104 - refused
 def test_beyond_loopback_a_token_is_required(worker: Worker, host: str):
-    """Without a bearer file nothing listens where others could reach it."""
+    """Without a bearer file, a probe does not listen on an address that other machines can reach."""
     with pytest.raises(ConfigurationError, match="PENSTOCK_METRICS_BEARER_FILE"):
         Probe(worker.metrics, worker.readiness, host=host, port=0).start()
 
 
 def test_token_guards_every_path(worker: Worker, tmp_path: Path):
-    """With a bearer file, only a reader that presents the token is answered."""
+    """With a bearer file, only a client with the token gets an answer."""
     token = tmp_path / "token"
     token.write_text("t0ken\n")
     probe = Probe(worker.metrics, worker.readiness, port=0, bearer_file=token)
@@ -182,7 +196,7 @@ def test_token_guards_every_path(worker: Worker, tmp_path: Path):
 
 @pytest.mark.parametrize("content", [None, "", "\n"])
 def test_bearer_file_without_a_token_is_refused(worker: Worker, tmp_path: Path, content: str | None):
-    """A missing or empty file must not mean that any token will do."""
+    """With a missing or empty file the probe refuses to start, instead of accepting any token."""
     token = tmp_path / "token"
     if content is not None:
         token.write_text(content)

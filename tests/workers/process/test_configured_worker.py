@@ -1,4 +1,4 @@
-"""CF-002: the settings of a worker's folder, asked of the worker itself."""
+"""CF-002: a worker shows the settings that it read in its folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ redis_url = "redis://:a-password@localhost:1/0"
 
 
 def test_inspect_shows_the_settings_of_the_folder(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
-    """CF-002: a worker started beside a pyproject.toml says over the wire what it runs with, and no secret."""
+    """CF-002: `inspect stats` shows the settings of a worker beside a pyproject.toml, and no secret."""
     write_double(models_root, "configured-double")
     folder = tmp_path / "here"
     folder.mkdir()

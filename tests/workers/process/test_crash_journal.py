@@ -1,4 +1,4 @@
-"""The file that says which jobs are on the model: what its readers make of it, and of a process that is gone."""
+"""The crash journal: what its readers conclude about a living process and about a dead one."""
 
 from __future__ import annotations
 
@@ -33,13 +33,18 @@ def held(count: int, slot: str = "mlp") -> list[Held]:
     return [Held(slot, Priority.HIGH, f"{number + 1}-0".encode(), f"{slot}.{number}") for number in range(count)]
 
 
+def reported(home: Path, broker: MemoryBroker | RedisStreams) -> int:
+    """The jobs that `report_crashes` counts, with the deaths noted in the decision log of the same home."""
+    return report_crashes(home, broker, A_DAY_MS, DecisionLog(home).note_death)
+
+
 def one_of(slot: str, number: int) -> Held:
     """The job that a process of `start` calls `<slot>=<number>-0`."""
     return Held(slot, Priority.HIGH, f"{number}-0".encode(), f"{slot}.{number}-0")
 
 
 class Suspicions(MemoryBroker):
-    """A broker that notes what it is told of crashes, and is away for the first `away` calls."""
+    """A broker that records reported crashes, and is away for the first `away` calls."""
 
     def __init__(self, away: int = 0) -> None:
         super().__init__()
@@ -77,7 +82,7 @@ time.sleep(600)
 
 
 class Process:
-    """A worker process that has jobs on its model and nothing else."""
+    """A worker process that runs forwards and nothing else."""
 
     def __init__(self, home: Path, *jobs: str, deed: str = "run", consumer: str = "gpu0@test:1") -> None:
         command = [sys.executable, "-c", WORKER, str(home), consumer, deed, *jobs]
@@ -117,12 +122,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_journal_has_the_name_of_its_machine_and_process(tmp_path: Path):
-    """So that a supervisor finds it, and machines may share a home."""
+    """A supervisor finds it by these, and several machines may share a home."""
     assert journal_path(tmp_path, 77) == tmp_path / "running" / f"{socket.gethostname()}-77.journal"
 
 
 def test_a_forward_is_hung_when_it_is_over_its_limit_and_the_margin(path: Path):
-    """Counted from its beginning or its last sign of life, on any seat, and no more once it has ended."""
+    """The limit counts from the beginning or the last progress, on every seat, until the forward ends."""
     journal = FileJournal(path, "gpu0@test:1", 2)
     assert hung(path, 1e9) is None
     journal.begin(1, held(3), 30.0, 1000.0)
@@ -135,14 +140,14 @@ def test_a_forward_is_hung_when_it_is_over_its_limit_and_the_margin(path: Path):
     assert hung(path, 1e9) is None
 
 
-def test_what_runs_without_a_limit_never_hangs(path: Path):
-    """Tokenising ahead is in the journal for its crashes only."""
+def test_a_run_without_a_limit_never_hangs(path: Path):
+    """The prepare thread has no limit: the journal holds its jobs in case of a crash only."""
     FileJournal(path, "gpu0@test:1", 1).begin(0, held(1), float("inf"), 0.0)
     assert hung(path, 1e9) is None
 
 
 def test_a_worker_that_shows_progress_never_looks_hung_meanwhile(path: Path):
-    """Whenever the supervisor looks, also in the middle of a touch: a wrong look would kill a sound worker."""
+    """The supervisor may read at any moment, also during a touch: a wrong result would kill a healthy worker."""
     writer = subprocess.Popen(
         [sys.executable, "-c", _BUSY_WRITER, str(path)], env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
     )
@@ -175,22 +180,22 @@ while True:
 
 
 def test_the_disk_has_room_for_the_whole_journal_from_the_start(path: Path):
-    """A full disk refuses the worker's start in one line; it must not kill it by a signal in the middle of a batch."""
+    """On a full disk a worker does not start, and says so. It must not die of a signal during a batch."""
     journal = FileJournal(path, "gpu0@test:1", 2)
-    there = path.stat()
-    assert there.st_blocks * 512 >= there.st_size > 500_000
-    assert there.st_mode & 0o777 == 0o600
+    found = path.stat()
+    assert found.st_blocks * 512 >= found.st_size > 500_000
+    assert found.st_mode & 0o777 == 0o600
     journal.retire()
 
 
 def test_of_more_jobs_than_a_seat_holds_the_first_are_kept(path: Path, tmp_path: Path):
-    """Ten thousand jobs in a batch: a part of them is there, the next seat is untouched."""
+    """Of a batch of ten thousand jobs the journal keeps the first ones; the next seat is untouched."""
     journal = FileJournal(path, "gpu0@test:1", 2)
     journal.begin(1, held(3, "other"), 30.0, 0.0)
     journal.begin(0, held(10_000), 30.0, 0.0)
     broker = Suspicions()
     copy_of_the_dead(path, tmp_path / "dead")
-    report_crashes(tmp_path / "dead", broker, A_DAY_MS)
+    reported(tmp_path / "dead", broker)
     (_, kept, _), (slot, others, _) = broker.told
     assert kept == held(10_000)[: len(kept)]
     assert len(kept) >= 2000
@@ -198,24 +203,24 @@ def test_of_more_jobs_than_a_seat_holds_the_first_are_kept(path: Path, tmp_path:
 
 
 def copy_of_the_dead(path: Path, home: Path) -> Path:
-    """The journal as its process would leave it behind, in another home."""
+    """The journal as a dead process leaves it, in another home."""
     copy = journal_path(home, 1)
     copy.parent.mkdir(parents=True)
     copy.write_bytes(path.read_bytes())
     return copy
 
 
-def test_nobody_reports_a_process_that_lives(start: Callable[..., Process], tmp_path: Path):
-    """Its jobs are on its model, and well."""
+def test_a_living_process_is_not_reported(start: Callable[..., Process], tmp_path: Path):
+    """Its forwards run as they should."""
     process = start("mlp=1-0")
     broker = Suspicions()
-    assert report_crashes(tmp_path, broker, A_DAY_MS) == 0
+    assert reported(tmp_path, broker) == 0
     assert broker.told == []
     assert process.path.exists()
 
 
 def test_a_journal_that_another_process_holds_cannot_be_taken(start: Callable[..., Process]):
-    """Two processes of one name on a shared home: the second is refused, and the first one's jobs stay."""
+    """Of two processes with the same file on a shared home the second is refused; the first one's jobs stay."""
     process = start("mlp=1-0")
     before = process.path.read_bytes()
     with pytest.raises(BlockingIOError):
@@ -223,9 +228,9 @@ def test_a_journal_that_another_process_holds_cannot_be_taken(start: Callable[..
     assert process.path.read_bytes() == before
 
 
-def test_a_journal_waits_for_whoever_reports_its_name(path: Path):
-    """A process number comes again while the last one's journal is being reported: the new journal is made after,
-    and is not dropped with the old one.
+def test_a_journal_waits_for_the_reporter_of_an_older_one(path: Path):
+    """A pid comes again while the older journal is being reported: the new journal is made afterwards, and is not
+    removed with the older one.
     """
     path.parent.mkdir()
     old = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -242,20 +247,30 @@ def test_a_journal_waits_for_whoever_reports_its_name(path: Path):
     assert hung(path, 1e9) is not None
 
 
+def test_a_closed_journal_can_be_opened_again(path: Path):
+    """A worker that failed to start gives its journal back: the same process may open another at once."""
+    FileJournal(path, "gpu0@test:1", 1).close()
+    assert not path.exists()
+    again = FileJournal(path, "gpu0@test:2", 1, patience_s=0.0)
+    again.begin(0, held(1), 30.0, 0.0)
+    assert hung(path, 1e9) is not None
+    again.close()
+
+
 # After its death
 
 
 def test_the_jobs_of_a_killed_process_are_reported_once(start: Callable[..., Process], tmp_path: Path):
-    """kill -9: those of every seat that had not ended, per model, under the name of that boot; then never again."""
+    """After kill -9: the jobs of every seat that had not ended, by model, under the consumer's name, and only once."""
     process = start("mlp=1-0", "mlp=2-0", "other=3-0")
     process.kill()
     broker = Suspicions()
-    assert report_crashes(tmp_path, broker, A_DAY_MS) == 3
+    assert reported(tmp_path, broker) == 3
     assert broker.told == [
         ("mlp", [one_of("mlp", 1), one_of("mlp", 2)], "gpu0@test:1"),
         ("other", [one_of("other", 3)], "gpu0@test:1"),
     ]
-    assert report_crashes(tmp_path, broker, A_DAY_MS) == 0
+    assert reported(tmp_path, broker) == 0
     assert len(broker.told) == 2
     assert not process.path.exists()
 
@@ -263,7 +278,7 @@ def test_the_jobs_of_a_killed_process_are_reported_once(start: Callable[..., Pro
 def test_two_reporters_at_once_count_one_death(
     start: Callable[..., Process], tmp_path: Path, shared_redis: RedisServer, slot: str
 ):
-    """A supervisor and the next worker's start look at the same time: the broker has one crash, taken over with it."""
+    """A supervisor and the next worker report at the same time: the broker counts one crash for the job."""
     with_broker = RedisStreams.from_url(shared_redis.url)
     with_broker.prepare([slot])
     job = Publication(new_job_id(slot), Priority.HIGH, b"sealed", "acme")
@@ -276,11 +291,11 @@ def test_two_reporters_at_once_count_one_death(
     gate = threading.Barrier(len(brokers))
     counts: list[int] = []
 
-    def report(broker: RedisStreams) -> None:
+    def report_at_once(broker: RedisStreams) -> None:
         gate.wait()
-        counts.append(report_crashes(tmp_path, broker, A_DAY_MS))
+        counts.append(reported(tmp_path, broker))
 
-    threads = [threading.Thread(target=report, args=(broker,)) for broker in brokers]
+    threads = [threading.Thread(target=report_at_once, args=(broker,)) for broker in brokers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -294,48 +309,48 @@ def test_two_reporters_at_once_count_one_death(
 
 @pytest.mark.parametrize("deed", ["run", "run compiled"])
 def test_the_form_that_ran_is_noted(start: Callable[..., Process], tmp_path: Path, deed: str):
-    """In the log of decisions, once per death: by it a form that kills its process is left off."""
-    subject = DecisionKey("mlp", "1", "ab" * 32, "any machine")
+    """Once per death, in the decision log: a form that kills its process is refused by it."""
+    key = DecisionKey("mlp", "1", "ab" * 32, "any machine")
     for deaths in (1, 2, 3):
         start("mlp=1-0", "mlp=2-0", deed=deed).kill()
         for _ in range(2):
-            report_crashes(tmp_path, Suspicions(), A_DAY_MS)
-        known = DecisionLog(tmp_path).earlier(subject)
+            reported(tmp_path, Suspicions())
+        known = DecisionLog(tmp_path).earlier(key)
         assert ("compiled" in known) == (deaths == 3 and deed == "run compiled")
-    assert DecisionLog(tmp_path).earlier(replace(subject, content_hash="cd" * 32)) == {}
+    assert DecisionLog(tmp_path).earlier(replace(key, content_hash="cd" * 32)) == {}
 
 
 def test_a_death_that_cannot_be_noted_counts_all_the_same(start: Callable[..., Process], tmp_path: Path):
-    """The jobs are suspects, whatever becomes of the form."""
+    """The jobs are suspects also when the form cannot be written down."""
     (tmp_path / "decisions").write_text("in the way")
     process = start("mlp=1-0", "mlp=2-0", deed="run compiled")
     process.kill()
-    assert report_crashes(tmp_path, Suspicions(), A_DAY_MS) == 2
+    assert reported(tmp_path, Suspicions()) == 2
     assert not process.path.exists()
 
 
 def test_while_the_broker_is_away_a_death_is_kept(start: Callable[..., Process], tmp_path: Path):
-    """The error comes through, the journal stays, and the next look reports it."""
+    """The error is raised, the journal stays, and the next call reports it."""
     process = start("mlp=1-0", "mlp=2-0", "other=3-0")
     process.kill()
     broker = Suspicions(away=1)
     with pytest.raises(BrokerUnavailable):
-        report_crashes(tmp_path, broker, A_DAY_MS)
+        reported(tmp_path, broker)
     assert process.path.exists()
-    assert report_crashes(tmp_path, broker, A_DAY_MS) == 3
+    assert reported(tmp_path, broker) == 3
 
 
-def test_a_retired_journal_is_nobodys_evidence(start: Callable[..., Process], tmp_path: Path):
-    """A worker that was told to stop and then killed in its forward: its jobs are no suspects."""
+def test_a_retired_journal_makes_no_suspects(start: Callable[..., Process], tmp_path: Path):
+    """A worker is asked to stop and then killed in its forward: its jobs are not suspects."""
     process = start("mlp=1-0", deed="retire")
     assert not process.path.exists()
     process.kill()
     broker = Suspicions()
-    assert report_crashes(tmp_path, broker, A_DAY_MS) == 0
+    assert reported(tmp_path, broker) == 0
 
 
-def test_what_a_dead_process_left_does_not_make_a_living_one_look_hung(start: Callable[..., Process]):
-    """A process number comes again, and the new process has not made its journal yet."""
+def test_the_journal_of_a_dead_process_does_not_make_a_living_one_look_hung(start: Callable[..., Process]):
+    """A pid comes again, and the new process has not made its journal yet."""
     process = start("mlp=1-0")
     assert hung(process.path, time.monotonic() + 60) is not None
     process.kill()
@@ -343,7 +358,7 @@ def test_what_a_dead_process_left_does_not_make_a_living_one_look_hung(start: Ca
 
 
 def torn(whole: bytes, tmp_path: Path) -> dict[str, bytes]:
-    """Files that are no journal, or no longer."""
+    """Files that are not a journal, or not a whole one."""
     jobs_at = 4096 + 24
     return {
         "empty": b"",
@@ -361,7 +376,7 @@ def torn(whole: bytes, tmp_path: Path) -> dict[str, bytes]:
 def test_a_damaged_journal_is_dropped_and_the_others_are_reported(
     damage: str, start: Callable[..., Process], path: Path, tmp_path: Path
 ):
-    """Whatever lies in the folder: no reporter fails over it, and nobody looks hung by it."""
+    """No damage makes a reporter fail or a worker look hung."""
     process = start("mlp=1-0")
     process.kill()
     journal = FileJournal(path, "gpu1@test:1", 2)
@@ -371,12 +386,12 @@ def test_a_damaged_journal_is_dropped_and_the_others_are_reported(
     assert wrong.read_bytes() != path.read_bytes()
     assert hung(wrong, 1e9) is None
     broker = Suspicions()
-    assert report_crashes(tmp_path, broker, A_DAY_MS) == 1
+    assert reported(tmp_path, broker) == 1
     assert [incident for _, _, incident in broker.told] == ["gpu0@test:1"]
     assert not wrong.exists()
     journal.retire()
 
 
-def test_a_home_without_journals_has_none_to_report(tmp_path: Path):
-    """The first worker of a machine."""
-    assert report_crashes(tmp_path / "new", Suspicions(), A_DAY_MS) == 0
+def test_a_home_without_journals_reports_nothing(tmp_path: Path):
+    """The first worker of a machine has none to report."""
+    assert reported(tmp_path / "new", Suspicions()) == 0

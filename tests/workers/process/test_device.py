@@ -1,4 +1,4 @@
-"""One worker, one device: which one is taken, and that a second worker does not get it."""
+"""The device of a worker: the choice, and the lock against a second worker."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.registry.errors import ConfigurationError
-from penstock.workers.process import device
 from penstock.workers.process.device import Gpu, granted_threads, parse_listing, pin, select_visible
-from tests.servers import ROOT, wait_until
+from tests.servers import ROOT
 
 TWO_GPUS = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000-0000-0000-000000000000)
@@ -28,7 +27,7 @@ GPU 1: NVIDIA H200 (UUID: GPU-bbbb2222-0000-0000-0000-000000000000)
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of two GPUs, as far as nvidia-smi and torch's metadata tell."""
+    """A machine with two GPUs, according to nvidia-smi and torch's metadata."""
     programs = tmp_path / "bin"
     programs.mkdir()
     program = programs / "nvidia-smi"
@@ -39,7 +38,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_worker_takes_the_first_gpu_and_sees_no_other(tmp_path: Path, gpus: None):
-    """auto takes a free GPU, narrows CUDA's view to it, and names the worker after it."""
+    """auto takes a free GPU, makes it the only visible one, and names the worker after it."""
     environ: dict[str, str] = {}
     taken = pin("auto", None, tmp_path, environ)
     assert (taken.device, taken.index, taken.name) == ("cuda:0", 0, "gpu0")
@@ -47,22 +46,22 @@ def test_the_first_worker_takes_the_first_gpu_and_sees_no_other(tmp_path: Path, 
 
 
 def test_the_next_worker_takes_the_next_gpu_and_a_third_is_refused(tmp_path: Path, gpus: None):
-    """Two workers never share a GPU: the third one is told which are taken."""
+    """Two workers never share a GPU. The error of the third one lists the GPUs in use."""
     assert pin("auto", None, tmp_path, {}).index == 0
     assert pin("auto", None, tmp_path, {}).index == 1
     with pytest.raises(ConfigurationError, match="Another worker runs on gpu0, gpu1 already"):
         pin("auto", None, tmp_path, {})
 
 
-def test_a_gpu_that_was_asked_for_by_number_is_refused_when_taken(tmp_path: Path, gpus: None):
-    """cuda:1 means that one; the lock goes by the GPU's id, however the number came about."""
+def test_a_requested_gpu_is_refused_while_another_worker_has_it(tmp_path: Path, gpus: None):
+    """The lock has the GPU's id, so that two numbers for one GPU are recognised."""
     assert pin("cuda:1", None, tmp_path, {}).index == 1
     with pytest.raises(ConfigurationError, match="Another worker runs on gpu1 already"):
         pin("cuda:0", None, tmp_path, {"CUDA_VISIBLE_DEVICES": "GPU-bbbb"})
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, gpus: None):
-    """The error lists what could have been asked for."""
+def test_the_refusal_of_a_missing_gpu_lists_the_visible_ones(tmp_path: Path, gpus: None):
+    """The error lists the possible values."""
     with pytest.raises(ConfigurationError, match=r"Device cuda:2 is not there.*cuda:0, cuda:1"):
         pin("cuda:2", None, tmp_path, {})
     with pytest.raises(ConfigurationError, match="a visible GPU: none"):
@@ -70,20 +69,20 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, 
 
 
 def test_cpu_hides_the_gpus(tmp_path: Path, gpus: None):
-    """A CPU worker on a machine with GPUs takes none of their memory, because it cannot see them."""
+    """A CPU worker cannot see the GPUs of its machine, and so takes none of their memory."""
     environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert pin("cpu", None, tmp_path, environ).device == "cpu"
     assert environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_auto_is_the_cpu_where_torch_was_built_for_it(tmp_path: Path, gpus: None, monkeypatch: pytest.MonkeyPatch):
-    """A GPU that the installed framework cannot use is left alone."""
+    """A GPU that the installed framework cannot use is not taken."""
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+cpu")
     assert pin("auto", None, tmp_path, {}).name == "cpu0"
 
 
 def test_the_supervisors_number_names_the_worker(tmp_path: Path, gpus: None):
-    """A child that sees one GPU only keeps the number its supervisor counted."""
+    """A child that sees a single GPU keeps the number from its supervisor."""
     assert pin("cuda:0", 5, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}).name == "gpu5"
     assert pin("cpu", 3, tmp_path, {}).name == "cpu3"
     with pytest.raises(ConfigurationError, match="Another worker is cpu3 already"):
@@ -91,7 +90,7 @@ def test_the_supervisors_number_names_the_worker(tmp_path: Path, gpus: None):
 
 
 def test_a_worker_of_another_process_keeps_its_number_until_it_dies(tmp_path: Path):
-    """CPU workers take the first free number; a killed worker's number is free at once."""
+    """A CPU worker takes the first free number. The number of a killed worker is free at once."""
     code = (
         "import pathlib, sys; from penstock.workers.process.device import pin; "
         "print(pin('cpu', None, pathlib.Path(sys.argv[1]), {}).name, flush=True); sys.stdin.read()"
@@ -109,7 +108,7 @@ def test_a_worker_of_another_process_keeps_its_number_until_it_dies(tmp_path: Pa
 
 
 def test_a_machine_without_nvidia_smi_or_driver_has_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """auto works anywhere: an nvidia-smi that fails is an image built for GPUs on a machine without one."""
+    """auto takes the CPU when nvidia-smi fails, as in an image built for GPUs on a machine without one."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n")
     program.chmod(0o700)
@@ -121,7 +120,7 @@ def test_a_machine_without_nvidia_smi_or_driver_has_no_gpu(tmp_path: Path, monke
 
 
 def test_a_gpu_cut_into_slices_counts_as_its_slices():
-    """Each MIG slice is a device of its own; the GPU that holds them is none."""
+    """Each MIG slice is a device of its own. The GPU that holds the slices is not a device."""
     assert [gpu.uuid[:8] for gpu in parse_listing(SLICED)] == ["MIG-cccc", "MIG-dddd", "GPU-bbbb"]
     assert [gpu.index for gpu in parse_listing(SLICED)] == [0, 1, 2]
 
@@ -131,7 +130,7 @@ def test_a_gpu_cut_into_slices_counts_as_its_slices():
     [(None, [0, 1, 2]), ("", []), ("-1", []), ("1", [1]), ("2,0", [2, 0]), ("GPU-b", [1]), ("0,9,1", [0])],
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible: str | None, expected: list[int]):
-    """Numbers and beginnings of ids, in the order given, up to the first that names nothing."""
+    """The entries are numbers or beginnings of ids, in the given order, up to the first that matches no GPU."""
     gpus = [Gpu(0, "GPU-a"), Gpu(1, "GPU-b"), Gpu(2, "GPU-c")]
     assert [gpu.index for gpu in select_visible(gpus, visible)] == expected
 
@@ -150,18 +149,17 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible: str | None, expe
 def test_a_forward_gets_the_cores_that_were_granted(
     name: str, environ: Mapping[str, str], quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The environment wins; else the control group's quota within the cores of this process; one beside a GPU."""
+    """OMP_NUM_THREADS wins; otherwise one on a GPU, and on a CPU the cores of this process within its quota."""
     limit = tmp_path / "cpu.max"
     limit.write_text(quota)
-    monkeypatch.setattr(device, "_CPU_LIMIT", limit)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    assert granted_threads(name, environ) == expected
+    assert granted_threads(name, environ, limit) == expected
 
 
-def test_locks_go_into_the_home_and_a_home_that_cannot_hold_them_is_refused(tmp_path: Path):
+def test_locks_lie_in_the_home_and_a_home_without_room_for_them_is_refused(tmp_path: Path):
     """The error names the variable to change, not the path."""
     pin("cpu", None, tmp_path, {})
-    wait_until(lambda: (tmp_path / "locks" / "cpu-0.lock").exists(), 1, "the lock is there")
+    assert (tmp_path / "locks" / "cpu-0.lock").exists()
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigurationError, match="PENSTOCK_HOME") as refusal:

@@ -1,4 +1,4 @@
-"""A worker's clerk: errands are done once, beside Celery's thread, and within the worker's own folders. IN-064."""
+"""Operator RPC in a worker: each request runs once, beside Celery's thread, within the worker's folders. IN-064."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEY = "k1:" + base64.b64encode(b"a" * 32).decode()
 
 
 class SlowBroker(MemoryBroker):
-    """Lists its models when it is told to, and counts how often it was asked."""
+    """Lists its models when the test permits it, and counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class SlowBroker(MemoryBroker):
         raise RuntimeError("a secret /path")
 
 
-class Counter:
-    """A worker's counter, and an operator before it."""
+class Harness:
+    """The RPC server of a worker, and an operator who sends requests to it."""
 
     def __init__(self, folder: Path) -> None:
         environ = {
@@ -67,112 +67,110 @@ class Counter:
         self.broker = SlowBroker()
         self.rpc_server = OperatorRpcServer(self.settings, self.broker, None)
 
-    def ask(self, errand: operator_rpc.Errand, key: str = "e1") -> operator_rpc.Answer:
-        """One look at an errand."""
-        sealed = self.rpc_server.handle(Command("errand", errand=key, body=operator_rpc.encode(errand)))
-        return operator_rpc.open_answer(key, sealed, self.settings.keyring)
+    def ask(self, request: operator_rpc.Request, key: str = "e1") -> operator_rpc.Response:
+        """Send a request once."""
+        sealed = self.rpc_server.handle(Command("rpc", request_id=key, body=operator_rpc.encode(request)))
+        return operator_rpc.open_response(key, sealed, self.settings.keyring)
 
-    def run(self, errand: operator_rpc.Errand, kind: Any = None) -> Any:
-        """Until it is done."""
-        while not (answer := self.ask(errand, key=str(errand))).is_done:
+    def run(self, request: operator_rpc.Request, kind: Any = None) -> Any:
+        """Send a request until it is done."""
+        while not (answer := self.ask(request, key=str(request))).is_done:
             time.sleep(0.01)
         return answer.read(kind)
 
 
 @pytest.fixture
-def counter(tmp_path: Path) -> Iterator[Counter]:
-    """See Counter."""
-    made = Counter(tmp_path)
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    """See Harness."""
+    made = Harness(tmp_path)
     yield made
     made.broker.may_answer.set()
 
 
-def test_an_errand_that_takes_long_is_asked_for_again(counter: Counter):
-    """Celery's thread gets "not yet" at once; the errand runs once, whoever asks how often."""
-    begun = time.monotonic()
-    assert [counter.ask(operator_rpc.Models()).is_done for _ in range(3)] == [False] * 3
-    assert time.monotonic() - begun < 3
-    counter.broker.may_answer.set()
-    assert counter.run(operator_rpc.Names(), tuple[str, ...]) == ()
-    while not (answer := counter.ask(operator_rpc.Models())).is_done:
+def test_a_long_request_is_sent_again(harness: Harness):
+    """While a request runs, each call returns "not done". However often it is sent, it runs once."""
+    assert [harness.ask(operator_rpc.Models()).is_done for _ in range(3)] == [False] * 3
+    harness.broker.may_answer.set()
+    assert harness.run(operator_rpc.Names(), tuple[str, ...]) == ()
+    while not (answer := harness.ask(operator_rpc.Models())).is_done:
         time.sleep(0.01)
     assert answer.read(list[str]) == []
-    assert counter.broker.asked == 1
+    assert harness.broker.asked == 1
 
 
-def test_errands_do_not_pile_up(counter: Counter):
-    """Four at a time; the fifth is refused in words, and taken when there is room."""
+def test_requests_do_not_pile_up(harness: Harness):
+    """Four requests run at a time. The fifth is refused with the reason, and accepted after one of them ends."""
     for number in range(4):
-        counter.ask(operator_rpc.Models(), key=f"e{number}")
-    with pytest.raises(ModelNotReady, match="4 errands already"):
-        counter.ask(operator_rpc.Names(), key="e5")
-    counter.broker.may_answer.set()
-    wait_until(lambda: _is_taken(counter), 10, "room for a fifth errand")
+        harness.ask(operator_rpc.Models(), key=f"e{number}")
+    with pytest.raises(ModelNotReady, match="4 operator requests already"):
+        harness.ask(operator_rpc.Names(), key="e5")
+    harness.broker.may_answer.set()
+    wait_until(lambda: _is_accepted(harness), 10, "room for a fifth request")
 
 
-def _is_taken(counter: Counter) -> bool:
+def _is_accepted(harness: Harness) -> bool:
     try:
-        counter.ask(operator_rpc.Inspect("none/1"), key="e5")
+        harness.ask(operator_rpc.Inspect("none/1"), key="e5")
     except ModelNotReady:
         return False
     return True
 
 
-def test_a_package_is_read_below_the_models_root(counter: Counter):
-    """Spec, files and content hash; what is wrong with one is said in the words of the package's own error."""
-    write_double(counter.root)
-    found = counter.run(operator_rpc.Inspect("double/1"), operator_rpc.InspectedPackage)
-    assert found.source == str(counter.root / "double" / "1")
+def test_a_package_is_read_below_the_models_root(harness: Harness):
+    """The response has spec, files and content hash. For a wrong package it has the text of the package's own error."""
+    write_double(harness.root)
+    found = harness.run(operator_rpc.Inspect("double/1"), operator_rpc.InspectedPackage)
+    assert found.source == str(harness.root / "double" / "1")
     assert sorted(found.hashed.files) == ["model.py", "model.yaml"]
-    assert counter.run(operator_rpc.Rehash(found.source), operator_rpc.HashedFiles) == found.hashed
+    assert harness.run(operator_rpc.Rehash(found.source), operator_rpc.HashedFiles) == found.hashed
     with pytest.raises(ConfigurationError, match=r"none/1/model\.yaml: "):
-        counter.run(operator_rpc.Inspect("none/1"))
+        harness.run(operator_rpc.Inspect("none/1"))
 
 
-def test_no_decision_is_written_that_workers_would_not_believe(counter: Counter):
-    """Of another model or epoch, or signed by a stranger: refused before the broker has it (S0.3)."""
-    known, stranger = new_key(), new_key()
-    counter.rpc_server = OperatorRpcServer(counter.settings, counter.broker, PublicKeys.parse(known.public_text).verify)
+def test_a_deployment_that_workers_would_refuse_is_not_written(harness: Harness):
+    """A record of another model or epoch, or of an unknown key, does not reach the broker (S0.3)."""
+    known, unknown = new_key(), new_key()
+    harness.rpc_server = OperatorRpcServer(harness.settings, harness.broker, PublicKeys.parse(known.public_text).verify)
     decision = Deployment(3, "double", "1", "ab" * 32)
     for slot, epoch, record in (
-        ("double", 3, decision.seal(stranger.sign)),
+        ("double", 3, decision.seal(unknown.sign)),
         ("double", 3, decision.seal()),
         ("double", 4, decision.seal(known.sign)),
         ("other", 3, decision.seal(known.sign)),
     ):
         with pytest.raises(BadSignature):
-            counter.run(operator_rpc.Activate(slot, epoch, record, "1", b"{}"))
-    assert counter.broker.actives(["double", "other"]) == {"double": b"", "other": b""}
-    assert counter.run(operator_rpc.Activate("double", 3, decision.seal(known.sign), "1", b"{}"), bool)
+            harness.run(operator_rpc.Activate(slot, epoch, record, "1", b"{}"))
+    assert harness.broker.actives(["double", "other"]) == {"double": b"", "other": b""}
+    assert harness.run(operator_rpc.Activate("double", 3, decision.seal(known.sign), "1", b"{}"), bool)
 
 
-def test_code_from_outside_of_the_trusted_roots_is_no_package(counter: Counter, tmp_path: Path):
-    """An operator's order does not widen what the worker trusts (S0.4)."""
+def test_code_outside_the_trusted_roots_is_refused(harness: Harness, tmp_path: Path):
+    """A request does not extend the roots that the worker trusts (S0.4)."""
     source = "def build():\n    return lambda inputs: inputs\n"
     folder = write_package(tmp_path / "elsewhere", "double", source)
     with pytest.raises(ConfigurationError, match="trusted"):
-        counter.run(operator_rpc.Inspect(str(folder)))
+        harness.run(operator_rpc.Inspect(str(folder)))
 
 
 @pytest.mark.parametrize("file", ["../x.onnx", "/tmp/x.onnx", "a/b.onnx", ".x", "..", "", "x\n.onnx"])
-def test_exports_stay_in_their_folder(counter: Counter, file: str):
-    """Whatever the operator calls them (S0.5)."""
-    source = str(write_double(counter.root))
-    with pytest.raises(InvalidInput, match="no plain name"):
-        counter.run(operator_rpc.Export(source, "", file, False))
-    assert not (counter.settings.home / "exports").exists()
+def test_exports_stay_in_their_folder(harness: Harness, file: str):
+    """No file name of a request leads out of the export folder (S0.5)."""
+    source = str(write_double(harness.root))
+    with pytest.raises(InvalidInput, match="no plain file name"):
+        harness.run(operator_rpc.Export(source, "", file, False))
+    assert not (harness.settings.home / "exports").exists()
 
 
-def test_a_version_is_exported_beside_the_others(counter: Counter):
-    """Checked against the model in a child process, into the worker's own folder; other content is refused."""
-    shutil.copytree(ROOT / "models" / "mlp" / "1", counter.root / "mlp" / "1")
-    found = counter.run(operator_rpc.Inspect("mlp/1"), operator_rpc.InspectedPackage)
+def test_a_version_is_exported_and_checked(harness: Harness):
+    """A child process compares the export with the model. A version with other content is refused."""
+    shutil.copytree(ROOT / "models" / "mlp" / "1", harness.root / "mlp" / "1")
+    found = harness.run(operator_rpc.Inspect("mlp/1"), operator_rpc.InspectedPackage)
     with pytest.raises(ConfigurationError, match="mlp/1"):
-        counter.run(operator_rpc.Export(found.source, "0" * 64, "wrong.onnx", False))
-    done = counter.run(
+        harness.run(operator_rpc.Export(found.source, "0" * 64, "wrong.onnx", False))
+    done = harness.run(
         operator_rpc.Export(found.source, found.hashed.content_hash, "mlp.onnx", False), operator_rpc.ExportedFile
     )
-    assert done.path == str(counter.settings.home / "exports" / "mlp.onnx")
+    assert done.path == str(harness.settings.home / "exports" / "mlp.onnx")
     assert done.bytes == Path(done.path).stat().st_size
     assert done.differences["logits"] < 1e-4
     assert [path.name for path in Path(done.path).parent.iterdir()] == ["mlp.onnx"]
@@ -181,27 +179,27 @@ def test_a_version_is_exported_beside_the_others(counter: Counter):
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda counter: operator_rpc.Workers(), PenstockError, "its log says why"),
-        (lambda counter: _without_registry(counter), RegistryUnavailable, "registry's database"),
+        (lambda harness: operator_rpc.Workers(), PenstockError, "log has the reason"),
+        (lambda harness: _without_registry(harness), RegistryUnavailable, "registry's database"),
     ],
     ids=["a defect", "no database"],
 )
-def test_what_goes_wrong_is_told_without_secrets(
-    counter: Counter, spoil: Callable[[Counter], operator_rpc.Errand], error: type[PenstockError], message: str
+def test_errors_reach_the_operator_without_secrets(
+    harness: Harness, spoil: Callable[[Harness], operator_rpc.Request], error: type[PenstockError], message: str
 ):
-    """As the error that it is; of a defect only that there was one."""
+    """An expected error arrives with its class and text. Of an unexpected one the operator learns that it happened."""
     with pytest.raises(error, match=message) as raised:
-        counter.run(spoil(counter))
+        harness.run(spoil(harness))
     assert "/path" not in str(raised.value)
 
 
-def _without_registry(counter: Counter) -> operator_rpc.Errand:
-    counter.settings.home.mkdir(exist_ok=True)
-    (counter.settings.home / "registry.db").write_bytes(b"not a database at all" * 100)
+def _without_registry(harness: Harness) -> operator_rpc.Request:
+    harness.settings.home.mkdir(exist_ok=True)
+    (harness.settings.home / "registry.db").write_bytes(b"not a database at all" * 100)
     return operator_rpc.Names()
 
 
-def test_what_is_no_errand_is_refused_before_anything_runs(counter: Counter):
-    """It is the answer to the command itself."""
-    with pytest.raises(UndecodableEnvelope, match="not an errand"):
-        counter.rpc_server.handle(Command("errand", errand="e1", body=b"\x91\xa5erase"))
+def test_a_body_that_is_not_a_request_is_refused(harness: Harness):
+    """The command is refused before a request begins."""
+    with pytest.raises(UndecodableEnvelope, match="not an RPC request"):
+        harness.rpc_server.handle(Command("rpc", request_id="e1", body=b"\x91\xa5erase"))

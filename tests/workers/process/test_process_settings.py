@@ -1,4 +1,4 @@
-"""CF-001: the order of the sources is total, for every key, in a process that has all of them."""
+"""CF-001: the sources of settings have one order, for every key, in a process that has all of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _pyproject(values: dict[str, object]) -> str:
 
 
 def test_every_key_walks_from_the_constructor_to_its_default(tmp_path: Path):
-    """One process with a value of each key in each source: taking source after source away, all keys walk together."""
+    """A process has a value of each key in each source. Each removed source uncovers the next one, for all keys."""
     values = {setting.key: walk(setting) for setting in READABLE}
     constructor, environment, in_yaml, in_toml = (
         {key: four[source] for key, four in values.items()} for source in range(4)

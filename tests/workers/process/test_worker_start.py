@@ -1,4 +1,4 @@
-"""What a worker is before and after it serves its models, and what it leaves of their folder."""
+"""A worker before, while and after it serves its models, and the folder of these models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +30,12 @@ def _ready_status(port: int) -> int | None:
         return None
 
 
+def _ready_lines(worker: WorkerProcess) -> list[dict[str, Any]]:
+    return [line for line in worker.logs() if line["msg"] == "ready"]
+
+
 def test_a_worker_is_ready_when_its_models_are_loaded(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
-    """CX-027: the probe answers from the start, and says no until the model has been loaded."""
+    """CX-027: the probe answers from the start, with 503 until the model is loaded. Then one log line says "ready"."""
     gate = tmp_path / "gate"
     source = f"""
         import time
@@ -49,14 +54,24 @@ def test_a_worker_is_ready_when_its_models_are_loaded(shared_redis: RedisServer,
         worker.launch()
         wait_until(lambda: _ready_status(port) == 503, 60, "the probe listens")
         assert not worker.report()
+        assert _ready_lines(worker) == []
         gate.touch()
         wait_until(lambda: _ready_status(port) == 200, 20, "the worker is ready")
+        (line,) = wait_until(lambda: _ready_lines(worker), 10, "the worker says so")
+        facts = {name: line[name] for name in ("level", "worker", "models", "device", "queues")}
+        assert facts == {
+            "level": "info",
+            "worker": "starting@test",
+            "models": ["slow-to-load"],
+            "device": "cpu",
+            "queues": ["infer.{slow-to-load}", "penstock"],
+        }
     finally:
         worker.stop()
 
 
 def test_the_models_root_is_only_read(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """IN-057: a worker serves from a folder that it may not write to, and leaves nothing in it."""
+    """IN-057: a worker serves models from a folder that it may not write to, and does not change the folder."""
     source = "from .factors import FACTOR\n\n\ndef build():\n    return lambda inputs: {'y': inputs['x'] * FACTOR}\n"
     folder = write_package(models_root, "read-only", source)
     (folder / "factors.py").write_text("FACTOR = 3\n")
@@ -76,8 +91,8 @@ def test_the_models_root_is_only_read(shared_redis: RedisServer, models_root: Pa
 def test_disabled_inference_is_the_bare_model(
     shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
 ):
-    """CF-003: every forward has one row, equal jobs each run, no level is reached, and the answers are those of the
-    model alone to the last bit."""
+    """CF-003: every forward has one row, each of two equal jobs runs, no optimization is enabled, and the outputs equal
+    those of the model alone to the last bit."""
     write_recorder(models_root, tmp_path / "ledger", "bare", forward_s=0.02)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_ENABLED": "false"})
     questions = [np.array([[number, 0.1, 1e-30, -number]], np.float32) for number in (1.0, 2.0, 2.0, 3.0, 3.0)]
@@ -94,7 +109,7 @@ def test_disabled_inference_is_the_bare_model(
 def test_a_store_of_states_that_hangs_does_not_hold_up_a_shutdown(
     shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """After SIGTERM nothing more is claimed, and the worker ends within its grace period, whoever does not answer."""
+    """After SIGTERM the worker claims no more jobs and ends within its grace period, also when a server hangs."""
     grace_s = 6
     write_double(models_root, "unhurried")
     port = free_port()

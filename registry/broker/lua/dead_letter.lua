@@ -41,6 +41,7 @@ redis.call('XDEL', KEYS[2], entry)
 redis.call('DEL', KEYS[4])
 if is_job then
   finish(KEYS[1], KEYS[5], record,
-    { record = ARGV[9], id = ARGV[10], ttl = ARGV[11], reply_ttl = ARGV[12], cap = ARGV[13], once_prefix = ARGV[14] })
+    { record = ARGV[9], id = ARGV[10], ttl = ARGV[11], reply_ttl = ARGV[12], cap = ARGV[13],
+      idempotency_prefix = ARGV[14] })
 end
 return 1

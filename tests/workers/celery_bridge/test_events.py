@@ -1,10 +1,10 @@
-"""The bridge to Celery, against Celery's own receiver, its own picture of a cluster, and a real broker."""
+"""Task events, against Celery's own receiver, its own picture of a cluster, and a real broker."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,67 +12,18 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.events.state import State as ClusterState
-from celery.exceptions import InvalidTaskError, TaskRevokedError
-from celery.worker import heartbeat
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
 
 from penstock.registry.broker.base import State
-from penstock.registry.envelope import Failure, JobHeader, Options
-from penstock.registry.errors import ModelError
+from penstock.registry.envelope import Failure
 from penstock.registry.queues import new_job_id
-from penstock.registry.tensors import Tensor
-from penstock.workers.celery_bridge import bridge
-from penstock.workers.celery_bridge.bridge import (
-    OPEN_COMMANDS,
-    CeleryEventSender,
-    CeleryResultStore,
-    InferRequest,
-    TaskEventsFlag,
-    show_drain,
-    withdraw_commands,
-)
-from penstock.workers.observe.listener import Ended, Failed
+from penstock.workers.celery_bridge.events import CeleryEventSender, TaskEventsFlag
+from penstock.workers.observe.listener import Failed
 from tests.servers import RedisServer, wait_until
-
-HOST = "cpu0@test"
-CANARY = "canary-payload"
-
-
-def job(model: str = "mlp", *, lane: bool = False, local_id: str = "") -> JobHeader:
-    content = (Tensor("x", "float32", (1, 384)),)
-    job_id = f"{model}.{local_id}" if local_id else new_job_id(model)
-    return JobHeader(job_id, "acme", model, "high", content, options=Options(lane=lane))
-
-
-def ended(header: JobHeader, state: State = State.COMPLETED, error: Failure | None = None) -> Ended:
-    return Ended(header, state, 0.25, error, "1")
-
-
-@pytest.fixture
-def app(shared_redis: RedisServer) -> Celery:
-    return application(shared_redis)
-
-
-def application(server: RedisServer) -> Celery:
-    app = Celery("test", broker=server.celery_url, backend=server.celery_url, set_as_current=False)
-    app.conf.broker_transport_options = {"socket_timeout": 5}
-    return app
-
-
-@pytest.fixture(autouse=True)
-def _celery_as_found() -> Iterator[None]:
-    """Celery's tables are the process's own: give them back as they were."""
-    data, meta = dict(Panel.data), dict(Panel.meta)
-    yield
-    Panel.data.clear()
-    Panel.data.update(data)
-    Panel.meta.update(meta)
-    heartbeat.active_requests = worker_state.active_requests
-    heartbeat.all_total_count = worker_state.all_total_count
-    worker_state.reset_state()
+from tests.workers.celery_bridge.jobs import HOST, application, ended, job
 
 
 class Monitor:
@@ -122,9 +73,12 @@ def monitoring(app: Celery) -> Iterator[Monitor]:
 
 @contextmanager
 def watching(
-    app: Celery, is_wanted: Callable[[], bool] = lambda: True, interval_s: float = 0.01
+    app: Celery,
+    is_wanted: Callable[[], bool] = lambda: True,
+    interval_s: float = 0.01,
+    max_buffered: int = 20_000,
 ) -> Iterator[CeleryEventSender]:
-    listener = CeleryEventSender(app, HOST, interval_s=interval_s, is_wanted=is_wanted)
+    listener = CeleryEventSender(app, HOST, interval_s=interval_s, is_wanted=is_wanted, max_buffered=max_buffered)
     listener.start()
     try:
         yield listener
@@ -171,7 +125,7 @@ def test_every_end_of_a_job_has_its_state_in_celery(app: Celery, end: State, sta
 
 
 def test_a_failed_forward_of_a_job_that_runs_again_shows_as_a_retry(app: Celery):
-    """Until it runs again the task is in retry, with what the forward failed of; its end is its own."""
+    """Between its forwards the task is in retry, with the error of the last one; then it ends as usual."""
     failing = job()
     with monitoring(app) as monitor, watching(app) as listener:
         listener.received([failing], 1000.0)
@@ -185,9 +139,9 @@ def test_a_failed_forward_of_a_job_that_runs_again_shows_as_a_retry(app: Celery)
     assert task.succeeded == 1004.0
 
 
-def test_the_task_that_brought_a_lane_job_ends_with_it(app: Celery):
-    """The sender of a task looks for the task's id, not for the job's: both end in the monitor."""
-    through_celery = job(lane=True, local_id="b6f1c0de-task")
+def test_the_task_that_brought_a_job_ends_with_it(app: Celery):
+    """The sender looks for the id of its task, not of the job: the monitor shows the end of both."""
+    through_celery = job(is_task=True, local_id="b6f1c0de-task")
     with monitoring(app) as monitor, watching(app) as listener:
         listener.received([through_celery], 1000.0)
         listener.finished([ended(through_celery)], 1001.0)
@@ -213,7 +167,7 @@ def test_batches_of_jobs_travel_as_a_few_compressed_messages(app: Celery):
 
 
 def test_nothing_is_sent_while_events_are_off(app: Celery):
-    """The switch is followed both ways, and jobs that ended meanwhile are counted, not sent late."""
+    """Events follow the flag in both directions. Jobs that end while it is off are counted, and not sent later."""
     is_on = [False]
     unseen, seen = job(), job()
     with monitoring(app) as monitor, watching(app, lambda: is_on[0]) as listener:
@@ -230,20 +184,14 @@ def test_nothing_is_sent_while_events_are_off(app: Celery):
 
 
 def test_a_broker_that_is_away_costs_events_and_nothing_else(redis_server: RedisServer):
-    """While Celery's broker is dead the drain's calls return at once, events are counted as dropped, and the next
-    ones arrive when it is back.
-    """
+    """While Celery's broker is dead, events are dropped and counted. When it is back, the next ones arrive."""
     app = application(redis_server)
     with watching(app) as listener:
         listener.received([job()], time.time())
         redis_server.kill()
-        longest = 0.0
 
         def drops() -> bool:
-            nonlocal longest
-            begun = time.perf_counter()
             listener.received([job()] * 64, time.time())
-            longest = max(longest, time.perf_counter() - begun)
             return listener.dropped > 0
 
         wait_until(drops, 20, "events are dropped")
@@ -256,14 +204,12 @@ def test_a_broker_that_is_away_costs_events_and_nothing_else(redis_server: Redis
                 return late.id in monitor.state.tasks
 
             wait_until(arrives, 20, "events arrive again")
-    assert longest < 0.25
 
 
-def test_a_frozen_broker_fills_a_bounded_buffer(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
-    """With a broker that accepts and never answers, memory is bounded and the rest is dropped and counted."""
-    monkeypatch.setattr(bridge, "MAX_BUFFERED", 100)
+def test_a_frozen_broker_fills_a_bounded_buffer(redis_server: RedisServer):
+    """While Celery's broker never answers, the buffer is bounded, and further events are dropped and counted."""
     redis_server.pause()
-    with watching(application(redis_server), interval_s=60) as listener:
+    with watching(application(redis_server), interval_s=60, max_buffered=100) as listener:
         for _ in range(5):
             listener.received([job()] * 50, time.time())
         assert listener.dropped == 150
@@ -280,136 +226,29 @@ def test_a_revoked_id_is_known_as_job_and_as_task():
     assert not listener.is_revoked("mlp.three")
 
 
-def test_disable_events_is_believed_although_the_dispatcher_stays_enabled(app: Celery):
-    """Celery's dispatcher says `enabled` with task events off; the switch reads its groups, and lets Celery's own
-    commands change them.
+def test_disable_events_counts_although_the_dispatcher_stays_enabled(app: Celery):
+    """Celery's dispatcher stays `enabled` while task events are off. The flag follows its groups, which Celery's own
+    commands change.
     """
     with app.connection_for_write() as connection:
         dispatcher = app.events.Dispatcher(connection, hostname=HOST, groups=None)
         consumer = SimpleNamespace(event_dispatcher=None)
-        switch = TaskEventsFlag(SimpleNamespace(task_events=True, consumer=consumer))
-        assert switch()
+        is_on = TaskEventsFlag(SimpleNamespace(task_events=True, consumer=consumer))
+        assert is_on()
         consumer.event_dispatcher = dispatcher
-        assert switch()
+        assert is_on()
         Panel.data["disable_events"](SimpleNamespace(consumer=consumer))
         assert dispatcher.enabled
-        assert not switch()
+        assert not is_on()
         consumer.event_dispatcher = None
-        assert not switch()
+        assert not is_on()
         consumer.event_dispatcher = dispatcher
         Panel.data["enable_events"](SimpleNamespace(consumer=consumer))
-        assert switch()
-
-
-class Held:
-    """What a drain holds."""
-
-    def __init__(self, active: Sequence[JobHeader], reserved: Sequence[JobHeader]) -> None:
-        self._active, self._reserved = list(active), list(reserved)
-
-    def active(self) -> list[JobHeader]:
-        return self._active
-
-    def reserved(self) -> list[JobHeader]:
-        return self._reserved
-
-
-def test_inspect_tells_of_the_drains_jobs(app: Celery):
-    """`active`, `reserved` and `stats` show what the drain holds and has done, without payloads."""
-    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
-    running, waiting = job(), job("minilm")
-    show_drain(Held([running], [waiting]), listener, HOST, settings={})
-    listener.finished([ended(job()), ended(job())], 1000.0)
-
-    controller = SimpleNamespace(stats=lambda: {"total": {"penstock.infer": 1}, "pid": 1})
-    state = SimpleNamespace(tset=set, consumer=SimpleNamespace(controller=controller))
-    (active,) = Panel.data["active"](state, safe=True)
-    (reserved,) = Panel.data["dump_reserved"](state)
-    stats = Panel.data["stats"](state)
-
-    assert (active["id"], active["name"], active["hostname"]) == (running.id, "penstock.infer.mlp", HOST)
-    assert (reserved["id"], reserved["name"]) == (waiting.id, "penstock.infer.minilm")
-    assert stats["total"] == {"penstock.infer": 1, "penstock.infer.mlp": 2}
-    assert stats["pid"] == 1
-
-
-def test_celerys_heartbeat_counts_the_drains_jobs(app: Celery):
-    """Flower's column of active tasks comes from the heartbeat."""
-    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
-    show_drain(Held([job(), job()], []), listener, HOST, settings={})
-    listener.finished([ended(job())], 1000.0)
-    sent: list[dict[str, Any]] = []
-    eventer = SimpleNamespace(
-        on_enabled=set(), on_disabled=set(), send=lambda event, **fields: sent.append({"type": event, **fields})
-    )
-    heartbeat.Heart(None, eventer)._send("worker-heartbeat")
-    assert (sent[0]["active"], sent[0]["processed"]) == (2, 1)
-
-
-def test_only_commands_that_look_or_revoke_stay_open():
-    """Whatever this version of Celery offers, what stops, resizes or re-routes a worker is gone."""
-    withdraw_commands()
-    assert set(Panel.data) <= OPEN_COMMANDS
-    for name in ("ping", "stats", "active", "reserved", "revoked", "revoke", "enable_events", "disable_events"):
-        assert name in Panel.data
-    for name in ("shutdown", "pool_grow", "pool_restart", "autoscale", "add_consumer", "cancel_consumer", "terminate"):
-        assert name not in Panel.data
-
-
-def request_of(app: Celery, payload: object) -> InferRequest:
-    """The request that a worker of `app` would make of a message with this payload."""
-
-    def infer() -> None:
-        """Stands for the lane's task."""
-
-    task = app.task(name="penstock.infer")(infer)
-    message = SimpleNamespace(
-        headers={"id": "t1", "task": "penstock.infer", "kwargsrepr": CANARY, "argsrepr": CANARY},
-        body=b"",
-        payload=payload,
-        content_type="application/json",
-        content_encoding="utf-8",
-        delivery_info={},
-        properties={},
-    )
-    return InferRequest(message, app=app, hostname=HOST, task=task)
-
-
-def test_the_request_of_a_lane_task_shows_nobody_its_payload(app: Celery):
-    """Neither Celery's events, which carry argsrepr and kwargsrepr, nor `inspect active` nor repr have the inputs."""
-    request = request_of(app, [[], {"model": "mlp", "inputs": {"x": CANARY}}, {}])
-    shown = [request.argsrepr, request.kwargsrepr, request.info(), request.info(safe=True), repr(request)]
-    shown += [request.request_dict["argsrepr"], request.request_dict["kwargsrepr"]]
-    assert CANARY not in repr(shown)
-    assert request.kwargsrepr == "{'model': 'mlp'}"
-
-
-@pytest.mark.parametrize("payload", [[1], 7, None, {"a": 1}, "text"])
-def test_a_payload_that_is_no_task_is_an_invalid_task_and_no_crash(app: Celery, payload: object):
-    """Celery drops an InvalidTaskError; anything else would end the worker."""
-    with pytest.raises(InvalidTaskError):
-        request_of(app, payload)
-
-
-def test_a_stored_result_is_what_get_returns(app: Celery):
-    """The result backend holds successes, failures by class and text, and revocations, as AsyncResult expects."""
-    store = CeleryResultStore(app)
-    store.succeeded("t-done", {"outputs": {"y": [[1.0]]}})
-    store.failed("t-failed", ModelError("ValueError: no"))
-    store.revoked("t-revoked")
-
-    def outcome(task_id: str) -> object:
-        return app.AsyncResult(task_id).get(timeout=5, propagate=False)
-
-    assert outcome("t-done") == {"outputs": {"y": [[1.0]]}}
-    failure = outcome("t-failed")
-    assert isinstance(failure, ModelError)
-    assert str(failure) == "ValueError: no"
-    assert isinstance(outcome("t-revoked"), TaskRevokedError)
+        assert is_on()
 
 
 def test_a_message_leaves_the_events_exchange_for_its_own_routing_key(app: Celery, shared_redis: RedisServer):
-    """Monitors that listen to a part of the events find ours under `task.multi`."""
+    """A monitor that subscribes to task events only receives ours under `task.multi`."""
     with app.connection_for_read() as connection:
         exchange = Exchange("celeryev", type="fanout")
         queue = Queue(f"test-{new_job_id('q')}", exchange, routing_key="task.#", auto_delete=True)
@@ -429,7 +268,7 @@ def test_a_message_leaves_the_events_exchange_for_its_own_routing_key(app: Celer
 
 
 def test_celerys_own_producer_and_ours_reach_the_same_receiver(app: Celery):
-    """Worker events come from Celery's dispatcher, task events from us: one monitor sees both."""
+    """Celery's dispatcher sends worker events, the bridge sends task events: one monitor sees both."""
     with monitoring(app) as monitor, watching(app) as listener, app.connection_for_write() as connection:
         with app.events.Dispatcher(connection, hostname=HOST) as dispatcher:
             assert isinstance(dispatcher.producer, Producer)

@@ -1,0 +1,88 @@
+"""The operators' end of Redis Streams: queues, pauses, dead letters, versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from penstock.registry.broker import redis_scripts as scripts
+from penstock.registry.broker.base import DeadLetter, Depth, Publication, Replay, Waiting, Withdrawal
+from penstock.registry.broker.redis_specs import RedisSpecs
+from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, Priority, flow_key, paused_key, worker_key
+
+__all__ = ["RedisOperator"]
+
+_DELETES_PER_CALL = 256
+"""Dead letters that one call deletes, so that no call holds the server for long."""
+
+
+class RedisOperator(RedisSpecs):
+    """OperatorEnd on one Redis. Thread-safe."""
+
+    def models(self) -> list[str]:
+        """See FleetEnd.models."""
+        return sorted(name.decode() for name in self._run(["SMEMBERS", MODELS_KEY]))
+
+    def depths(self, slot: str) -> list[Depth]:
+        """See OperatorEnd.depths."""
+        begun = time.monotonic()
+        answer = self._run(scripts.depths(slot))
+        self._note_clock(answer[0], begun)
+        return scripts.measured(slot, answer)
+
+    def committed(self, slot: str) -> int:
+        """See OperatorEnd.committed."""
+        return int(self._run(["HGET", flow_key(slot), "done"]) or 0)
+
+    def workers(self) -> list[bytes]:
+        """See FleetEnd.workers."""
+        names = [name.decode() for name in self._run(["ZRANGE", WORKERS_KEY, 0, -1])]
+        if not names:
+            return []
+        reports = self._run(["MGET", *map(worker_key, names)])
+        gone = [name for name, report in zip(names, reports, strict=True) if report is None]
+        if gone:
+            self._run(["ZREM", WORKERS_KEY, *gone])
+        return [report for report in reports if report is not None]
+
+    def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
+        """See FleetEnd.activate."""
+        is_active = bool(self._run(scripts.activate(slot, epoch, record, version, spec)))
+        self._run(["SADD", MODELS_KEY, slot])
+        return is_active
+
+    def pause(self, slot: str) -> None:
+        """See OperatorEnd.pause."""
+        self._run(["SET", paused_key(slot), int(self.now_ms())])
+
+    def resume(self, slot: str) -> None:
+        """See OperatorEnd.resume."""
+        self._run(["DEL", paused_key(slot)])
+
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
+        """See OperatorEnd.waiting."""
+        return scripts.parse_waiting(self._run(scripts.waiting(slot, priority, after, count, head_bytes)))
+
+    def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
+        """See OperatorEnd.withdraw."""
+        return scripts.withdrawn(self._run(scripts.withdraw(slot, priority, jobs, result_ttl_ms))) if jobs else 0
+
+    def replay(
+        self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
+    ) -> Replay:
+        """See OperatorEnd.replay."""
+        return scripts.replayed(self._run(scripts.replay(slot, entry, job, job_ttl_ms, keeps_acceptance)))
+
+    def purge_dead(self, slot: str, entries: Sequence[str]) -> int:
+        """See OperatorEnd.purge_dead."""
+        starts = range(0, len(entries), _DELETES_PER_CALL)
+        chunks = [entries[start : start + _DELETES_PER_CALL] for start in starts]
+        return sum(self._run(scripts.purge_dead(slot, chunk)) for chunk in chunks)
+
+    def dead_letters(self, slot: str, after: str = "", count: int = 100) -> list[DeadLetter]:
+        """See OperatorEnd.dead_letters."""
+        return scripts.listed_dead(slot, self._run(scripts.list_dead(slot, after, count)))
+
+    def read_dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
+        """See OperatorEnd.read_dead_letter."""
+        return scripts.parse_dead_letter(slot, self._run(scripts.read_dead_letter(slot, entry)))

@@ -1,0 +1,311 @@
+"""The workers' end of Redis Streams: claim, commit, keep leases.
+
+Commits and claims share one round trip on a connection of the worker's thread. A blocking claim has a connection of
+its own, so that the worker can wait for it and for other events at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Self
+
+import redis
+from hiredis import pack_command
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, ResponseError
+from redis.retry import Retry
+
+from penstock.registry.broker import redis_scripts as scripts
+from penstock.registry.broker.base import Claim, Commit, CommitStatus, Delivery, Event, Held, Renewal
+from penstock.registry.broker.limits import DEAD_LETTERS_BYTES
+from penstock.registry.broker.redis_connection import DirectConnection, is_no_group, open_client, translated
+from penstock.registry.broker.redis_specs import RedisSpecs
+from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.queues import GROUP, WORKERS_KEY, paused_key, stream_keys, worker_key
+
+__all__ = ["RedisWorker"]
+
+_JOBS_PER_CALL: Final = 256
+"""Jobs of one call to a script that works through a list, so that no call holds the server for long."""
+
+
+class RedisWorker(RedisSpecs):
+    """WorkerEnd on one Redis. Thread-safe, except that one thread owns exchange, arm, fileno, collect and disarm."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        *,
+        timeout_s: float = 5.0,
+        result_ttl_ms: int = 3_600_000,
+        dead_letters_bytes: int = DEAD_LETTERS_BYTES,
+    ) -> None:
+        super().__init__(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+        self._dead_letters_bytes = dead_letters_bytes
+        self._paused: frozenset[str] = frozenset()
+        self._exchanging: DirectConnection | None = None
+        self._armed: _ArmedClaim | None = None
+
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        *,
+        timeout_s: float = 5.0,
+        result_ttl_ms: int = 3_600_000,
+        dead_letters_bytes: int = DEAD_LETTERS_BYTES,
+    ) -> Self:
+        """From redis://, rediss:// or unix://. Connects later. Raises ConfigurationError for other URLs."""
+        client = open_client(redis.Redis.from_url, Retry(NoBackoff(), 0), url, timeout_s)
+        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms, dead_letters_bytes=dead_letters_bytes)
+
+    def prepare(self, slots: Sequence[str]) -> None:
+        """See WorkerEnd.prepare."""
+        for slot in slots:
+            for key in stream_keys(slot):
+                try:
+                    self._run(["XGROUP", "CREATE", key, GROUP, "0", "MKSTREAM"])
+                except ResponseError as error:
+                    if not str(error).startswith("BUSYGROUP"):
+                        raise
+
+    def exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
+        """See WorkerEnd.exchange."""
+        by_slot: defaultdict[str, list[int]] = defaultdict(list)
+        for index, commit in enumerate(commits):
+            by_slot[commit.slot].append(index)
+        chunks = [
+            (slot, indices[start : start + _JOBS_PER_CALL])
+            for slot, indices in by_slot.items()
+            for start in range(0, len(indices), _JOBS_PER_CALL)
+        ]
+        calls = [
+            scripts.commit(consumer, slot, [commits[index] for index in indices], result_ttl_ms)
+            for slot, indices in chunks
+        ]
+        calls += [scripts.claim(consumer, claim) for claim in claims]
+        begun = time.monotonic()
+        answers = self._run_all(calls)
+        if refused := [index for index, answer in enumerate(answers) if isinstance(answer, ResponseError)]:
+            # The broker was emptied: the jobs of these commits are no longer ours.
+            self.prepare([*by_slot, *(claim.slot for claim in claims)])
+            for index, answer in zip(refused, self._run_all([calls[index] for index in refused]), strict=True):
+                answers[index] = answer
+        statuses: list[CommitStatus] = [CommitStatus.FENCED] * len(commits)
+        for (_, indices), answer in zip(chunks, answers, strict=False):
+            for index, status in zip(indices, scripts.statuses(answer), strict=True):
+                statuses[index] = status
+        deliveries: list[Delivery] = []
+        for claim, answer in zip(claims, answers[len(chunks) :], strict=True):
+            now_ms, is_paused, found = scripts.claimed(claim.slot, answer)
+            if is_paused != (claim.slot in self._paused):
+                self._paused ^= {claim.slot}
+            self._note_clock(now_ms, begun)
+            deliveries += found
+        return statuses, deliveries
+
+    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+        """See WorkerEnd.arm."""
+        # A blocking read does not see pauses, so it must not name the queues of a paused slot.
+        active = [slot for slot in slots if slot not in self._paused]
+        with self._armed_connection() as armed:
+            if active:
+                armed.send(consumer, active, count, block_ms)
+
+    def fileno(self) -> int:
+        """See WorkerEnd.fileno. -1 before the first `arm` and after a lost connection."""
+        return -1 if self._armed is None else self._armed.fileno
+
+    def collect(self) -> list[Delivery]:
+        """See WorkerEnd.collect."""
+        with self._armed_connection() as armed:
+            try:
+                return armed.receive() if armed.is_outstanding else []
+            except ResponseError as error:
+                if not is_no_group(error):
+                    raise
+        self.prepare(armed.slots)
+        return []
+
+    def disarm(self) -> list[Delivery]:
+        """See WorkerEnd.disarm."""
+        if self._armed is None or not self._armed.is_outstanding:
+            return []
+        # If the claim was answered a moment ago, UNBLOCK does nothing, and the answer is on the way.
+        self._run(["CLIENT", "UNBLOCK", self._armed.client_id])
+        return self.collect()
+
+    def drop_armed(self) -> None:
+        """See WorkerEnd.drop_armed. The next `arm` makes another connection."""
+        if self._armed is not None:
+            self._armed.close()
+            self._armed = None
+
+    def paused(self, slots: Sequence[str]) -> frozenset[str]:
+        """See WorkerEnd.paused."""
+        self._paused = frozenset(slot for slot in slots if self._run(["EXISTS", paused_key(slot)]))
+        return self._paused
+
+    def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
+        """See WorkerEnd.renew."""
+        lost: set[Held] = set()
+        cancelled: set[str] = set()
+        for slot, jobs in _by_slot(held):
+            renewal = scripts.renewed(jobs, self._run(scripts.renew(consumer, slot, jobs)))
+            lost |= renewal.lost
+            cancelled |= renewal.cancelled
+        return Renewal(frozenset(lost), frozenset(cancelled))
+
+    def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
+        """See WorkerEnd.take_over."""
+        return self._taken_over(slot, lambda: self._stamped_take_over(consumer, slot, lease_ms, count))
+
+    def _taken_over(self, slot: str, call: Callable[[], scripts.Call]) -> list[Delivery]:
+        with translated():
+            # Not repeated: a delayed call must not look like a new one.
+            answer = _tolerating_no_group(lambda: self._once(call()))
+        if isinstance(answer, ResponseError):
+            self.prepare([slot])
+            return []
+        return scripts.taken_over(slot, answer)
+
+    def _stamped_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> scripts.Call:
+        return scripts.take_over(consumer, slot, lease_ms, count, self.now_ms())
+
+    def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
+        """See WorkerEnd.release."""
+        for slot, jobs in _by_slot(held):
+            self._run(scripts.release(consumer, slot, jobs, version))
+
+    def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
+        """See WorkerEnd.adopt."""
+        return self._taken_over(slot, lambda: scripts.adopt(consumer, slot, versions, count))
+
+    def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        """See WorkerEnd.suspect."""
+        for start in range(0, len(jobs), _JOBS_PER_CALL):
+            self._run(scripts.suspect(slot, jobs[start : start + _JOBS_PER_CALL], incident, ttl_ms))
+
+    def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
+        """See WorkerEnd.emit."""
+        return int(self._run(scripts.emit(consumer, held, events, ttl_ms, after)))
+
+    def dead_letter(
+        self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
+    ) -> bool:
+        """See WorkerEnd.dead_letter."""
+        ttl_ms, most_bytes = self._result_ttl_ms, self._dead_letters_bytes
+        return bool(self._run(scripts.dead_letter(consumer, delivery, reason, job_id, sealed, ttl_ms, most_bytes)))
+
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
+        """See WorkerEnd.report."""
+        if report:
+            self._run(["SET", worker_key(worker), report, "PX", ttl_ms])
+            self._run(["ZADD", WORKERS_KEY, self.now_ms(), worker])
+        else:
+            self._run(["DEL", worker_key(worker)])
+            self._run(["ZREM", WORKERS_KEY, worker])
+
+    def close(self) -> None:
+        """See Broker.close."""
+        self.drop_armed()
+        if self._exchanging is not None:
+            self._exchanging.close()
+        super().close()
+
+    def forget_connections(self) -> None:
+        """After a fork: drop the parent's connections without closing its sockets."""
+        self._armed = self._exchanging = None
+        super().forget_connections()
+
+    @contextlib.contextmanager
+    def _armed_connection(self) -> Iterator[_ArmedClaim]:
+        with translated():
+            if self._armed is None:
+                self._armed = _ArmedClaim(self._redis)
+        try:
+            with translated():
+                yield self._armed
+        except BrokerUnavailable:
+            self.drop_armed()
+            raise
+
+    def _run_all(self, calls: Sequence[scripts.Call]) -> list[Any]:
+        """Several calls in one round trip, not repeated: the worker repeats the whole step.
+
+        The error of a missing consumer group stands in its call's place; other errors are raised.
+        """
+        try:
+            with translated():
+                if self._exchanging is None:
+                    self._exchanging = DirectConnection(self._redis)
+                answers = self._exchanging.ask(calls)
+                if any(isinstance(answer, NoScriptError) for answer in answers):
+                    self._load()
+                    missing = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+                    for index, answer in zip(
+                        missing, self._exchanging.ask([calls[index] for index in missing]), strict=True
+                    ):
+                        answers[index] = answer
+                for answer in answers:
+                    if isinstance(answer, ResponseError) and not is_no_group(answer):
+                        raise answer
+                return answers
+        except BrokerUnavailable:
+            if self._exchanging is not None:
+                self._exchanging.close()
+                self._exchanging = None
+            raise
+
+
+class _ArmedClaim(DirectConnection):
+    """A connection on which at most one blocking XREADGROUP is outstanding."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        super().__init__(client)
+        self.slots: Sequence[str] = ()
+        self.is_outstanding = False
+        self.client_id: int = self.ask([["CLIENT", "ID"]])[0]
+
+    @property
+    def fileno(self) -> int:
+        return self._connection._sock.fileno() if self._connection._sock else -1
+
+    def send(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+        self.slots = tuple(slots)
+        self.is_outstanding = True
+        # Redis runs the second command when the blocking one has ended: it reads the versions at that moment.
+        commands = (scripts.armed(consumer, slots, count, block_ms), scripts.actives(slots))
+        self._connection.send_packed_command([pack_command(tuple(each)) for each in commands], check_health=False)
+
+    def receive(self) -> list[Delivery]:
+        self.is_outstanding = False
+        entries, actives = self._answer(), self._answer()
+        for answer in (entries, actives):
+            if isinstance(answer, ResponseError):
+                raise answer
+        return scripts.armed_deliveries(self.slots, entries, actives)
+
+
+def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
+    found: defaultdict[str, list[Held]] = defaultdict(list)
+    for job in held:
+        found[job.slot].append(job)
+    for slot, jobs in found.items():
+        for start in range(0, len(jobs), _JOBS_PER_CALL):
+            yield slot, jobs[start : start + _JOBS_PER_CALL]
+
+
+def _tolerating_no_group(step: Callable[[], Any]) -> Any:
+    """The answer of the step; or its error, if the consumer group is missing."""
+    try:
+        return step()
+    except ResponseError as error:
+        if not is_no_group(error):
+            raise
+        return error

@@ -1,0 +1,85 @@
+"""Remote control, through the entries of Celery's own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from celery import Celery
+from celery.worker import heartbeat
+from celery.worker import state as worker_state
+from celery.worker.control import Panel
+
+from penstock.registry.envelope import JobHeader
+from penstock.workers.celery_bridge.events import CeleryEventSender
+from penstock.workers.celery_bridge.remote_control import OPEN_COMMANDS, restored_tables, show_drain, withdraw_commands
+from tests.workers.celery_bridge.jobs import HOST, ended, job
+
+
+class HeldJobs:
+    """The jobs that a drain holds."""
+
+    def __init__(self, active: Sequence[JobHeader], reserved: Sequence[JobHeader]) -> None:
+        self._active, self._reserved = list(active), list(reserved)
+
+    def active(self) -> list[JobHeader]:
+        return self._active
+
+    def reserved(self) -> list[JobHeader]:
+        return self._reserved
+
+
+def test_inspect_shows_the_drains_jobs(app: Celery):
+    """`active` and `reserved` show the drain's jobs, `stats` counts the finished ones, all without payloads."""
+    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
+    running, waiting = job(), job("minilm")
+    show_drain(HeldJobs([running], [waiting]), listener, HOST, settings={})
+    listener.finished([ended(job()), ended(job())], 1000.0)
+
+    controller = SimpleNamespace(stats=lambda: {"total": {"penstock.infer": 1}, "pid": 1})
+    state = SimpleNamespace(tset=set, consumer=SimpleNamespace(controller=controller))
+    (active,) = Panel.data["active"](state, safe=True)
+    (reserved,) = Panel.data["dump_reserved"](state)
+    stats = Panel.data["stats"](state)
+
+    assert (active["id"], active["name"], active["hostname"]) == (running.id, "penstock.infer.mlp", HOST)
+    assert (reserved["id"], reserved["name"]) == (waiting.id, "penstock.infer.minilm")
+    assert stats["total"] == {"penstock.infer": 1, "penstock.infer.mlp": 2}
+    assert stats["pid"] == 1
+
+
+def test_celerys_heartbeat_counts_the_drains_jobs(app: Celery):
+    """Flower's column of active tasks comes from the heartbeat."""
+    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
+    show_drain(HeldJobs([job(), job()], []), listener, HOST, settings={})
+    listener.finished([ended(job())], 1000.0)
+    sent: list[dict[str, Any]] = []
+    eventer = SimpleNamespace(
+        on_enabled=set(), on_disabled=set(), send=lambda event, **fields: sent.append({"type": event, **fields})
+    )
+    heartbeat.Heart(None, eventer)._send("worker-heartbeat")
+    assert (sent[0]["active"], sent[0]["processed"]) == (2, 1)
+
+
+def test_only_commands_that_look_or_revoke_stay_open():
+    """In every version of Celery, the commands that stop, resize or re-route a worker are removed."""
+    withdraw_commands()
+    assert set(Panel.data) <= OPEN_COMMANDS
+    for name in ("ping", "stats", "active", "reserved", "revoked", "revoke", "enable_events", "disable_events"):
+        assert name in Panel.data
+    for name in ("shutdown", "pool_grow", "pool_restart", "autoscale", "add_consumer", "cancel_consumer", "terminate"):
+        assert name not in Panel.data
+
+
+def test_celerys_tables_are_given_back(app: Celery):
+    """After the block, the commands and the heartbeat's counts are Celery's own again, also the removed ones."""
+    commands, descriptions = dict(Panel.data), dict(Panel.meta)
+    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
+    with restored_tables():
+        show_drain(HeldJobs([], []), listener, HOST, settings={})
+        withdraw_commands()
+        assert Panel.data != commands
+    assert (dict(Panel.data), dict(Panel.meta)) == (commands, descriptions)
+    assert heartbeat.active_requests is worker_state.active_requests
+    assert heartbeat.all_total_count is worker_state.all_total_count

@@ -1,0 +1,294 @@
+"""Task events: the jobs of a worker, for Celery's monitors and Flower.
+
+    drain -- received, started, finished, retried --> buffer -- every 50 ms --> task.multi on Celery's broker --> Flower
+
+A thread with a connection of its own sends the buffer. Events are best effort: while Celery's broker is away they are
+dropped and counted, and no call of the drain waits or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+from celery import Celery
+from celery.events.event import get_exchange
+from celery.utils.time import utcoffset
+from celery.worker import state as worker_state
+from kombu.messaging import Producer
+
+from penstock.registry.broker.base import State
+from penstock.registry.envelope import JobHeader
+from penstock.workers.celery_bridge.presentation import shown_arguments, shown_failure, shown_name
+from penstock.workers.observe.listener import Ended, Failed
+
+__all__ = ["CeleryEventSender", "TaskEventsFlag"]
+
+_MAX_BUFFERED: Final = 20_000
+_EVENTS_PER_MESSAGE: Final = 6_000
+_COMPRESS_FROM_BYTES: Final = 8_192
+_IDLE_S: Final = 1.0
+"""An idle sender notices within this time that events were switched on."""
+_RETRY_S: Final = 1.0
+_CONNECTION: Final = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
+_MAX_DESCRIPTIONS: Final = 4_096
+
+logger = logging.getLogger("penstock.server")
+
+
+class _TaskEvent(msgspec.Struct, tag_field="type"):
+    uuid: str
+    timestamp: float
+    clock: int
+    hostname: str
+    pid: int
+    utcoffset: int
+
+
+class _TaskReceived(_TaskEvent, tag="task-received"):
+    name: str
+    args: str
+    kwargs: str
+
+
+class _TaskStarted(_TaskEvent, tag="task-started"):
+    pass
+
+
+class _TaskSucceeded(_TaskEvent, tag="task-succeeded"):
+    result: str
+    runtime: float
+
+
+class _TaskFailed(_TaskEvent, tag="task-failed"):
+    exception: str
+    runtime: float
+    traceback: str = ""
+
+
+class _TaskRetried(_TaskEvent, tag="task-retried"):
+    exception: str
+    traceback: str = ""
+
+
+class _TaskRevoked(_TaskEvent, tag="task-revoked"):
+    expired: bool
+    terminated: bool = False
+    signum: None = None
+
+
+class CeleryEventSender:
+    """The drain's JobListener that sends Celery's task events, and knows the ids that Celery has revoked.
+
+    is_wanted: whether task events are on. max_buffered: how many events may wait to be sent; further ones are dropped.
+
+    Attributes:
+        dropped: events that were lost because Celery's broker was away or slow.
+        totals: finished jobs by the name under which Flower shows their model.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        hostname: str,
+        *,
+        interval_s: float,
+        is_wanted: Callable[[], bool],
+        max_buffered: int = _MAX_BUFFERED,
+    ) -> None:
+        self.dropped = 0
+        self.totals: Counter[str] = Counter()
+        self._app = app
+        self._hostname = hostname
+        self._interval_s = interval_s
+        self._is_wanted = is_wanted
+        self._max_buffered = max_buffered
+        self._sends = False
+        self._buffer: list[Callable[[int], Iterator[_TaskEvent]]] = []
+        self._buffered = 0
+        self._lock = threading.Lock()
+        self._work = threading.Event()
+        self._stopping = threading.Event()
+        self._descriptions: dict[object, str] = {}
+        self._encode = msgspec.json.Encoder().encode
+        self._producer: Any = None
+        self._thread = threading.Thread(target=self._run, name="celery-events", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that sends."""
+        self._sends = self._is_wanted()
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """Send the buffered events, and end the thread."""
+        self._stopping.set()
+        self._work.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    # Called by the drain
+
+    def received(self, jobs: Sequence[JobHeader], at: float) -> None:
+        """See JobListener.received."""
+        self._note(len(jobs), lambda clock: self._receptions(jobs, at, clock))
+
+    def started(self, jobs: Sequence[JobHeader], at: float) -> None:
+        """See JobListener.started."""
+        self._note(len(jobs), lambda clock: self._starts(jobs, at, clock))
+
+    def finished(self, ended: Sequence[Ended], at: float) -> None:
+        """See JobListener.finished."""
+        for model, count in Counter(each.header.model for each in ended).items():
+            self.totals[shown_name(model)] += count
+        self._note(len(ended), lambda clock: self._ends(ended, at, clock))
+
+    def retried(self, failed: Sequence[Failed], at: float) -> None:
+        """See JobListener.retried."""
+        self._note(len(failed), lambda clock: self._retries(failed, at, clock))
+
+    def is_revoked(self, job_id: str) -> bool:
+        """See JobListener.is_revoked. A job that a Celery task brought is also revoked by the task's id."""
+        revoked = worker_state.revoked
+        return bool(revoked) and (job_id in revoked or job_id.rpartition(".")[2] in revoked)
+
+    def _note(self, jobs: int, events: Callable[[int], Iterator[_TaskEvent]]) -> None:
+        if not self._sends:
+            return
+        with self._lock:
+            if self._buffered + jobs > self._max_buffered:
+                self.dropped += jobs
+                return
+            self._buffered += jobs
+            self._buffer.append(events)
+        if not self._work.is_set():
+            self._work.set()
+
+    # On the thread of its own
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._work.wait(_IDLE_S)
+            self._work.clear()
+            self._stopping.wait(self._interval_s)
+            self._sends = self._is_wanted()
+            self._flush()
+        self._disconnect()
+
+    def _flush(self) -> None:
+        with self._lock:
+            buffer, self._buffer = self._buffer, []
+            self._buffered = 0
+        if not buffer:
+            return
+        clock = self._app.clock.forward()
+        events = (event for each in buffer for event in each(clock))
+        while message := list(islice(events, _EVENTS_PER_MESSAGE)):
+            try:
+                self._publish(self._encode(message))
+            except Exception as error:
+                # After any error the next flush opens a new connection; the thread goes on.
+                self._drop(len(message) + sum(1 for _ in events), error)
+
+    def _publish(self, events: bytes) -> None:
+        if self._producer is None:
+            self._producer = self._connect()
+        headers = {"hostname": self._hostname}
+        if len(events) >= _COMPRESS_FROM_BYTES:
+            # Events are repetitive: for 2 us a job, compression leaves the broker a tenth of the bytes.
+            headers["compression"] = "application/x-gzip"
+            events = zlib.compress(events, 1)
+        self._producer.publish(
+            events,
+            routing_key="task.multi",
+            content_type="application/json",
+            content_encoding="utf-8",
+            headers=headers,
+            delivery_mode=1,
+            declare=[self._producer.exchange],
+        )
+
+    def _connect(self) -> Any:
+        connection = self._app.connection_for_write(transport_options=_CONNECTION, connect_timeout=2.0)
+        exchange = get_exchange(connection, name=self._app.conf.event_exchange)
+        make_producer: Any = Producer
+        return make_producer(connection, exchange=exchange, auto_declare=False)
+
+    def _drop(self, events: int, error: Exception) -> None:
+        self.dropped += events
+        logger.warning("Task events cannot be sent: %s", type(error).__name__, extra={"dropped": self.dropped})
+        self._disconnect()
+        self._stopping.wait(_RETRY_S)
+
+    def _disconnect(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            # `collect` closes without a closing handshake, for which a broker that is away would keep us waiting.
+            producer.connection.collect(socket_timeout=1.0)
+
+    def _receptions(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
+        common = (at, clock, self._hostname, os.getpid(), utcoffset())
+        return (
+            _TaskReceived(job.id, *common, name=shown_name(job.model), args="()", kwargs=self._describe(job))
+            for job in jobs
+        )
+
+    def _starts(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
+        common = (at, clock, self._hostname, os.getpid(), utcoffset())
+        return (_TaskStarted(job.id, *common) for job in jobs)
+
+    def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_TaskEvent]:
+        common = (at, clock, self._hostname, os.getpid(), utcoffset())
+        return (_TaskRetried(each.header.id, *common, exception=shown_failure(each.error)) for each in failed)
+
+    def _ends(self, ended: Sequence[Ended], at: float, clock: int) -> Iterator[_TaskEvent]:
+        common = (at, clock, self._hostname, os.getpid(), utcoffset())
+        for each in ended:
+            yield _end(each, each.header.id, *common)
+            if each.header.options.lane:
+                # The task that brought the job was acknowledged early; for its sender it ends now.
+                yield _end(each, each.header.id.rpartition(".")[2], *common)
+
+    def _describe(self, job: JobHeader) -> str:
+        key = (job.model, job.tenant, job.priority, job.content)
+        described = self._descriptions.get(key)
+        if described is None:
+            if len(self._descriptions) >= _MAX_DESCRIPTIONS:
+                self._descriptions.clear()
+            described = self._descriptions[key] = shown_arguments(job)
+        return described
+
+
+def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, pid: int, offset: int) -> _TaskEvent:
+    common = (uuid, timestamp, clock, hostname, pid, offset)
+    if ended.state is State.COMPLETED:
+        return _TaskSucceeded(*common, result=f"version {ended.version}", runtime=ended.runtime_s)
+    if ended.state in (State.CANCELLED, State.EXPIRED):
+        return _TaskRevoked(*common, expired=ended.state is State.EXPIRED)
+    exception = shown_failure(ended.error) if ended.error else ended.state.name
+    return _TaskFailed(*common, exception=exception, runtime=ended.runtime_s)
+
+
+class TaskEventsFlag:
+    """Whether task events are on; Celery's commands `enable_events` and `disable_events` switch them."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._is_on = bool(worker.task_events)
+
+    def __call__(self) -> bool:
+        """The present state, or the last known one while Celery reconnects."""
+        dispatcher = self._worker.consumer.event_dispatcher
+        if dispatcher is not None:
+            if dispatcher.enabled and not dispatcher.groups:
+                # An empty set means all groups, and Celery's `disable_events` could not take one out of it.
+                dispatcher.groups = {"worker", "task"}
+            # `enabled` alone stays true while task events are off.
+            self._is_on = bool(dispatcher.enabled) and "task" in dispatcher.groups
+        return self._is_on

@@ -1,0 +1,28 @@
+"""How Celery and Flower name a job, its arguments and its failure. Shapes are shown, values never."""
+
+from __future__ import annotations
+
+from penstock.registry.envelope import Failure, JobHeader
+from penstock.registry.queues import CELERY_TASK
+
+__all__ = ["shown_arguments", "shown_failure", "shown_name"]
+
+
+def shown_name(model: str) -> str:
+    """The task name under which Flower lists the jobs of `model`.
+
+    >>> shown_name("mlp")
+    'penstock.infer.mlp'
+    """
+    return f"{CELERY_TASK}.{model}"
+
+
+def shown_failure(failure: Failure) -> str:
+    """The failure in the form of a Python exception: its code, and at most 300 characters of its message."""
+    return f"{failure.code}({failure.message!r:.300})"
+
+
+def shown_arguments(job: JobHeader) -> str:
+    """The tenant, the priority, and the type and shape of each input, in place of the task's arguments."""
+    inputs = {tensor.name: f"{tensor.dtype} {tensor.shape}" for tensor in job.content}
+    return repr({"tenant": job.tenant, "priority": job.priority, **inputs})

@@ -1,0 +1,158 @@
+"""Celery's remote control and heartbeat: they show the jobs of the drain, and only safe commands stay.
+
+    inspect active, reserved, stats; the heartbeat's counts --> DrainView, CeleryEventSender
+    a signed command of an operator --> CommandVerifier --> the worker
+
+Celery keeps these entries in tables of the process. `restored_tables` gives them back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+from celery.worker import heartbeat
+from celery.worker import state as worker_state
+from celery.worker.control import Panel
+
+from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
+from penstock.registry.envelope import JobHeader
+from penstock.registry.errors import PenstockError
+from penstock.workers.celery_bridge.events import CeleryEventSender
+from penstock.workers.celery_bridge.presentation import shown_arguments, shown_name
+
+__all__ = [
+    "OPEN_COMMANDS",
+    "DrainView",
+    "register_control_command",
+    "restored_tables",
+    "show_drain",
+    "withdraw_commands",
+]
+
+_MAX_SHOWN_JOBS: Final = 1_000
+
+OPEN_COMMANDS: Final = frozenset(
+    (
+        *("active", "active_queues", "clock", "conf", "disable_events", "enable_events", "heartbeat", "hello"),
+        *("dump_active", "dump_conf", "dump_reserved", "dump_revoked", "dump_schedule", "dump_tasks"),
+        *("memsample", "ping", "query_task", "registered", "report", "reserved", "revoke", "revoked", "scheduled"),
+        *("stats", CONTROL_COMMAND),
+    )
+)
+"""The remote control commands that stay: they read, switch events, revoke a job, or are signed."""
+
+logger = logging.getLogger("penstock.server")
+
+
+class DrainView(Protocol):
+    """What remote control reads of a drain, on Celery's thread."""
+
+    def active(self) -> list[JobHeader]:
+        """Jobs whose forward runs."""
+
+    def reserved(self) -> list[JobHeader]:
+        """Jobs in memory that wait for their batch."""
+
+
+@contextmanager
+def restored_tables() -> Iterator[None]:
+    """At the end of the block, Celery's process-wide tables are as they were at its beginning."""
+    commands, descriptions = dict(Panel.data), dict(Panel.meta)
+    counted = heartbeat.active_requests, heartbeat.all_total_count
+    try:
+        yield
+    finally:
+        for table, kept in ((Panel.data, commands), (Panel.meta, descriptions)):
+            table.clear()
+            table.update(kept)
+        heartbeat.active_requests, heartbeat.all_total_count = counted
+
+
+def show_drain(view: DrainView, listener: CeleryEventSender, hostname: str, *, settings: Mapping[str, object]) -> None:
+    """Add the drain's jobs to `inspect active`, `reserved` and `stats`, and to the counts of Celery's heartbeat.
+
+    settings: `stats` shows them under `inference`; plain data without secrets. A job costs nothing: the drain is read
+    when a monitor asks. Replaces entries of Celery's process-wide tables.
+    """
+    celery_active, celery_reserved, celery_stats = (Panel.data[name] for name in ("active", "reserved", "stats"))
+
+    def active(state: Any, safe: bool = False) -> list[dict[str, Any]]:
+        return [*celery_active(state, safe=safe), *_requests(view.active(), hostname)]
+
+    def reserved(state: Any) -> list[dict[str, Any]]:
+        return [*celery_reserved(state), *_requests(view.reserved(), hostname)]
+
+    def stats(state: Any) -> dict[str, Any]:
+        known = celery_stats(state)
+        return {
+            **known,
+            "total": {**known["total"], **listener.totals.copy()},
+            "events": {"dropped": listener.dropped},
+            "inference": settings,
+        }
+
+    Panel.data.update(active=active, dump_active=active, reserved=reserved, dump_reserved=reserved, stats=stats)
+    heartbeat.active_requests = _ActiveJobs(view)
+    heartbeat.all_total_count = _FinishedJobs(listener)
+
+
+def register_control_command(verifier: CommandVerifier, execute: Callable[[Command], str]) -> None:
+    """Accept signed commands through Celery's remote control. `execute` returns the reply, or raises PenstockError."""
+
+    def command(state: Any, command: object = None) -> dict[str, str]:
+        try:
+            return {"ok": execute(verifier.open(command))}
+        except PenstockError as error:
+            logger.warning("a control command was refused: %s", error)
+            return {"error": str(error)}
+
+    Panel.register(command, type="control", name=CONTROL_COMMAND, args=[("command", str)], signature="<sealed>")
+
+
+def withdraw_commands() -> None:
+    """Remove the commands that stop, resize or re-route a worker from Celery's remote control."""
+    for name in Panel.data.keys() - OPEN_COMMANDS:
+        del Panel.data[name]
+
+
+def _requests(jobs: Sequence[JobHeader], hostname: str) -> list[dict[str, Any]]:
+    """The jobs in the form of Celery's Request.info."""
+    return [
+        {
+            "id": job.id,
+            "name": shown_name(job.model),
+            "args": "()",
+            "kwargs": shown_arguments(job),
+            "type": shown_name(job.model),
+            "hostname": hostname,
+            "time_start": None,
+            "acknowledged": False,
+            "delivery_info": {"exchange": "", "routing_key": "", "priority": job.priority, "redelivered": False},
+            "worker_pid": os.getpid(),
+        }
+        for job in jobs[:_MAX_SHOWN_JOBS]
+    ]
+
+
+class _ActiveJobs:
+    """Takes the place of Celery's set of active requests, which the heartbeat counts."""
+
+    def __init__(self, view: DrainView) -> None:
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(worker_state.active_requests) + len(self._view.active())
+
+
+class _FinishedJobs:
+    """Takes the place of Celery's list with one total, which the heartbeat reads."""
+
+    def __init__(self, listener: CeleryEventSender) -> None:
+        self._listener = listener
+
+    def __getitem__(self, index: int) -> int:
+        return int(worker_state.all_total_count[index]) + self._listener.totals.total()
