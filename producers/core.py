@@ -9,6 +9,7 @@ to the parent.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -20,7 +21,7 @@ from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
-from penstock.producers.submission import SubmitRun, accepted, log_accepted, with_keys
+from penstock.producers.submission import SubmitRun, accepted, log_accepted, logger, with_keys
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Publication, Receipt
@@ -211,7 +212,8 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
     def _accepted(self, handle: Handle, receipt: Receipt, model: str) -> Handle:
         """The handle of the job that answers. It is an earlier job when the idempotency key belongs to one."""
         job_id = accepted(receipt, model)
-        log_accepted((receipt,), model)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_accepted((receipt,), model)
         return handle if job_id == handle.id else self._find(job_id, handle.tenant)
 
     def _submit_run(

@@ -19,7 +19,7 @@ from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
 from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
 
-__all__ = ["SubmitRun", "accepted", "cancellation", "chunks", "log_accepted", "with_keys"]
+__all__ = ["SubmitRun", "accepted", "cancellation", "chunks", "log_accepted", "logger", "with_keys"]
 
 _CHUNK_JOBS: Final = 256
 _CHUNK_BYTES: Final = 1024 * 1024
@@ -30,7 +30,7 @@ _NO_ROOM: Final = {
     "tenant-full": "The tenant has reached its limit of jobs in flight",
     "memory": "The broker is short of memory",
 }
-_logger = logging.getLogger("penstock.client")
+logger = logging.getLogger("penstock.client")
 
 Item = TypeVar("Item")
 Handle = TypeVar("Handle", bound=HandleCore)
@@ -148,7 +148,8 @@ class SubmitRun(Generic[Handle]):
             elif receipt.outcome not in ("accepted", "known"):
                 refused.append(receipt)
                 self._waiting.append(entry)
-        log_accepted(receipts, self._model)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_accepted(receipts, self._model)
         return self._pause_s(refused, now) if refused else 0.0
 
     def __enter__(self) -> Self:
@@ -180,8 +181,7 @@ class SubmitRun(Generic[Handle]):
 
 
 def log_accepted(receipts: Sequence[Receipt], model: str) -> None:
-    """One line for each accepted job, at DEBUG."""
-    if _logger.isEnabledFor(logging.DEBUG):
-        for receipt in receipts:
-            if receipt.outcome in ("accepted", "known"):
-                _logger.debug("job submitted", extra={"job_id": receipt.job_id, "model": model})
+    """One line for each accepted job, at DEBUG. Ask `logger.isEnabledFor` first: most programs log no job."""
+    for receipt in receipts:
+        if receipt.outcome in ("accepted", "known"):
+            logger.debug("job submitted", extra={"job_id": receipt.job_id, "model": model})

@@ -22,7 +22,7 @@ from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
 from penstock.registry.package import ModelSpec, find, load_package
-from penstock.registry.queues import PriorityName, new_job_id, parse_name, parse_priority
+from penstock.registry.queues import Priority, PriorityName, new_job_id, parse_name, parse_priority
 from penstock.registry.settings import QueueConfig, Settings
 from penstock.registry.tensors import Tensor, encode, encoded_size
 
@@ -163,8 +163,9 @@ class JobBuilder:
 
         lane: the job came as a Celery task. Its result is also stored in Celery's result backend.
         """
-        header = self._header(spec, options, reply, lane=lane)
-        return self._built(spec, header, inputs, idempotency_key, job_id)
+        priority = parse_priority(options.priority)
+        shared = self._header(spec, options, reply, lane=lane)
+        return self._built(spec, shared, priority, inputs, idempotency_key, job_id)
 
     def build_many(
         self,
@@ -179,11 +180,11 @@ class JobBuilder:
 
         Raises as `build` does. An error in one item names its index, which counts from `first_index`.
         """
-        header = self._header(spec, options, reply)
+        priority, shared = parse_priority(options.priority), self._header(spec, options, reply)
         publications: list[Publication] = []
         for index, (inputs, key) in enumerate(items, first_index):
             try:
-                publications.append(self._built(spec, header, inputs, key))
+                publications.append(self._built(spec, shared, priority, inputs, key))
             except InvalidInput as error:
                 raise InvalidInput(f"Item {index}: {error}") from None
         return publications
@@ -195,7 +196,6 @@ class JobBuilder:
             raise UnknownModel(f"Unknown model {spec.name}/{described(version)}. Expected version: {spec.version}")
         if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
             raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
-        parse_priority(options.priority)
         return JobHeader(
             id="",
             tenant=self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant),
@@ -211,7 +211,13 @@ class JobBuilder:
         )
 
     def _built(
-        self, spec: ModelSpec, shared: JobHeader, inputs: Mapping[str, object], key: str | None, job_id: str = ""
+        self,
+        spec: ModelSpec,
+        shared: JobHeader,
+        priority: Priority,
+        inputs: Mapping[str, object],
+        key: str | None,
+        job_id: str = "",
     ) -> Publication:
         content, body = self._encoded(spec, inputs)
         digest = fingerprint = ""
@@ -219,7 +225,6 @@ class JobBuilder:
             digest, fingerprint = _idempotency_digest(shared.tenant, key), _fingerprint(shared.version, content, body)
         header = replace(shared, id=job_id or new_job_id(spec.name), content=content, idempotency_digest=digest)
         sealed = seal("job", header, body, self.keyring)
-        priority = parse_priority(header.priority)
         return Publication(header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint)
 
     def _encoded(self, spec: ModelSpec, inputs: Mapping[str, object]) -> tuple[tuple[Tensor, ...], bytes]:
