@@ -214,7 +214,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         job_id = accepted(receipt, model)
         if logger.isEnabledFor(logging.DEBUG):
             log_accepted((receipt,), model)
-        return handle if job_id == handle.id else self._find(job_id, handle.tenant)
+        return handle if job_id == handle._state.id else self._find(job_id, handle.tenant)
 
     def _submit_run(
         self, spec: ModelSpec, items: Items, options: SubmitOptions, first_index: int, timeout_s: float | None

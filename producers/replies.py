@@ -109,7 +109,9 @@ class ReplyRouter(Generic[Pending]):
     def settle(self, pending: Pending, record: JobRecord | None) -> None:
         """Gives a pending reply the record that the client read, in place of the reply."""
         self._pending.pop(pending.id.rpartition(".")[2], None)
-        self._give(pending, record)
+        pending.receive(record)
+        if self._on_reply is not None:
+            self._on_reply(pending)
 
     def subscribe(self, job_id: str, after: int, sink: Sink) -> None:
         """Routes the job's events to `sink`, from `after` + 1 on, or from the entry that is read next anyway."""
@@ -163,12 +165,9 @@ class ReplyRouter(Generic[Pending]):
             ref = waiting.pop(fields[index].decode("ascii", "replace"), None)
             if ref is not None and (pending := ref()) is not None:
                 record = fields[index + 1]
-                self._give(pending, parse_record(record) if record else None)
-
-    def _give(self, pending: Pending, record: JobRecord | None) -> None:
-        pending.receive(record)
-        if self._on_reply is not None:
-            self._on_reply(pending)
+                pending.receive(parse_record(record) if record else None)
+                if self._on_reply is not None:
+                    self._on_reply(pending)
 
 
 class ReplyReader:
