@@ -9,7 +9,7 @@ override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-gpu chaos test-celery56 docs docs-serve clean
+.PHONY: help demo check test test-all lint bench bench-gpu chaos test-celery56 docs docs-serve clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,10 +17,16 @@ help: ## show the targets
 demo: $(VENV)/.demo ## embed your standard library's docstrings and search them; ASK="your question" adds one
 	@$(BIN)/penstock demo $(if $(ASK),--ask "$$ASK")
 
+check: lint ## between two edits: lint, and the tests that need no server
+	$(BIN)/python -m tests --no-server -q
+
 test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m tests
 
-lint: $(VENV)/.dev ## ruff, ruff format, mypy and the import contracts
+test-all: $(VENV)/.dev ## run what `make test` leaves out: repeated faults, all mutants, installs of the wheel, long builds
+	$(BIN)/python -m tests --long
+
+lint: $(VENV)/.dev docs ## ruff, ruff format, mypy, the import contracts and the documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,9 +1,9 @@
-"""`penstock bench`: what a stack does with one model, measured from outside.
+"""`penstock bench`: throughput, latency and CPU time of a stack with one model, measured from outside.
 
-    distinct random inputs -> saturation: `outstanding` jobs in flight -> jobs/s, latency, CPU per job
-                           -> idle system: one job at a time           -> the shortest time a job can take
+    distinct random inputs -> saturation: `in_flight` jobs at a time -> jobs/s, latency, CPU per job
+                           -> idle system: one job at a time         -> the shortest latency of a job
 
-CPU comes from the books of the kernel and of Redis, before and after: the client is this process, workers count
+CPU times are read from the kernel and from Redis before and after. The client is this process; workers are counted
 when they run on this machine.
 """
 
@@ -40,7 +40,7 @@ __all__ = ["BenchReport", "draw", "measure", "stack_for"]
 _WARM_UP: Final = 512
 _ALONE: Final = 200
 _PARTS: Final = 4
-"""The window of outstanding jobs is refilled in so many parts."""
+"""The window of jobs in flight is refilled in so many parts."""
 _TIMEOUT_S: Final = 120.0
 _SYMBOLIC_EXTENT: Final = 16
 _WORDS: Final = ("valve", "river", "turbine", "reservoir", "gate", "pressure", "flow", "dam", "pipe", "head")
@@ -52,7 +52,7 @@ class BenchReport:
 
     model: str
     jobs: int
-    outstanding: int
+    in_flight: int
     jobs_per_s: float
     saturated_p50_ms: float
     saturated_p99_ms: float
@@ -67,8 +67,8 @@ class BenchReport:
         return asdict(self)
 
 
-class _Spent(NamedTuple):
-    """CPU seconds so far."""
+class _CpuTime(NamedTuple):
+    """CPU seconds so far; `workers_s` is None when none runs on this machine."""
 
     client_s: float
     workers_s: float | None
@@ -77,7 +77,7 @@ class _Spent(NamedTuple):
 
 @contextmanager
 def stack_for(environ: Mapping[str, str], model: str, on_progress: Callable[[str], None]) -> Iterator[Settings]:
-    """Settings that lead to the configured broker or the running stack; to a private stack when there is neither."""
+    """Settings of the configured broker or the running stack; of a private stack when there is neither."""
     settings = Settings.load(environ=environ)
     if settings.redis_url or stack_file.read(settings.home):
         yield stack_file.with_broker(settings)
@@ -88,8 +88,8 @@ def stack_for(environ: Mapping[str, str], model: str, on_progress: Callable[[str
             yield stack_file.with_broker(private)
 
 
-def measure(settings: Settings, model: str, count: int, outstanding: int) -> BenchReport:
-    """Run `count` jobs with `outstanding` in flight, then a few one at a time. Raises UnknownModel and JobFailed."""
+def measure(settings: Settings, model: str, count: int, in_flight: int) -> BenchReport:
+    """Run `count` jobs with `in_flight` at a time, then a few one at a time. Raises UnknownModel and JobFailed."""
     with (
         closing(RedisStreams.from_url(settings.redis_url or "")) as broker,
         Client.from_env(settings=settings) as client,
@@ -99,18 +99,18 @@ def measure(settings: Settings, model: str, count: int, outstanding: int) -> Ben
             raise UnknownModel(f"Unknown model {model!r:.80}. Expected one that a worker serves or that is registered")
         signature = ModelSpec.from_json(sealed).inputs
         inputs = list(_distinct(signature, count, np.random.default_rng(0)))
-        _saturate(client, model, inputs[:_WARM_UP], outstanding)
-        before = _spent(settings, broker)
+        _saturate(client, model, inputs[:_WARM_UP], in_flight)
+        before = _cpu_time(settings, broker)
         begin = time.perf_counter()
-        saturated_s = _saturate(client, model, inputs, outstanding)
+        saturated_s = _saturate(client, model, inputs, in_flight)
         seconds = time.perf_counter() - begin
-        after = _spent(settings, broker)
+        after = _cpu_time(settings, broker)
         alone_s = [_one(client, model, each) for each in inputs[:_ALONE]]
     is_local = before.workers_s is not None and after.workers_s is not None
     return BenchReport(
         model,
         count,
-        outstanding,
+        in_flight,
         count / seconds,
         *_percentiles_ms(saturated_s),
         *_percentiles_ms(alone_s),
@@ -120,25 +120,27 @@ def measure(settings: Settings, model: str, count: int, outstanding: int) -> Ben
     )
 
 
-def draw(figures: BenchReport) -> Table:
-    """The figures, one a line."""
-    worker = "runs elsewhere" if figures.worker_cpu_us is None else f"{figures.worker_cpu_us:,.0f} us"
+def draw(report: BenchReport) -> Table:
+    """The report, one measurement a line."""
+    worker = "runs elsewhere" if report.worker_cpu_us is None else f"{report.worker_cpu_us:,.0f} us"
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row(Text(figures.model, style="bold"), f"{figures.jobs:,} jobs with distinct inputs")
-    table.add_row("throughput", f"{figures.jobs_per_s:,.0f} jobs/s, {figures.outstanding} outstanding")
-    table.add_row("latency then", f"p50 {figures.saturated_p50_ms:,.2f} ms, p99 {figures.saturated_p99_ms:,.2f} ms")
-    table.add_row("one at a time", f"p50 {figures.alone_p50_ms:,.2f} ms, p99 {figures.alone_p99_ms:,.2f} ms")
+    table.add_row(Text(report.model, style="bold"), f"{report.jobs:,} jobs with distinct inputs")
+    table.add_row("throughput", f"{report.jobs_per_s:,.0f} jobs/s, {report.in_flight} in flight")
     table.add_row(
-        "CPU per job", f"worker {worker}, client {figures.client_cpu_us:,.0f} us, Redis {figures.redis_cpu_us:,.0f} us"
+        "latency at saturation", f"p50 {report.saturated_p50_ms:,.2f} ms, p99 {report.saturated_p99_ms:,.2f} ms"
+    )
+    table.add_row("one at a time", f"p50 {report.alone_p50_ms:,.2f} ms, p99 {report.alone_p99_ms:,.2f} ms")
+    table.add_row(
+        "CPU per job", f"worker {worker}, client {report.client_cpu_us:,.0f} us, Redis {report.redis_cpu_us:,.0f} us"
     )
     return table
 
 
-def _saturate(client: Client, model: str, inputs: Sequence[Mapping[str, Array]], outstanding: int) -> list[float]:
+def _saturate(client: Client, model: str, inputs: Sequence[Mapping[str, Array]], in_flight: int) -> list[float]:
     """Seconds from submit to result of each job; results are read in the order of submission."""
     waiting: deque[tuple[JobHandle, float]] = deque()
     latencies: list[float] = []
-    part = max(1, outstanding // _PARTS)
+    part = max(1, in_flight // _PARTS)
 
     def finish(down_to: int) -> None:
         while len(waiting) > down_to:
@@ -147,7 +149,7 @@ def _saturate(client: Client, model: str, inputs: Sequence[Mapping[str, Array]],
             latencies.append(time.perf_counter() - submitted)
 
     for start in range(0, len(inputs), part):
-        finish(outstanding - part)
+        finish(in_flight - part)
         submitted = time.perf_counter()
         waiting.extend((handle, submitted) for handle in client.submit_many(model, inputs[start : start + part]))
     finish(0)
@@ -165,17 +167,15 @@ def _percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
     return p50, p99
 
 
-def _spent(settings: Settings, broker: RedisStreams) -> _Spent:
+def _cpu_time(settings: Settings, broker: RedisStreams) -> _CpuTime:
     with redis.Redis.from_url(settings.redis_url or "") as client:
-        books = client.info("cpu")
+        cpu = client.info("cpu")
     workers = [_cpu_of(pid) for pid in worker_pids(broker)]
-    return _Spent(
-        time.process_time(), sum(workers) if workers else None, books["used_cpu_user"] + books["used_cpu_sys"]
-    )
+    return _CpuTime(time.process_time(), sum(workers) if workers else None, cpu["used_cpu_user"] + cpu["used_cpu_sys"])
 
 
 def _cpu_of(pid: int) -> float:
-    """User and system seconds of a process of this machine, by proc(5); 0 when it is gone."""
+    """User and system seconds of a process of this machine, by proc(5); 0 when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""`penstock demo`: the whole path on real text, on any machine, with nothing to download.
+"""`penstock demo`: search real text on any machine, without a download.
 
     docstrings of this Python -> Client.map("minilm") -> embedded stack -> (N, 384) -> nearest to each question
 
-The stack is a private one in a temporary home; it is gone when the demo ends.
+The stack is private and has a temporary home, which is deleted when the demo ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.compose.stack.local import LocalStack, private_settings
 from penstock.compose.views import overview
 from penstock.registry.settings import Settings
 
-__all__ = ["Answer", "Demonstration", "Hit", "demonstrate", "draw"]
+__all__ = ["Demonstration", "Hit", "SearchResult", "demonstrate", "draw"]
 
 MODEL: Final = "minilm"
 QUESTIONS: Final = (
@@ -39,7 +39,7 @@ _HITS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One passage that answers a question; `score` is the cosine."""
+    """One passage found for a question; `score` is the cosine similarity."""
 
     name: str
     text: str
@@ -47,7 +47,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SearchResult:
     """A question and the passages nearest to it, best first."""
 
     question: str
@@ -56,12 +56,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """What a demo found and measured, ready for JSON."""
+    """The search results and measurements of a demo, ready for JSON."""
 
     passages: int
     seconds: float
     jobs_per_s: float
-    answers: list[Answer]
+    results: list[SearchResult]
     batch_sizes: dict[int, int]
     latency_ms: dict[str, dict[str, float]]
     flower_url: str
@@ -74,9 +74,9 @@ class Demonstration:
 def demonstrate(
     console: Console, environ: Mapping[str, str], *, count: int, ask: Sequence[str], stay: Callable[[], None]
 ) -> Demonstration:
-    """Start a stack, embed `count` docstrings, answer the sample questions and those in `ask`, measure.
+    """Start a stack, embed `count` docstrings, search them for the sample questions and those in `ask`, measure.
 
-    `stay` is called when everything was shown and still runs. Raises ConfigurationError when the stack cannot start.
+    `stay` is called after the output, while the stack still runs. Raises ConfigurationError when it cannot start.
     """
     title = ("Penstock demo", "bold")
     console.print(Text.assemble(title, ": search the docstrings of this Python's standard library by meaning"))
@@ -84,18 +84,18 @@ def demonstrate(
         devices = fleet.choose(settings, own)
         with LocalStack(settings, devices, environ=own, on_progress=_steps(console)) as stack:
             running = stack.running
-            access = f"{running.flower_url} (user {running.flower_user}, password {running.flower_password})"
-            console.print(f"Flower shows every job at {access}", soft_wrap=True)
-            shown = _search(console, settings, stack, count, _questions(ask))
-            draw(console, shown)
-            console.print(f"\nFlower: {access}; `penstock demo --stay` keeps it up", soft_wrap=True)
+            flower = f"{running.flower_url} (user {running.flower_user}, password {running.flower_password})"
+            console.print(f"Flower shows every job at {flower}", soft_wrap=True)
+            demonstration = _search(console, settings, stack, count, _questions(ask))
+            draw(console, demonstration)
+            console.print(f"\nFlower: {flower}; `penstock demo --stay` keeps it running", soft_wrap=True)
             stay()
-            console.print("\nEverything stops.")
-    return shown
+            console.print("\nStopping the stack.")
+    return demonstration
 
 
 def _questions(ask: Sequence[str]) -> list[str]:
-    """The samples, then the user's own, each once."""
+    """The sample questions, then the user's own, each once."""
     by_text = {question.casefold().strip(): question for question in (*ask, *QUESTIONS)}
     own = [by_text.pop(question.casefold().strip()) for question in ask if question.casefold().strip() in by_text]
     return [*by_text.values(), *own]
@@ -116,8 +116,8 @@ def _search(
         passages=len(passages),
         seconds=round(seconds, 3),
         jobs_per_s=round(len(passages) / seconds, 1),
-        answers=[
-            Answer(question, _nearest(vectors @ vector, passages))
+        results=[
+            SearchResult(question, _nearest(vectors @ vector, passages))
             for question, vector in zip(questions, asked, strict=True)
         ],
         batch_sizes=overview.batch_sizes(found, MODEL),
@@ -126,19 +126,20 @@ def _search(
     )
 
 
-def draw(console: Console, shown: Demonstration) -> None:
-    """The answers, then what was measured."""
-    for answer in shown.answers:
-        console.print(Text(f"\n{answer.question}", style="bold"))
+def draw(console: Console, demonstration: Demonstration) -> None:
+    """The search results, then the measurements."""
+    for result in demonstration.results:
+        console.print(Text(f"\n{result.question}", style="bold"))
         table = Table(box=None, show_header=False, pad_edge=False)
-        for hit in answer.hits:
+        for hit in result.hits:
             table.add_row(f"{hit.score:.2f}", Text(hit.name, style="cyan"), Text(hit.text))
         console.print(table)
-    rate = (f"\n{shown.jobs_per_s:,.0f} jobs/s", "bold")
-    console.print(Text.assemble(rate, f": {shown.passages:,} texts embedded in {shown.seconds:.1f} s, one job each\n"))
-    console.print(overview.draw_batches(shown.batch_sizes))
+    rate = (f"\n{demonstration.jobs_per_s:,.0f} jobs/s", "bold")
+    summary = f": {demonstration.passages:,} texts embedded in {demonstration.seconds:.1f} s, one job each\n"
+    console.print(Text.assemble(rate, summary))
+    console.print(overview.draw_batches(demonstration.batch_sizes))
     console.print()
-    console.print(overview.draw_latency(shown.latency_ms))
+    console.print(overview.draw_latency(demonstration.latency_ms))
 
 
 def _nearest(scores: npt.NDArray[np.float32], passages: Sequence[Passage]) -> list[Hit]:

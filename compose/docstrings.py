@@ -1,7 +1,7 @@
-"""Real text on every machine: the docstrings of the user's own Python standard library.
+"""Text for the demo and for benchmarks: the docstrings of the user's own Python standard library.
 
 Python files are parsed, never imported. Functions written in C have no source: for a few modules that are safe to
-import, their docstrings are read off the objects.
+import, the docstrings are read from the objects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _C_MODULES: Final = (
 )
 _MIN_CHARACTERS: Final = 30
 _MAX_CHARACTERS: Final = 140
-"""A sentence or two: what a docstring's first lines say is what a question asks for."""
+"""One or two sentences: questions ask for the subject of a docstring's first lines."""
 _SIGNATURE_LINE: Final = re.compile(r"[\w.]+\(.*\)(\s*->.*)?")
 _ARROW: Final = re.compile(r"[^.]*?->\s*")
 
@@ -50,20 +50,20 @@ class Passage(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        """What is embedded: the name says as much as the text."""
+        """The text to embed: the name carries as much information as the docstring."""
         return f"{self.text} ({self.name})"
 
 
 def collect(count: int) -> list[Passage]:
     """`count` passages, or all when there are fewer; the same ones on every run.
 
-    First what is written in C, which everybody uses, then modules, functions and classes, then methods.
+    First the functions written in C, which are used most, then modules, functions and classes, then methods.
     """
     sources = sorted(_from_sources(), key=lambda passage: passage.name.count("."))
     by_name: dict[str, Passage] = {}
     for passage in (*_from_c(), *sources):
         by_name.setdefault(passage.name, passage)
-    # An alias, and a Python twin of what is written in C, say the same in other places.
+    # Aliases, and Python versions of functions in C, repeat a docstring under another name.
     by_text: dict[str, Passage] = {}
     for passage in by_name.values():
         by_text.setdefault(passage.text, passage)
@@ -71,7 +71,7 @@ def collect(count: int) -> list[Passage]:
 
 
 def _beginning(docstring: str | None) -> str:
-    """The docstring's first sentences on one line, without a signature; empty when they say too little."""
+    """The first sentences of a docstring on one line, without a signature; empty when they are too short."""
     lines = inspect.cleandoc(docstring or "").split("\n")
     while lines and (_SIGNATURE_LINE.fullmatch(lines[0].strip()) or not lines[0].strip()):
         del lines[0]
@@ -103,7 +103,7 @@ def _from_sources() -> Iterator[Passage]:
             with warnings.catch_warnings(action="ignore"):
                 tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            # A few files of the standard library are broken on purpose.
+            # A few files of the standard library are invalid on purpose.
             continue
         yield from _from_tree(tree, ".".join(names))
 

@@ -1,17 +1,17 @@
 #!/bin/sh
 # Makes the secrets of compose.yaml once: .env (mode 0600) and secrets/metrics-token, both beside this file.
-# Existing ones are never overwritten: remove them yourself to get new ones.
+# Existing secrets are never overwritten: delete them to get new ones.
 set -eu
 cd "$(dirname "$0")"
 if [ -e .env ] || [ -e secrets/metrics-token ]; then
-  echo 'penstock: there are secrets already (.env, secrets/metrics-token). Remove both for new ones' >&2
+  echo 'penstock: secrets exist already (.env, secrets/metrics-token). Delete both to get new ones' >&2
   exit 1
 fi
 umask 077
 random() { od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n'; }
 mkdir -p secrets
 random > secrets/metrics-token
-# Read by the users of two containers; the folder keeps other users of this machine out.
+# The users of two containers read it; the mode of the folder keeps other users of this machine out.
 chmod 0444 secrets/metrics-token
 {
   for role in PRODUCER WORKER OPERATOR CELERY FLOWER; do

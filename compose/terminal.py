@@ -1,13 +1,14 @@
-"""What the commands share: settings of this shell, a connection to its broker, and how they print.
+"""Shared by the commands: the settings of this shell, a connection to its broker, and output.
 
-Nothing here imports a framework, NumPy or the terminal library before it is called.
+Importing this module imports no framework, no NumPy and no terminal library.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -17,7 +18,7 @@ from penstock.registry.errors import ConfigurationError, PenstockError
 from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from penstock.registry.broker.redis_streams import RedisStreams
     from penstock.registry.settings import Settings
@@ -27,8 +28,11 @@ __all__ = [
     "as_json_option",
     "connected",
     "console",
+    "counted",
     "load_settings",
     "open_broker",
+    "print_data",
+    "print_drawn",
     "printable",
     "terminable",
 ]
@@ -42,7 +46,7 @@ class _Misconfigured(click.ClickException):
 
 
 class Commands(click.Group):
-    """Turns Penstock's errors into one line and an exit status, for every command."""
+    """Prints an error of Penstock as one line and exits with its status, for every command."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -60,7 +64,7 @@ def load_settings(environ: Mapping[str, str], overrides: Mapping[str, object] | 
 
 
 def connected(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Settings:
-    """The settings with a broker in them: a URL that was given, or the running stack's. Raises ConfigurationError."""
+    """The settings with a broker: the configured URL, or that of the running stack. Raises ConfigurationError."""
     from penstock.registry.stack_file import with_broker
 
     return with_broker(load_settings(environ, overrides))
@@ -68,7 +72,7 @@ def connected(environ: Mapping[str, str], overrides: Mapping[str, object] | None
 
 @contextmanager
 def open_broker(settings: Settings, *, timeout_s: float = 5.0) -> Iterator[RedisStreams]:
-    """The broker of `connected` settings, closed at the end of the block."""
+    """Connects to the broker of `connected` settings; closes the connection at the end of the block."""
     from penstock.registry.broker.redis_streams import RedisStreams
 
     result_ttl_ms = int(settings.inference.queue.result_ttl_s * 1000)
@@ -78,9 +82,9 @@ def open_broker(settings: Settings, *, timeout_s: float = 5.0) -> Iterator[Redis
 
 
 def console(*, quiet: bool = False) -> Console:
-    """Where tables go; brackets and colons in what it prints are text, as folders and names may have them.
+    """The console for tables. It interprets no markup: brackets and colons may be part of names and folders.
 
-    A pipe has no width of its own: it gets one at which little is cut off.
+    A pipe has no width; it gets a large one, so that little is cut off.
     """
     from rich.console import Console
 
@@ -90,8 +94,30 @@ def console(*, quiet: bool = False) -> Console:
     return screen
 
 
+def print_data(data: Any, as_json: bool, text: str) -> None:
+    """Print `data` as JSON, or `text` for a person."""
+    click.echo(json.dumps(data) if as_json else text)
+
+
+def print_drawn(data: Any, as_json: bool, draw: Callable[[], RenderableType]) -> None:
+    """Print `data` as JSON, or as `draw` shows it to a person."""
+    if as_json:
+        click.echo(json.dumps(data))
+    else:
+        console().print(draw())
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun.
+
+    >>> counted(1, "job"), counted(2000, "job"), counted(0, "crash", "crashes")
+    ('1 job', '2,000 jobs', '0 crashes')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def printable(text: str) -> str:
-    """`text` without the power to move a terminal's cursor or to end a line: it may come from anybody.
+    """`text` with escaped control characters: text from outside must not move the cursor or end a line.
 
     >>> printable("plain \\x1b[2J text")
     'plain \\\\x1b[2J text'
@@ -101,7 +127,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the block as Ctrl-C does: what was started is stopped in order."""
+    """SIGTERM and a closed terminal end the block as Ctrl-C does, so that started processes are stopped in order."""
 
     def leave(number: int, _frame: object) -> NoReturn:
         raise SystemExit(128 + number)

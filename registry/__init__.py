@@ -1,4 +1,4 @@
-"""What exists: the contracts that every process shares, and the models. Imports nothing from the rooms above."""
+"""The contracts that every process shares: messages, names, broker, packages, catalog. Imports no other room."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Arrays <-> what a JSON document can hold, in the two ways that `codecs.default` of model.yaml names.
+"""Arrays <-> values of a JSON document, with the two codecs of `codecs.default` in model.yaml.
 
-    json      {"dtype": "float32", "shape": [1, 2], "data": [[0.5, 1.0]]}      read by eye; no NaN, which is no JSON
-    base64    {"dtype": "float32", "shape": [1, 2], "base64": "AAAAPwAAgD8="}  little-endian bytes, every bit of them
+    json      {"dtype": "float32", "shape": [1, 2], "data": [[0.5, 1.0]]}      readable; without NaN, which JSON lacks
+    base64    {"dtype": "float32", "shape": [1, 2], "base64": "AAAAPwAAgD8="}  little-endian bytes, exact
 
-Both keep dtype and shape, and reading checks them against the data. A string tensor's bytes are those of
-registry/tensors.py. For the gateway: jobs and results in the broker are plain bytes.
+Both have dtype and shape, and reading checks them against the data. A string tensor's bytes are those of
+registry/tensors.py. Jobs and results in the broker do not use these codecs: they are plain bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_TEXT: Final = 4 * math.ceil(MAX_BYTES / 3)
 
 
 def written(values: Array, codec: Codec) -> dict[str, Any]:
-    """The array as plain data. Raises InvalidInput for a dtype that cannot travel, and for NaN as `json`."""
+    """The array as plain data. Raises InvalidInput for an unsupported dtype, and for NaN with `json`."""
     if values.dtype.kind in "biuf":
         values = values.astype(values.dtype.newbyteorder("<"), copy=False)
     (tensor,), body = encode({"values": values})
@@ -42,7 +42,7 @@ def written(values: Array, codec: Codec) -> dict[str, Any]:
 
 
 def read_array(name: str, document: object) -> Array:
-    """The array that `written` made `document` from; `name` is how errors call it. Raises InvalidInput."""
+    """The array of a document of `written`. `name` names it in messages. Raises InvalidInput."""
     try:
         return _read(document)
     except InvalidInput as error:
@@ -66,7 +66,7 @@ def _from_base64(tensor: Tensor, text: object) -> Array:
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
         raise InvalidInput(f"no base64, or too long. Expected at most {MAX_BYTES} bytes in base64")
     try:
-        # Without validation letters that are none of base64 would be skipped.
+        # Without validation, letters that are not base64 would be skipped.
         body = base64.b64decode(text, validate=True)
         return decode([tensor], body)[tensor.name]
     except ValueError:
@@ -79,7 +79,7 @@ def _from_lists(dtype: str, shape: tuple[int, ...], data: object) -> Array:
     if 0 not in shape:
         spec = TensorSpec(name="data", dtype=dtype, shape=shape)
         return Signature([spec], []).check({"data": data})["data"]
-    # Lists end at the first extent of 0; no signature has such an extent, and there are no values to look at.
+    # Nested lists end at the first extent of 0. A signature has no such extent, and there are no values to check.
     if np.shape(np.array(data, object)) != shape[: shape.index(0) + 1]:
         raise InvalidInput(f"data of another shape. Expected {shape}")
     return np.empty(shape, DTYPES[dtype])

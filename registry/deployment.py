@@ -1,9 +1,9 @@
-"""Which version of a model answers: the record that every claim brings along.
+"""The active version of a model: the record that every claim returns.
 
     promote, roll back -> Deployment -> seal -> Broker.activate -> `<epoch> <record>` with every delivery -> a worker
 
-The epoch grows with every decision about a model, so that of two writers the later decision stands, whoever comes
-last. Workers that know the operator's public key obey no other record.
+The epoch increases with every decision about a model, so that the later decision wins, in whatever order they arrive.
+Workers that know the operators' public keys accept only records with their signatures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_BYTES = 4096
 
 
 class Deployment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The decision that `version` of `model`, with this content, answers from the next claim on."""
+    """The decision that `version` of `model`, with this content, is active from the next claim on."""
 
     epoch: int
     model: str
@@ -27,12 +27,12 @@ class Deployment(msgspec.Struct, frozen=True, omit_defaults=True):
     content_hash: str
 
     def seal(self, sign: Signer | None = None) -> bytes:
-        """The record, signed where there is a signer."""
+        """The record, signed if there is a signer."""
         return seal_record(msgspec.json.encode(self), sign, _context(self.model))
 
     @classmethod
     def open(cls, active: bytes, model: str, verify: Verifier | None = None) -> Deployment:
-        """What a delivery's `active` says of its model. Raises Corrupt for anything but a record of this model."""
+        """The decision in a delivery's `active`. Raises Corrupt for anything but a record of this model."""
         epoch, space, record = active.partition(b" ")
         if not space or len(active) > _MAX_BYTES:
             raise UndecodableEnvelope("the active version is not an epoch and a record")
@@ -41,7 +41,7 @@ class Deployment(msgspec.Struct, frozen=True, omit_defaults=True):
         except msgspec.MsgspecError as error:
             raise UndecodableEnvelope(f"the record of the active version: {error!s:.200}") from None
         if deployment.model != model or str(deployment.epoch).encode() != epoch:
-            raise BadSignature("the record of the active version was made for another model or epoch")
+            raise BadSignature("the record of the active version is for another model or epoch")
         return deployment
 
 

@@ -18,22 +18,22 @@ from penstock.registry.broker.redis_connection import connection_options
 from penstock.registry.errors import BrokerUnavailable, UndecodableEnvelope
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
-__all__ = ["StateStore", "DesiredVersion"]
+__all__ = ["DesiredVersion", "StateStore"]
 
 _CONTEXT: Final = "wanted version"
 _TIMEOUT_S: Final = 5.0
 
 
 class DesiredVersion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """That a version of a model be loaded by the workers of that model, or be left to the jobs that name it."""
+    """A request that the workers of a model load a version, or that they keep it only for jobs that name it."""
 
     model: str
     version: str
     is_wanted: bool = True
     content_hash: str = ""
-    """What must lie under that version; empty: whatever does."""
+    """The content that the version must have; empty: any."""
     at: float = 0.0
-    """Unix seconds: what makes a repeated wish a new one."""
+    """Unix seconds. They make a repeated request a new one."""
 
     @property
     def reference(self) -> str:
@@ -41,12 +41,12 @@ class DesiredVersion(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.model}/{self.version}"
 
     def seal(self, sign: Signer | None) -> bytes:
-        """The record, signed where there is a signer."""
+        """The record, signed if there is a signer."""
         return seal_record(msgspec.json.encode(self), sign, _CONTEXT)
 
     @classmethod
     def open(cls, record: bytes, verify: Verifier | None) -> DesiredVersion:
-        """Raises Corrupt for anything but a record, and for one that the operators did not sign."""
+        """The request of a record. Raises Corrupt unless it is a record that the operators have signed."""
         try:
             return _decode(open_record(record, verify, _CONTEXT))
         except msgspec.MsgspecError as error:
@@ -66,34 +66,34 @@ class StateStore:
 
     @classmethod
     def from_url(cls, url: str, prefix: str) -> StateStore:
-        """Connects at the first call."""
+        """From the URL of Redis. Connects with the first call."""
         client = redis.Redis.from_url(url, **connection_options(_TIMEOUT_S))
         return cls(client, prefix)
 
     def put(self, desired_version: DesiredVersion, sign: Signer | None = None) -> None:
-        """Ask every worker of the model to load the version, or to let it go."""
+        """Ask every worker of the model to load or to unload the version."""
         self._ask(lambda: self._redis.hset(self._wanted, desired_version.reference, desired_version.seal(sign)))
 
     def desired(self) -> dict[str, bytes]:
-        """Every record, by `name/version`."""
+        """All records, by `name/version`."""
         found = self._ask(lambda: self._redis.hgetall(self._wanted))
         return {reference.decode(errors="replace"): record for reference, record in found.items()}
 
     def report(self, worker: str, loaded: Mapping[str, object]) -> None:
-        """Say what a worker has."""
+        """Publish the loaded versions of a worker."""
         self._ask(lambda: self._redis.hset(self._loaded, worker, json.dumps({"at": time.time(), **loaded})))
 
     def withdraw(self, worker: str) -> None:
-        """A worker has left."""
+        """Delete the report of a worker."""
         self._ask(lambda: self._redis.hdel(self._loaded, worker))
 
     def loaded(self) -> dict[str, dict[str, Any]]:
-        """What the workers have said, by name."""
+        """The reports of workers, by name."""
         found = self._ask(lambda: self._redis.hgetall(self._loaded))
         return {worker.decode(errors="replace"): json.loads(report) for worker, report in found.items()}
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._redis.close()
 
     def _ask(self, step: Callable[[], Any]) -> Any:

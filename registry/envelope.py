@@ -1,13 +1,13 @@
-"""What crosses a process: jobs, results and events, sealed as one run of bytes.
+"""Messages between processes: jobs, results and events, each sealed as one string of bytes.
 
     "PS"  protocol  kind  header length (uint32 LE)  header (msgpack map)  body (registry/tensors.py)  [HMAC-SHA256]
 
-The MAC covers everything before it and is there exactly when the header names a key id; jobs and results are
-signed with different keys, both derived from the key that the operator set, so that neither passes for the
-other. Nothing here decodes a body: that is the reader's choice, after the signature has held.
+The MAC covers everything before it. It is present if and only if the header names a key id. Jobs and results are
+signed with different keys, both derived from the operator's key, so that a job cannot pass for a result. Bodies are
+not decoded here: the reader decodes them after the signature was verified.
 
-The structs hold plain data and never themselves: gc=False keeps tens of thousands of them a second out of the
-garbage collector's sight.
+The structs hold plain data without cycles: gc=False keeps tens of thousands of them a second from the garbage
+collector.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _PREFIX: Final = {kind: _MAGIC + bytes([PROTOCOL]) + letter for kind, letter in 
 
 
 class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What becomes of a job whose forward fails: up to `attempts` forwards in all, with pauses between them.
+    """Retries of a job whose forward fails: up to `attempts` forwards in all, with pauses between them.
 
-    A pause doubles from one to the next, from `backoff_s` up to `longest_s`, and is between half and all of that, so
-    that jobs that failed together do not return together. Crashes of a worker have a limit of their own.
+    The pauses double from `backoff_s` up to `longest_s`. Each is reduced at random by up to a half, so that jobs that
+    failed together do not return together. Crashes of a worker have a limit of their own.
     """
 
     attempts: int = 3
@@ -68,7 +68,7 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     longest_s: float = 30.0
 
     def pause_s(self, tries: int, jitter: float) -> float:
-        """Seconds to wait after the given number of forwards; `jitter` is in [0, 1).
+        """The pause in seconds after `tries` forwards. `jitter` is in [0, 1).
 
         >>> [Retry(backoff_s=1, longest_s=5).pause_s(tries, jitter=0) for tries in (1, 2, 3, 4, 1000)]
         [0.5, 1.0, 2.0, 2.5, 2.5]
@@ -77,25 +77,25 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Options(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a producer may ask for beyond the inputs."""
+    """The options of a job besides its inputs."""
 
     outputs: tuple[str, ...] = ()
-    """The outputs wanted; empty means all that the model declares."""
+    """The requested outputs; empty: all declared ones."""
     lane: bool = False
-    """The job came through Celery's `send_task`: its result is also stored in Celery's backend."""
+    """The job came through Celery's `send_task`. Its result is also stored in Celery's backend."""
     retry: Retry | None = None
-    """None: a forward that fails is the job's end."""
+    """None: the job fails with its first failed forward."""
 
 
 class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Who asked and under which trace; goes from producer to worker to result unchanged."""
+    """The tenant and the trace of a job. It passes from producer to worker to result unchanged."""
 
     tenant: str
     traceparent: str = ""
 
 
 class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A job without its body. Times are the broker's: a deadline counts from acceptance."""
+    """The header of a job. Its deadline counts from acceptance, by the broker's clock."""
 
     id: str
     tenant: str
@@ -103,60 +103,60 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     priority: str
     content: tuple[Tensor, ...]
     version: str = ""
-    """Empty unless the caller fixed one."""
+    """Empty: the active version."""
     deadline_ms: int = 0
-    """Milliseconds after acceptance within which the job must have started; 0 means no deadline."""
+    """The job must start within these milliseconds after its acceptance; 0: no deadline."""
     reply: str = ""
     idempotency_digest: str = ""
     """Digest of (tenant, idempotency key); empty when the producer gave no key. See registry/admission.py."""
     traceparent: str = ""
     options: Options = Options()
     key: str = ""
-    """Id of the signing key; empty means unsigned."""
+    """Id of the signing key; empty: unsigned."""
 
     @property
     def context(self) -> RequestContext:
-        """The part that flows through to the result."""
+        """The part that passes to the result."""
         return RequestContext(self.tenant, self.traceparent)
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
-    """A JobFailed as plain data: its class name and its text."""
+    """A JobFailed as plain data: its class name and its message."""
 
     code: str
     message: str
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a job's time went, in milliseconds; `queue_ms` by the broker's clock, the rest by the worker's."""
+    """The stages of a job in milliseconds: `queue_ms` by the broker's clock, the others by the worker's."""
 
     queue_ms: float = 0.0
-    """Accepted until claimed."""
+    """From acceptance to claim."""
     batch_ms: float = 0.0
-    """Claimed until its forward began."""
+    """From claim to the beginning of its forward."""
     compute_ms: float = 0.0
     """The forward of its batch."""
 
 
 class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """How a job ended, without its outputs."""
+    """The header of a result: how the job ended."""
 
     id: str
     context: RequestContext
     version: str = ""
-    """Label of the version that answered."""
+    """The version that ran the job."""
     worker: str = ""
     content: tuple[Tensor, ...] = ()
     error: Failure | None = None
     attempt: int = 1
     batch_size: int = 0
-    """Rows of the micro-batch that answered."""
+    """Rows of the job's micro-batch."""
     timings: Timings = Timings()
     key: str = ""
     content_hash: str = ""
-    """SHA-256 of the content of that version; empty for a job that no model saw."""
+    """SHA-256 of the content of that version; empty for a job that no model ran."""
     is_cached: bool = False
-    """Whether the answer to an equal job was kept and is this one's, without a forward."""
+    """Whether the result comes from the response cache, without a forward."""
 
 
 class EventHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -179,9 +179,9 @@ _event_decoder: Final = msgspec.msgpack.Decoder(EventHeader)
 
 
 class Mac:
-    """HMAC-SHA256 (RFC 2104) under one key of at most 64 bytes, its two keyed states made once.
+    """HMAC-SHA256 (RFC 2104) with one key of at most 64 bytes. Its two keyed states are made once.
 
-    A third faster on a job's envelope than hmac.digest, which makes them, and looks SHA-256 up, on every call.
+    A third faster on a job's envelope than hmac.digest, which makes the states and looks up SHA-256 in every call.
     """
 
     __slots__ = ("_inner", "_outer")
@@ -202,9 +202,9 @@ class Mac:
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """The signing keys that are live: the first signs, all verify. Empty means signing is off.
+    """The signing keys: the first one signs, all verify. Without a key, signing is off.
 
-    Rotation: put the new key first, wait until every process has both, then drop the old one.
+    Key rotation: put the new key first, wait until every process trusts both keys, then remove the old one.
     """
 
     ids: tuple[str, ...]
@@ -213,7 +213,7 @@ class Keyring:
 
     @classmethod
     def parse(cls, text: str | None) -> Keyring:
-        """From `id:base64[,id:base64]`, each key 32 bytes or more. Raises ConfigurationError; never shows a key."""
+        """From `id:base64[,id:base64]`, each key at least 32 bytes. Raises ConfigurationError, without the key."""
         ids: list[str] = []
         secrets: dict[str, bytes] = {}
         for position, item in enumerate(filter(None, (text or "").split(",")), 1):
@@ -242,14 +242,14 @@ class Keyring:
 
     @property
     def signing_id(self) -> str:
-        """The id to put into a header before it is sealed; empty when signing is off."""
+        """The key id for a header before it is sealed; empty when signing is off."""
         return self.ids[0] if self.ids else ""
 
 
 def seal(kind: Kind, header: JobHeader | ResultHeader | EventHeader, body: bytes, keyring: Keyring) -> bytes:
-    """The envelope of a header and its body. `header.key` names the key, or is empty for none.
+    """The envelope of a header and its body, signed with the key `header.key`; empty: unsigned.
 
-    Raises KeyError for a key that the ring does not hold: take it from `keyring.signing_id`.
+    Raises KeyError for an unknown key: take it from `keyring.signing_id`.
     """
     head = _encode(header)
     sealed = b"".join((_PREFIX[kind], len(head).to_bytes(4, "little"), head, body))
@@ -289,27 +289,30 @@ def _open(
     try:
         header = decoder.decode(view[_FIXED : _FIXED + size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise UndecodableEnvelope(f"its header is not that of a {kind}") from None
+        raise UndecodableEnvelope(f"its header is not the header of a {kind}") from None
     end = len(sealed)
     if header.key:
         end -= _MAC_BYTES
         if (problem := _mismatch(kind, header.key, view, end, keyring)) is not None:
             raise BadSignature(problem, _claimed(header))
     elif keyring.signs:
-        raise BadSignature(f"an unsigned {kind}, and signatures are required here", _claimed(header))
+        raise BadSignature(
+            f"an unsigned {kind}, but this process has signing keys. Expected the same signing keys at its sender",
+            _claimed(header),
+        )
     if end < _FIXED + size:
         raise UndecodableEnvelope("it ends before its signature")
     return header, view[_FIXED + size : end]
 
 
 def _mismatch(kind: Kind, key_id: str, sealed: memoryview, end: int, keyring: Keyring) -> str | None:
-    """Why the signature does not hold, if it does not."""
+    """Why the signature is wrong, or None."""
     macs = keyring.job_macs if kind == "job" else keyring.result_macs
     mac = macs.get(key_id)
     if mac is None:
-        return f"signed with a key that is not known here: {key_id!r:.80}"
+        return f"signed with key {key_id!r:.80}, which this process does not have. Expected the same signing keys"
     if end < _FIXED or not hmac.compare_digest(mac.digest(sealed[:end]), sealed[end:]):
-        return f"the signature of this {kind} does not hold"
+        return f"the signature of this {kind} is wrong"
     return None
 
 
@@ -318,7 +321,7 @@ def _claimed(header: JobHeader | ResultHeader | EventHeader) -> tuple[str, str] 
 
 
 class _Claim(msgspec.Struct, gc=False):
-    """What the headers of all protocols have in common."""
+    """The fields that the headers of all protocols have."""
 
     id: str
     tenant: str
@@ -328,7 +331,7 @@ _claim_decoder: Final = msgspec.msgpack.Decoder(_Claim)
 
 
 def _claimed_elsewhere(sealed: bytes, kind: Kind) -> tuple[str, str] | None:
-    """(job id, tenant) of a job in another protocol, if that still says so where ours does."""
+    """(job id, tenant) of a job in another protocol, if its header has these fields; else None."""
     if kind != "job" or sealed[:2] != _MAGIC or sealed[3:4] != _PREFIX[kind][3:4]:
         return None
     size = int.from_bytes(sealed[4:_FIXED], "little")

@@ -1,4 +1,4 @@
-"""Every error that crosses a seam, and what becomes of the job that met it.
+"""Every error of the public interface, and what happens to its job.
 
     PenstockError
       Rejected                 refused before anything is written
@@ -12,18 +12,18 @@
         TransitionRefused        a stage change that the rules, an approver or the gate forbid
           TransitionConflict       another change of the same model came first
         ContentChanged           a version's files are not those that were registered
-      Retryable                goes back to the queue
+      Retryable                the job goes back to the queue
         BrokerUnavailable  RegistryUnavailable  ModelNotReady  OutOfMemory
-      Corrupt                  goes to the dead letters, bytes kept
+      Corrupt                  the bytes go to the dead letters
         UndecodableEnvelope  BadSignature
       JobFailed                what result() raises
         ModelError  NonFiniteOutput  DeadLettered  Cancelled  Expired
-      ResultGone               read after its expiry
-      ResultTimeout            not there yet (also a TimeoutError)
-      ConfigurationError       a setting, a model package or a machine that cannot work; processes exit on it
+      ResultGone               the result has expired
+      ResultTimeout            there is no result yet (also a TimeoutError)
+      ConfigurationError       an unusable setting, model package or machine; processes exit on it
 
-The class carries the disposition, the instance the facts. Messages are seen by clients: they say what was
-wrong and what was expected, and never contain payloads, paths or secrets.
+The class has the disposition, the instance has the facts. Clients see the messages: each names the value that was
+found and the value expected, and never contains payloads, paths or secrets.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """The root; `disposition` says what becomes of the job."""
+    """The root of all errors. `disposition`: what happens to the job."""
 
     disposition: ClassVar[Disposition] = "fail"
 
@@ -85,7 +85,7 @@ class Rejected(PenstockError):
 
 
 class InvalidInput(Rejected, ValueError):
-    """The inputs do not fit the model's signature, or an argument is not one of those expected."""
+    """The inputs do not fit the model's signature, or an argument is not an expected one."""
 
 
 class UnknownModel(Rejected, LookupError):
@@ -93,7 +93,7 @@ class UnknownModel(Rejected, LookupError):
 
 
 class UnknownJob(Rejected, LookupError):
-    """No such job; a job of another tenant looks exactly the same."""
+    """There is no such job. The error is the same for a job of another tenant."""
 
 
 class DeadlineExceeded(Rejected):
@@ -112,17 +112,17 @@ class IdempotencyConflict(Rejected):
 
 
 class Unauthorized(Rejected):
-    """No credential, or one that is not known."""
+    """There is no credential, or an unknown one."""
 
 
 class Forbidden(Rejected):
-    """A known credential without the scope that this needs."""
+    """The credential is known but lacks the necessary scope."""
 
 
 class QueueFull(Rejected):
-    """The queue or the tenant's share of it is full; try again after `retry_after_s` seconds.
+    """The queue or the tenant's share of it is full. Try again after `retry_after_s` seconds.
 
-    accepted: the handles of the jobs that a `submit_many` had published before its time ran out.
+    accepted: the handles of the jobs that `submit_many` had published before its time-out.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -132,11 +132,11 @@ class QueueFull(Rejected):
 
 
 class TransitionRefused(Rejected):
-    """A version may not change its stage so: the rules, an approver or the gate forbid it; nothing was changed."""
+    """The rules, an approver or the gate forbid this change of a version's stage. Nothing was changed."""
 
 
 class TransitionConflict(TransitionRefused):
-    """Another change of the same model came first; look at what it is now, and decide again."""
+    """Another change of the same model came first. Look at its present state, and decide again."""
 
 
 class ContentChanged(Rejected):
@@ -144,7 +144,7 @@ class ContentChanged(Rejected):
 
 
 class Retryable(PenstockError):
-    """Nothing is wrong with the job: it goes back to the queue."""
+    """The error is not the job's: it goes back to the queue."""
 
     disposition = "retry"
 
@@ -152,8 +152,8 @@ class Retryable(PenstockError):
 class BrokerUnavailable(Retryable, ConnectionError):
     """The broker did not answer within the time-out.
 
-    accepted: the handles of the jobs that a `submit_many` had published before. in_doubt: the handles of those whose
-    answer did not come; their `status()` tells, once the broker is back, or UnknownJob for a job that never was.
+    accepted: the handles of the jobs that `submit_many` had published before. in_doubt: the handles of jobs whose
+    acceptance is unknown. When the broker is back, `status()` of a handle tells; UnknownJob: it was not accepted.
     """
 
     def __init__(self, *args: object) -> None:
@@ -175,9 +175,9 @@ class OutOfMemory(Retryable, MemoryError):
 
 
 class Corrupt(PenstockError):
-    """The bytes cannot be a job: they are kept in the dead letters.
+    """The bytes cannot be a job. They are kept in the dead letters.
 
-    claimed: (job id, tenant) as the bytes claim them, believed by nobody; None where they say nothing.
+    claimed: (job id, tenant) that the bytes claim, not verified; None if they claim none.
     """
 
     disposition = "dead-letter"
@@ -188,11 +188,11 @@ class Corrupt(PenstockError):
 
 
 class UndecodableEnvelope(Corrupt):
-    """Not an envelope, another protocol version, or one that contradicts itself."""
+    """The bytes are no envelope, have another protocol version, or contradict themselves."""
 
 
 class BadSignature(Corrupt):
-    """Unsigned where signatures are required, an unknown key, or bytes that were changed."""
+    """The bytes lack a required signature, have an unknown key, or were changed."""
 
 
 class JobFailed(PenstockError):
@@ -200,15 +200,15 @@ class JobFailed(PenstockError):
 
 
 class ModelError(JobFailed):
-    """The model raised; the text carries the exception's class and message."""
+    """The model raised an exception. The message has its class and text."""
 
 
 class NonFiniteOutput(JobFailed):
-    """The model answered with NaN or infinity."""
+    """The model's outputs have NaN or infinity."""
 
 
 class DeadLettered(JobFailed):
-    """The job went to the dead letters, as no process survived its forward or ended it in time; the text says why."""
+    """The job is a dead letter: no process survived its forward or ended it in time. The message has the reason."""
 
 
 class Cancelled(JobFailed):
@@ -220,27 +220,27 @@ class Expired(JobFailed):
 
 
 class ResultGone(PenstockError):
-    """The result existed and its retention has ended."""
+    """The result existed and has expired."""
 
 
 class ResultTimeout(PenstockError, TimeoutError):
-    """The result is not there yet; the job goes on."""
+    """There is no result yet. The job continues."""
 
 
 class ConfigurationError(PenstockError):
-    """A setting, a model package or a machine that cannot work; the process says so in one line and exits."""
+    """A setting, a model package or a machine is unusable. The process writes one line and exits."""
 
     disposition = "stop"
 
 
 def shown(name: object) -> str:
-    """A name that somebody sent, as it may stand in an error: cut short, and without line breaks of its own."""
+    """A received name for a message: shortened, without line breaks."""
     text = str(name)[:80]
     return text if text.isprintable() else repr(text)
 
 
 def described(value: object) -> str:
-    """What somebody sent in the place of a name, as it may stand in an error; never more work than a short text."""
+    """A received value for a message, where a name was expected: shortened, and cheap for any value."""
     if isinstance(value, str):
         return repr(value[:80])
     is_plain = value is None or isinstance(value, bool | int | float)
@@ -253,18 +253,18 @@ _FAILURES: dict[str, type[JobFailed]] = {
 
 
 def job_failure(code: str, message: str) -> JobFailed:
-    """The exception for a failure that travelled as plain data: `code` is the class name.
+    """The exception for a failure in a result: `code` is the class name.
 
-    An unknown code (a newer worker's) becomes a plain JobFailed that keeps the code in its text.
+    An unknown code, from a newer worker, becomes a JobFailed with the code in its message.
     """
     error = _FAILURES.get(code)
     return error(message) if error else JobFailed(f"{code}: {message}")
 
 
 def error_named(code: str, message: str) -> PenstockError:
-    """The exception of another process that travelled as plain data: `code` is the class name.
+    """The exception of another process: `code` is the class name.
 
-    An unknown code (a newer version's) becomes a plain PenstockError that keeps the code in its text.
+    An unknown code, from a newer version, becomes a PenstockError with the code in its message.
     """
     kinds: list[type[PenstockError]] = [PenstockError]
     for kind in kinds:

@@ -3,7 +3,7 @@
     {"ts": "2026-11-20T18:00:00.123456Z", "level": "info", "logger": "server", "msg": "batch done", "model": "mlp"}
 
 Our loggers are one family, `penstock.*`: `penstock.server` (the worker), `penstock.runtime` (models),
-`penstock.client` (producers). The field `logger` leaves the family's name out. A key of `extra={"job_id": ...}` becomes
+`penstock.client` (producers). The field `logger` omits the name of the family. A key of `extra={"job_id": ...}` becomes
 a key of the object; an exception becomes one key with its traceback. A worker writes one line per batch, so the
 formatter is part of the job path.
 """
@@ -25,9 +25,9 @@ _OF_LOGGING: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 
 
 def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send everything at `level` or above to `stream` (default: stderr), in place of what was configured before.
+    """Write records of `level` and above to `stream` (default: stderr), instead of the handlers configured before.
 
-    Raises ValueError for a level that logging does not know.
+    Raises ValueError for an unknown level.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter())
@@ -38,7 +38,7 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one flat JSON object: our four fields first, which an extra of the same name does not replace."""
+    """A record as one flat JSON object. Our four fields come first; an extra of the same name does not replace them."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, without its end."""
@@ -57,7 +57,7 @@ class JsonFormatter(logging.Formatter):
         try:
             return _encode(line).decode()
         except UnicodeEncodeError:
-            # Undecodable bytes of a file name, say: JSON can escape them, UTF-8 cannot hold them.
+            # For example undecodable bytes of a file name: UTF-8 cannot encode them, JSON can escape them.
             return json.dumps(line, default=str)
 
 

@@ -1,8 +1,8 @@
 """Every metric in one table: name, kind, unit, labels, help. Nothing else spells a metric's name.
 
-`infer_*`, `model_loaded` and `READY` keep the names and labels that dashboards of other servers know. `penstock_*`
-metrics of a model carry model_name, model_version and endpoint; the last two are empty where they are not yet
-known, as for jobs that still wait: which version answers is decided when a job is claimed.
+`infer_*`, `model_loaded` and `READY` have the names and labels that dashboards of other servers use. The `penstock_*`
+metrics of a model have the labels model_name, model_version and endpoint. The last two are empty while they are
+unknown, as for waiting jobs: the version of a job is decided when the job is claimed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One line of the table. `buckets`: upper edges of a histogram; empty: those of the setting metrics_buckets."""
+    """One metric. `buckets`: upper edges of a histogram; empty: those of the setting metrics_buckets."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -60,11 +60,13 @@ class Metric:
 _MODEL: Final = ("model_name", "model_version", "endpoint")
 _SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 _DURATIONS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""From a small model's forward to the limit of a long one, in seconds."""
+"""From a fast forward to the limit of a slow one, in seconds."""
 _WAITS: Final = (*_DURATIONS, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 """Up to the lifetime of a queued job."""
 
-REQUESTS: Final = Metric("infer_requests_total", "counter", "requests", ("model", "route"), "Requests, failed ones too")
+REQUESTS: Final = Metric(
+    "infer_requests_total", "counter", "requests", ("model", "route"), "Requests, including failed ones"
+)
 LATENCY: Final = Metric(
     "infer_latency_seconds", "histogram", "seconds", ("model",), "From a job's acceptance to its committed result"
 )
@@ -73,9 +75,9 @@ EXCEPTIONS: Final = Metric(
     "infer_exceptions_total", "counter", "exceptions", ("model", "exception"), "Exceptions by class"
 )
 MODEL_LOADED: Final = Metric("model_loaded", "gauge", "", ("model", "version"), "1 while the version is loaded")
-READY: Final = Metric("READY", "gauge", "", (), "1 while the worker takes jobs")
+READY: Final = Metric("READY", "gauge", "", (), "1 while the worker claims jobs")
 
-JOBS: Final = Metric("penstock_jobs_total", "counter", "jobs", (*_MODEL, "outcome"), "Jobs by how they ended")
+JOBS: Final = Metric("penstock_jobs_total", "counter", "jobs", (*_MODEL, "outcome"), "Jobs by outcome")
 QUEUE_WAIT: Final = Metric(
     "penstock_queue_wait_seconds", "histogram", "seconds", _MODEL, "From a job's acceptance to its claim", _WAITS
 )
@@ -99,7 +101,9 @@ QUEUE_DEPTH: Final = Metric("penstock_queue_depth", "gauge", "jobs", (*_MODEL, "
 QUEUE_AGE: Final = Metric(
     "penstock_queue_age_seconds", "gauge", "seconds", (*_MODEL, "priority"), "Age of the oldest waiting job"
 )
-FENCED: Final = Metric("penstock_fenced_total", "counter", "jobs", _MODEL, "Late commits of lost jobs, discarded")
+FENCED: Final = Metric(
+    "penstock_fenced_total", "counter", "jobs", _MODEL, "Late commits of lost jobs, which had no effect"
+)
 TAKEN_OVER: Final = Metric("penstock_taken_over_total", "counter", "jobs", _MODEL, "Jobs claimed from another worker")
 QUARANTINED: Final = Metric("penstock_quarantined_total", "counter", "jobs", _MODEL, "Bytes moved to the dead letters")
 DEAD_LETTERED: Final = Metric(
@@ -107,37 +111,43 @@ DEAD_LETTERED: Final = Metric(
     "counter",
     "jobs",
     _MODEL,
-    "Jobs that no process survived, in the dead letters",
+    "Jobs in the dead letters after crashes of their workers",
 )
 RETRIED: Final = Metric("penstock_retried_total", "counter", "jobs", _MODEL, "Failed forwards of jobs that run again")
 OUT_OF_MEMORY: Final = Metric(
     "penstock_out_of_memory_total", "counter", "batches", _MODEL, "Batches that did not fit the device and were split"
 )
 SINGLE_FLIGHT: Final = Metric(
-    "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs answered by the forward of an equal one"
+    "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs that shared the forward of an equal job"
 )
 CACHE_HITS: Final = Metric(
-    "penstock_cache_hits_total", "counter", "jobs", (*_MODEL, "tier"), "Jobs whose answer was kept in this tier"
+    "penstock_cache_hits_total",
+    "counter",
+    "jobs",
+    (*_MODEL, "tier"),
+    "Jobs answered from this tier of the response cache",
 )
 CACHE_MISSES: Final = Metric(
-    "penstock_cache_misses_total", "counter", "jobs", (*_MODEL, "tier"), "Jobs whose answer this tier did not have"
+    "penstock_cache_misses_total", "counter", "jobs", (*_MODEL, "tier"), "Jobs whose response this tier did not have"
 )
-CACHE_ENTRIES: Final = Metric("penstock_cache_entries", "gauge", "", (*_MODEL, "tier"), "Answers kept in this tier")
-CACHE_BYTES: Final = Metric("penstock_cache_bytes", "gauge", "bytes", (*_MODEL, "tier"), "What these take")
+CACHE_ENTRIES: Final = Metric("penstock_cache_entries", "gauge", "", (*_MODEL, "tier"), "Responses in this tier")
+CACHE_BYTES: Final = Metric(
+    "penstock_cache_bytes", "gauge", "bytes", (*_MODEL, "tier"), "Bytes of the responses in this tier"
+)
 CACHE_EVICTED: Final = Metric(
     "penstock_cache_evicted_total",
     "counter",
     "answers",
     (*_MODEL, "tier"),
-    "Answers that left it for want of room",
+    "Responses evicted from this tier for want of room",
 )
-LEVEL: Final = Metric("penstock_level", "gauge", "", _MODEL, "Enhancement level that the version stands at")
+LEVEL: Final = Metric("penstock_level", "gauge", "", _MODEL, "Optimization level of the version")
 GATES: Final = Metric(
     "penstock_gate_verdicts_total",
     "counter",
     "candidates",
     (*_MODEL, "verdict"),
-    "Candidate forms by the gate's verdict",
+    "Candidates by the gate's verdict",
 )
 
 METRICS: Final = (
@@ -146,4 +156,4 @@ METRICS: Final = (
     *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, SINGLE_FLIGHT, LEVEL, GATES),
     *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED),
 )
-"""The whole table, in the order in which it is shown."""
+"""The whole table, in the order of display."""

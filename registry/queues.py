@@ -1,8 +1,9 @@
-"""Every name that two processes share: priorities, job ids, Redis keys, Celery's queue and task.
+"""Every name that processes share: priorities, job ids, Redis keys, Celery's queue and task.
 
-A job id is `<model>.<uuid7>`: whoever holds one knows the slot of its keys, and its age tells a result that is
-gone from one that never was. Every key that one script touches carries the hash tag `{model}`, so that a script
-stays on one node of a Redis Cluster.
+A slot is the name of a model as the hash tag of its keys, `{model}`; it is not a hash slot of Redis. All keys of one
+script have the same hash tag, so that a script stays on one node of a Redis Cluster.
+A job id is `<model>.<uuid7>`: it contains the slot of its keys and the time at which it was made. By its age, a
+result that has expired is told from a job that never existed.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ __all__ = [
 ]
 
 GROUP: Final = "penstock"
-"""The consumer group on every stream of jobs."""
+"""The consumer group of every stream of jobs."""
 CELERY_QUEUE: Final = "penstock"
 CELERY_TASK: Final = "penstock.infer"
 MODELS_KEY: Final = "penstock:models"
-"""Set: the names of the models that have a spec."""
+"""Set: the names of the models with a spec."""
 WORKERS_KEY: Final = "penstock:workers"
-"""Sorted set: worker name by the broker time of its last sign of life, in ms."""
+"""Sorted set: worker name by the time of its last report, in ms of the broker's clock."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _LOCAL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,127}\Z")
@@ -68,7 +69,7 @@ PriorityName = Literal["critical", "high", "normal", "low"]
 
 
 class Priority(IntEnum):
-    """Drained in this order; numbers are ours alone, users see the names."""
+    """Priorities in the order in which they are claimed. Users see the names, not the numbers."""
 
     CRITICAL = 0
     HIGH = 1
@@ -77,7 +78,7 @@ class Priority(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name that users see: `critical`, `high`, `normal` or `low`."""
+        """The public name: `critical`, `high`, `normal` or `low`."""
         return _LABELS[self]
 
 
@@ -86,7 +87,7 @@ _BY_LABEL: Final = {priority.label: priority for priority in Priority}
 
 
 def parse_priority(name: str) -> Priority:
-    """The priority called `name`. Raises InvalidInput that lists the four names."""
+    """The priority with this name. Raises InvalidInput with the four names."""
     try:
         return _BY_LABEL[name]
     except (KeyError, TypeError):
@@ -94,7 +95,7 @@ def parse_priority(name: str) -> Priority:
 
 
 def parse_name(kind: str, name: object) -> str:
-    """`name` if it may name a model or a tenant (`kind` says which, for the error)."""
+    """`name`, if it is a valid name of a model or a tenant. `kind`: the word for it in the message."""
     if isinstance(name, str) and _NAME.match(name):
         return name
     raise InvalidInput(
@@ -113,12 +114,12 @@ def new_job_id(model: str) -> str:
 _VARIANT: Final = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 _IDS_PER_DRAW: Final = 128
 _random: Final[list[str]] = []
-# A child must not draw the numbers that its parent has drawn.
+# A forked child must not use the random numbers of its parent.
 os.register_at_fork(after_in_child=_random.clear)
 
 
 def _random_hex() -> str:
-    """20 random hex digits; one system call serves many ids."""
+    """20 random hex digits. One system call serves many ids."""
     try:
         return _random.pop()
     except IndexError:
@@ -139,19 +140,19 @@ def split_job_id(job_id: str) -> tuple[str, str]:
 
 
 def is_job_id(job_id: str, slot: str) -> bool:
-    """Whether this is the id of a job of that slot."""
+    """Whether this is the id of a job of this slot."""
     prefix = f"{slot}."
     return job_id.startswith(prefix) and _LOCAL_ID.match(job_id, len(prefix)) is not None
 
 
 def job_time_ms(job_id: str) -> int | None:
-    """Unix ms at which the id was made, by its maker's clock; None for ids that carry no time."""
+    """When the id was made, in Unix ms of its maker's clock; None for an id without a time."""
     local = job_id.rpartition(".")[2]
     return int(local[:8] + local[9:13], 16) if _UUID7.match(local) else None
 
 
 def slot_of(job_id: str) -> str:
-    """The slot (hash tag) that a job id belongs to."""
+    """The slot of a job id."""
     return split_job_id(job_id)[0]
 
 
@@ -161,7 +162,7 @@ def stream_key(slot: str, priority: Priority) -> str:
 
 
 def stream_keys(slot: str) -> tuple[str, str, str, str]:
-    """The four streams of a slot, most urgent first: index them by Priority."""
+    """The four streams of a slot, most urgent first; the index is a Priority."""
     critical, high, normal, low = (stream_key(slot, priority) for priority in Priority)
     return critical, high, normal, low
 
@@ -172,9 +173,9 @@ def dead_key(slot: str) -> str:
 
 
 def crashes_key(slot: str, priority: Priority, entry_id: bytes) -> str:
-    """Set: the crashes in whose batch the job of this entry was running.
+    """Set: the crashes during which the job of this entry was running.
 
-    The scripts derive it from the stream's key: keep the two in step.
+    The scripts derive this key from that of the stream: change both together.
     """
     return f"{stream_key(slot, priority)}:crashes:{entry_id.decode()}"
 
@@ -185,64 +186,64 @@ def spec_key(slot: str) -> str:
 
 
 def specs_key(slot: str) -> str:
-    """Hash: the spec of each version that jobs may name, as JSON."""
+    """Hash: the specs of the versions that jobs may name, as JSON."""
     return f"{{{slot}}}:specs"
 
 
 def active_key(slot: str) -> str:
-    """Which version answers, as registry/deployment.py writes it; missing while no version was ever promoted."""
+    """The record of the active version; see registry/deployment.py. It is missing until a version is promoted."""
     return f"{{{slot}}}:active"
 
 
 def flow_key(slot: str) -> str:
-    """Hash: jobs in flight per tenant, jobs drained, the drain rate that `retry_after_s` comes from, whether
-    the server is short of memory, and the bytes in the dead letters."""
+    """Hash: jobs in flight per tenant, committed jobs, the rate of commits for `retry_after_s`, whether the server is
+    short of memory, and the bytes in the dead letters."""
     return f"{{{slot}}}:flow"
 
 
 def record_key(job_id: str) -> str:
-    """The job's one key: its record while it lives, its result afterwards."""
+    """The key of a job: its record, and after its end its result."""
     return local_record_key(*split_job_id(job_id))
 
 
 def local_record_key(slot: str, local: str) -> str:
-    """The record of the job with this local id; for ids that were checked before."""
+    """The key of the job with this local id, which the caller has checked."""
     return f"{{{slot}}}:job:{local}"
 
 
 def events_key(job_id: str) -> str:
-    """The stream of a job's events; exists only for jobs that emit or are subscribed to.
+    """The stream of a job's events. It exists only for jobs that emit events or have a subscriber.
 
-    The scripts derive it from the record's key: keep the two in step.
+    The scripts derive this key from that of the record: change both together.
     """
     return record_key(job_id) + ":events"
 
 
 def paused_key(slot: str) -> str:
-    """There while the slot is paused: since when, in ms of the broker's clock."""
+    """Exists while the slot is paused; holds when it was paused, in ms of the broker's clock."""
     return f"{{{slot}}}:paused"
 
 
 def idempotency_key(slot: str, digest: str) -> str:
-    """Where the first job of an idempotency key is remembered."""
+    """The key that holds the first job of an idempotency key."""
     return f"{{{slot}}}:idempotency:{digest}"
 
 
 def reply_key(slot: str, client_id: str) -> str:
-    """The stream on which one client hears of its finished jobs of one slot."""
+    """The stream of one client's finished jobs of one slot."""
     return f"{{{slot}}}:reply:{client_id}"
 
 
 def is_reply_key(key: str, slot: str) -> bool:
-    """Whether a job of this slot may be answered on `key`."""
+    """Whether `key` may be the reply stream of a job of this slot."""
     return key.startswith(f"{{{slot}}}:reply:") or key == lane_key(slot)
 
 
 def lane_key(slot: str) -> str:
-    """The reply stream of jobs that came through Celery; shared by the workers, kept until stored."""
+    """The reply stream of jobs that came through Celery. The workers share it; entries stay until they are stored."""
     return f"{{{slot}}}:lane"
 
 
 def worker_key(name: str) -> str:
-    """One worker's last report, as JSON, expiring."""
+    """The last report of a worker, as JSON; it expires."""
     return f"penstock:worker:{name}"

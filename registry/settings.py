@@ -1,10 +1,9 @@
-"""Every setting: its key, its variable, its default, and where its value came from.
+"""Every setting: its key, its variable, its default, and the source of its value.
 
     constructor > environment > --config YAML > [tool.penstock.inference] of pyproject.toml > default
 
-decided key by key. A source says only what it wants to change. A name that nobody reads is an error wherever it
-stands, because a misspelt setting that is silently ignored is worse than a process that does not start. Secrets
-come from the environment or the constructor only, and are shown nowhere.
+The first source that has a key decides its value. An unknown name is an error in every source: a misspelt setting
+must not be silently ignored. Secrets come from the environment or the constructor only, and are never shown.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from pydantic import (
 
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import ConfigurationError, shown
-from penstock.registry.package.bounded_yaml import BadDocument, read_yaml
 from penstock.registry.queues import parse_name
 
 __all__ = [
@@ -57,7 +55,7 @@ __all__ = [
 ]
 
 LATEST: Final = "latest"
-"""As model_version: the version in production, else the highest under the models root."""
+"""The value of model_version for the version in production, else the highest one under the models root."""
 METRICS_PORT: Final = 9464
 """The metrics port of device 0; device N has METRICS_PORT + N."""
 CONFIG_VARIABLE: Final = "PENSTOCK_CONFIG"
@@ -104,7 +102,7 @@ def _folder(path: Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        raise ValueError("expected a folder; its ~ names nobody on this machine") from None
+        raise ValueError("expected a folder; its ~ names an unknown user") from None
 
 
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
@@ -126,95 +124,105 @@ class _Section(BaseModel):
 
 
 class BatchingConfig(_Section):
-    """How jobs become micro-batches."""
+    """Batching of jobs."""
 
     enabled: bool = Field(default=True, description="Off: every forward has exactly one row")
     max_batch_size: int = Field(default=0, ge=0, description="Rows of one batch; 0: calibrated on a GPU, 32 on a CPU")
     max_queue_depth: int = Field(default=1024, ge=1, description="Jobs that one worker holds in memory")
     max_wait_ms: float = Field(
-        default=50.0, ge=0, description="How long a job may wait for company; never on an idle device"
+        default=50.0, ge=0, description="Batching delay: the longest wait for more jobs; an idle device does not wait"
     )
     target_latency_ms: float = Field(
         default=100.0,
         gt=0,
-        description="The p95 that batches are steered towards, of jobs that no backlog of their own keeps waiting",
+        description="Target for the p95 of latency, of jobs that find no backlog in their queue",
     )
     gpu_headroom_pct: int = Field(
         default=20, ge=0, lt=100, description="Device memory that calibration leaves free, in %"
     )
     single_flight: bool = Field(
-        default=True, description="Equal jobs of one tenant that are in a worker together run once"
+        default=True, description="Request deduplication: equal jobs of one tenant in one worker share a forward"
     )
 
 
 class CompilationConfig(_Section):
-    """torch.compile, and the gate that a compiled model passes before it serves."""
+    """torch.compile, and the gate for compiled models."""
 
-    enabled: bool = Field(default=True, description="Compile models where the level allows it")
-    backend: Literal["auto", "inductor", "cudagraphs"] = Field(default="auto", description="auto: chosen by device")
+    enabled: bool = Field(default=True, description="Compile models, if their optimization level allows it")
+    backend: Literal["auto", "inductor", "cudagraphs"] = Field(default="auto", description="auto: by device")
     cache_dir: Folder = Field(
-        default=Path("~/.penstock/inference_cache"), description="Where compiled artefacts are kept; follows `home`"
+        default=Path("~/.penstock/inference_cache"), description="Folder of compiled artefacts; follows `home`"
     )
     warmup_requests: int = Field(default=3, ge=0, description="Forwards before a model counts as ready")
     tolerance: float = Field(default=1e-5, ge=0, description="Largest change of an output, as atol + rtol * |y|")
 
 
 class CacheConfig(_Section):
-    """The tiers in front of the models."""
+    """The response cache and its tiers."""
 
     enabled: bool = Field(default=True, description="Off: a repeated input runs the model again")
     l1_size: int = Field(default=10_000, ge=1, description="Entries in memory")
-    l1_max_bytes: int = Field(default=1 << 28, ge=1, description="Bytes in memory; one answer takes an eighth at most")
+    l1_max_bytes: int = Field(
+        default=1 << 28, ge=1, description="Bytes in memory; one response takes at most an eighth"
+    )
     l2_max_bytes: int = Field(default=1 << 30, ge=1, description="Bytes on disk")
-    ttl_seconds: float = Field(default=86_400.0, gt=0, description="Lifetime of an entry on every tier")
-    privacy_mode: PrivacyMode = Field(default="ephemeral", description="The stricter of this and privacy.mode holds")
+    ttl_seconds: float = Field(default=86_400.0, gt=0, description="Lifetime of an entry in every tier")
+    privacy_mode: PrivacyMode = Field(
+        default="ephemeral", description="The stricter one of this and privacy.mode applies"
+    )
     redis_url: RedisUrl = Field(default="", repr=False, description="The shared tier; empty: none")
 
 
 class PrivacyConfig(_Section):
-    """What may be kept, where, and in which form."""
+    """Which data may be stored, where and how."""
 
-    mode: PrivacyMode = Field(default="ephemeral", description="What may outlive the process")
-    redact_patterns: tuple[Regex, ...] = Field(default=(), description="Scrubbed before anything is written")
-    cache_tenant_isolation: bool = Field(default=True, description="Off: tenants share answers that are kept")
+    mode: PrivacyMode = Field(default="ephemeral", description="Which data may outlive the process")
+    redact_patterns: tuple[Regex, ...] = Field(
+        default=(), description="Regular expressions of text that is removed before data is written"
+    )
+    cache_tenant_isolation: bool = Field(default=True, description="Off: tenants share cached responses")
     audit_log_enabled: bool = Field(default=True, description="Record gate decisions, cache accesses and state changes")
     audit_log_path: Folder = Field(
         default=Path("~/.penstock/audit"), description="Folder of the audit log; follows `home`"
     )
-    encrypt_at_rest: bool = Field(default=True, description="Seal what lies on disk")
-    encryption_key_source: Literal["env", "file", "hsm"] = Field(default="env", description="Where the key comes from")
+    encrypt_at_rest: bool = Field(default=True, description="Encrypt data on disk")
+    encryption_key_source: Literal["env", "file", "hsm"] = Field(default="env", description="Source of the key")
 
 
 class QueueConfig(_Section):
     """Leases, limits and lifetimes of jobs in the broker."""
 
-    lease_s: float = Field(default=5.0, gt=0, description="A worker silent for so long loses its jobs to another")
-    max_crashes: int = Field(default=3, ge=1, description="Crashes of its worker after which a job is a dead letter")
-    drain_grace_s: float = Field(default=10.0, ge=0, description="How long a stopping worker may finish its batch")
-    ageing_s: float = Field(
-        default=2.0, ge=0, description="Wait after which a lower priority gets its share of a batch"
+    lease_s: float = Field(
+        default=5.0, gt=0, description="After this time without a renewal a worker loses its jobs to another one"
     )
+    max_crashes: int = Field(
+        default=3, ge=1, description="After so many crashes of its worker a job becomes a dead letter"
+    )
+    drain_grace_s: float = Field(
+        default=10.0, ge=0, description="The time that a stopping worker has to finish its batch"
+    )
+    ageing_s: float = Field(default=2.0, ge=0, description="After this wait a lower priority gets its share of a batch")
     max_depth: int = Field(default=100_000, ge=1, description="Jobs in one queue, per model and priority")
     tenant_max_in_flight: int = Field(
         default=0, ge=0, description="Unfinished jobs of one tenant and model; 0: no limit"
     )
-    job_ttl_s: float = Field(default=86_400.0, gt=0, description="Lifetime of a job that nobody ran")
-    result_ttl_s: float = Field(default=3_600.0, gt=0, description="How long results and idempotency keys are kept")
+    job_ttl_s: float = Field(default=86_400.0, gt=0, description="Lifetime of a job that has not run")
+    result_ttl_s: float = Field(default=3_600.0, gt=0, description="Lifetime of results and idempotency keys")
 
 
 class CeleryConfig(_Section):
-    """What Celery and Flower see and may do."""
+    """Permissions of Celery and Flower."""
 
     lane: Literal["auto", "trusted", "off"] = Field(
-        default="auto", description="send_task; auto: only while signing is off"
+        default="auto", description="Accept tasks of Celery's send_task; auto: only while signing is off"
     )
     events: bool = Field(default=True, description="Send task events, so that Flower shows every job")
-    events_interval_ms: int = Field(default=50, ge=1, description="How often the collected events are sent")
+    events_interval_ms: int = Field(default=50, ge=1, description="Interval at which collected events are sent")
     remote_control: bool = Field(default=False, description="Allow shutdown, pool and consumer commands over the wire")
 
 
 class ServerConfig(_Section):
-    """Where the HTTP gateway listens."""
+    """The address of the HTTP gateway."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to bind; read by the gateway")
     port: int = Field(default=8000, ge=0, le=65_535, description="0: any free port; read by the gateway")
@@ -222,38 +230,38 @@ class ServerConfig(_Section):
 
 
 class RateLimitConfig(_Section):
-    """How often one caller may ask."""
+    """Rate limit of one caller."""
 
     enabled: bool = Field(default=False, description="Refuse callers above the rate; read by the gateway")
     requests_per_minute: int = Field(default=1000, ge=1, description="Rate of one caller; read by the gateway")
 
 
 class InputValidationConfig(_Section):
-    """Bounds on inputs beside those that a model declares."""
+    """Limits of inputs besides those of the model."""
 
-    enabled: bool = Field(default=True, description="Off: only the model's own bounds hold")
+    enabled: bool = Field(default=True, description="Off: only the model's limits apply")
     max_sequence_length: int = Field(
-        default=0, ge=0, description="Lowers the limit of models whose inputs have a length; 0: their own"
+        default=0, ge=0, description="Longest input of models whose inputs have a length; 0: the model's limit"
     )
 
 
 class SafeguardsConfig(_Section):
-    """What is refused before it reaches a model."""
+    """Requests that are refused before they reach a model."""
 
     rate_limit: RateLimitConfig = RateLimitConfig()
     input_validation: InputValidationConfig = InputValidationConfig()
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The longest input that any model gets; None: as the model says."""
+        """The longest input of every model; None: the model's limit."""
         return (self.input_validation.enabled and self.input_validation.max_sequence_length) or None
 
 
 class InferenceConfig(_Section):
     """How models are served: `PENSTOCK_INFERENCE_*`, one section per concern."""
 
-    enabled: bool = Field(default=True, description="Off: pass-through, without cache, batches or compilation")
-    max_level: int = Field(default=2, ge=0, le=4, description="Enhancement level that models may rise to")
+    enabled: bool = Field(default=True, description="Off: models run without cache, batching and compilation")
+    max_level: int = Field(default=2, ge=0, le=4, description="Highest optimization level of models")
     frameworks: tuple[Literal["pytorch", "transformers", "onnxruntime"], ...] = Field(
         default=("pytorch", "transformers", "onnxruntime"), description="Frameworks that models may use"
     )
@@ -262,15 +270,17 @@ class InferenceConfig(_Section):
     model_version: str = Field(
         default=LATEST, min_length=1, description="Version served; latest: the one in production, else the highest"
     )
-    preload: bool = Field(default=True, description="Load models at start, not at their first job")
-    load_timeout_s: float = Field(default=300.0, gt=0, description="Limit of loading one model version")
+    preload: bool = Field(default=True, description="Load models at start; off: with their first job")
+    load_timeout_s: float = Field(default=300.0, gt=0, description="Time-out of loading a version")
     model_memory_mb: int = Field(
-        default=0, ge=0, description="Memory of all loaded versions; beyond, the least recently used go; 0: no limit"
+        default=0,
+        ge=0,
+        description="Memory of all loaded versions; beyond it the least recently used are unloaded; 0: no limit",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto", description="Of torch models whose package does not say; auto: as built"
+        default="auto", description="Precision of torch models whose package has none; auto: as built"
     )
-    timeout_seconds: float = Field(default=30.0, gt=0, description="Limit of one forward")
+    timeout_seconds: float = Field(default=30.0, gt=0, description="Time-out of one forward")
     max_request_size_mb: int = Field(default=10, ge=1, le=10, description="Largest request, in MiB")
     uvicorn_access_log: bool = Field(default=False, description="One line per HTTP request")
     metrics_buckets: Annotated[tuple[float, ...], AfterValidator(_increasing)] = Field(
@@ -279,8 +289,10 @@ class InferenceConfig(_Section):
     )
     state_redis_url: RedisUrl = Field(default="", repr=False, description="Store of model states; empty: the broker")
     state_prefix: str = Field(default="penstock:model_state", min_length=1, description="Prefix of its keys")
-    state_reconcile_enabled: bool = Field(default=True, description="Sweep for models that should be loaded")
-    state_reconcile_interval_s: float = Field(default=5.0, gt=0, description="Time between two sweeps")
+    state_reconcile_enabled: bool = Field(
+        default=True, description="Check regularly for versions that operators want loaded"
+    )
+    state_reconcile_interval_s: float = Field(default=5.0, gt=0, description="Time between two checks")
     batching: BatchingConfig = BatchingConfig()
     compilation: CompilationConfig = CompilationConfig()
     cache: CacheConfig = CacheConfig()
@@ -291,21 +303,21 @@ class InferenceConfig(_Section):
     safeguards: SafeguardsConfig = SafeguardsConfig()
 
     def as_shown(self) -> dict[str, Any]:
-        """The values as plain data for whoever may look; without URLs, which may carry passwords."""
+        """The values as plain data, without URLs, which may hold passwords."""
         return self.model_dump(mode="json", exclude={"state_redis_url": True, "cache": {"redis_url"}})
 
 
 class WorkerSettings(_Section):
-    """What a supervisor tells one worker process."""
+    """The settings of one worker process, from its supervisor."""
 
     index: int | None = Field(default=None, ge=0, description="Device index; unset: the first that is free")
     models: tuple[Annotated[str, AfterValidator(_model)], ...] = Field(default=(), description="Models; empty: all")
-    heartbeat_fd: int | None = Field(default=None, ge=0, description="Pipe on which the supervisor waits for beats")
-    metrics_host: str = Field(default="127.0.0.1", min_length=1, description="Off loopback only with a bearer file")
-    metrics_port: int | None = Field(default=None, ge=0, le=65_535, description="Unset: 9464 + index; 0: any free port")
-    metrics_bearer_file: Folder | None = Field(
-        default=None, description="File with the token that readers must present"
+    heartbeat_fd: int | None = Field(default=None, ge=0, description="Pipe on which the supervisor reads heartbeats")
+    metrics_host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address of metrics; other than loopback only with a bearer file"
     )
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535, description="Unset: 9464 + index; 0: any free port")
+    metrics_bearer_file: Folder | None = Field(default=None, description="File with the bearer token for readers")
 
     def probe_port(self, index: int) -> int:
         """The port of the metrics and health probe of the worker on device `index`; 0 means any free one."""
@@ -313,7 +325,7 @@ class WorkerSettings(_Section):
 
 
 class Settings(_Section):
-    """Where things are, how models are served (`inference`), and which worker this is (`worker`)."""
+    """All settings: addresses and keys, models (`inference`), this worker process (`worker`)."""
 
     inference: InferenceConfig = InferenceConfig()
     worker: WorkerSettings = WorkerSettings()
@@ -323,7 +335,7 @@ class Settings(_Section):
         repr=False,
         description="Celery's broker; unset: the same as redis_url",
     )
-    home: Folder = Field(default=Path("~/.penstock"), description="Where Penstock keeps its own files")
+    home: Folder = Field(default=Path("~/.penstock"), description="Folder of Penstock's files")
     registry_url: str = Field(
         default_factory=lambda known: f"sqlite:///{known['home'] / 'registry.db'}",
         repr=False,
@@ -334,14 +346,15 @@ class Settings(_Section):
         description="Ed25519 key that signs registry records and control commands; unset: operator.pem in `home`",
     )
     operator_public_keys: str = Field(
-        default="", description="id:base64[,id:base64] of the operators that workers obey; empty: none is asked for"
+        default="",
+        description="id:base64[,id:base64] of the operators that workers trust; empty: signatures are not required",
     )
     tenant_id: Annotated[str, AfterValidator(_tenant)] = Field(
-        default="default", description="Tenant of unnamed callers"
+        default="default", description="Tenant of callers that name none"
     )
     trusted_roots: tuple[Folder, ...] = Field(
         default_factory=lambda known: (known["inference"].repo_root,),
-        description="Folders whose Python packages may run; unset: the models root",
+        description="Folders whose packages may run code; unset: the models root",
     )
     signing_keys: SecretStr | None = Field(
         default=None, description="id:base64[,id:base64], the first signs; unset: signing is off"
@@ -369,10 +382,9 @@ class Settings(_Section):
     ) -> Settings:
         """The effective settings of this process.
 
-        `config_file` is YAML and wins over the one that PENSTOCK_CONFIG names; `overrides` is the constructor's
-        part, by dotted key or nested: {"batching.max_wait_ms": 5} or {"batching": {"max_wait_ms": 5}}; what is
-        None there was not given.
-        Raises ConfigurationError, in one line, for a name that no setting has and for a value that does not fit.
+        config_file: YAML, instead of the file that PENSTOCK_CONFIG names. overrides: the values of the constructor,
+        by dotted key or nested: {"batching.max_wait_ms": 5} or {"batching": {"max_wait_ms": 5}}; None: not given.
+        Raises ConfigurationError, in one line, for an unknown name or an unusable value.
         """
         environ = os.environ if environ is None else environ
         config_file = config_file or _named_config(environ)
@@ -387,7 +399,7 @@ class Settings(_Section):
         return _build(found)
 
     def changed(self, overrides: Mapping[str, object]) -> Settings:
-        """These settings but for `overrides`, by key as for `load`; what follows another setting follows it again.
+        """These settings with `overrides`, as for `load`. Defaults that follow another setting are set again.
 
         Raises ConfigurationError, in one line.
         """
@@ -401,13 +413,13 @@ class Settings(_Section):
 
     @property
     def is_lane_open(self) -> bool:
-        """Whether jobs may come through Celery's send_task, which nobody signs."""
+        """Whether jobs may come through Celery's send_task, which are not signed."""
         lane = self.inference.celery.lane
         return lane == "trusted" or (lane == "auto" and not self.keyring.signs)
 
 
 class Setting(NamedTuple):
-    """One line of the settings table. `default` is None for what is unset or follows another setting."""
+    """One setting. `default` is None if it is unset or follows another setting."""
 
     key: str
     variable: str
@@ -447,7 +459,7 @@ _UNDER_HOME: Final = {"compilation.cache_dir": "inference_cache", "privacy.audit
 
 
 def catalogue() -> Iterator[Setting]:
-    """Every setting there is, in the order of the sections."""
+    """All settings, in the order of the sections."""
     yield from _settings_of(InferenceConfig, "", f"{_PREFIX}INFERENCE_")
     yield from (setting for setting in _settings_of(Settings, "", _PREFIX) if "." not in setting.key)
     yield from _settings_of(WorkerSettings, "worker.", f"{_PREFIX}WORKER_")
@@ -484,7 +496,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Found]:
         key = _KEYS_BY_VARIABLE.get(variable)
         if key is None:
             raise _unknown("variable", variable, (*_KEYS_BY_VARIABLE, CONFIG_VARIABLE))
-        # Compose files pass `${NAME:-}` on, so an empty variable means that nobody set it.
+        # Compose files pass `${NAME:-}`, so an empty variable counts as unset.
         if text:
             yield _Found(key, _split(text) if _SETTINGS[key].is_list else text, variable)
 
@@ -498,6 +510,9 @@ def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Found]:
 
 
 def _from_yaml(path: Path) -> list[_Found]:
+    # A client seldom reads a file of settings, and the packages of models are much to import.
+    from penstock.registry.package.bounded_yaml import BadDocument, read_yaml
+
     try:
         document = read_yaml(_read(path).encode())
     except BadDocument as problem:
@@ -547,7 +562,7 @@ def _flat(table: Mapping[Any, object], path: str = "") -> Iterator[tuple[str, ob
 
 
 def _split(text: str) -> list[object]:
-    """A list in a variable: JSON, for items that contain commas, or separated by commas."""
+    """The items of a list in a variable: separated by commas, or as JSON if they contain commas."""
     if text.startswith("["):
         try:
             items = json.loads(text)
@@ -567,7 +582,7 @@ def _build(found: dict[str, _Found]) -> Settings:
 
 
 def _placed(values: dict[str, Any], found: Mapping[str, _Found]) -> dict[str, Any]:
-    """`values` by section, with what was found put into its place."""
+    """`values` by section, with the found values in their places."""
     for key, value, _ in found.values():
         *path, name = _place(key)
         section = values

@@ -1,9 +1,9 @@
-"""A record and the signature of the operator who wrote it, as one value that any store can keep.
+"""A record and its operator's signature, as one value that any store can keep.
 
     payload -> seal_record -> `<key id>:<base64 of the signature>` LF payload -> open_record -> payload
 
-The first line is empty while nobody signs. Keys are safety/keys.py's: here they are two functions, so that workers
-need the public half only.
+The first line is empty for an unsigned record. The keys are in safety/keys.py; here they are two functions, so that
+workers need the public half only.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["Signer", "Verifier", "open_record", "seal_record"]
 Signer = Callable[[bytes], tuple[str, bytes]]
 """Message -> (key id, signature)."""
 Verifier = Callable[[bytes, str, bytes], bool]
-"""(message, key id, signature) -> whether a known key of that id made it."""
+"""(message, key id, signature) -> whether the known key with this id made the signature."""
 
 _MAX_LINE_BYTES: Final = 256
 
 
 def seal_record(payload: bytes, sign: Signer | None, context: str = "") -> bytes:
-    """The payload behind its signature, or behind an empty line without a signer.
+    """The payload after a line with its signature, or after an empty line without a signer.
 
-    context: what the record is about, such as `active minilm`. It is signed and not stored, so a record that was
-    copied to another place does not verify there.
+    context: the subject of the record, such as `active minilm`. It is signed but not stored, so that a record that
+    was copied to another place does not verify there.
     """
     if sign is None:
         return b"\n" + payload
@@ -38,13 +38,13 @@ def seal_record(payload: bytes, sign: Signer | None, context: str = "") -> bytes
 
 
 def open_record(data: bytes, verify: Verifier | None, context: str = "") -> bytes:
-    """The payload that `seal_record` sealed for the same context.
+    """The payload of `seal_record` with the same context.
 
-    Without a verifier no signature is asked for, and one that is there is not looked at. Raises BadSignature.
+    Without a verifier the signature is ignored. Raises BadSignature.
     """
     end = data.find(b"\n", 0, _MAX_LINE_BYTES)
     if end < 0:
-        raise BadSignature("not a record: it does not begin with the line of its signature")
+        raise BadSignature("not a record: the line of its signature is missing")
     payload = data[end + 1 :]
     if verify is not None:
         _check(data[:end], _message(payload, context), verify)
@@ -59,13 +59,13 @@ def _check(line: bytes, message: bytes, verify: Verifier) -> None:
         signature = base64.b64decode(encoded, validate=True)
     except binascii.Error:
         signature = b""
-    # One text per signature: the last base64 digit has bits that decoding would ignore.
+    # A signature has one text: decoding would ignore some bits of the last base64 digit.
     if base64.b64encode(signature) != encoded:
         raise BadSignature("the signature of this record is not base64")
     if not verify(message, key_id.decode("ascii", "replace"), signature):
-        raise BadSignature("the signature of this record does not hold, or its key is not known here")
+        raise BadSignature("the signature of this record is wrong, or its key is not known here")
 
 
 def _message(payload: bytes, context: str) -> bytes:
-    # What is signed begins with what it is for: a signature of another protocol under the same key fits nothing here.
+    # The signed message begins with its protocol, so that signatures of other protocols with the same key are refused.
     return f"penstock record v1\n{context.encode().hex()}\n".encode() + payload

@@ -1,7 +1,7 @@
-"""Where the embedded stack of a home runs: written by compose/stack/local.py, read by everything that connects.
+"""The addresses of a home's embedded stack: compose/stack/local.py writes them, every client of the stack reads them.
 
-`<home>/stack.json` (mode 0600) names the addresses; `<home>/stack.lock` is locked for as long as the stack's
-process lives, so a file left behind by a killed stack is never believed.
+`<home>/stack.json` (mode 0600) holds the addresses. `<home>/stack.lock` is locked while the stack's process lives, so
+that the file of a killed stack is ignored.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
-
-from pydantic import SecretStr
+from typing import TYPE_CHECKING, Final
 
 from penstock.registry.errors import ConfigurationError
-from penstock.registry.settings import Settings
+
+if TYPE_CHECKING:
+    from penstock.registry.settings import Settings
 
 __all__ = ["RunningStack", "hold", "read", "remove", "with_broker", "write", "write_private"]
 
 _FILE: Final = "stack.json"
 _LOCK: Final = "stack.lock"
 _HOLD_TIMEOUT_S: Final = 0.5
-"""A reader holds the lock for some microseconds; whoever holds it for longer is a stack."""
+"""A reader holds the lock for some microseconds, a stack for longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """An embedded stack and how to reach it; Flower's fields are empty when it runs without Flower.
+    """The addresses of an embedded stack. Flower's fields are empty without Flower.
 
-    operator_public_keys: whose decisions its workers believe, as the setting of that name spells it.
+    operator_public_keys: the operators that its workers trust, in the format of that setting.
     """
 
     pid: int
@@ -45,7 +45,7 @@ class RunningStack:
     operator_public_keys: str = ""
 
     def signing_keys(self) -> str:
-        """The live keys, as PENSTOCK_SIGNING_KEYS spells them. Raises ConfigurationError when they cannot be read."""
+        """The signing keys, as PENSTOCK_SIGNING_KEYS holds them. Raises ConfigurationError if they are unreadable."""
         try:
             return Path(self.keys_file).read_text("ascii").strip()
         except (OSError, UnicodeDecodeError):
@@ -62,13 +62,13 @@ def read(home: Path) -> RunningStack | None:
         return None
     except (OSError, ValueError, TypeError):
         raise ConfigurationError(
-            "The stack that runs on this home wrote a stack.json that cannot be read here. Expected one of the same "
-            "user and the same version of Penstock"
+            "The stack.json of the stack that runs on this home cannot be read. Expected the same user and the same "
+            "version of Penstock"
         ) from None
 
 
 def with_broker(settings: Settings) -> Settings:
-    """The settings with a broker in them: the URL that was given wins, else the running stack's with its keys.
+    """The settings with a broker: the given URL, else that of the running stack with its keys.
 
     Raises ConfigurationError when there is neither.
     """
@@ -79,6 +79,8 @@ def with_broker(settings: Settings) -> Settings:
         raise ConfigurationError(
             "No broker is configured and no embedded stack runs. Expected PENSTOCK_REDIS_URL, or `penstock up`"
         )
+    from pydantic import SecretStr
+
     keys = settings.signing_keys or SecretStr(stack.signing_keys())
     return settings.model_copy(
         update={
@@ -91,17 +93,17 @@ def with_broker(settings: Settings) -> Settings:
 
 
 def write(home: Path, stack: RunningStack) -> None:
-    """Tell the others of this home where `stack` is. The caller holds the home."""
+    """Write the addresses of `stack`. The caller holds the home."""
     write_private(home / _FILE, json.dumps(asdict(stack)))
 
 
 def remove(home: Path) -> None:
-    """Withdraw what `write` said."""
+    """Delete the addresses that `write` wrote."""
     (home / _FILE).unlink(missing_ok=True)
 
 
 def write_private(path: Path, text: str) -> None:
-    """A file that only this user may read (mode 0600): there as a whole, or not at all."""
+    """Writes a file that only this user may read (mode 0600), in one atomic step."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -111,12 +113,12 @@ def write_private(path: Path, text: str) -> None:
 
 @contextmanager
 def hold(home: Path) -> Iterator[None]:
-    """Be the one stack of `home`, which must exist. Raises ConfigurationError that names the one that has it."""
+    """Be the only stack of `home`, which must exist. Raises ConfigurationError with the process that holds it."""
     try:
         lock = open(home / _LOCK, "a+b")  # noqa: SIM115 - closed by the block below
     except OSError as error:
         raise ConfigurationError(
-            f"PENSTOCK_HOME cannot be written to ({error.strerror}). Expected a folder that can"
+            f"PENSTOCK_HOME cannot be written to ({error.strerror}). Expected a writable folder"
         ) from None
     with lock:
         deadline = time.monotonic() + _HOLD_TIMEOUT_S

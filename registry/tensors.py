@@ -24,6 +24,7 @@ __all__ = [
     "MAX_RESULT_BYTES",
     "MAX_STRINGS",
     "MAX_TENSORS",
+    "STRING",
     "Array",
     "Tensor",
     "decode",
@@ -37,11 +38,11 @@ Array: TypeAlias = npt.NDArray[Any]
 MAX_BYTES: Final = 10 * 1024 * 1024
 """The largest body of a job, in bytes."""
 MAX_RESULT_BYTES: Final = 64 * 1024 * 1024
-"""The largest body of a result: outputs may well be larger than what they were made from."""
+"""The largest body of a result, in bytes: outputs may be larger than inputs."""
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
 MAX_STRINGS: Final = 32_768
-"""The most strings in one body: each becomes an object of its own, so few bytes could ask for much memory."""
+"""The most strings in one body. Each is an object: a small body could need much memory."""
 STRING: Final = "string"
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(name).newbyteorder("<")
@@ -50,13 +51,13 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
         *("float16", "float32", "float64"),
     )
 } | {STRING: np.dtype(object)}
-"""The dtypes that travel, by name."""
+"""The dtypes of messages, by name."""
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH: Final = np.dtype("<u4")
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a body contains, in order: `name`, `dtype` (a key of DTYPES), `shape`."""
+    """One array of a body, in order: `name`, `dtype` (a key of DTYPES), `shape`."""
 
     name: str
     dtype: str
@@ -76,7 +77,7 @@ def _strings(values: Array) -> bytes:
 def encode(tensors: Mapping[str, Array]) -> tuple[tuple[Tensor, ...], bytes]:
     """(descriptions, body) of arrays whose dtypes are among DTYPES (object arrays hold str).
 
-    Raises InvalidInput for another dtype, and for more strings than may travel.
+    Raises InvalidInput for another dtype, and for more than MAX_STRINGS strings.
     """
     described = []
     parts = []
@@ -99,7 +100,7 @@ def encode(tensors: Mapping[str, Array]) -> tuple[tuple[Tensor, ...], bytes]:
 
 
 def encoded_size(tensors: Mapping[str, Array]) -> int:
-    """Bytes that `encode` would need, without building them; exact for numbers, a lower bound for text."""
+    """The bytes that `encode` would make; exact for numbers, a lower bound for text."""
     size = 0
     for values in tensors.values():
         if values.dtype == object:
@@ -142,10 +143,10 @@ def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, A
 
 def _count(tensor: Tensor) -> int:
     shape = tensor.shape
-    # Looked at first: a product of thousands of large extents takes longer than all the rest.
+    # Checked first: the product of thousands of large extents takes longer than everything else.
     if len(shape) <= MAX_DIMS and min(shape, default=0) >= 0:
         count = math.prod(shape)
-        # A zero extent hides what the others claim, and NumPy still looks at them.
+        # A zero extent hides the other ones from the product, but NumPy still checks them.
         claimed = count or math.prod(extent or 1 for extent in shape)
         if claimed <= MAX_RESULT_BYTES:
             return count

@@ -1,6 +1,7 @@
-"""What may be believed and what may change: pure decisions on NumPy arrays, with callables for all else.
+"""Safety: the gate, its validators and samples, the operator's keys, the audit log.
 
-Only audit.py and keys.py touch files. Nothing here imports a framework, a broker or a model.
+Decisions are pure functions of NumPy arrays. Only audit.py and keys.py use files. No module imports a framework, a
+broker or a model.
 """
 
 from __future__ import annotations

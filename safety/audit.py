@@ -1,7 +1,7 @@
-"""Decisions -> an append-only file, one JSON line each: what was turned on or off, promoted or rolled back, and why.
+"""The audit log: decisions -> an append-only file, one JSON line each, with the change and its reason.
 
-A record is on its way to the disk before what it tells of takes effect; whoever cannot record does not decide. One
-line is one write, so that processes may share a file.
+A decision is recorded before it takes effect; without a record there is no decision. One line is one write, so that
+processes may share a file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FOLDER_MODE: Final = 0o700
 
 
 class AuditLog:
-    """The audit log in a folder: `<folder>/<name>.jsonl`, readable by its owner only. clock: unix seconds.
+    """The audit log `<folder>/<name>.jsonl`, readable by its owner only. clock: unix seconds.
 
-    Raises ConfigurationError where it cannot be written.
+    Raises ConfigurationError when it cannot be written.
     """
 
     def __init__(self, folder: Path, name: str, clock: Callable[[], float] = time.time) -> None:
@@ -40,7 +40,7 @@ class AuditLog:
             ) from None
 
     def record(self, kind: str, facts: Mapping[str, object]) -> None:
-        """Appends one record. Raises OSError, and then nothing of it stands there but perhaps a torn last line."""
+        """Appends one record. Raises OSError; then the file ends, at most, with a part of the line."""
         line = json.dumps({"at": self._clock(), "kind": kind, **facts}, default=str).encode() + b"\n"
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _FILE_MODE)
         try:

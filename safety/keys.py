@@ -1,9 +1,9 @@
-"""The operator's Ed25519 key: its private half signs on the operator's machine, its public half is what workers hold.
+"""The operator's Ed25519 key: the private half signs on the operator's machine, workers have the public half.
 
     OperatorKey.generate -> operator.pem (mode 0600) -> OperatorKey.load -> .sign        a Signer of registry/signed.py
                                      .public_text -> settings -> PublicKeys.parse -> .verify           its Verifier
 
-A key is called by the first 8 hex digits of the SHA-256 of its 32 public bytes.
+The id of a key is the first 8 hex digits of the SHA-256 of its 32 public bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 class OperatorKey:
-    """A private key; it never leaves the object but into its file."""
+    """A private key. It leaves the object only into its file."""
 
     __slots__ = ("_private", "key_id", "public_text")
 
@@ -47,13 +47,13 @@ class OperatorKey:
         self._private = private
         self.key_id = _key_id(public)
         self.public_text = f"{self.key_id}:{base64.b64encode(public).decode()}"
-        """The public half, as the setting operator_public_keys spells it."""
+        """The public half, in the format of the setting operator_public_keys."""
 
     @classmethod
     def generate(cls, path: Path) -> OperatorKey:
-        """A new key in a new file (mode 0600): there as a whole, or not at all.
+        """Makes a key in a new file (mode 0600), in one atomic step.
 
-        Raises ConfigurationError when the file exists already or cannot be written.
+        Raises ConfigurationError when the file exists or cannot be written.
         """
         key = cls(Ed25519PrivateKey.generate())
         try:
@@ -68,7 +68,7 @@ class OperatorKey:
 
     @classmethod
     def load(cls, path: Path) -> OperatorKey:
-        """The key of a file that only its owner can read. Raises ConfigurationError."""
+        """The key in a file that only its owner can read. Raises ConfigurationError."""
         try:
             text = _read_private(path)
         except OSError as error:
@@ -87,7 +87,7 @@ class OperatorKey:
 
 
 class PublicKeys:
-    """The operators whose signatures count, by key id."""
+    """The public keys of trusted operators, by key id."""
 
     __slots__ = ("_keys",)
 
@@ -96,14 +96,14 @@ class PublicKeys:
 
     @classmethod
     def parse(cls, text: str) -> PublicKeys:
-        """From `id:base64[,id:base64]`; empty text holds no key. Raises ConfigurationError."""
+        """From `id:base64[,id:base64]`; empty text: no keys. Raises ConfigurationError."""
         return cls(_public_bytes(item.strip(), place) for place, item in enumerate(filter(None, text.split(",")), 1))
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def verify(self, message: bytes, key_id: str, signature: bytes) -> bool:
-        """Whether the key of that id is one of these and made the signature."""
+        """Whether a key with this id is trusted and made the signature."""
         key = self._keys.get(key_id)
         if key is None:
             return False
@@ -126,7 +126,7 @@ def _public_bytes(item: str, place: int) -> bytes:
         public = b""
     if len(public) != 32 or key_id != _key_id(public):
         raise ConfigurationError(
-            f"Operator's public key {place} is not usable. Expected id:base64 of 32 bytes, with the id that they give"
+            f"Operator's public key {place} is not usable. Expected id:base64 of 32 bytes, with the id of these bytes"
         )
     return public
 
@@ -142,14 +142,14 @@ def _write_new(path: Path, text: bytes) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # A link, not a rename: it fails where somebody else's key is there already.
+        # A link, not a rename: it fails if another process has written a key meanwhile.
         os.link(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _read_private(path: Path) -> bytes:
-    # Without O_NONBLOCK a FIFO in its place would hang the process.
+    # If the file is a FIFO, O_NONBLOCK keeps the open from blocking.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode) or mode & _OTHERS:

@@ -1,7 +1,7 @@
-"""The gate: outputs of a candidate form beside those of the reference -> a verdict. Nothing serves without one.
+"""The gate (AR-013): outputs of a candidate and of the reference -> a verdict. Without one, no candidate serves.
 
 golden jobs -- the reference --> expected --.
-     '-------- the candidate --> outputs ---+--> Gate.judge --> GateVerdict: accepted, or every reason why not
+     '-------- the candidate --> outputs ---+--> Gate.judge --> GateVerdict: accepted, or all reasons against it
                a validator for each output -'
 """
 
@@ -22,7 +22,7 @@ Outputs = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class GateVerdict:
-    """`evidence`: figures by `<output>.<figure>`, and how many golden rows they rest on, as `rows`."""
+    """`evidence`: figures by `<output>.<figure>`, and the number of golden rows as `rows`."""
 
     reasons: tuple[str, ...]
     evidence: Mapping[str, float]
@@ -34,7 +34,7 @@ class GateVerdict:
 
 
 class Gate:
-    """Judges candidates. min_rows: fewer golden rows prove nothing."""
+    """Judges candidates; SafetyOrchestrator.gate_optimization of AR-013. min_rows: with fewer rows all are refused."""
 
     def __init__(self, min_rows: int = 1) -> None:
         self._min_rows = min_rows
@@ -42,7 +42,7 @@ class Gate:
     def judge(
         self, candidate: Sequence[Outputs], golden: Sequence[Outputs], validators: Mapping[str, Validator]
     ) -> GateVerdict:
-        """Compares two runs over the same batches, output by output; each validator sees all rows at once."""
+        """Compares two runs of the same batches by output. Each validator gets all rows in one call."""
         reasons = [reason for name in validators if (reason := _misshapen(name, candidate, golden))]
         if reasons:
             return GateVerdict(tuple(reasons), {"rows": 0.0})
@@ -69,7 +69,7 @@ def _misshapen(name: str, candidate: Sequence[Outputs], golden: Sequence[Outputs
 
 
 def joined(batches: Sequence[Outputs]) -> dict[str, Array]:
-    """The rows of all batches. Rows of different widths, as of sequences, are padded with zeros to the longest."""
+    """The rows of all batches. Rows of different lengths are padded with zeros to the longest."""
     names = batches[0] if batches else ()
     return {name: _concatenated([outputs[name] for outputs in batches]) for name in names}
 

@@ -1,9 +1,9 @@
-"""An output of a candidate beside the golden one -> whether it may stand in for it, with the figures.
+"""Compare a candidate's output with the golden one -> accepted or refused, with figures.
 
     same precision     every element within atol + rtol * |golden|; text and integers exactly
-    other precision    what the output is for: the direction of embeddings, the ranking and size of logits
+    other precision    by the use of the output: the direction of embeddings, the ranking and size of logits
 
-NaN and infinity are refused wherever they stand. Pure NumPy.
+NaN and infinity are always refused. Pure NumPy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 _MIN_COSINE: Final = 0.999
 _UNIT_LENGTH_WITHIN: Final = 1e-3
-"""Rows whose length is nearer to 1 are embeddings: no classifier's logits are all of unit length."""
+"""Rows whose length differs less from 1 are embeddings: the rows of logits do not all have unit length."""
 _REDUCED_DELTA: Final = 0.02
 _REDUCED_AGREEMENT: Final = 0.99
 _INT8_DELTA: Final = 0.1
@@ -39,14 +39,14 @@ _INT8_AGREEMENT: Final = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`reason` is empty when the candidate's output is good enough."""
+    """`reason` is empty if the output is accepted."""
 
     reason: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accepted(self) -> bool:
-        """Whether it is good enough."""
+        """Whether the output is accepted."""
         return not self.reason
 
 
@@ -54,7 +54,7 @@ class Validator(Protocol):
     """Judges one output over all golden rows."""
 
     def compare(self, candidate: Array, golden: Array) -> Comparison:
-        """Both have the rows of the same jobs in the same order. A wrong shape is a refusal, not an error."""
+        """Compares the same rows in the same order. A wrong shape is a refusal, not an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class TensorValidator:
     rtol: float
 
     def compare(self, candidate: Array, golden: Array) -> Comparison:
-        """Figures: max_error, and max_error_ratio, which is 1 at the limit."""
+        """Figures: max_error; max_error_ratio, whose limit is 1."""
         if reason := _unfit(candidate, golden):
             return Comparison(reason)
         error = np.abs(candidate.astype(np.float64) - golden.astype(np.float64))
         allowed = self.atol + self.rtol * np.abs(golden.astype(np.float64))
-        # With no tolerance at all, equal is still equal.
+        # With a tolerance of 0, equal elements are accepted.
         ratio = np.divide(error, allowed, out=np.where(error > 0, np.inf, 0.0), where=allowed > 0)
         worst = float(ratio.max(initial=0.0))
         figures = {"max_error": float(error.max(initial=0.0)), "max_error_ratio": worst}
@@ -79,7 +79,7 @@ class TensorValidator:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingValidator:
-    """Every row points where the golden one does: for vectors that are compared by their direction."""
+    """Every row has the direction of the golden one: for vectors that are compared by their direction."""
 
     min_cosine: float = _MIN_COSINE
 
@@ -90,7 +90,7 @@ class EmbeddingValidator:
         ours, theirs = candidate.astype(np.float64), golden.astype(np.float64)
         lengths = np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1)
         products = (ours * theirs).sum(axis=-1)
-        # A vector of zeros points nowhere: only another one is like it.
+        # A vector of zeros has no direction. It equals only another one.
         both_are_zero: Array = np.asarray(1.0 - (ours.any(axis=-1) | theirs.any(axis=-1)))
         cosines = np.divide(products, lengths, out=both_are_zero, where=lengths > 0)
         worst = float(cosines.min(initial=1.0))
@@ -100,17 +100,17 @@ class EmbeddingValidator:
 
 @dataclass(frozen=True, slots=True)
 class LogitsValidator:
-    """The same winner in nearly every row, and no number far from where it was.
+    """The same largest number in nearly every row, and small changes everywhere: for logits.
 
     max_delta: the largest change, as a share of the largest golden number. min_agreement: the share of rows along
-    the last axis whose largest number is where it was.
+    the last axis whose largest number has the same index.
     """
 
     max_delta: float
     min_agreement: float
 
     def compare(self, candidate: Array, golden: Array) -> Comparison:
-        """Figures: max_delta, and agreement where a row has more than one number."""
+        """Figures: max_delta; agreement, if rows have more than one number."""
         if reason := _unfit(candidate, golden):
             return Comparison(reason)
         ours, theirs = candidate.astype(np.float64), golden.astype(np.float64)
@@ -145,7 +145,7 @@ class ExactValidator:
 
 
 def same_precision_validators(outputs: Sequence[TensorSpec], tolerance: float) -> dict[str, Validator]:
-    """For a form that computes the same in the same number format. tolerance: both atol and rtol."""
+    """For a candidate with the same number format. tolerance: both atol and rtol."""
     return {
         one.name: TensorValidator(tolerance, tolerance) if one.dtype.startswith("float") else ExactValidator()
         for one in outputs
@@ -155,9 +155,9 @@ def same_precision_validators(outputs: Sequence[TensorSpec], tolerance: float) -
 def changed_precision_validators(
     outputs: Sequence[TensorSpec], golden: Mapping[str, Array], *, is_int8: bool = False
 ) -> dict[str, Validator]:
-    """For a form of lower precision, by what each output is for: rows of unit length are embeddings.
+    """For a candidate of lower precision, by the use of each output: rows of unit length are embeddings.
 
-    is_int8: logits of an int8 form may move further; an embedding may not, as it is compared with stored ones.
+    is_int8: the logits of int8 candidates may change more. Embeddings may not: they are compared with stored ones.
     """
     delta, agreement = (_INT8_DELTA, _INT8_AGREEMENT) if is_int8 else (_REDUCED_DELTA, _REDUCED_AGREEMENT)
     validators: dict[str, Validator] = {}

@@ -1,7 +1,12 @@
-"""All tests, in three processes side by side: `python -m tests [PYTEST OPTION]...`.
+"""Runs the tests, some processes side by side: `python -m tests [--all | --long | --no-server] [PYTEST OPTION]...`.
 
-Those that measure time, or wait for it, are the first; those that start stacks and programs of their own the second;
-those that mostly compute the third, and what it takes the others spend waiting. Their output follows at their ends.
+    (nothing)    `make test`: everything but what is marked `slow` or `install`
+    --long       `make test-all`: what `make test` leaves out, repeated faults among it
+    --all        both in one run
+    --no-server  `make check`: what needs neither a server nor a whole stack; whole programs are left out
+
+Each unit is a pytest process of its own, and three run at a time: most tests wait, for servers, leases or
+models that sleep. The units that take longest come first. The output of a unit follows when it has ended.
 """
 
 from __future__ import annotations
@@ -9,58 +14,108 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["main"]
+__all__ = ["main", "units"]
 
 _HERE: Final = Path(__file__).parent
-_START_PROGRAMS: Final = frozenset({"architecture", "benchmarks", "compose", "threats"})
-_COMPUTE: Final = frozenset({"conformance", "registry", "workers"})
+_AT_ONCE: Final = 3
 _NOTHING_COLLECTED: Final = 5
+_MODES: Final = {
+    "": ["-m", "not slow and not install"],
+    "--long": ["-m", "slow or install"],
+    "--all": [],
+    "--no-server": ["-m", "not slow and not install", "--no-server"],
+}
+_UNITS: Final = (
+    "flow",
+    "faults",
+    "simulation",
+    "compose",
+    "threats",
+    "workers",
+    "workers/versions workers/cache workers/process workers/celery_bridge",
+    "workers/levels workers/runtime workers/compilation workers/frameworks workers/batching workers/observe",
+    "conformance",
+    "benchmarks",
+)
+"""The longest first; what is in none of them is the last unit."""
+_WHOLE_PROGRAMS: Final = frozenset({"benchmarks", "compose", "faults", "flow", "simulation", "threats"})
 
 
-def main(options: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs them all; returns the first exit status that is not a success."""
-    groups: list[list[Path]] = [[], [], []]
-    for path in _tests_in(_HERE):
-        groups[1 if path.name in _START_PROGRAMS else 2 if path.name in _COMPUTE else 0].append(path)
-    with ExitStack() as exits:
-        beside = [_Beside(exits, _pytest(group, options)) for group in groups[1:]]
-        statuses = [subprocess.run(_pytest(groups[0], options), check=False).returncode]
-        statuses += [each.finish() for each in beside]
+    mode = arguments[0] if arguments and arguments[0] in _MODES else ""
+    options = [*_MODES[mode], *arguments[bool(mode) :]]
+    left_out = {_HERE / name for name in _WHOLE_PROGRAMS} if mode == "--no-server" else set()
+    waiting = [_pytest(unit, options) for unit in units() if not left_out.intersection(unit)]
+    running: list[_Running] = []
+    statuses: list[int] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < _AT_ONCE:
+                running.append(_Running(waiting.pop(0)))
+            for ended in [each for each in running if each.has_ended]:
+                running.remove(ended)
+                statuses.append(ended.show())
+            time.sleep(0.1)
+    finally:
+        for each in running:
+            each.kill()
     return next((status for status in statuses if status not in (0, _NOTHING_COLLECTED)), 0)
 
 
-class _Beside:
-    """A process whose output is printed when it has ended; it ends with `exits`."""
+class _Running:
+    """A process whose output is kept until it has ended."""
 
-    def __init__(self, exits: ExitStack, command: list[str]) -> None:
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `exits`
-        exits.enter_context(self._output)
+    def __init__(self, command: list[str]) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `show` and `kill`
         self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
-        exits.callback(self._end)
 
-    def finish(self) -> int:
-        status = self._process.wait()
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def show(self) -> int:
+        """Prints the output; returns the exit status."""
         self._output.seek(0)
         sys.stdout.write(self._output.read().decode(errors="replace"))
         sys.stdout.flush()
-        return status
+        self._output.close()
+        return self._process.returncode
 
-    def _end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._output.close()
 
 
-def _tests_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name.startswith("test_") or (path / "__init__.py").exists())
+def units() -> list[list[Path]]:
+    """The folders and files of each unit; a folder inside of which another unit lies is split into its entries."""
+    units = [[_HERE / name for name in unit.split()] for unit in _UNITS]
+    named = {path for unit in units for path in unit}
+    units.append([_HERE])
+    return [[part for path in unit for part in _parts(path, named - {path})] for unit in units]
+
+
+def _parts(path: Path, others: set[Path]) -> list[Path]:
+    """The path, or its entries without those that are others' where some of them are."""
+    if not any(other.is_relative_to(path) for other in others):
+        return [path]
+    entries = [entry for entry in sorted(path.iterdir()) if entry not in others and _holds_tests(entry)]
+    return [part for entry in entries for part in _parts(entry, others)]
+
+
+def _holds_tests(path: Path) -> bool:
+    return path.name.startswith("test_") or (path / "__init__.py").exists()
 
 
 def _pytest(paths: list[Path], options: list[str]) -> list[str]:
     # A cache each: they would write to one at the same time.
-    cache = f"cache_dir=.pytest_cache/{paths[0].name}"
+    cache = f"cache_dir=.pytest_cache/{paths[0].relative_to(_HERE).as_posix().replace('/', '-')}"
     return [sys.executable, "-m", "pytest", "-o", cache, *options, *map(str, paths)]
 
 

@@ -10,11 +10,47 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
+import hypothesis
 import pytest
 
-from tests.servers import PostgresDatabase, RedisServer, WorkerProcess, fork_server, redis_binaries, require
+from tests import servers
+from tests.servers import (
+    PostgresDatabase,
+    RedisServer,
+    WorkerProcess,
+    check_servers_wanted,
+    fork_server,
+    redis_binaries,
+    require,
+)
+
+_SERVERS: Final = {"redis_server", "shared_postgres", "shared_redis", "start_worker"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --no-server."""
+    parser.addoption("--no-server", action="store_true", help="skip the tests that start Redis or use PostgreSQL")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Follows --no-server, and has Hypothesis compare no times: a busy machine is slower than its 200 ms."""
+    hypothesis.settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("untimed")
+    servers.may_start_servers = not config.getoption("--no-server")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --no-server leaves out what asks for a server by a fixture; see RedisServer.start for all others."""
+    if not config.getoption("--no-server"):
+        return
+    needing = [item for item in items if _SERVERS & set(getattr(item, "fixturenames", ()))]
+    items[:] = [item for item in items if item not in needing]
+    config.hook.pytest_deselected(items=needing)
 
 
 def _first_binary() -> Path:
@@ -56,6 +92,7 @@ def redis_server() -> Iterator[RedisServer]:
 @pytest.fixture(scope="session")
 def shared_postgres() -> Iterator[PostgresDatabase]:
     """One database for the whole run: use `slot` or names of your own."""
+    check_servers_wanted()
     database = PostgresDatabase().create()
     try:
         yield database

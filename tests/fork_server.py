@@ -1,6 +1,6 @@
 """Python processes that need not import what every worker imports: forks of one process that has done so.
 
-    ForkServer.run(module, arguments) -- order --> fork --> `python -m module arguments`
+    ForkServer.run(module, arguments) -- request --> fork --> `python -m module arguments`
     ForkedProcess.poll, wait <-- pid and exit status ------'
 
 Imports are most of what the start of a worker costs, and the tests start hundreds. A fork is a process like any other:
@@ -106,7 +106,7 @@ class ForkServer:
         self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], folder: Path, output: Path
     ) -> ForkedProcess:
         """`python -m module arguments` in `folder`; what it says is added to the file `output`."""
-        order = {
+        request = {
             "module": module,
             "arguments": [*arguments],
             "environment": {**environment},
@@ -115,7 +115,7 @@ class ForkServer:
         }
         self.start()
         with self._lock:
-            self._socket.sendall(json.dumps(order).encode())
+            self._socket.sendall(json.dumps(request).encode())
             while (pid := self._hear()) is None:
                 pass
         return ForkedProcess(self, pid, [module, *arguments])
@@ -149,7 +149,7 @@ class ForkServer:
     def _hear(self) -> int | None:
         """One message: the pid of what was started, or None after it was noted that something has ended."""
         if not (message := self._socket.recv(_MESSAGE_BYTES)):
-            raise RuntimeError("The nursery has ended. Expected it to run as long as the tests do")
+            raise RuntimeError("The fork server has ended. Expected it to run as long as the tests do")
         pid, status = json.loads(message)
         if status is None:
             return int(pid)
@@ -157,21 +157,21 @@ class ForkServer:
         return None
 
 
-def _fork_by_order(orders: socket.socket) -> dict[str, Any] | None:
-    """Forks for each order; returns that order in the fork, and None here when no more will come."""
+def _fork_on_request(requests: socket.socket) -> dict[str, Any] | None:
+    """Forks for each request; returns that request in the fork, and None here when no more will come."""
     woken, waker = socket.socketpair()
     with woken, waker:
         waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waker.fileno())
         while True:
-            ready, _, _ = select.select([orders, woken], [], [])
+            ready, _, _ = select.select([requests, woken], [], [])
             if woken in ready:
                 woken.recv(4096)
-                _tell_who_ended(orders)
-            if orders not in ready:
+                _tell_who_ended(requests)
+            if requests not in ready:
                 continue
-            if not (message := orders.recv(_MESSAGE_BYTES)):
+            if not (message := requests.recv(_MESSAGE_BYTES)):
                 return None
             # What is sent to the fork before it listens waits until it does.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -180,13 +180,13 @@ def _fork_by_order(orders: socket.socket) -> dict[str, Any] | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-                order: dict[str, Any] = json.loads(message)
-                return order
+                request: dict[str, Any] = json.loads(message)
+                return request
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            orders.sendall(json.dumps([pid, None]).encode())
+            requests.sendall(json.dumps([pid, None]).encode())
 
 
-def _tell_who_ended(orders: socket.socket) -> None:
+def _tell_who_ended(requests: socket.socket) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -194,34 +194,34 @@ def _tell_who_ended(orders: socket.socket) -> None:
             return
         if pid == 0:
             return
-        orders.sendall(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+        requests.sendall(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
 
 
-def _become(order: Mapping[str, Any]) -> None:
+def _become(request: Mapping[str, Any]) -> None:
     """What an interpreter and its parent do before `python -m` runs the module."""
-    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
-    os.chdir(order["folder"])
+    os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(order["environment"])
-    sys.path[0] = order["folder"]
-    sys.argv = [order["module"], *order["arguments"]]
-    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    os.environ.update(request["environment"])
+    sys.path[0] = request["folder"]
+    sys.argv = [request["module"], *request["arguments"]]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 def main(descriptor: str, *further: str) -> None:
-    """Serves the orders that come in at an inherited socket."""
+    """Serves the requests that come in at an inherited socket."""
     # Ctrl-C goes to the whole group, and fixtures still have to end what was started here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in (*_IMPORTED, *further):
         importlib.import_module(module)
     gc.freeze()
-    with socket.socket(fileno=int(descriptor)) as orders:
-        order = _fork_by_order(orders)
-    if order is not None:
-        _become(order)
+    with socket.socket(fileno=int(descriptor)) as requests:
+        request = _fork_on_request(requests)
+    if request is not None:
+        _become(request)
 
 
 if __name__ == "__main__":

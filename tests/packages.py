@@ -78,8 +78,8 @@ def write_raiser(root: Path, name: str = "raiser") -> Path:
     )
 
 
-def write_recorder(root: Path, ledger: Path, name: str = "recorder", *, forward_s: float = 0.0) -> Path:
-    """Answers 2 x, and notes the first number of every row of every forward in `ledger` before it answers."""
+def write_recorder(root: Path, forward_log: Path, name: str = "recorder", *, forward_s: float = 0.0) -> Path:
+    """Answers 2 x, and notes the first number of every row of every forward in `forward_log` before it answers."""
     return write_package(
         root,
         name,
@@ -90,11 +90,11 @@ def write_recorder(root: Path, ledger: Path, name: str = "recorder", *, forward_
 
         def build():
             # One write to a file opened for appending is one line, whichever process writes.
-            ledger = os.open({str(ledger)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            forward_log = os.open({str(forward_log)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
             def forward(inputs):
                 rows = inputs["x"][:, 0].tolist()
-                os.write(ledger, (json.dumps({{"pid": os.getpid(), "rows": rows}}) + "\\n").encode())
+                os.write(forward_log, (json.dumps({{"pid": os.getpid(), "rows": rows}}) + "\\n").encode())
                 time.sleep({forward_s!r})
                 return {{"y": inputs["x"] * 2}}
 
@@ -103,8 +103,8 @@ def write_recorder(root: Path, ledger: Path, name: str = "recorder", *, forward_
     )
 
 
-def recorded_forwards(ledger: Path) -> list[list[float]]:
+def recorded_forwards(forward_log: Path) -> list[list[float]]:
     """The rows of every forward that a recorder began, oldest first; warm-up included."""
-    if not ledger.exists():
+    if not forward_log.exists():
         return []
-    return [json.loads(line)["rows"] for line in ledger.read_text().splitlines()]
+    return [json.loads(line)["rows"] for line in forward_log.read_text().splitlines()]

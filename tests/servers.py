@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, LiteralString, Protocol, TypeVar
+from typing import Any, Final, LiteralString, NoReturn, Protocol, TypeVar
 
 import pytest
 import redis
@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 """The checkout."""
 
 T = TypeVar("T")
+may_start_servers = True
+"""`pytest --no-server` sets it to False: a test that starts one is skipped then."""
 _open: list[ForkServer] = []
 
 
@@ -48,20 +50,47 @@ def fork_server(*further: str) -> Iterator[ForkServer]:
 
 
 def require(found: T | None, what: str) -> T:
-    """`found`; when there is none the test is skipped with `what` as the reason, and fails where CI=true."""
+    """`found`; when there is none the test is skipped with `what` as the reason, and fails where CI=true.
+
+    Every test that needs a server, a program or a package which may be missing asks here, or asks `require_module`.
+    """
     if found is not None:
         return found
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI needs {what}", pytrace=False)
-    pytest.skip(f"needs {what}")
+    pytest.skip(f"needs {what}", allow_module_level=True)
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
-    """The first true value of `condition`, polled; fails the test with `what` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+def require_module(name: str) -> Any:
+    """The module of that name, imported; see `require`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return require(None, f"the package {name.partition('.')[0]}")
+
+
+def leave_out(reason: str) -> NoReturn:
+    """Skips the test, also in CI: only for what this hardware or platform cannot show."""
+    pytest.skip(reason, allow_module_level=True)
+
+
+LEAST_PATIENCE_S: Final = 30.0
+"""A test that waits for a condition waits at least so long before it fails: a busy machine is no reason to."""
+
+
+def check_servers_wanted() -> None:
+    """Skips the test where --no-server was given."""
+    if not may_start_servers:
+        leave_out("needs a server, which --no-server leaves out")
+
+
+def wait_until(condition: Callable[[], T], timeout_s: float, what: str, *, least_s: float = LEAST_PATIENCE_S) -> T:
+    """The first true value of `condition`, polled; fails the test with `what` after `timeout_s`, or `least_s`."""
+    patience_s = max(timeout_s, least_s)
+    deadline = time.monotonic() + patience_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout_s} s: {what}")
+            pytest.fail(f"not within {patience_s} s: {what}")
         time.sleep(0.005)
     return value
 
@@ -91,7 +120,7 @@ def redis_binaries() -> dict[str, Path]:
 
 
 class Child(Protocol):
-    """What subprocess.Popen and the offspring of a nursery have in common."""
+    """What subprocess.Popen and a process of the fork server have in common."""
 
     args: Any
 
@@ -122,7 +151,8 @@ class Process:
         self._child: Child | None = None
 
     def _run(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`python -m module arguments`; from the nursery, where one is open."""
+        """`python -m module arguments`; from the fork server, where one is open."""
+        check_servers_wanted()
         if _open:
             # There from the start, as with `_spawn`.
             self.output.touch()
@@ -132,6 +162,7 @@ class Process:
             self._spawn([sys.executable, "-m", module, *arguments], environment)
 
     def _spawn(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
+        check_servers_wanted()
         with self.output.open("ab") as output:
             self._child = subprocess.Popen(
                 command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -177,9 +208,9 @@ class Process:
     def wait(self, timeout_s: float) -> int:
         """Its exit status; fails the test when it is still running after `timeout_s`."""
         try:
-            return self.child.wait(timeout_s)
+            return self.child.wait(max(timeout_s, LEAST_PATIENCE_S))
         except subprocess.TimeoutExpired:
-            pytest.fail(f"process {self.pid} still runs after {timeout_s} s\n{self.tail()}")
+            pytest.fail(f"process {self.pid} still runs after {max(timeout_s, LEAST_PATIENCE_S)} s\n{self.tail()}")
 
     def tail(self, lines: int = 30) -> str:
         """The end of its output."""
@@ -291,7 +322,7 @@ def _psycopg() -> ModuleType | None:
 class PostgresDatabase:
     """A database of its own on the PostgreSQL that libpq's variables (PGHOST, PGUSER, ...) name, or on the loopback's.
 
-    The test is skipped, or fails where CI=true, when that server does not answer or lets nobody make databases.
+    The test is skipped, or fails where CI=true, when that server does not answer or does not allow new databases.
     """
 
     def __init__(self) -> None:
@@ -313,7 +344,7 @@ class PostgresDatabase:
         return self
 
     def drop(self) -> None:
-        """Remove it, whoever is still connected."""
+        """Remove it, also while clients are connected."""
         self._execute("DROP DATABASE {} WITH (FORCE)")
 
     def _execute(self, statement: LiteralString) -> None:

@@ -26,7 +26,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def test_missing_server_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch):
-    """Nobody mistakes a run without its servers for a run that passed."""
+    """A run without its servers does not look like a run that passed."""
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="needs a unicorn"):
         require(None, "a unicorn")
@@ -51,7 +51,7 @@ def test_missing_postgres_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyP
 def test_waiting_in_vain_fails_the_test():
     """A condition that never holds ends with its name."""
     with pytest.raises(pytest.fail.Exception, match=r"not within 0\.05 s: rain"):
-        wait_until(lambda: False, 0.05, "rain")
+        wait_until(lambda: False, 0.05, "rain", least_s=0.0)
 
 
 def test_killed_redis_comes_back_with_its_data(redis_server: RedisServer):
@@ -87,7 +87,7 @@ def test_monitor_sees_every_command(redis_server: RedisServer):
     assert [command for command in commands if command.split()[0] in ("SET", "GET")] == ["SET a 1", "GET b"]
 
 
-def test_process_of_a_nursery_is_one_like_any_other(fork_server: ForkServer, tmp_path: Path):
+def test_process_of_a_fork_server_is_one_like_any_other(fork_server: ForkServer, tmp_path: Path):
     """It has its own arguments, environment, folder and output, no framework is loaded, and its exit status is told."""
     program = """
         import json, os, sys
@@ -105,7 +105,7 @@ def test_process_of_a_nursery_is_one_like_any_other(fork_server: ForkServer, tmp
     assert word == "a word"
 
 
-def test_processes_of_a_nursery_are_signalled_one_by_one(fork_server: ForkServer, tmp_path: Path):
+def test_processes_of_a_fork_server_are_signalled_one_by_one(fork_server: ForkServer, tmp_path: Path):
     """SIGKILL ends one and is its status, the other runs on; waiting too long raises, and a traceback is status 1."""
     (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(60)")
     (tmp_path / "broken.py").write_text("raise ValueError('no')")

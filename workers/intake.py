@@ -1,7 +1,7 @@
-"""Deliveries -> opened jobs. What cannot be a job, and what nobody survives, goes to the dead letters.
+"""Deliveries -> opened jobs. Bytes that cannot be a job, and poison, go to the dead letters.
 
 claim --> Intake.open --> ClaimedJob
-              `--> bury: foreign or forged bytes, other protocols, poison; a client that waits is told
+              `--> dead letter: foreign or forged bytes, other protocols, poison; a waiting client gets a failure
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.workers.results import unrun_result
 
 __all__ = ["Intake"]
 
-_MOST_ASIDE: Final = 16
-_MOST_ASIDE_BYTES: Final = 16 * 1024 * 1024
+_MOST_DEFERRED: Final = 16
+_MOST_DEFERRED_BYTES: Final = 16 * 1024 * 1024
 
 logger = logging.getLogger("penstock.server")
 
 
 class Intake:
-    """Opens what one consumer was handed. version_of: the version that is served of a model."""
+    """Opens the deliveries of one consumer. version_of: the active version of a model."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Intake:
         self._version_of = version_of
         self._listener = listener
         self._metrics = metrics
-        self._aside: deque[tuple[Delivery, str, tuple[str, str]]] = deque()
-        self._aside_bytes = 0
+        self._deferred: deque[tuple[Delivery, str, tuple[str, str]]] = deque()
+        self._deferred_bytes = 0
 
     def open(self, delivery: Delivery, now: float, broker_now: float) -> ClaimedJob | None:
-        """The job, or None when it was put aside. `now` is monotonic, `broker_now` in ms by the broker's clock."""
+        """The job; None: it is a dead letter. `now` is monotonic, `broker_now` in ms by the broker's clock."""
         try:
             header, body = open_job(delivery.sealed, self._keyring)
             _check_place(header, delivery)
@@ -69,10 +69,10 @@ class Intake:
                 "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
             )
             self._metrics.quarantined(delivery.slot)
-            self._put_aside(delivery, f"{type(error).__name__}: {error}", error.claimed or ("", ""))
+            self._defer(delivery, f"{type(error).__name__}: {error}", error.claimed or ("", ""))
             return None
         if delivery.crashes >= self.max_crashes:
-            self._bury_poison(delivery, header)
+            self._dead_letter_poison(delivery, header)
             return None
         accepted_ms = delivery.accepted_ms
         lifetime_ms = min(header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
@@ -81,26 +81,26 @@ class Intake:
         )
 
     @property
-    def is_behind(self) -> bool:
-        """Whether there is something to bury."""
-        return bool(self._aside)
+    def has_deferred(self) -> bool:
+        """Whether there are deferred dead letters."""
+        return bool(self._deferred)
 
-    def bury_next(self) -> None:
-        """Moves what was put aside first to the dead letters. Raises BrokerUnavailable, and then keeps it."""
-        delivery, reason, claimed = self._aside[0]
-        self._bury(delivery, reason, claimed)
-        self._aside.popleft()
-        self._aside_bytes -= len(delivery.sealed)
+    def dead_letter_next(self) -> None:
+        """Write the oldest deferred dead letter. Raises BrokerUnavailable, and then keeps it."""
+        delivery, reason, claimed = self._deferred[0]
+        self._dead_letter(delivery, reason, claimed)
+        self._deferred.popleft()
+        self._deferred_bytes -= len(delivery.sealed)
 
-    def _put_aside(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> None:
-        """The broker takes a while over large bytes, and the jobs behind them need not wait for that."""
-        self._aside.append((delivery, reason, claimed))
-        self._aside_bytes += len(delivery.sealed)
-        while len(self._aside) > _MOST_ASIDE or self._aside_bytes > _MOST_ASIDE_BYTES:
-            self.bury_next()
+    def _defer(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> None:
+        """The broker needs some time for large bytes, and the jobs behind them need not wait for that."""
+        self._deferred.append((delivery, reason, claimed))
+        self._deferred_bytes += len(delivery.sealed)
+        while len(self._deferred) > _MOST_DEFERRED or self._deferred_bytes > _MOST_DEFERRED_BYTES:
+            self.dead_letter_next()
 
-    def _bury(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> bool:
-        """Keeps the bytes; where they were accepted as a job, its client is told. claimed: its id and tenant."""
+    def _dead_letter(self, delivery: Delivery, reason: str, claimed: tuple[str, str]) -> bool:
+        """Keep the bytes. If they were accepted as a job, its client gets a failure. claimed: the id and the tenant."""
         job_id, tenant = claimed
         if not is_job_id(job_id, delivery.slot):
             return self._broker.dead_letter(self._consumer, delivery, reason)
@@ -108,11 +108,11 @@ class Intake:
         sealed = unrun_result(job_id, tenant, failure, worker=self._worker, keyring=self._keyring)
         return self._broker.dead_letter(self._consumer, delivery, reason, job_id=job_id, sealed=sealed)
 
-    def _bury_poison(self, delivery: Delivery, header: JobHeader) -> None:
-        """Takes a job out of traffic that nobody survives."""
+    def _dead_letter_poison(self, delivery: Delivery, header: JobHeader) -> None:
+        """A job during which too many processes died."""
         reason = f"Poison: {delivery.crashes} worker processes died, or hung and were killed, while it ran"
         logger.error("poison", extra={"job_id": header.id, "model": header.model, "crashes": delivery.crashes})
-        if not self._bury(delivery, reason, (header.id, header.tenant)):
+        if not self._dead_letter(delivery, reason, (header.id, header.tenant)):
             return
         self._metrics.dead_lettered(delivery.slot)
         at, failure = time.time(), Failure("DeadLettered", reason)
@@ -121,7 +121,7 @@ class Intake:
 
 
 def _check_place(header: JobHeader, delivery: Delivery) -> None:
-    """Without signatures anybody may write a header: its names must be those of this queue."""
+    """Check that the names in the header are those of this queue: without signatures anyone may write a header."""
     slot = delivery.slot
     is_ours = header.model == slot and header.priority == delivery.priority.label and is_job_id(header.id, slot)
     if not is_ours or (header.reply and not is_reply_key(header.reply, slot)):

@@ -20,7 +20,7 @@ from penstock.registry.broker.base import Delivery, Held, Renewal, WorkerEnd
 from penstock.registry.errors import BrokerUnavailable
 from penstock.workers.job import ClaimedJob
 
-__all__ = ["LOWER_SHARE", "LeasedJobs", "LeaseKeeper", "LeaseUpdate", "AgeingReserve"]
+__all__ = ["LOWER_SHARE", "LeaseKeeper", "LeaseUpdate", "LeasedJobs"]
 
 LOWER_SHARE: Final = 1 / 8
 """The share of claims that is kept for a lower priority which has waited too long."""
@@ -30,25 +30,6 @@ _RELEASED_MS: Final = 3_600_000
 _OUT_OF_TOUCH_S: Final = 3.0
 
 logger = logging.getLogger("penstock.server")
-
-
-class AgeingReserve:
-    """How many of the next jobs are kept for lower priorities: over time LOWER_SHARE of them, also one by one.
-
-    >>> share = AgeingReserve()
-    >>> sum(share.of(1) for _ in range(16))
-    2
-    """
-
-    def __init__(self) -> None:
-        self._owed = 0.0
-
-    def of(self, credit: int) -> int:
-        """The reserve within `credit`."""
-        self._owed += credit * LOWER_SHARE
-        reserved = min(int(self._owed), credit)
-        self._owed -= reserved
-        return reserved
 
 
 class LeasedJobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -10,34 +10,47 @@ from penstock.registry.broker.base import Commit, State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
 from penstock.registry.errors import InvalidInput
 from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode
-from penstock.workers.executor import BatchRun, Outputs
+from penstock.workers.batch_run import BatchRun, Outputs
 from penstock.workers.job import ClaimedJob
+from penstock.workers.versions.version import ServedVersion
 
-__all__ = ["CANCELLED", "EXPIRED", "REVOKED", "JobOutcome", "EncodedOutputs", "commit_of", "unrun_result"]
+__all__ = ["CANCELLED", "EXPIRED", "EncodedOutputs", "JobOutcome", "REVOKED", "commit_of", "unrun_result"]
 
 EXPIRED: Final = Failure("Expired", "The job's deadline or lifetime had passed before it ran")
 REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
 CANCELLED: Final = Failure("Cancelled", "The job was cancelled before it ran")
 _STATES: Final = {"Cancelled": State.CANCELLED, "Expired": State.EXPIRED, "DeadLettered": State.DEAD}
 
+How: TypeAlias = Literal["ran", "followed", "cached", "refused"]
+"""A forward ran the job; an equal job's forward answered it; the cache answered it; the job did not run."""
+
 
 class EncodedOutputs(msgspec.Struct, frozen=True, gc=False):
-    """The outputs of one job as they travel, see registry.tensors.encode, and what answered."""
+    """The outputs of one job as they travel (see registry.tensors.encode), and the model that gave them."""
 
     content: tuple[Tensor, ...]
     body: bytes
     content_hash: str
-    """SHA-256 of the version's content."""
-    form: int
-    """See Forms.generation."""
+    """SHA-256 of the version's files."""
+    generation: int
+    """Of the form; see Forms.generation."""
 
 
 class JobOutcome(msgspec.Struct, frozen=True, gc=False):
-    """How one job ended here; `work` is the batch that answered, None for a job that did not run."""
+    """How one job ended in this worker."""
 
     job: ClaimedJob
     answer: Outputs | EncodedOutputs | Failure
-    work: BatchRun | None = None
+    how: How
+    version: ServedVersion | None
+    """The version of the job; None while it is open."""
+    run: BatchRun | None = None
+    """The batch that answered, for a job that ran or followed."""
+
+    @property
+    def label(self) -> str:
+        """The label of the version; empty while it is open."""
+        return self.version.label if self.version is not None else ""
 
     @property
     def failure(self) -> Failure | None:
@@ -46,9 +59,14 @@ class JobOutcome(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def state(self) -> State:
-        """What the job's record will say."""
+        """The state of the job's record after the commit."""
         failure = self.failure
         return State.COMPLETED if failure is None else _STATES.get(failure.code, State.FAILED)
+
+    def of_follower(self, follower: ClaimedJob, version: ServedVersion | None) -> JobOutcome:
+        """The outcome of an equal job that waited for this one. version: the one that it waited for."""
+        how: How = "followed" if self.how == "ran" else self.how
+        return JobOutcome(follower, self.answer, how, version, self.run)
 
 
 def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, keyring: Keyring) -> bytes:
@@ -58,64 +76,66 @@ def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, key
     return seal("result", header, b"", keyring)
 
 
-def _pack(end: JobOutcome) -> JobOutcome:
-    """The same with its outputs packed; outputs that cannot travel are a failure."""
-    answer, work = end.answer, end.work
-    if isinstance(answer, (Failure, EncodedOutputs)):
-        return end
-    wanted = end.job.header.options.outputs
-    try:
-        content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
-    except InvalidInput as error:
-        return JobOutcome(end.job, Failure("ModelError", f"An output cannot travel. {error}"), work)
-    if len(body) > MAX_RESULT_BYTES:
-        message = f"The outputs take {len(body)} bytes. Expected at most {MAX_RESULT_BYTES}"
-        return JobOutcome(end.job, Failure("ModelError", message), work)
-    return JobOutcome(
-        end.job, EncodedOutputs(content, body, work.content_hash if work else "", work.form if work else 0), work
-    )
+def commit_of(outcome: JobOutcome, *, worker: str, keyring: Keyring) -> tuple[JobOutcome, Commit]:
+    """The commit that turns the job's record into its result, and the outcome that this result states.
 
-
-def commit_of(end: JobOutcome, *, worker: str, keyring: Keyring) -> tuple[JobOutcome, Commit]:
-    """The commit that turns the job's record into this result, and the conclusion that it says.
-
-    That is `end`, but for outputs that cannot travel: those are a failure.
+    The outcome is the given one with its outputs encoded. Outputs that cannot be encoded become a failure.
     """
-    end = _pack(end)
-    job, answer, work = end.job, end.answer, end.work
+    outcome = _encoded(outcome)
+    job, answer, run = outcome.job, outcome.answer, outcome.run
     header, delivery = job.header, job.delivery
-    packed = answer if isinstance(answer, EncodedOutputs) else None
+    outputs = answer if isinstance(answer, EncodedOutputs) else None
     result = ResultHeader(
         id=header.id,
         context=header.context,
-        version=job.label,
-        content_hash=packed.content_hash if packed else work.content_hash if work else "",
+        version=outcome.label,
+        content_hash=outputs.content_hash if outputs else run.model.content_hash if run else "",
         worker=worker,
-        content=packed.content if packed else (),
-        error=end.failure,
+        content=outputs.content if outputs else (),
+        error=outcome.failure,
         attempt=delivery.attempt,
-        batch_size=work.batch.rows if work else 0,
-        timings=_timings(job, work),
+        batch_size=run.batch.rows if run else 0,
+        timings=_timings(job, run),
         key=keyring.signing_id,
-        is_cached=packed is not None and work is None,
+        is_cached=outcome.how == "cached",
     )
     commit = Commit(
         delivery.slot,
         delivery.priority,
         delivery.entry_id,
         header.id,
-        end.state,
-        seal("result", result, packed.body if packed else b"", keyring),
+        outcome.state,
+        seal("result", result, outputs.body if outputs else b"", keyring),
         header.tenant,
         header.reply,
         header.idempotency_digest,
     )
-    return end, commit
+    return outcome, commit
 
 
-def _timings(job: ClaimedJob, work: BatchRun | None) -> Timings:
-    if work is None:
+def _encoded(outcome: JobOutcome) -> JobOutcome:
+    answer, run = outcome.answer, outcome.run
+    if isinstance(answer, (Failure, EncodedOutputs)):
+        return outcome
+    wanted = outcome.job.header.options.outputs
+    try:
+        content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
+    except InvalidInput as error:
+        return _failed(outcome, f"An output cannot be encoded. {error}")
+    if len(body) > MAX_RESULT_BYTES:
+        return _failed(outcome, f"The outputs take {len(body)} bytes. Expected at most {MAX_RESULT_BYTES}")
+    content_hash, generation = (run.model.content_hash, run.generation) if run else ("", 0)
+    outputs = EncodedOutputs(content, body, content_hash, generation)
+    return JobOutcome(outcome.job, outputs, outcome.how, outcome.version, run)
+
+
+def _failed(outcome: JobOutcome, message: str) -> JobOutcome:
+    return JobOutcome(outcome.job, Failure("ModelError", message), outcome.how, outcome.version, outcome.run)
+
+
+def _timings(job: ClaimedJob, run: BatchRun | None) -> Timings:
+    if run is None:
         return Timings(job.queue_ms)
-    # A job that joined an equal one after that had begun did not wait for a batch.
-    batch_ms = max(0.0, work.started - job.claimed) * 1e3
-    return Timings(job.queue_ms, batch_ms, (work.ended - work.started) * 1e3)
+    # A job that followed an equal one after its forward had begun did not wait for a batch.
+    batch_ms = max(0.0, run.started - job.claimed) * 1e3
+    return Timings(job.queue_ms, batch_ms, (run.ended - run.started) * 1e3)

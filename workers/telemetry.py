@@ -1,4 +1,7 @@
-"""What was settled -> events, metrics and log lines: told after the next batch and claim are on their way."""
+"""Settled batches -> events, metrics and log lines. It reports and steers nothing.
+
+The drain flushes after the next batch and the next claim are on their way.
+"""
 
 from __future__ import annotations
 
@@ -9,63 +12,55 @@ from collections.abc import Sequence
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
-from penstock.workers.executor import BatchRun
-from penstock.workers.job import ClaimedJob
+from penstock.workers.batch_run import BatchRun
+from penstock.workers.cache import AnswerCache
+from penstock.workers.completer import Settlement
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
-from penstock.workers.results import EncodedOutputs, JobOutcome
-from penstock.workers.versions.version import ENDPOINT
+from penstock.workers.results import JobOutcome
+from penstock.workers.versions.policy import ENDPOINT
 
-__all__ = ["Account"]
+__all__ = ["BatchTelemetry"]
 
 logger = logging.getLogger("penstock.server")
 
 
-class Account:
-    """Keeps what a commit settled until there is time to tell.
+class BatchTelemetry:
+    """Keeps settlements until there is time to report them.
 
     Attributes:
-        batches: told so far.
+        batches: reported so far.
     """
 
-    def __init__(self, listener: JobListener, metrics: InferenceMetrics) -> None:
+    def __init__(self, listener: JobListener, metrics: InferenceMetrics, answers: AnswerCache) -> None:
         self.batches = 0
         self._listener = listener
         self._metrics = metrics
-        self._lookups: Counter[tuple[str, bool]] = Counter()
-        self._settled: list[tuple[list[tuple[JobOutcome, State]], float, float]] = []
+        self._answers = answers
+        self._settlements: list[Settlement] = []
 
-    def looked_up(self, model: str, *, is_hit: bool) -> None:
-        """A job's answer was looked for among those that are kept."""
-        self._lookups[model, is_hit] += 1
+    def add(self, settlement: Settlement) -> None:
+        """These jobs are committed."""
+        self._settlements.append(settlement)
 
-    def settled(self, ends: list[tuple[JobOutcome, State]], commit_s: float, now: float) -> None:
-        """These jobs are committed since `now`, monotonic; that took `commit_s` seconds."""
-        self._settled.append((ends, commit_s, now))
-
-    def tell(self) -> None:
-        """Tells those who watch."""
-        for (model, is_hit), count in self._lookups.items():
+    def flush(self) -> None:
+        """Report what was added since the last call."""
+        for (model, is_hit), count in self._answers.take_lookups().items():
             self._metrics.cache_lookups(model, is_hit=is_hit, count=count)
-        self._lookups.clear()
-        settlements, self._settled = self._settled, []
-        for settled, commit_s, now in settlements:
-            ended: list[Ended] = []
-            by_work: defaultdict[int, list[JobOutcome]] = defaultdict(list)
-            for end, state in settled:
-                work, job = end.work, end.job
-                by_work[id(work)].append(end)
-                runtime_s = max(0.0, now - (work.started if work else job.claimed))
-                ended.append(Ended(job.header, state, runtime_s, end.failure, job.label))
-            self._listener.finished(ended, time.time())
-            self._count(ended)
-            for ends in by_work.values():
-                if (work := ends[0].work) is not None:
-                    self._measure(work, [end.job for end in ends], commit_s, now)
-                    if (version := ends[0].job.version) is not None:
-                        version.observe(work, now)
-                else:
-                    self._time_kept([end.job for end in ends if isinstance(end.answer, EncodedOutputs)], now)
+        settlements, self._settlements = self._settlements, []
+        for settlement in settlements:
+            self._report(settlement)
+
+    def _report(self, settlement: Settlement) -> None:
+        now = settlement.at
+        ended = [_ended(outcome, state, now) for outcome, state in settlement.outcomes]
+        self._listener.finished(ended, time.time())
+        self._count(ended)
+        for outcomes in settlement.by_run.values():
+            if (run := outcomes[0].run) is not None:
+                self._report_batch(run, outcomes, settlement.commit_s, now)
+            else:
+                self._report_cached([outcome for outcome in outcomes if outcome.how == "cached"], now)
 
     def _count(self, ended: Sequence[Ended]) -> None:
         # Counted when they end: a job that runs again after a crash is still one request.
@@ -78,49 +73,56 @@ class Account:
             if end.error is not None and end.state is State.FAILED:
                 self._metrics.exception(end.header.model, _exception_of(end.error))
 
-    def _time_kept(self, jobs: Sequence[ClaimedJob], now: float) -> None:
-        """Jobs that kept answers ended took their time, too."""
+    def _report_cached(self, outcomes: Sequence[JobOutcome], now: float) -> None:
         totals_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        for job in jobs:
-            totals_s[job.header.model, job.label].append(job.queue_ms / 1000 + now - job.claimed)
+        for outcome in outcomes:
+            job = outcome.job
+            totals_s[job.header.model, outcome.label].append(job.queue_ms / 1000 + now - job.claimed)
         for (name, version), seconds in totals_s.items():
             self._metrics.latency(name, version, ENDPOINT, seconds)
-        if jobs and logger.isEnabledFor(logging.INFO):
-            logger.info("answered as before", extra={"job_ids": [job.header.id for job in jobs]})
+        if outcomes and logger.isEnabledFor(logging.INFO):
+            logger.info("cache hits", extra={"job_ids": [outcome.job.header.id for outcome in outcomes]})
 
-    def _measure(self, work: BatchRun, jobs: Sequence[ClaimedJob], commit_s: float, now: float) -> None:
-        name, version = work.batch.key.model, work.batch.key.version
+    def _report_batch(self, run: BatchRun, outcomes: Sequence[JobOutcome], commit_s: float, now: float) -> None:
+        name, version = run.batch.key.model, run.batch.key.version
+        jobs = [outcome.job for outcome in outcomes]
         self.batches += 1
         self._metrics.batch(
             BatchStats(
                 model=name,
                 version=version,
                 endpoint=ENDPOINT,
-                rows=work.batch.rows,
-                jobs=len(work.batch.items),
+                rows=run.batch.rows,
+                jobs=len(run.batch.items),
                 queue_s=[job.queue_ms / 1000 for job in jobs],
-                batch_s=[max(0.0, work.started - job.claimed) for job in jobs],
-                compute_s=work.ended - work.started,
+                batch_s=[max(0.0, run.started - job.claimed) for job in jobs],
+                compute_s=run.ended - run.started,
                 commit_s=commit_s,
                 total_s=[job.queue_ms / 1000 + now - job.claimed for job in jobs],
             )
         )
-        if work.padded_tokens:
-            self._metrics.padding(name, version, ENDPOINT, 1 - work.tokens / work.padded_tokens)
+        if run.padded_tokens:
+            self._metrics.padding(name, version, ENDPOINT, 1 - run.tokens / run.padded_tokens)
         if logger.isEnabledFor(logging.INFO):
             logger.info(
                 "batch committed",
                 extra={
                     "model": name,
                     "batch": self.batches,
-                    "size": work.batch.rows,
-                    "compute_ms": round((work.ended - work.started) * 1e3, 3),
+                    "size": run.batch.rows,
+                    "compute_ms": round((run.ended - run.started) * 1e3, 3),
                     "job_ids": [job.header.id for job in jobs],
                 },
             )
 
 
+def _ended(outcome: JobOutcome, state: State, now: float) -> Ended:
+    run, job = outcome.run, outcome.job
+    runtime_s = max(0.0, now - (run.started if run else job.claimed))
+    return Ended(job.header, state, runtime_s, outcome.failure, outcome.label)
+
+
 def _exception_of(failure: Failure) -> str:
-    """The class of what the model raised, where the failure says it."""
+    """The class of the model's exception, if the failure names it."""
     name = failure.message.partition(":")[0]
     return name if failure.code == "ModelError" and name.isidentifier() else failure.code

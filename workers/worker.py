@@ -30,7 +30,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,12 +45,12 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, UnknownModel
-from penstock.registry.package import Package
 from penstock.registry.queues import CELERY_QUEUE, Priority, stream_key
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.safety.audit import AuditLog
 from penstock.safety.keys import PublicKeys
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
     register_control_command,
@@ -73,9 +73,9 @@ from penstock.workers.process.exit_status import EXIT_UNHEALTHY
 from penstock.workers.process.operator_rpc import OperatorRpcServer
 from penstock.workers.process.stall import StallDetector
 from penstock.workers.versions.reconciler import Reconciler
-from penstock.workers.versions.repository import DiskRepository, ModelRepository
+from penstock.workers.versions.repository import DiskRepository
 
-__all__ = ["CeleryParts", "OperatorCommands", "Worker", "build_drain"]
+__all__ = ["CeleryParts", "OperatorCommands", "Worker"]
 
 _COLLECT_AFTER: Final = 10_000
 _WATCH_S: Final = 0.1
@@ -185,7 +185,7 @@ class Worker:
     def _unhealthy_reason(self) -> str | None:
         if self._watchdog.is_alive() and self._grace_s is None and not self._forwarder.is_alive():
             return "the thread of Celery task results has ended"
-        return self._drain.is_healthy()
+        return self._drain.unhealthy_reason()
 
     def _announce(self) -> None:
         """Log one line when the worker takes its first jobs."""
@@ -228,7 +228,7 @@ class OperatorCommands:
         optimizer: Optimizer | None,
         reconciler: Reconciler | None,
     ) -> None:
-        self._drain = drain
+        self._lifecycle = drain.lifecycle
         self._rpc_server = rpc_server
         self._optimizer = optimizer
         self._reconciler = reconciler
@@ -239,14 +239,14 @@ class OperatorCommands:
             return self._rpc_server.handle(command)
         if command.action == "reconcile":
             return self._reconcile()
-        if not self._drain.may_serve(command.model):
+        if not self._lifecycle.may_serve(command.model):
             raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
         reference = f"{command.model}/{command.version}"
         if command.action == "load":
-            self._drain.request_load(command.model, command.version, content_hash=command.content_hash)
+            self._lifecycle.request_load(command.model, command.version, content_hash=command.content_hash)
             return f"loading {reference}"
         if command.action == "unload":
-            self._drain.request_unload(command.model, command.version, content_hash=command.content_hash)
+            self._lifecycle.request_unload(command.model, command.version, content_hash=command.content_hash)
             return f"unloading {reference}"
         if self._optimizer is None:
             raise Forbidden("Optimization is off on this worker. Expected inference.enabled on the worker")
@@ -302,50 +302,20 @@ def _open_drain(
         settings,
         broker,
         packages,
-        name=celery.hostname,
-        device=device.device,
-        listener=celery.listener,
-        metrics=metrics,
-        probe_url=f"http://{settings.worker.metrics_host}:{probe.port}",
-        open_journal=partial(_open_journal, settings, broker, closing),
-        repository=repository,
-        verify=verify,
-        optimizer=optimizer,
+        DrainOptions(
+            name=celery.hostname,
+            device=device.device,
+            threads=granted_threads(device.device, os.environ),
+            listener=celery.listener,
+            metrics=metrics,
+            probe_url=f"http://{settings.worker.metrics_host}:{probe.port}",
+            journal=partial(_open_journal, settings, broker, closing),
+            repository=repository,
+            verify=verify,
+            tuner=optimizer,
+        ),
     )
     return readiness.drain
-
-
-def build_drain(
-    settings: Settings,
-    broker: Broker,
-    packages: Sequence[Package],
-    *,
-    name: str,
-    device: str,
-    listener: CeleryEventSender,
-    metrics: InferenceMetrics,
-    probe_url: str,
-    open_journal: Callable[[str, int], Journal],
-    repository: ModelRepository,
-    verify: Verifier | None,
-    optimizer: Optimizer | None,
-) -> Drain:
-    """The drain of this process, with its parts. Raises ConfigurationError, BrokerUnavailable."""
-    return Drain(
-        settings,
-        broker,
-        packages,
-        name=name,
-        device=device,
-        threads=granted_threads(device, os.environ),
-        listener=listener,
-        metrics=metrics,
-        probe_url=probe_url,
-        journal=open_journal,
-        repository=repository,
-        verify=verify,
-        tuner=optimizer,
-    )
 
 
 def _open_broker(settings: Settings, closing: ExitStack) -> RedisStreams:
@@ -417,7 +387,7 @@ def _build_reconciler(settings: Settings, drain: Drain, worker: str, verify: Ver
     url = inference.state_redis_url or settings.redis_url or ""
     return Reconciler(
         StateStore.from_url(url, inference.state_prefix),
-        drain,
+        drain.lifecycle,
         worker=worker,
         interval_s=inference.state_reconcile_interval_s,
         verify=verify,

@@ -1,4 +1,7 @@
-"""The subcommands of `penstock`."""
+"""The commands of `penstock`: options, output and exit status. The other folders of compose/ do the work.
+
+models.py with promotion.py and serving.py; dead.py; queue.py; status.py; doctor.py; submit.py; run.py
+"""
 
 from __future__ import annotations
 

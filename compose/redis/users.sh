@@ -1,10 +1,10 @@
 #!/bin/sh
 # Prints the users file of Redis: one line per role, from the .acl files beside this one.
 #
-#   users.sh [6]     6: for Redis 6.2, which knows no keys that may only be read (%R~) or only be written (%W~)
+#   users.sh [6]     6: for Redis 6.2, which has no read-only (%R~) or write-only (%W~) keys
 #
-# A role's password is REDIS_<ROLE>_PASSWORD; the file gets its SHA-256. Anybody may PING, as health, and
-# nothing else; the default user is off.
+# The password of a role is REDIS_<ROLE>_PASSWORD; the file has its SHA-256. The user `health` needs no
+# password and may only PING; the default user is off.
 set -eu
 here=$(dirname "$0")
 echo 'user default off resetpass resetkeys resetchannels -@all'
@@ -20,7 +20,7 @@ for role in producer worker operator celery flower; do
     exit 78
   fi
   digest=$(printf %s "$password" | sha256sum | cut -d ' ' -f 1)
-  # Rules apply from left to right: the role's own come after everything is taken away.
+  # Rules apply from left to right: first all rights are removed, then the role's own rules follow.
   sed -e 's/#.*//' "$here/$role.acl" | tr -s ' \n' ' ' | sed \
     -e "s/^ *user $role on/user $role on #$digest resetkeys resetchannels -@all/" \
     -e "$([ "${1:-}" = 6 ] && echo 's/%[RW]*~/~/g')"

@@ -1,4 +1,4 @@
-"""How `penstock models` reaches registry, workers and broker: by itself, or through a worker (`--via`).
+"""Connects `penstock models` to registry, workers and broker: directly, or through a worker (`--via`).
 
 environment, --via --> RegistryAccess --> registry, deployer, fleet
 """
@@ -28,40 +28,37 @@ __all__ = ["RegistryAccess"]
 
 @dataclass(frozen=True, slots=True)
 class RegistryAccess:
-    """environ: this shell's. via: the worker that runs the requests, or `any`; empty: none, this process connects."""
+    """environ: that of this shell. via: the name of a worker, or `any`; empty: this process connects directly."""
 
     environ: Mapping[str, str]
     via: str = ""
 
     @contextmanager
     def registry(self, *, for_changes: bool = False) -> Iterator[ModelRegistryClient]:
-        """The registry; needs no broker unless a worker reads it."""
+        """The registry; without `via` it needs no broker."""
         if self.via:
             with self.deployer() as deployer:
                 yield deployer.registry
             return
-        from penstock.compose.deploy import open_registry
-        from penstock.compose.rollout.keys import operator_keys
+        from penstock.compose.rollout.operator_keys import operator_keys
+        from penstock.compose.rollout.registry import open_registry
 
         settings = self._settings()
         yield open_registry(settings, operator_keys(settings, for_changes=for_changes))
 
     @contextmanager
     def deployer(self) -> Iterator[Deployer]:
-        """Registry and workers; how things go on is told on stderr."""
+        """Registry and workers; progress is printed on stderr."""
         from penstock.compose.deploy import Deployer
 
         settings = load_settings(self.environ) if self.via else connected(self.environ)
-        # A command that is ended takes back what it asked of workers.
-        with (
-            terminable(),
-            Deployer.connect(settings, via=self.via, tell=lambda line: click.echo(line, err=True)) as deployer,
-        ):
+        # With `terminable` an interrupted command withdraws its load requests.
+        with terminable(), Deployer.connect(settings, via=self.via, on_progress=_print_progress) as deployer:
             yield deployer
 
     @contextmanager
     def catalogue(self) -> Iterator[tuple[ModelRegistryClient, FleetEnd | None]]:
-        """The registry and the broker, where there is one."""
+        """The registry and the broker; None without a configured broker."""
         if self.via:
             with self.deployer() as deployer:
                 yield deployer.registry, deployer.fleet
@@ -86,7 +83,7 @@ class RegistryAccess:
 
     @contextmanager
     def files(self) -> Iterator[tuple[ModelRegistryClient, Files]]:
-        """The registry, and the machine on which its packages lie."""
+        """The registry, and the machine that has its packages."""
         if self.via:
             with self.deployer() as deployer:
                 yield deployer.registry, deployer.files
@@ -97,9 +94,9 @@ class RegistryAccess:
             yield registry, LocalFiles()
 
     def fetched(self, reference: str) -> Path:
-        """The folder of the package that is named, copied into the models root first where it lies elsewhere.
+        """The folder of a package. A package of MLflow or of the hub is first copied into the models root.
 
-        Raises ConfigurationError, and InvalidInput for what a worker cannot fetch.
+        Raises ConfigurationError, and InvalidInput for a package that a worker cannot fetch.
         """
         from penstock.registry.package.sources import is_elsewhere, package_folder
 
@@ -110,10 +107,14 @@ class RegistryAccess:
         return package_folder(reference, load_settings(self.environ).inference.repo_root, self.environ)
 
     def _settings(self) -> Settings:
-        """With a broker in them where there is one: the registry needs none."""
+        """The settings, with the broker of a running stack if there is one; the registry needs none."""
         from penstock.registry import stack_file
 
         settings = load_settings(self.environ)
         if settings.redis_url or stack_file.read(settings.home) is None:
             return settings
         return stack_file.with_broker(settings)
+
+
+def _print_progress(line: str) -> None:
+    click.echo(line, err=True)

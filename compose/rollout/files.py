@@ -1,4 +1,4 @@
-"""Packages and exports where this process runs, or, through compose/rollout/remote.py, where a worker does."""
+"""Packages and exports on this machine; compose/rollout/remote.py has them on the machine of a worker."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Files", "LocalFiles"]
 
 
 class Files(Protocol):
-    """The machine whose folders are meant."""
+    """The packages and exports of one machine."""
 
     def package(self, path: Path) -> Registrable:
         """The package in a folder. Raises ConfigurationError."""
 
     def export(self, version: RegisteredVersion, path: Path, *, is_int8: bool = False) -> ExportedFile:
-        """Writes a version as ONNX, as a whole or not at all, once its answers matched the model's.
+        """Write a version as an ONNX file, after its outputs matched the model's; the file is complete or absent.
 
         Raises InvalidInput for a model of another kind or a path that cannot be written, and ConfigurationError when a
         package is missing or the model has no such graph.
@@ -29,7 +29,7 @@ class Files(Protocol):
 
 
 class LocalFiles:
-    """This machine's."""
+    """The files of this machine."""
 
     def package(self, path: Path) -> Registrable:
         """See Files.package."""

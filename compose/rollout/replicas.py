@@ -1,6 +1,6 @@
-"""One version in every live worker of its model: what their reports say of it, until they agree.
+"""One version in every live worker of its model, read from their reports until they agree.
 
-workers -> a report a second -> replicas -> await_ready, await_gone -> whoever asked for the version
+workers -> a report a second -> replicas -> await_ready, await_gone, await_active -> Deployer
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final, NamedTuple
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.errors import ModelNotReady
 
-__all__ = ["ABSENT", "Replica", "ProgressCallback", "Watch", "replicas"]
+__all__ = ["ABSENT", "ProgressCallback", "Replica", "Watch", "replicas", "workers_of"]
 
 ABSENT: Final = "absent"
-"""The state of a version that a worker has not met."""
+"""The state of a version that a worker does not know."""
 _REPORTS_LATE_S: Final = 3.0
 """A worker reports once a second."""
 ProgressCallback = Callable[[str], None]
-"""Is told, in a line, how things go on."""
+"""Called with one line per step."""
 
 
 class Replica(NamedTuple):
@@ -31,80 +31,85 @@ class Replica(NamedTuple):
     content_hash: str
     is_active: bool
     problem: str
-    """Why it is not to be had; empty while nothing is wrong."""
+    """Why the worker cannot load it; empty when there is no problem."""
 
 
-def replicas(broker: FleetEnd, model: str, label: str) -> list[Replica]:
+def replicas(fleet: FleetEnd, model: str, label: str) -> list[Replica]:
     """One for each live worker that serves the model. Raises BrokerUnavailable."""
     found = []
-    for report in map(json.loads, broker.workers()):
+    for report in map(json.loads, fleet.workers()):
         versions = report.get("versions", {}).get(model)
         if versions is not None:
-            said = versions.get(label, {})
+            entry = versions.get(label, {})
             found.append(
                 Replica(
                     report["name"],
-                    said.get("state", ABSENT),
-                    said.get("content_hash", ""),
-                    said.get("is_active", False),
-                    said.get("problem", ""),
+                    entry.get("state", ABSENT),
+                    entry.get("content_hash", ""),
+                    entry.get("is_active", False),
+                    entry.get("problem", ""),
                 )
             )
     return found
 
 
-class Watch:
-    """Looks at one version from before it was asked for until the workers have followed.
+def workers_of(fleet: FleetEnd, model: str, *, only: str | None = None) -> list[str]:
+    """The live workers that serve the model, or `only` when it is one of them. Raises BrokerUnavailable."""
+    return [replica.worker for replica in replicas(fleet, model, "") if only in (None, replica.worker)]
 
-    sweep_s: how long workers may take to hear of it. only: the one worker that matters. poll_s: between two looks.
-    Workers that come in between count, too, and those that leave do not.
+
+class Watch:
+    """Reads the reports on one version, from before its request until the workers have applied it.
+
+    sweep_s: how long workers may take to read the request. only: the one worker that is watched. poll_s: seconds
+    between two reads. Workers that start meanwhile are included, workers that stop are left out.
     """
 
     def __init__(
         self,
-        broker: FleetEnd,
+        fleet: FleetEnd,
         model: str,
         label: str,
         *,
         sweep_s: float,
-        tell: ProgressCallback,
+        on_progress: ProgressCallback,
         only: str | None = None,
         poll_s: float = 0.05,
     ) -> None:
-        self._broker = broker
+        self._fleet = fleet
         self._model, self._label = model, label
         self._only = only
         self._poll_s = poll_s
-        self._tell = tell
+        self._on_progress = on_progress
         self._begun = time.monotonic()
-        self._heard_s = sweep_s + _REPORTS_LATE_S
-        self._told: dict[str, str] = {}
-        self._in_trouble_before = {replica.worker for replica in self.look() if replica.problem}
+        self._applied_within_s = sweep_s + _REPORTS_LATE_S
+        self._last_states: dict[str, str] = {}
+        self._had_problem = {replica.worker for replica in self.current() if replica.problem}
 
-    def look(self) -> list[Replica]:
+    def current(self) -> list[Replica]:
         """The replicas now."""
-        found = replicas(self._broker, self._model, self._label)
+        found = replicas(self._fleet, self._model, self._label)
         return [replica for replica in found if self._only in (None, replica.worker)]
 
     def await_ready(self, content_hash: str, timeout_s: float) -> list[str]:
-        """Returns the workers once all have this content loaded.
+        """Returns the workers once all have loaded the version with this content hash.
 
-        Raises ModelNotReady with the first problem of one, also that it keeps other content under this label; when
+        Raises ModelNotReady with the first problem of a worker, also when it has other files under this label, and when
         the time is over; BrokerUnavailable.
         """
 
         def is_ready(replica: Replica) -> bool:
             if replica.state != "ready":
-                if replica.problem and self._is_news(replica):
+                if replica.problem and self._is_new_problem(replica):
                     raise ModelNotReady(f"{replica.worker}: {replica.problem}")
                 return False
             if replica.content_hash == content_hash:
                 return True
-            # One that does not answer is loaded again, from files that may have been made right.
-            if self._has_had_time or (replica.problem and self._is_news(replica)):
+            # An inactive version with another content hash is loaded again, from files that may be correct by now.
+            if self._is_sweep_over or (replica.problem and self._is_new_problem(replica)):
                 raise ModelNotReady(
                     f"{replica.worker} has other files under {self._model}/{self._label} "
-                    f"({replica.content_hash[:12]}). Expected those that were registered ({content_hash[:12]})"
+                    f"({replica.content_hash[:12]}). Expected the registered ones ({content_hash[:12]})"
                 )
             return False
 
@@ -115,40 +120,40 @@ class Watch:
         return self._await(lambda replica: replica.state not in ("ready", "loading"), timeout_s, "unloaded")
 
     def await_active(self, timeout_s: float) -> list[str]:
-        """Returns the workers that do not answer with the version when all do, or when the time is over."""
+        """Waits until the version is active in all workers; returns those where it is not when the time is over."""
         deadline = time.monotonic() + timeout_s
-        while (late := [each.worker for each in self.look() if not each.is_active]) and time.monotonic() < deadline:
+        while (late := [each.worker for each in self.current() if not each.is_active]) and time.monotonic() < deadline:
             time.sleep(self._poll_s)
         return late
 
-    def _await(self, is_done: Callable[[Replica], bool], timeout_s: float, wanted: str) -> list[str]:
+    def _await(self, is_done: Callable[[Replica], bool], timeout_s: float, goal: str) -> list[str]:
         deadline = time.monotonic() + timeout_s
         while True:
-            found = self.look()
-            self._tell_of(found)
+            found = self.current()
+            self._report_changes(found)
             late = [replica for replica in found if not is_done(replica)]
             if not late:
                 return [replica.worker for replica in found]
             if time.monotonic() > deadline:
                 states = ", ".join(f"{replica.worker} is {replica.state}" for replica in late)
                 raise ModelNotReady(
-                    f"{self._model}/{self._label} was not {wanted} everywhere within {timeout_s:g} s: {states}"
+                    f"{self._model}/{self._label} was not {goal} everywhere within {timeout_s:g} s: {states}"
                 )
             time.sleep(self._poll_s)
 
-    def _is_news(self, replica: Replica) -> bool:
-        """Whether a problem is one of this time: an earlier one stands in the reports until the worker tries again."""
-        return replica.worker not in self._in_trouble_before or self._has_had_time
+    def _is_new_problem(self, replica: Replica) -> bool:
+        """Whether a problem belongs to this request: an older one stays in the reports until the worker tries again."""
+        return replica.worker not in self._had_problem or self._is_sweep_over
 
     @property
-    def _has_had_time(self) -> bool:
-        """Whether every worker has heard, and has said so."""
-        return time.monotonic() - self._begun > self._heard_s
+    def _is_sweep_over(self) -> bool:
+        """Whether every worker has had the time to read the request and to report."""
+        return time.monotonic() - self._begun > self._applied_within_s
 
-    def _tell_of(self, found: Collection[Replica]) -> None:
+    def _report_changes(self, found: Collection[Replica]) -> None:
         for replica in found:
             if not replica.problem:
-                self._in_trouble_before.discard(replica.worker)
-            if self._told.get(replica.worker) != replica.state:
-                self._told[replica.worker] = replica.state
-                self._tell(f"{replica.worker}: {self._model}/{self._label} is {replica.state}")
+                self._had_problem.discard(replica.worker)
+            if self._last_states.get(replica.worker) != replica.state:
+                self._last_states[replica.worker] = replica.state
+                self._on_progress(f"{replica.worker}: {self._model}/{self._label} is {replica.state}")

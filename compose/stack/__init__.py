@@ -1,4 +1,8 @@
-"""The embedded stack: Redis, workers and Flower as children of one supervisor."""
+"""Child processes: the embedded stack of Redis, workers and Flower, and the supervisor that restarts them.
+
+local.py   the embedded stack            supervisor.py   restarts programs that crash or hang
+fleet.py   one worker per device         launch.py       ties the life of a child to its supervisor
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The worker programs of this machine: one process per device, which sees no other device.
+"""The worker programs of this machine: one process per device, which sees only that device.
 
 visible GPUs --> Device --> Program (celery -A penstock.workers.app worker -n gpu0@host)
-                              `-- JournalProbe: its journal, while it runs and after it died
+                              `-- JournalProbe: reads its crash journal, while it runs and after its death
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock.workers.process.crash_journal import hung, journal_path, report_cr
 from penstock.workers.process.device import requested_gpus, visible_gpus
 from penstock.workers.process.stall import StallDetector
 
-__all__ = ["Device", "JournalProbe", "choose", "worker_patience", "worker_program"]
+__all__ = ["Device", "JournalProbe", "choose", "worker_program", "worker_timeouts"]
 
 _MARGIN_S: Final = 5.0
 _REPORT_TIMEOUT_S: Final = 5.0
 _LONGEST_GAP_S: Final = 1.0
-"""A longer time between two looks at the journal means that the supervisor itself stood still."""
+"""A longer time between two checks of the journal means that the supervisor itself stood still."""
 _RECOVERY_S: Final = 1.0
 """After that, the worker gets this long to end its forward: it may have stood still, too."""
 _log = logging.getLogger("penstock.supervisor")
@@ -37,7 +37,7 @@ _log = logging.getLogger("penstock.supervisor")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device for one worker. `visible` is its CUDA_VISIBLE_DEVICES, empty for the CPU."""
+    """The device of one worker. `visible` is its CUDA_VISIBLE_DEVICES, empty for the CPU."""
 
     kind: str
     index: int
@@ -50,10 +50,10 @@ class Device:
 
 
 def choose(settings: Settings, environ: Mapping[str, str]) -> list[Device]:
-    """The devices that `settings.inference.device` asks for, among those that `environ` leaves visible.
+    """The devices that `settings.inference.device` names, among those that are visible in `environ`.
 
-    auto: every GPU, or the CPU of a machine without one; cuda: every GPU; cuda:N: the N-th of them; cpu.
-    Raises ConfigurationError for a device that is not there.
+    auto: every GPU, or the CPU of a machine without a GPU; cuda: every GPU; cuda:N: the N-th of them; cpu.
+    Raises ConfigurationError for a device that does not exist.
     """
     requested = settings.inference.device
     gpus = [] if requested == "cpu" else visible_gpus(environ)
@@ -63,7 +63,7 @@ def choose(settings: Settings, environ: Mapping[str, str]) -> list[Device]:
 
 
 def worker_program(device: Device, settings: Settings, environ: Mapping[str, str], output: Path | None) -> Program:
-    """The worker of one device, with the environment that makes it see that device and these settings."""
+    """The worker of one device. Its environment makes only that device visible and passes these settings on."""
     celery = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1"]
     own = {
         "CUDA_VISIBLE_DEVICES": device.visible,
@@ -81,21 +81,21 @@ def worker_program(device: Device, settings: Settings, environ: Mapping[str, str
 
 
 def _longest_limit_s(settings: Settings) -> float:
-    """The longest limit that a package sets for its own forwards; 0 when none does."""
+    """The longest limit of a forward that a package sets; 0 when no package sets one."""
     limits = [0.0]
     root = settings.inference.repo_root
     for found in discover(root) if root.is_dir() else ():
         try:
             limits.append(float(load_package(found.path, settings.trusted_roots).spec.timeout_s or 0))
         except ConfigurationError:
-            # The worker will say what is wrong with it.
+            # The worker reports the problem of this package.
             continue
     return max(limits)
 
 
 class JournalProbe:
-    """Reads a worker's crash journal: ends the worker when a forward hangs, and tells the broker after its death which
-    jobs were on the model."""
+    """Reads a worker's crash journal: when a forward hangs, the worker is killed; after its death, the jobs that ran
+    are reported to the broker."""
 
     def __init__(self, settings: Settings, url: str) -> None:
         self._home = settings.home
@@ -103,12 +103,12 @@ class JournalProbe:
         self._ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
         self._stall = StallDetector(_LONGEST_GAP_S, recovery_s=_RECOVERY_S)
 
-    def hung(self, pid: int, now: float) -> str | None:
-        """See LivenessProbe.hung."""
+    def kill_reason(self, pid: int, now: float) -> str | None:
+        """See LivenessProbe.kill_reason."""
         return None if self._stall.turn(now) else hung(journal_path(self._home, pid), now)
 
-    def ended(self) -> None:
-        """See LivenessProbe.ended. What the broker does not hear now, the next worker on this machine reports."""
+    def on_exit(self) -> None:
+        """See LivenessProbe.on_exit. If the broker is away, the next worker on this machine reports the death."""
         threading.Thread(target=self._report, name="crash report", daemon=True).start()
 
     def _report(self) -> None:
@@ -116,13 +116,13 @@ class JournalProbe:
         try:
             report_crashes(self._home, broker, self._ttl_ms, DecisionLog(self._home).note_death)
         except (BrokerUnavailable, OSError) as error:
-            _log.warning("a worker's death is not reported yet: %s", error)
+            _log.warning("the death of a worker is not reported yet: %s", error)
         finally:
             broker.close()
 
 
-def worker_patience(settings: Settings) -> SupervisorTimeouts:
-    """How long to wait for workers: a forward may take its limit, or its package's, and a drain its grace period."""
+def worker_timeouts(settings: Settings) -> SupervisorTimeouts:
+    """The time-outs for workers: a forward may take its limit or that of its package, a drain its grace period."""
     return SupervisorTimeouts(
         silence_s=max(settings.inference.timeout_seconds, _longest_limit_s(settings)) + 1.0,
         warm_s=settings.inference.queue.drain_grace_s + _MARGIN_S,

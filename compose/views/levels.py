@@ -1,7 +1,7 @@
-"""How far the workers have taken a model: their reports of levels and steps, and asking for a step now.
+"""The optimization level of a model in each worker, and the wait for a step that an operator requests.
 
 worker reports --> entries, one per worker and loaded version --> JSON or tables
-ask --> a signed command --> each worker's optimizer --> its entries say what came of it
+request --> a signed command --> each worker's optimizer --> its entries have the outcome
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S: Final = 0.1
 
 
 def entries(broker: FleetEnd, model: str, among: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """What each worker, or each of these, says of each version of the model that it has loaded.
+    """One entry per worker, or per worker of `among`, and version of the model that it has loaded.
 
     Raises BrokerUnavailable.
     """
@@ -37,35 +37,35 @@ def entries(broker: FleetEnd, model: str, among: Sequence[str] | None = None) ->
 
 
 def await_answers(
-    model: str, look: Callable[[], list[dict[str, Any]]], ask: Callable[[], None], timeout_s: float
+    model: str, read: Callable[[], list[dict[str, Any]]], request: Callable[[], None], timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Asks, and returns the entries once each version that was loaded then has one answer more.
+    """Make the request, and return the entries once each version that was loaded has one answer more.
 
-    Raises ModelNotReady when nothing is loaded, and when the time is over; and as `ask` does.
+    Raises ModelNotReady when no version is loaded, and when the time is over; and as `request` does.
     """
-    before = {_whose(entry): entry["answers"] for entry in look()}
+    before = {_key(entry): entry["answers"] for entry in read()}
     if not before:
-        raise ModelNotReady(
-            f"No worker has {model!r:.80} loaded. Expected one that serves it, at its level 0 or higher"
-        )
-    ask()
+        raise ModelNotReady(f"No worker has {model!r:.80} loaded. Expected one that serves it, at level 0 or higher")
+    request()
     deadline = time.monotonic() + timeout_s
     while True:
-        found = [entry for entry in look() if _whose(entry) in before]
-        late = [entry["worker"] for entry in found if entry["answers"] <= before[_whose(entry)]]
+        found = [entry for entry in read() if _key(entry) in before]
+        late = [entry["worker"] for entry in found if entry["answers"] <= before[_key(entry)]]
         if found and not late:
             return found
         if time.monotonic() > deadline:
-            raise ModelNotReady(f"No answer within {timeout_s:g} s from {', '.join(late) or 'any worker'}; it goes on")
+            raise ModelNotReady(
+                f"No answer within {timeout_s:g} s from {', '.join(late) or 'any worker'}; the step continues"
+            )
         time.sleep(_POLL_S)
 
 
-def _whose(entry: Mapping[str, Any]) -> tuple[str, str]:
+def _key(entry: Mapping[str, Any]) -> tuple[str, str]:
     return entry["worker"], entry["content_hash"]
 
 
 def draw_levels(found: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """For each worker and version: level, form and load; below, a line per step with what it gained or waits for."""
+    """For each worker and version: level, form and load; then one line per step with its gain or its condition."""
     return Group(*(part for entry in found for part in (_headline(entry), _steps(entry["steps"]), Text())))
 
 
@@ -74,7 +74,7 @@ def _headline(entry: Mapping[str, Any]) -> Text:
     counts = ", ".join(f"{name} {value:,}" for name, value in entry["counts"].items())
     return Text(
         f"{entry['worker']}, version {entry['version']} ({entry['content_hash'][:12]}): level {entry['level']} of at "
-        f"most {entry['max_level']}, answers in the form {entry['form']}\n"
+        f"most {entry['max_level']}, serves the form {entry['form']}\n"
         f"profiled: {profile['forwards']:,} forwards, {profile['rows']:,} rows, {profile['rows_per_s']:,.1f} rows/s; "
         f"goldens: {goldens['jobs'] if goldens else 0}"
         f"{f'; counted: {counts}' if counts else ''}"
@@ -83,7 +83,7 @@ def _headline(entry: Mapping[str, Any]) -> Text:
 
 def _steps(steps: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("level", "step", "state", "gain", "because", "evidence"):
+    for column in ("level", "step", "state", "gain", "reason", "evidence"):
         table.add_column(column)
     for step in steps:
         gain = "not measured" if step["gain"] is None else f"{step['gain']:.2f}x"

@@ -1,4 +1,4 @@
-"""What runs and what waits: the data behind `penstock status` and the closing tables, and how it is drawn.
+"""Queues, workers and models: the data of `penstock status` and of the tables of a demo, and their drawing.
 
 broker (depths, worker reports, specs) + each worker's probe (/snapshot) --> plain data --> JSON or tables
 """
@@ -38,9 +38,9 @@ __all__ = [
 
 PARTS: Final = {
     "queue": "queue wait: in the broker",
-    "batch": "batch wait: for company",
+    "batch": "batch wait: the batching delay",
     "compute": "compute: the forward",
-    "commit": "commit: result stored, client told",
+    "commit": "commit: result stored, client notified",
     "total": "total",
 }
 _PROBE_TIMEOUT_S: Final = 2.0
@@ -71,18 +71,18 @@ def status(broker: Broker) -> dict[str, Any]:
 
 
 def workers(broker: FleetEnd) -> list[dict[str, Any]]:
-    """What the living workers say of themselves. Raises BrokerUnavailable."""
+    """The reports of the live workers. Raises BrokerUnavailable."""
     return [json.loads(report) for report in broker.workers()]
 
 
 def models(broker: Broker) -> list[dict[str, Any]]:
-    """The models that jobs are accepted for: name, version, inputs and outputs. Raises BrokerUnavailable."""
+    """The models whose jobs are accepted: name, version, inputs and outputs. Raises BrokerUnavailable."""
     specs = [ModelSpec.from_json(spec) for spec in map(broker.spec, broker.models()) if spec]
     return [{"name": spec.name, "version": spec.version, **kinds(spec)} for spec in specs]
 
 
 def kinds(spec: ModelSpec) -> dict[str, dict[str, str]]:
-    """What a model takes and gives: names with dtype and shape."""
+    """The inputs and outputs of a model: names with dtype and shape."""
     return {
         "inputs": {tensor.name: _kind(tensor) for tensor in spec.inputs},
         "outputs": {tensor.name: _kind(tensor) for tensor in spec.outputs},
@@ -94,20 +94,20 @@ def _kind(tensor: TensorSpec) -> str:
 
 
 def snapshots(reports: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the probes of this machine's workers answer to /snapshot; others listen on their own loopback."""
+    """The /snapshot of the probe of each worker on this machine; other machines' probes listen on their loopback."""
     found = []
     for report in filter(_is_here, reports):
         try:
-            with urllib.request.urlopen(report["probe"] + "/snapshot", timeout=_PROBE_TIMEOUT_S) as answer:  # noqa: S310 - http
-                found.append(json.load(answer))
+            with urllib.request.urlopen(report["probe"] + "/snapshot", timeout=_PROBE_TIMEOUT_S) as reply:  # noqa: S310 - http
+                found.append(json.load(reply))
         except (urllib.error.URLError, OSError):
-            # It ended a moment ago, or wants a bearer token.
+            # The worker has just ended, or its probe requires a bearer token.
             continue
     return found
 
 
 def batch_sizes(found: Iterable[Mapping[str, Any]], model: str) -> dict[int, int]:
-    """The batch sizes of one model over all workers."""
+    """How many batches of each size one model ran, over all workers."""
     sizes: dict[int, int] = {}
     for snapshot in found:
         for rows, batches in snapshot["models"].get(model, {}).get("batch_sizes", {}).items():
@@ -116,13 +116,13 @@ def batch_sizes(found: Iterable[Mapping[str, Any]], model: str) -> dict[int, int
 
 
 def latency_ms(found: Sequence[Mapping[str, Any]], model: str) -> dict[str, dict[str, float]]:
-    """p50 and p99 of each part of a job's time, from the worker that did most of the model's jobs."""
+    """p50 and p99 of each part of a job's latency, from the worker that ran most of the model's jobs."""
     states = [snapshot["models"][model] for snapshot in found if model in snapshot["models"]]
     return max(states, key=lambda state: int(state["jobs"]))["latency_ms"] if states else {}
 
 
 def worker_pids(broker: Broker) -> list[int]:
-    """The processes of this machine's workers."""
+    """The process ids of this machine's workers."""
     reports = map(json.loads, broker.workers())
     return [report["pid"] for report in reports if _is_here(report)]
 
@@ -132,7 +132,7 @@ def _is_here(report: Mapping[str, Any]) -> bool:
 
 
 def draw_status(state: Mapping[str, Any]) -> RenderableType:
-    """Three tables; queues that hold nothing are left out."""
+    """Three tables; empty queues are left out."""
     queues = _table("queue", "priority", "waiting", "running", "oldest waits", "")
     for queue in state["queues"]:
         if queue["jobs"]:
@@ -163,24 +163,24 @@ def draw_workers(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _loaded(report: Mapping[str, Any], name: str, active: str) -> str:
-    """`minilm/2`, the version that answers, with those that are loaded beside it: `minilm/2 (and 3)`."""
+    """`minilm/2`, the active version, with the versions that are loaded beside it: `minilm/2 (and 3)`."""
     versions = report.get("versions", {}).get(name, {})
-    others = [label for label, said in versions.items() if said["state"] == "ready" and label != active]
+    others = [label for label, entry in versions.items() if entry["state"] == "ready" and label != active]
     beside = f" (and {', '.join(others)})" if others else ""
     return f"{name}/{active or 'none'}{beside}"
 
 
 def draw_models(known: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """What each model takes and gives."""
+    """The inputs and outputs of each model."""
     table = _table("model", "version", "inputs", "outputs")
     for model in known:
         table.add_row(model["name"], model["version"], _named(model["inputs"]), _named(model["outputs"]))
-    return table if known else Text("No model is registered. A worker registers its own; or `penstock models register`")
+    return table if known else Text("No model is registered. Expected a worker, or `penstock models register`")
 
 
 def draw_latency(latency_ms: Mapping[str, Mapping[str, float]]) -> Table:
-    """Where a job's time went, at the median and at the 99th percentile."""
-    table = _table("where a job's time went", "p50 ms", "p99 ms")
+    """The parts of a job's latency, at the median and at the 99th percentile."""
+    table = _table("part of a job's latency", "p50 ms", "p99 ms")
     for part, meaning in PARTS.items():
         if part in latency_ms:
             table.add_row(meaning, f"{latency_ms[part]['p50']:,.1f}", f"{latency_ms[part]['p99']:,.1f}")
@@ -188,24 +188,24 @@ def draw_latency(latency_ms: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def draw_batches(sizes: Mapping[int, int]) -> Table:
-    """The batch-size histogram, in bands of doubling size when there are many sizes."""
+    """The histogram of batch sizes; when there are many sizes, in bands whose size doubles."""
     table = _table("rows in a batch", "batches", "")
-    banded = _banded(sizes)
-    longest = max(banded.values(), default=1)
-    for label, batches in banded.items():
+    bands = _in_bands(sizes)
+    longest = max(bands.values(), default=1)
+    for label, batches in bands.items():
         table.add_row(label, f"{batches:,}", Text("█" * max(1, round(_BAR * batches / longest)), style="cyan"))
     return table
 
 
-def _banded(sizes: Mapping[int, int]) -> dict[str, int]:
+def _in_bands(sizes: Mapping[int, int]) -> dict[str, int]:
     if len(sizes) <= 8:
         return {str(size): sizes[size] for size in sorted(sizes)}
-    banded: dict[str, int] = {}
+    bands: dict[str, int] = {}
     for size in sorted(sizes):
         top = 1 << (size - 1).bit_length()
         label = str(top) if top <= 2 else f"{top // 2 + 1}-{top}"
-        banded[label] = banded.get(label, 0) + sizes[size]
-    return banded
+        bands[label] = bands.get(label, 0) + sizes[size]
+    return bands
 
 
 def _named(tensors: Mapping[str, str]) -> str:

@@ -1,9 +1,9 @@
-"""`penstock top`: what goes on, as differences between two looks at the broker.
+"""`penstock top`: rates and means, as differences between two snapshots of the broker.
 
-    take --> compare(before, after) --> plain data --> screen, one line, or JSON
+    take_snapshot --> compare(before, after) --> plain data --> screen, one line, or JSON
 
-Throughput comes from the broker's own count; batch sizes and the split of the time from the workers' reports, and are
-unknown for workers that do not report them.
+Throughput comes from the broker's count of committed jobs. Batch sizes and the split of the latency come from the
+workers' reports; they are unknown for workers that do not report them.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from penstock.compose.views import overview
 from penstock.registry.broker.base import Broker, Depth
 from penstock.registry.errors import BrokerUnavailable
 
-__all__ = ["Snapshot", "compare", "draw", "line", "look", "show_screen", "take", "write_lines"]
+__all__ = ["Snapshot", "compare", "draw", "line", "measure", "show_screen", "take_snapshot", "write_lines"]
 
 _LEAVE: Final = frozenset(b"qQ\x03\x04\x1b")
 """Keys that end the screen: q, Ctrl-C, Ctrl-D, Escape."""
 _PARTS: Final = {"queue": "jobs", "batch": "jobs", "compute": "batches", "commit": "batches"}
-"""The parts of a job's time, each with what it is counted by."""
-_AGAIN_S: Final = 2.0
-"""A screen that the broker did not answer is not left waiting for a long interval."""
+"""The parts of a job's latency, each with the count that its sum is divided by."""
+_RETRY_S: Final = 2.0
+"""After an error of the broker the screen tries again this soon, also when its interval is longer."""
 _MODELS: Final = ("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
 _QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
 _WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "models")
 _NAMED: Final = 3
-"""Models of a worker that are named; `penstock workers` names all."""
+"""At most so many models of a worker are named; `penstock workers` names all."""
 _LINES_AROUND: Final = 8
-"""Lines of a screen that are no rows: the title, three heads, the key to the figures, what is blank between them."""
+"""Lines of a screen that are no rows: the title, three headings, the legend, and blank lines."""
 _SUMS: Final = ("jobs", "cached", "batches", "rows", *(f"{part}_s" for part in _PARTS))
 
 
 class Snapshot(NamedTuple):
-    """The broker at one moment; `at` is monotonic. `load` has the workers' sums by worker process and model."""
+    """The broker at one moment; `at` is monotonic. `load` has the sums of the workers by process and model."""
 
     at: float
     depths: Mapping[str, list[Depth]]
@@ -58,8 +58,8 @@ class Snapshot(NamedTuple):
     load: Mapping[tuple[str, int, str], Mapping[str, float]]
 
 
-def take(broker: Broker) -> Snapshot:
-    """One look. Raises BrokerUnavailable."""
+def take_snapshot(broker: Broker) -> Snapshot:
+    """Read queues, counts, pauses and reports. Raises BrokerUnavailable."""
     models = broker.models()
     reports = overview.workers(broker)
     load = {
@@ -77,15 +77,15 @@ def take(broker: Broker) -> Snapshot:
     )
 
 
-def look(broker: Broker, interval_s: float) -> dict[str, Any]:
-    """Two looks, compared. Raises BrokerUnavailable."""
-    before = take(broker)
+def measure(broker: Broker, interval_s: float) -> dict[str, Any]:
+    """Compare two snapshots, one interval apart. Raises BrokerUnavailable."""
+    before = take_snapshot(broker)
     time.sleep(interval_s)
-    return compare(before, take(broker))
+    return compare(before, take_snapshot(broker))
 
 
 def compare(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    """What happened between two looks, ready for JSON; what nobody reported is None.
+    """The difference of two snapshots, ready for JSON; a figure that no worker reports is None.
 
     {"interval_s", "models": [{"model", "paused", "jobs_per_s", "waiting", "running", "oldest_waiting_s",
     "rows_per_batch", "latency_ms": {part: mean}}], "queues": [...], "workers": [...]}
@@ -139,10 +139,10 @@ def _worker(report: Mapping[str, Any], before: Snapshot, after: Snapshot, span_s
 
 
 def _added(
-    before: Snapshot, after: Snapshot, is_meant: Callable[[tuple[str, int, str]], bool]
+    before: Snapshot, after: Snapshot, is_chosen: Callable[[tuple[str, int, str]], bool]
 ) -> dict[str, float] | None:
-    """What the chosen sums grew by; None when no worker reports any. A process that is new began at nothing."""
-    chosen = [key for key in after.load if is_meant(key)]
+    """The growth of the chosen sums; None when no worker reports them. A new process started at 0."""
+    chosen = [key for key in after.load if is_chosen(key)]
     if not chosen:
         return None
     return {
@@ -156,7 +156,7 @@ def _ratio(sums: Mapping[str, float] | None, name: str, per: str, factor: float)
 
 
 def line(state: Mapping[str, Any]) -> str:
-    """Everything in one line, for logs and pipes."""
+    """The state in one line, for logs and pipes."""
     models = state["models"]
     parts = [
         time.strftime("%H:%M:%S"),
@@ -174,10 +174,11 @@ def line(state: Mapping[str, Any]) -> str:
 
 
 def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
-    """Three tables: models, their queues that hold something, workers; those with jobs, and not ready, come first.
+    """Three tables: models, queues that are not empty, workers. Models with jobs and workers that are not ready come
+    first.
 
-    lines: the height of a screen. Each row then has one line, cut off at its end, and where that is too few for all
-    rows each table says how many it leaves out.
+    lines: the height of a screen. Then each row has one line, cut off at its end; when there are too few lines for all
+    rows, the last line of a table counts the rows that are left out.
     """
     models = sorted(state["models"], key=lambda model: not _has_jobs(model))
     queues = [queue for queue in state["queues"] if queue["waiting"] or queue["running"]]
@@ -185,10 +186,10 @@ def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
     sizes = [len(models), len(queues), len(workers)]
     rooms = sizes if lines is None else _rooms(sizes, lines - _LINES_AROUND)
     folds = lines is None
-    key = "rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker says"
+    legend = "rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker reports it"
     return Group(
         _rows(_MODELS, models, rooms[0], _model_row, folds=folds) or Text("No model is registered."),
-        Text(key, style="dim", no_wrap=not folds, overflow="ellipsis"),
+        Text(legend, style="dim", no_wrap=not folds, overflow="ellipsis"),
         Text(),
         _rows(_QUEUES, queues, rooms[1], _queue_row, folds=folds) or Text("No job waits or runs."),
         Text(),
@@ -201,7 +202,7 @@ def _has_jobs(model: Mapping[str, Any]) -> bool:
 
 
 def _rooms(sizes: list[int], lines: int) -> list[int]:
-    """Lines for each of the tables: what a small one leaves over goes to the larger ones, and none is left out."""
+    """The lines of each table: those that a small table does not need go to the larger ones."""
     rooms = [0] * len(sizes)
     left = max(lines, len(sizes))
     for tables, (size, index) in zip(
@@ -220,7 +221,7 @@ def _rows(
     *,
     folds: bool,
 ) -> RenderableType | None:
-    """The table, None for an empty one; its last line stands for what has no room."""
+    """The table, None without rows; its last line counts the rows for which there is no room."""
     if not rows:
         return None
     table = _table(columns, folds=folds)
@@ -270,7 +271,7 @@ def _number(value: float | None) -> str:
 def _table(columns: tuple[str, ...], *, folds: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        # Where it is narrow names give way, figures do not.
+        # On a narrow screen names are cut off, figures are not.
         is_name = column in ("model", "queue", "worker", "models")
         is_text = is_name or column in ("priority", "device", "state")
         table.add_column(
@@ -284,14 +285,14 @@ def _table(columns: tuple[str, ...], *, folds: bool) -> Table:
 
 
 def write_lines(broker: Broker, interval_s: float, *, once: bool, draw: Callable[[dict[str, Any]], str]) -> None:
-    """One line per interval on stdout until interrupted; a broker that is away is said on stderr.
+    """One line per interval on stdout until interrupted; an error of the broker is a line on stderr.
 
-    Raises BrokerUnavailable when it is to look only once.
+    once: print one line and return; then an error of the broker raises BrokerUnavailable.
     """
     before: Snapshot | None = None
     while True:
         try:
-            now = take(broker)
+            now = take_snapshot(broker)
             if before is not None:
                 click.echo(draw(compare(before, now)))
                 if once:
@@ -305,35 +306,35 @@ def write_lines(broker: Broker, interval_s: float, *, once: bool, draw: Callable
 
 
 def show_screen(broker: Broker, interval_s: float, console: Console) -> None:
-    """A screen of its own, drawn anew each interval and when the terminal changes its size, until a key ends it."""
+    """A full screen, drawn again after each interval and when the terminal changes its size, until a key ends it."""
     with (
         _keys() as pressed,
         Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
     ):
         before: Snapshot | None = None
         state: dict[str, Any] | None = None
-        look_at = 0.0
+        due = 0.0
         while True:
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + interval_s
+            if time.monotonic() >= due:
+                due = time.monotonic() + interval_s
                 try:
-                    now = take(broker)
+                    now = take_snapshot(broker)
                     state = compare(before or now, now)
                     note = f"{time.strftime('%H:%M:%S')}   every {interval_s:g} s   q ends"
                     before = now
                 except BrokerUnavailable as error:
-                    look_at = time.monotonic() + min(interval_s, _AGAIN_S)
+                    due = time.monotonic() + min(interval_s, _RETRY_S)
                     note = f"{error}   q ends"
-            shown = Text("Looking ...") if state is None else draw(state, console.height)
+            shown = Text("Reading ...") if state is None else draw(state, console.height)
             title = Text(f"penstock top   {note}", style="bold", no_wrap=True, overflow="ellipsis")
             live.update(Group(title, Text(), shown), refresh=True)
-            if pressed(max(0.0, look_at - time.monotonic())) & _LEAVE:
+            if pressed(max(0.0, due - time.monotonic())) & _LEAVE:
                 return
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], frozenset[int]]]:
-    """Waits for keys, or for a new size of the terminal; the terminal is as before at the end of the block."""
+    """Waits for keys, or for a new size of the terminal. The end of the block restores the terminal."""
     stdin = sys.stdin.fileno()
     resized, resize = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     handler = signal.signal(signal.SIGWINCH, lambda *_: os.write(resize, b"!"))
@@ -343,7 +344,7 @@ def _keys() -> Iterator[Callable[[float], frozenset[int]]]:
         ready, _, _ = select.select([stdin, resized], [], [], timeout_s)
         if resized in ready:
             os.read(resized, 4096)
-        # A terminal that was closed reads as its end, which is a reason to leave as well.
+        # A closed terminal reads as an empty string, which ends the screen, too.
         return frozenset(os.read(stdin, 64) or b"q") if stdin in ready else frozenset()
 
     try:

@@ -1,4 +1,4 @@
-"""The versions of models as people see them: from the registry and from what runs, as plain data and as tables.
+"""The versions of models: read from registry, broker and workers, and drawn as tables.
 
 registry, broker (active records, worker reports) --> rows --> JSON or tables
 """
@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.compose.deploy import deployed
+from penstock.compose.rollout.active_version import active_deployment
 from penstock.compose.views.overview import kinds, workers
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.catalog.tables import RegisteredVersion, Transition
@@ -33,10 +33,10 @@ _SHORT_HASH = 12
 
 
 def listing(registered: Iterable[RegisteredVersion], broker: FleetEnd | None) -> list[dict[str, Any]]:
-    """Every version that is registered, or that a worker serves without: where it stands, and who has it.
+    """Every version that is registered, or that a worker serves unregistered: its stage and its workers.
 
-    `is_active`: whether it answers jobs that name no version; `workers`: those that have it in memory. A registered
-    version in production that is not active has yet to be flipped. Raises BrokerUnavailable.
+    `is_active`: jobs that name no version run on it; `workers`: those that have it in memory. A version in production
+    that is not active waits for its activation. Raises BrokerUnavailable.
     """
     rows = {(version.name, version.version): _row(version) for version in registered}
     if broker is not None:
@@ -64,7 +64,7 @@ def _row(version: RegisteredVersion) -> dict[str, Any]:
 def _add_unregistered(
     rows: dict[tuple[str, str], dict[str, Any]], broker: FleetEnd, name: str, reports: Sequence[Mapping[str, Any]]
 ) -> None:
-    """What is known of the model's spec, and the versions in workers, where the registry has none of them."""
+    """Adds versions that are missing in the registry: that of the model's spec, and those loaded in workers."""
     labels = {label for report in reports for label in report.get("versions", {}).get(name, {})}
     for label in ("", *sorted(labels)):
         found = broker.spec(name, label)
@@ -83,18 +83,18 @@ def _add_live(
             continue
         row["is_active"] = label in active
         for report in reports:
-            said = report.get("versions", {}).get(name, {}).get(label, {})
-            if said.get("state") == "ready":
+            entry = report.get("versions", {}).get(name, {}).get(label, {})
+            if entry.get("state") == "ready":
                 row["workers"].append(report["name"])
-                row["content_hash"] = row["content_hash"] or said["content_hash"]
+                row["content_hash"] = row["content_hash"] or entry["content_hash"]
 
 
 def _active_labels(broker: FleetEnd, name: str, reports: Iterable[Mapping[str, Any]]) -> set[str]:
-    """What was promoted; before the first promotion, what the workers chose themselves."""
+    """The promoted version; before the first promotion, those that the workers chose themselves."""
     try:
-        decision = deployed(broker, name)
+        decision = active_deployment(broker, name)
     except Corrupt:
-        # Workers believe no such record, and doctor tells.
+        # Workers ignore such a record, and `penstock doctor` reports it.
         decision = None
     if decision is not None:
         return {decision.version}
@@ -102,29 +102,29 @@ def _active_labels(broker: FleetEnd, name: str, reports: Iterable[Mapping[str, A
 
 
 def as_data(version: RegisteredVersion) -> dict[str, Any]:
-    """A version with all that the registry knows of it, ready for JSON."""
+    """The registry's record of a version, ready for JSON."""
     return {**asdict(version), "stage": str(version.stage), "lineage": version.lineage.model_dump()}
 
 
 def draw_versions(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """A line per version, with what each takes and gives."""
-    table = _table("model", "version", "stage", "content", "answers", "loaded by", "inputs", "outputs")
+    """One line per version, with its inputs and outputs."""
+    table = _table("model", "version", "stage", "content hash", "active", "loaded by", "inputs", "outputs")
     for row in rows:
         stage = row["stage"] or "not registered"
-        answers = "yes" if row["is_active"] else "not yet" if row["stage"] == "production" else ""
+        active = "yes" if row["is_active"] else "not yet" if row["stage"] == "production" else ""
         loaded = f"{len(row['workers'])}" if row["workers"] else ""
         inputs, outputs = (", ".join(row[side]) for side in ("inputs", "outputs"))
         table.add_row(
-            row["name"], row["version"], stage, row["content_hash"][:_SHORT_HASH], answers, loaded, inputs, outputs
+            row["name"], row["version"], stage, row["content_hash"][:_SHORT_HASH], active, loaded, inputs, outputs
         )
-    return table if rows else Text("No model is registered. `penstock models register PATH` does that.")
+    return table if rows else Text("No model is registered. Expected `penstock models register PATH`")
 
 
 def draw_version(version: RegisteredVersion) -> RenderableType:
-    """Everything about one version, a line each."""
+    """The record of one version, one field a line, and its files."""
     facts = {
         "stage": str(version.stage),
-        "content": version.content_hash,
+        "content hash": version.content_hash,
         "format": str(version.spec.get("format", "")),
         "registered": version.registered_at,
         "in production since" if version.stage == "production" else "first in production": version.released_at or "-",
@@ -140,8 +140,8 @@ def draw_version(version: RegisteredVersion) -> RenderableType:
 
 
 def draw_history(history: Sequence[Transition]) -> RenderableType:
-    """A line per change, in the order given."""
-    table = _table("epoch", "when", "what", "version", "content", "from", "to", "replaced", "by", "reason")
+    """One line per change, in the given order."""
+    table = _table("epoch", "time", "action", "version", "content hash", "from", "to", "replaced", "operator", "reason")
     for change in history:
         table.add_row(
             str(change.epoch),

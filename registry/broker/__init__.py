@@ -1,3 +1,5 @@
-"""The broker seam: `base` is the protocol with its rules, the other modules keep them."""
+"""The broker: `base` is the protocol with its rules. `redis_streams` and `memory` implement it."""
 
-__all__ = ["base", "memory", "redis_streams"]
+from __future__ import annotations
+
+__all__: list[str] = []

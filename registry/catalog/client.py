@@ -1,17 +1,17 @@
-"""Which versions of which models there are, which one is in production, and how it came to that.
+"""The model registry: the versions of each model, their stages, and the history of changes.
 
     register -> DRAFT -> promote -> STAGING -> promote -> PRODUCTION -> (another is promoted) -> ARCHIVED
-                                                    rollback restores what was in production before
+                                                    rollback restores the previous production version
 
 A version is its content: a label such as `2` belongs to one SHA-256 for ever. Every change is one transaction:
 
-    look -> hash the files again -> approve -> gate -> lock the model -> is it still as it was looked at?
-         -> write the rows -> are the files still those that were hashed? -> audit -> commit -> tell
+    read -> hash the files again -> approve -> gate -> lock the model -> compare it with the state that was read
+         -> write the rows -> compare the files with their hashes -> audit -> commit -> call back
 
-so of two operators who decide at the same time one is told that the other came first. A record in the audit without
-its change is that of a process which died before the commit; a change without a record cannot be.
-Records are signed where there is a signer, and believed only if signed where there is a verifier. Whoever can write
-to the database can still bring a model as a whole back to an older state, signatures included.
+Of two operators who change a model at the same time, one gets TransitionConflict. Every committed change has an audit
+record. An audit record without its change comes from a process that died before the commit.
+With a signer, records are signed; with a verifier, only signed records are accepted. A program that can write to the
+database can still set a whole model back to an older state with its old signatures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Final, Protocol
 
 from penstock.registry.catalog.lineage import ModelLineage
 from penstock.registry.catalog.registered_model import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
-from penstock.registry.catalog.stages import Action, ModelStage, check_step, parse_stage
+from penstock.registry.catalog.stages import ModelStage, TransitionAction, check_step, parse_stage
 from penstock.registry.catalog.store import ModelRows, ModelTransaction, RegistryStore, SqlStore, check_files
 from penstock.registry.catalog.tables import RegisteredVersion, Transition, open_transition, open_version, seal_row
 from penstock.registry.errors import (
@@ -59,27 +59,27 @@ __all__ = [
 ]
 
 Veto = Callable[[Change], str | None]
-"""Why a change may not be; None: it may."""
+"""The reason why a change is refused; None: it is allowed."""
 VersionCallback = Callable[[str, str | None, str], None]
-"""(model, content hash in production so far, content hash in production now)."""
+"""(model, previous content hash in production, new content hash in production)."""
 
 _MAX_TEXT: Final = 500
 _log: Final = logging.getLogger("penstock.registry")
 
 
 class Registrable(Protocol):
-    """A package that was read and checked; registry/package/spec.py's, or one on another machine."""
+    """A checked package: that of registry/package/loading.py, or one on another machine."""
 
     @property
     def spec(self) -> ModelSpec:
-        """What it is."""
+        """The spec."""
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The folder, on its machine."""
 
     def manifest(self) -> Manifest:
-        """Its files. Raises ConfigurationError."""
+        """The hashes of its files. Raises ConfigurationError."""
 
 
 def _manifest_at(folder: str) -> Manifest:
@@ -91,12 +91,12 @@ def _now() -> datetime:
 
 
 class ModelRegistryClient:
-    """The registry in one database; the same from any number of processes.
+    """The registry in one database. Any number of processes may use it.
 
-    ledger: the database's URL, or another place where the rows lie. sign, verify: the operator's key and the public
-    keys that are believed (safety/keys.py). approve: asked before every change of a stage. gate: asked before a
-    promotion to production. audit: gets every change before its commit; what it raises undoes the change. rehash:
-    source -> the manifest of what lies there now. actor: who changes, for the history.
+    store: the database's URL, or another store of the rows. sign, verify: the operator's key and the trusted public
+    keys (safety/keys.py). approve: called before every change of a stage. gate: called before a promotion to
+    production. audit: called with every change before its commit; an exception undoes the change. rehash: source ->
+    the manifest of its present files. actor: the name in the history.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ModelRegistryClient:
         self._callbacks: list[VersionCallback] = []
 
     def on_version_change(self, callback: VersionCallback) -> None:
-        """Call back after every change of a production version that this client makes, once for each."""
+        """Call `callback` once after every change of a production version that this client makes."""
         self._callbacks.append(callback)
 
     def models(self) -> tuple[str, ...]:
@@ -130,27 +130,27 @@ class ModelRegistryClient:
     def versions(self, name: str | None = None) -> tuple[RegisteredVersion, ...]:
         """All versions of a model, or of every model, the oldest first. Raises UnknownModel."""
         found = self._store.read(None if name is None else (parse_name("model", name),), self._newest)
-        return tuple(each for one, pages in found.items() for each in self._open(one, pages).versions.values())
+        return tuple(each for one, rows in found.items() for each in self._open(one, rows).versions.values())
 
     def find(self, name: str, version: str = LATEST) -> RegisteredVersion:
         """The version with this label or hash prefix (6 digits or more); `latest` is the one in production.
 
-        Raises UnknownModel that lists what there is, and InvalidInput for a prefix that several versions share.
+        Raises UnknownModel with the known versions, and InvalidInput for a prefix that several versions share.
         """
         return self._look(name).select(version)
 
     def lineage(self, name: str, version: str = LATEST) -> ModelLineage:
-        """Where a version comes from. Raises as `find` does."""
+        """The lineage of a version. Raises as `find` does."""
         return self.find(name, version).lineage
 
     def history(self, name: str) -> tuple[Transition, ...]:
-        """What was changed, the oldest first, back to the HISTORY-th last production. Raises UnknownModel."""
-        pages = self._store.read((parse_name("model", name),))[name]
-        self._open(name, pages)
-        return self._history(pages)
+        """The changes of a model, oldest first, back to the HISTORY-th last production. Raises UnknownModel."""
+        rows = self._store.read((parse_name("model", name),))[name]
+        self._open(name, rows)
+        return self._history(rows)
 
     def verify(self, name: str, version: str = LATEST) -> RegisteredVersion:
-        """Hashes the files again, where they were registered. Raises ContentChanged, and as `find` does."""
+        """Hashes the files of a version again. Raises ContentChanged, and as `find` does."""
         found = self.find(name, version)
         self._hash_again(found)
         return found
@@ -164,11 +164,11 @@ class ModelRegistryClient:
         reason: str = "",
         after_epoch: int = 0,
     ) -> RegisteredVersion:
-        """Makes a package a DRAFT; one that is registered already is returned as it stands.
+        """Registers a package as a DRAFT. If the package is registered, its version is returned unchanged.
 
-        source: where `rehash` finds the files again; None: the package's folder. after_epoch: where the epochs of a
-        model that is new here begin: after those of another registry, whose decisions workers follow.
-        Raises InvalidInput when its label has another content, its content another label, or it another lineage.
+        source: where `rehash` finds the files; None: the package's folder. after_epoch: the epochs of a new model
+        begin after this one, that of another registry whose decisions workers follow.
+        Raises InvalidInput if the label has other content, the content another label, or the lineage differs.
         """
         reason = _parse_text("reason", reason)
         source = _parse_text("source", str(package.folder) if source is None else source, 4096)
@@ -192,7 +192,7 @@ class ModelRegistryClient:
                 registered_at=self._time(),
             )
             transaction.put_version(seal_row(draft, self._sign))
-            change = Change(Action.REGISTER, draft, ModelStage.DRAFT, reason=reason)
+            change = Change(TransitionAction.REGISTER, draft, ModelStage.DRAFT, reason=reason)
             self._record(transaction, model, change, None, manifest)
         return draft
 
@@ -206,61 +206,63 @@ class ModelRegistryClient:
                     f"{found.reference} has been in production, which froze its lineage. Expected another version"
                 )
             self._write(transaction, replace(found, epoch=model.epoch + 1, lineage=lineage))
-            change = Change(Action.DESCRIBE, found, found.stage, reason=reason)
+            change = Change(TransitionAction.DESCRIBE, found, found.stage, reason=reason)
             return self._record(transaction, model, change, found.stage, None)
 
     def renew(self, name: str, *, reason: str = "", after_epoch: int = 0) -> Transition:
-        """Signs all records of a model anew, after a change of the operator's key, while the old one is still believed.
+        """Signs all records of a model again with a new operator's key, while the old key is still trusted.
 
-        Nothing else changes; but the decision about what is in production gets an epoch of its own, so that it can be
-        told to workers under the new signature. after_epoch: what that has to be later than, in an older copy of the
-        registry. Raises UnknownModel, and InvalidInput for a client that does not sign.
+        Only the epoch of the production version changes, so that workers accept its record with the new signature.
+        after_epoch: the new epoch is later than this one, for an older copy of the registry. Raises UnknownModel, and
+        InvalidInput for a client that does not sign.
         """
         reason = _parse_text("reason", reason)
         if self._sign is None:
             raise InvalidInput("A client that does not sign cannot renew signatures. Expected an operator's key")
         with self._store.changing(parse_name("model", name)) as transaction:
-            model = self._open(name, transaction.pages)
+            model = self._open(name, transaction.rows)
             model = replace(model, epoch=max(model.epoch, after_epoch))
-            newest = model.production or model.select(self._history(transaction.pages)[-1].version)
+            newest = model.production or model.select(self._history(transaction.rows)[-1].version)
             for version in model.versions.values():
                 self._write(transaction, replace(version, epoch=model.epoch + 1) if version is newest else version)
-            for transition in self._history(transaction.pages):
+            for transition in self._history(transaction.rows):
                 transaction.put_transition(seal_row(transition, self._sign))
-            change = Change(Action.SIGN, newest, newest.stage, reason=reason)
+            change = Change(TransitionAction.SIGN, newest, newest.stage, reason=reason)
             return self._record(transaction, model, change, newest.stage, None)
 
     def promote(self, name: str, version: str, to: ModelStage | str, *, reason: str = "") -> Transition:
-        """Takes a version to STAGING or PRODUCTION; the one in production so far is archived in the same step.
+        """Moves a version to STAGING or PRODUCTION. The previous production version is archived in the same step.
 
         Raises TransitionRefused, TransitionConflict when another change came first, ContentChanged, and as `find`.
         """
-        return self._move(Action.PROMOTE, self._look(name), version, parse_stage(to), reason)
+        return self._move(TransitionAction.PROMOTE, self._look(name), version, parse_stage(to), reason)
 
     def demote(
         self, name: str, version: str, to: ModelStage | str = ModelStage.DRAFT, *, reason: str = ""
     ) -> Transition:
-        """Takes a version that is not in production back to DRAFT, or to ARCHIVED. Raises as `promote` does."""
-        return self._move(Action.DEMOTE, self._look(name), version, parse_stage(to), reason)
+        """Moves a version that is not in production to DRAFT or ARCHIVED. Raises as `promote` does."""
+        return self._move(TransitionAction.DEMOTE, self._look(name), version, parse_stage(to), reason)
 
     def rollback(self, name: str, to: str | None = None, *, reason: str = "") -> Transition:
-        """Archives the version in production and restores the one before it; the gate, which it passed, is not asked.
+        """Archives the production version and restores the previous one. The gate is not asked again.
 
-        to: the label of the version that it is meant to restore, if that was looked at before; when it is another by
-        now, TransitionConflict. Raises as `promote` does, and TransitionRefused when there was none before it.
+        to: the label of the version that the caller expects to restore; if it is another one, TransitionConflict.
+        Raises as `promote` does, and TransitionRefused when there is no previous version.
         """
         model = self._look(name)
         before = model.before_production()
         if to not in (None, before):
             raise TransitionConflict(f"A rollback of {name} restores {before} by now. Expected {described(to)}")
-        return self._move(Action.ROLLBACK, model, before, ModelStage.PRODUCTION, reason)
+        return self._move(TransitionAction.ROLLBACK, model, before, ModelStage.PRODUCTION, reason)
 
-    def _move(self, action: Action, seen: RegisteredModel, wanted: str, after: ModelStage, reason: str) -> Transition:
+    def _move(
+        self, action: TransitionAction, seen: RegisteredModel, wanted: str, after: ModelStage, reason: str
+    ) -> Transition:
         version = seen.select(wanted)
         check_step(version.reference, action, version.stage, after)
         replaces = seen.production if after is ModelStage.PRODUCTION else None
         change = Change(action, version, after, replaces, _parse_text("reason", reason))
-        manifest = None if action is Action.DEMOTE else self._hash_again(version)
+        manifest = None if action is TransitionAction.DEMOTE else self._hash_again(version)
         self._ask(change)
         with self._changing(seen.name) as (transaction, model):
             model.check_unchanged(change)
@@ -281,7 +283,7 @@ class ModelRegistryClient:
 
     def _ask(self, change: Change) -> None:
         asked = [("approver", self._approve)]
-        if change.action is Action.PROMOTE and change.after is ModelStage.PRODUCTION:
+        if change.action is TransitionAction.PROMOTE and change.after is ModelStage.PRODUCTION:
             asked.append(("gate", self._gate))
         for who, ask in asked:
             if ask is not None and (veto := ask(change)) is not None:
@@ -290,7 +292,7 @@ class ModelRegistryClient:
                 )
 
     def _apply(self, transaction: ModelTransaction, change: Change, epoch: int) -> None:
-        # The old one first: the index never sees two in production.
+        # The old version first: the index allows one in production at a time.
         if change.replaces is not None:
             self._write(transaction, replace(change.replaces, stage=ModelStage.ARCHIVED, epoch=epoch))
         moved = replace(change.version, stage=change.after, epoch=epoch)
@@ -332,37 +334,37 @@ class ModelRegistryClient:
             try:
                 callback(version.name, replaced.content_hash if replaced else None, version.content_hash)
             except Exception:
-                # The change is committed: what one listener made of it is not for the others, nor the caller, to miss.
-                _log.exception("a listener for changes of versions failed", extra={"model": version.name})
+                # The change is committed: the error of one callback must not reach the others or the caller.
+                _log.exception("a callback for a change of version failed", extra={"model": version.name})
 
     @contextmanager
     def _changing(self, name: str, *, is_new: bool = False) -> Iterator[tuple[ModelTransaction, RegisteredModel]]:
-        """One change, and the model, which nobody else changes before its end."""
+        """A change of one model, which is locked until its end."""
         parse_name("model", name)
         with self._store.changing(name, is_new=is_new, newest=self._newest) as transaction:
-            yield transaction, self._open(name, transaction.pages, is_new=is_new)
+            yield transaction, self._open(name, transaction.rows, is_new=is_new)
 
     def _look(self, name: str) -> RegisteredModel:
         return self._open(name, self._store.read((parse_name("model", name),), self._newest)[name])
 
     @property
     def _newest(self) -> int | None:
-        """What is signed is checked as a whole; else the newest transition has all that is needed."""
+        """Signed rows are checked as a whole. Otherwise the newest transition is enough."""
         return None if self._verify else 1
 
-    def _open(self, name: str, pages: ModelRows, *, is_new: bool = False) -> RegisteredModel:
-        found = [open_version(row, self._verify) for row in pages.versions]
+    def _open(self, name: str, rows: ModelRows, *, is_new: bool = False) -> RegisteredModel:
+        found = [open_version(row, self._verify) for row in rows.versions]
         if not found and not is_new:
             raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(self._store.names())}")
-        history = self._history(pages)
+        history = self._history(rows)
         epoch, productions = (history[-1].epoch, history[-1].productions) if history else (0, ())
         model = RegisteredModel(name, {each.version: each for each in found}, epoch, productions)
         if self._verify is not None:
             check_whole(model, history)
         return model
 
-    def _history(self, pages: ModelRows) -> tuple[Transition, ...]:
-        return tuple(open_transition(row, self._verify) for row in pages.transitions)
+    def _history(self, rows: ModelRows) -> tuple[Transition, ...]:
+        return tuple(open_transition(row, self._verify) for row in rows.transitions)
 
     def _write(self, transaction: ModelTransaction, version: RegisteredVersion) -> None:
         transaction.put_version(seal_row(version, self._sign))
@@ -374,7 +376,7 @@ class ModelRegistryClient:
 def _known(
     model: RegisteredModel, package: Registrable, manifest: Manifest, lineage: ModelLineage | None
 ) -> RegisteredVersion | None:
-    """The version that the package is already, if it is one. Raises InvalidInput for one that it contradicts."""
+    """The registered version of the package, or None. Raises InvalidInput if the package contradicts it."""
     label = package.spec.version
     if label == LATEST:
         raise InvalidInput(
@@ -384,22 +386,22 @@ def _known(
     if known is None:
         for other in model.versions.values():
             if other.content_hash == manifest.content_hash:
-                raise InvalidInput(f"{package.spec.reference} is registered already, as version {other.version}")
+                raise InvalidInput(f"{package.spec.reference} is registered already as version {other.version}")
         return None
     if known.content_hash != manifest.content_hash:
-        raise InvalidInput(f"{_difference(known, manifest)}; changed files are another version, expected another label")
+        raise InvalidInput(f"{_difference(known, manifest)}; changed files need another label")
     if lineage not in (None, known.lineage):
         raise InvalidInput(f"{known.reference} is registered with another lineage. Expected none, or the same")
     return known
 
 
 def _difference(version: RegisteredVersion, manifest: Manifest) -> str:
-    """Which file it is that is not as it was registered."""
+    """The message for the first file that is not as it was registered."""
     then = {**version.source_files, **version.files}
     now = {**manifest.source_files, **manifest.files}
     changed = sorted(path for path in then.keys() | now.keys() if then.get(path) != now.get(path))
     what = f"file {changed[0]}" if changed else "its content"
-    return f"{version.reference}: {what} is not as it was registered (content {version.content_hash[:12]})"
+    return f"{version.reference}: {what} is not as it was registered (content hash {version.content_hash[:12]})"
 
 
 def _parse_text(field: str, value: str, longest: int = _MAX_TEXT) -> str:

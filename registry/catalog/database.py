@@ -1,9 +1,9 @@
-"""A URL -> transactions on the registry's database, which is made and upgraded when it is first used.
+"""A URL -> transactions on the registry's database, which the first use makes and upgrades.
 
-    Database.reading: one consistent view         Database.writing: one change, or nothing of it
+    Database.reading: one consistent view         Database.writing: one atomic change
 
 SQLite writers exclude each other (BEGIN IMMEDIATE); PostgreSQL writers lock the row of their model. Each transaction
-has a connection of its own: they are rare, and nothing is left over after a fork or a restart of the server.
+has a connection of its own: transactions are rare, and no connection survives a fork or a restart of the server.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from penstock.registry.errors import ConfigurationError, RegistryUnavailable, Tr
 __all__ = ["REVISION", "Database"]
 
 REVISION: Final = "0001"
-"""The schema that this code reads and writes: the head of registry/migrations."""
+"""The schema that this code reads and writes: the head of registry/catalog/migrations."""
 
 _LOCK_WAIT_S: Final = 30
 _CONNECT_TIMEOUT_S: Final = 5
 _UPGRADE_LOCK: Final = 0x50454E53
-"""The advisory lock of PostgreSQL that whoever makes the schema holds."""
+"""The advisory lock of PostgreSQL that the maker of the schema holds."""
 _EXPECTED: Final = "Expected sqlite:///FILE or postgresql://USER@HOST/DATABASE"
 _DRIVERS: Final = {
     "sqlite": "sqlite",
@@ -43,21 +43,21 @@ _DRIVERS: Final = {
     "postgresql+psycopg": "postgresql+psycopg",
 }
 _STATES: Final = {
-    "55P03": f"somebody else holds its lock, for {_LOCK_WAIT_S} s now",
+    "55P03": f"another process has held its lock for {_LOCK_WAIT_S} s",
     "57P01": "the server closed the connection",
     "57P03": "the server is starting or stopping",
     "53300": "the server has too many connections",
-    "42501": "its user may not do that",
+    "42501": "its user lacks the permission",
 }
 _SAID: Final = re.compile(
     r"Connection refused|No such file or directory|(database|role) \"[\w-]{1,64}\" does not exist|"
     r"password authentication failed|Name or service not known|timeout expired",
 )
-"""What libpq says of connections that fail, which have no SQLSTATE."""
+"""The messages of libpq for failed connections, which have no SQLSTATE."""
 
 
 class Database:
-    """Nothing is opened before the first transaction. Raises ConfigurationError for a URL that cannot work."""
+    """The registry's database. Connects with the first transaction. Raises ConfigurationError for an unusable URL."""
 
     def __init__(self, url: str) -> None:
         self._url = _parse(url)
@@ -65,7 +65,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the database. Raises RegistryUnavailable."""
+        """A read-only transaction on one state of the database. Raises RegistryUnavailable."""
         self._prepare()
         with _translated(), self._connect(is_writing=False) as connection:
             yield connection
@@ -104,7 +104,7 @@ class Database:
         with self._connect(is_writing=True) as connection:
             if not self._is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
-            # Somebody else may have made it while this process waited for the lock.
+            # Another process may have made the schema while this one waited for the lock.
             if not _is_current(connection):
                 _migrate(connection)
 
@@ -119,7 +119,7 @@ class Database:
             event.listen(engine, "connect", _configure_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
             return engine
-        # A server gives up on a client that froze inside a transaction, and on one that waits for it.
+        # The server ends the transactions of a frozen client, and of a client that waits too long for a lock.
         limits = f"-c lock_timeout={_LOCK_WAIT_S}s -c idle_in_transaction_session_timeout={_LOCK_WAIT_S // 2}s"
         return create_engine(
             self._url,
@@ -129,11 +129,11 @@ class Database:
 
 
 def _parse(url: str) -> URL:
-    """Never shows the URL: it may hold a password."""
+    """The parsed URL. Messages never show it: it may hold a password."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
-        raise ConfigurationError(f"The registry's URL is not one. {_EXPECTED}") from None
+        raise ConfigurationError(f"The registry's URL cannot be parsed. {_EXPECTED}") from None
     driver = _DRIVERS.get(parsed.drivername)
     if driver is None:
         raise ConfigurationError(f"The registry's URL begins with {parsed.drivername[:40]!r}. {_EXPECTED}")
@@ -156,9 +156,9 @@ def _joined(query: Mapping[str, Any], options: str) -> str:
 
 
 def _make_file(path: Path) -> None:
-    """An empty database in WAL mode that only this user may read (mode 0600): there as a whole, or not at all.
+    """Makes an empty database in WAL mode that only this user may read (mode 0600), in one atomic step.
 
-    Whoever opened the file first and changed its journal afterwards would collide with others who do the same.
+    Two processes that both switched a new file to WAL mode would collide.
     """
     if path.exists():
         return
@@ -170,29 +170,29 @@ def _make_file(path: Path) -> None:
             connection = sqlite3.connect(partial)
             connection.execute("PRAGMA journal_mode = WAL").fetchone()
             connection.close()
-            # Where another process was quicker, the file is the same.
+            # If another process was faster, its file is the same.
             with suppress(FileExistsError):
                 os.link(partial, path)
     except (OSError, sqlite3.Error):
         raise ConfigurationError(
-            f"The registry's file {path.name} cannot be made. Expected a folder that can be written to"
+            f"The registry's file {path.name} cannot be made. Expected a writable folder"
         ) from None
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:
-    # A committed promotion survives a power cut: workers may have been told.
+    # A committed promotion must survive a power cut: workers may know of it.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # The driver would begin late, and only before changes.
+    # The driver would begin the transaction late, and only before changes.
     is_writing = connection.get_execution_options().get("is_writing", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writing else "BEGIN")
 
 
 def _is_current(connection: Connection) -> bool:
-    """Whether the schema is this code's. Raises ConfigurationError for a newer one."""
+    """Whether the schema is that of this code. Raises ConfigurationError for a newer one."""
     if not inspect(connection).has_table(SCHEMA_TABLE):
         return False
     revision: str = connection.execute(select(column("version_num")).select_from(table(SCHEMA_TABLE))).scalar_one()
@@ -204,7 +204,7 @@ def _is_current(connection: Connection) -> bool:
 
 
 def _migrate(connection: Connection) -> None:
-    # Alembic costs time to import, and is needed once in the life of a database.
+    # Alembic is slow to import, and only a new database needs it.
     from alembic import command
     from alembic.config import Config
 
@@ -225,12 +225,12 @@ def _translated() -> Iterator[None]:
 
 
 def _cause(error: DBAPIError) -> str:
-    """What went wrong in the driver's or our own words, without addresses, users and statements."""
+    """The cause in words of the driver or our own, without addresses, users and statements."""
     if isinstance(error.orig, sqlite3.Error):
         return str(error.orig)
     state: str | None = getattr(error.orig, "sqlstate", None)
     if state:
         return _STATES.get(state, state)
     said = _SAID.search(str(error.orig))
-    # Which one is in the URL, and that is not shown.
+    # The name is part of the URL, which is not shown.
     return re.sub(' "[^"]*"', "", said.group()) if said else "no connection"

@@ -1,6 +1,6 @@
-"""Where a version comes from: what it was trained on, by which code, with what, and how well it did.
+"""The lineage of a version: training data, code, hyperparameters, metrics, parent.
 
-Told by whoever registers the version, kept beside it in the registry, frozen with its first production.
+The operator states it at registration. The registry stores it with the version; the first production freezes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Name = Annotated[str, Field(max_length=500)]
 
 
 class ModelLineage(BaseModel):
-    """What is known of a version's origin; nothing of it is required."""
+    """The origin of a version. Every field is optional."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -39,7 +39,7 @@ class ModelLineage(BaseModel):
 
     @classmethod
     def parse(cls, fields: Mapping[str, object]) -> ModelLineage:
-        """From plain data. Raises InvalidInput, in one line, for the first field that does not fit."""
+        """From plain data. Raises InvalidInput, in one line, for the first unusable field."""
         try:
             return cls.model_validate(dict(fields))
         except ValidationError as error:

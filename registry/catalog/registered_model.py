@@ -1,4 +1,4 @@
-"""One model as the registry holds it: its versions, and what may be asked of them. Pure.
+"""One model of the registry: its versions, and questions about them. Pure.
 
 rows -> RegisteredModel -> select, before_production, check_unchanged, productions_after -> registry/catalog/client.py
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.registry.catalog.stages import Action, ModelStage
+from penstock.registry.catalog.stages import ModelStage, TransitionAction
 from penstock.registry.catalog.tables import RegisteredVersion, Transition
 from penstock.registry.errors import (
     BadSignature,
@@ -24,9 +24,9 @@ from penstock.registry.errors import (
 __all__ = ["Change", "HISTORY", "LATEST", "RegisteredModel", "check_whole", "listed"]
 
 HISTORY: Final = 100
-"""Productions of one model that are remembered, and that rollbacks can go back through."""
+"""Productions of one model that the history keeps. Rollbacks can go back through them."""
 LATEST: Final = "latest"
-"""Names the version in production."""
+"""The label of the version in production."""
 
 _PREFIX: Final = re.compile(r"[0-9a-f]{6,64}\Z")
 _MAX_LISTED: Final = 20
@@ -34,9 +34,9 @@ _MAX_LISTED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is about to be done; approvers and the gate see it before it is."""
+    """A change before it is done, as approvers and the gate see it."""
 
-    action: Action
+    action: TransitionAction
     version: RegisteredVersion
     after: ModelStage
     replaces: RegisteredVersion | None = None
@@ -46,7 +46,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
-    """A model at one moment; `epoch` is that of its last change, `productions` what rollbacks go back through."""
+    """A model at one moment. `epoch`: that of its last change. `productions`: the labels that rollbacks restore."""
 
     name: str
     versions: Mapping[str, RegisteredVersion]
@@ -55,11 +55,11 @@ class RegisteredModel:
 
     @property
     def production(self) -> RegisteredVersion | None:
-        """The version in production, if there is one."""
+        """The version in production, or None."""
         return next((each for each in self.versions.values() if each.stage is ModelStage.PRODUCTION), None)
 
     def select(self, wanted: str) -> RegisteredVersion:
-        """The version with this label, else the only one whose hash begins so; LATEST is the one in production.
+        """The version with this label, else the only one with this hash prefix; LATEST is the one in production.
 
         Raises UnknownModel, and InvalidInput for a prefix that several versions share.
         """
@@ -80,32 +80,32 @@ class RegisteredModel:
         return matching[0]
 
     def before_production(self) -> str:
-        """The version that a rollback restores. Raises TransitionRefused when there is none."""
+        """The label that a rollback restores. Raises TransitionRefused when there is none."""
         if len(self.productions) < 2:
             raise TransitionRefused(
-                f"{self.name} has no earlier production version to go back to. There are: {self._known()}"
+                f"{self.name} has no earlier production version to restore. There are: {self._known()}"
             )
         return self.productions[-2]
 
     def check_unchanged(self, change: Change) -> None:
-        """Raises TransitionConflict unless this still is what the change was decided on."""
+        """Raises TransitionConflict if the model has changed since the change was decided."""
         current = self.versions[change.version.version]
         if current != change.version:
             raise TransitionConflict(
-                f"{current.reference} was changed meanwhile, it is in {current.stage} now. "
-                f"Expected it as it was, in {change.version.stage}"
+                f"{current.reference} was changed meanwhile and is in {current.stage} now. "
+                f"Expected it in {change.version.stage}"
             )
         if change.after is ModelStage.PRODUCTION and self.production != change.replaces:
             raise TransitionConflict(
-                f"{self.name} has another production version meanwhile: {_label(self.production)}. "
+                f"{self.name} has another production version now: {_label(self.production)}. "
                 f"Expected {_label(change.replaces)}"
             )
 
     def productions_after(self, change: Change) -> tuple[str, ...]:
-        """What rollbacks go back through once the change is done, the oldest first."""
-        if change.action is Action.ROLLBACK:
+        """The labels that rollbacks restore after the change, oldest first."""
+        if change.action is TransitionAction.ROLLBACK:
             return self.productions[:-1]
-        if change.action is Action.PROMOTE and change.after is ModelStage.PRODUCTION:
+        if change.action is TransitionAction.PROMOTE and change.after is ModelStage.PRODUCTION:
             return (*self.productions, change.version.version)[-HISTORY:]
         return self.productions
 
@@ -114,12 +114,12 @@ class RegisteredModel:
 
 
 def check_whole(model: RegisteredModel, history: Sequence[Transition]) -> None:
-    """Raises BadSignature when signed rows do not belong together: one was left out, or an older one put back."""
+    """Raises BadSignature when signed rows do not belong together: one is missing, or an older one was put back."""
     first = following = history[0].epoch if history else 1
     changed: dict[str, int] = {}
     for transition in history:
-        # Whoever signs all anew may have taken up an older copy of the registry, and begins after what workers follow.
-        is_leap = transition.action is Action.SIGN and transition.epoch > following
+        # Signing again may start from an older copy of the registry, with an epoch after that of the workers.
+        is_leap = transition.action is TransitionAction.SIGN and transition.epoch > following
         if transition.epoch != following and not is_leap:
             raise BadSignature(f"the history of {model.name} has no epoch {following}")
         changed.update(dict.fromkeys(filter(None, (transition.version, transition.replaced)), transition.epoch))
@@ -133,7 +133,7 @@ def check_whole(model: RegisteredModel, history: Sequence[Transition]) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for an error: not more than a reader would read."""
+    """Names for a message, at most _MAX_LISTED."""
     every = list(names)
     more = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
     return ", ".join(every[-_MAX_LISTED:]) + more or "none"

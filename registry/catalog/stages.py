@@ -1,13 +1,13 @@
-"""DRAFT -> STAGING -> PRODUCTION -> ARCHIVED: which step of a version is allowed, and as what. Pure.
+"""DRAFT -> STAGING -> PRODUCTION -> ARCHIVED: the allowed steps of a version, by action. Pure.
 
     from \\ to     draft     staging   production         archived
     draft         -         promote   -                  demote
     staging       demote    -         promote, rollback  demote
-    production    -         -         -                  only when another takes its place
+    production    -         -         -                  only when another version replaces it
     archived      -         promote   rollback           -
 
-A model that has a production version keeps one: it leaves PRODUCTION in the very step in which another enters it.
-An archived version can become a candidate again, and a rollback restores it at once.
+A model that has a production version always has one: a version leaves PRODUCTION in the step in which another enters.
+An archived version can be promoted to STAGING again, and a rollback restores it directly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final
 
 from penstock.registry.errors import InvalidInput, TransitionRefused, described
 
-__all__ = ["Action", "ModelStage", "check_step", "parse_stage"]
+__all__ = ["TransitionAction", "ModelStage", "check_step", "parse_stage"]
 
 
 class ModelStage(StrEnum):
-    """Where a version stands between its registration and its retirement."""
+    """The stage of a version, from registration to retirement."""
 
     DRAFT = "draft"
     STAGING = "staging"
@@ -29,8 +29,8 @@ class ModelStage(StrEnum):
     ARCHIVED = "archived"
 
 
-class Action(StrEnum):
-    """What an operator did. REGISTER, DESCRIBE and SIGN leave the stage as it is."""
+class TransitionAction(StrEnum):
+    """An operator's action. REGISTER, DESCRIBE and SIGN do not change the stage."""
 
     REGISTER = "register"
     DESCRIBE = "describe"
@@ -40,20 +40,26 @@ class Action(StrEnum):
     SIGN = "sign"
 
 
-_STEPS: Final[dict[ModelStage, dict[ModelStage, tuple[Action, ...]]]] = {
-    ModelStage.DRAFT: {ModelStage.STAGING: (Action.PROMOTE,), ModelStage.ARCHIVED: (Action.DEMOTE,)},
+_STEPS: Final[dict[ModelStage, dict[ModelStage, tuple[TransitionAction, ...]]]] = {
+    ModelStage.DRAFT: {
+        ModelStage.STAGING: (TransitionAction.PROMOTE,),
+        ModelStage.ARCHIVED: (TransitionAction.DEMOTE,),
+    },
     ModelStage.STAGING: {
-        ModelStage.DRAFT: (Action.DEMOTE,),
-        ModelStage.PRODUCTION: (Action.PROMOTE, Action.ROLLBACK),
-        ModelStage.ARCHIVED: (Action.DEMOTE,),
+        ModelStage.DRAFT: (TransitionAction.DEMOTE,),
+        ModelStage.PRODUCTION: (TransitionAction.PROMOTE, TransitionAction.ROLLBACK),
+        ModelStage.ARCHIVED: (TransitionAction.DEMOTE,),
     },
     ModelStage.PRODUCTION: {},
-    ModelStage.ARCHIVED: {ModelStage.STAGING: (Action.PROMOTE,), ModelStage.PRODUCTION: (Action.ROLLBACK,)},
+    ModelStage.ARCHIVED: {
+        ModelStage.STAGING: (TransitionAction.PROMOTE,),
+        ModelStage.PRODUCTION: (TransitionAction.ROLLBACK,),
+    },
 }
 
 
-def check_step(reference: str, action: Action, before: ModelStage, after: ModelStage) -> None:
-    """Raises TransitionRefused that says what is allowed instead; `reference` is `name/version`."""
+def check_step(reference: str, action: TransitionAction, before: ModelStage, after: ModelStage) -> None:
+    """Raises TransitionRefused with the allowed steps. `reference` is `name/version`."""
     allowed = _STEPS[before]
     if action in allowed.get(after, ()):
         return
@@ -63,11 +69,13 @@ def check_step(reference: str, action: Action, before: ModelStage, after: ModelS
         expected = "another version to be promoted, or a rollback: a model keeps a production version"
     else:
         expected = ", ".join(f"{one} to {stage}" for stage, actions in allowed.items() for one in actions)
-    raise TransitionRefused(f"{reference} is in {before}, no {action} leads from there to {after}. Expected {expected}")
+    raise TransitionRefused(
+        f"{reference} is in {before}. A {action} does not lead from there to {after}. Expected {expected}"
+    )
 
 
 def parse_stage(name: str) -> ModelStage:
-    """The stage called `name`. Raises InvalidInput that lists the four names."""
+    """The stage with this name. Raises InvalidInput with the four names."""
     try:
         return ModelStage(name)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Where the registry's rows lie: a database, or one that somebody else reaches.
+"""Stores of the registry's rows: a database, or one that a worker reaches.
 
     ModelRegistryClient -- read, changing --> SqlStore --> SQLite, PostgreSQL
                         -- read, changing --> compose/rollout/remote.py --> OperatorRpcServer --> enter --> SqlStore
 
-Rows are signed before they come here; whoever keeps them needs no key.
+Rows are signed before they reach a store, so that a store needs no key.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, s
 
 from penstock.registry.catalog.database import Database
 from penstock.registry.catalog.registered_model import HISTORY, RegisteredModel, check_whole
-from penstock.registry.catalog.stages import Action
+from penstock.registry.catalog.stages import TransitionAction
 from penstock.registry.catalog.tables import (
     RegisteredVersion,
+    Transition,
     models,
     open_transition,
     open_version,
@@ -33,53 +34,53 @@ from penstock.registry.signed import Verifier
 
 __all__ = ["RegistryStore", "ModelTransaction", "ModelRows", "SqlStore", "check_files", "enter"]
 
-_HASHED: Final = (Action.REGISTER, Action.PROMOTE, Action.ROLLBACK)
+_HASHED: Final = (TransitionAction.REGISTER, TransitionAction.PROMOTE, TransitionAction.ROLLBACK)
 
 
 class ModelRows(msgspec.Struct, frozen=True):
-    """The rows of one model: its versions in the order of their registration, its transitions the oldest first."""
+    """The rows of one model: versions in the order of registration, transitions oldest first."""
 
     versions: Sequence[Row] = ()
     transitions: Sequence[Row] = ()
 
 
 class ModelTransaction(Protocol):
-    """One model while it is changed; what is put here is written at the end of the change."""
+    """A change of one model. Its rows are committed at the end of the change."""
 
     @property
-    def pages(self) -> ModelRows:
-        """The rows as they were before."""
+    def rows(self) -> ModelRows:
+        """The rows before the change."""
 
     def put_version(self, row: Row) -> None:
-        """A new version, or another state of one."""
+        """Write a new version, or a new state of one."""
 
     def put_transition(self, row: Row) -> None:
-        """What was done; or what was done before, signed anew."""
+        """Write a new transition, or one with a new signature."""
 
 
 class RegistryStore(Protocol):
-    """Keeps rows. Calls raise RegistryUnavailable."""
+    """A store of rows. Calls raise RegistryUnavailable."""
 
     def names(self) -> tuple[str, ...]:
-        """All models, sorted."""
+        """The names of all models, sorted."""
 
     def read(self, names: Sequence[str] | None = None, newest: int | None = None) -> dict[str, ModelRows]:
-        """The rows of these models, or of all, as of one moment; a model without any has none.
+        """A consistent view of the rows of these models, or of all.
 
-        newest: how many of the transitions matter; None: all.
+        newest: the number of newest transitions to read; None: all.
         """
 
     def changing(
         self, name: str, *, is_new: bool = False, newest: int | None = None
     ) -> AbstractContextManager[ModelTransaction]:
-        """A change of one model: at the end of the block all of it stands there, after an exception nothing.
+        """A change of one model: committed at the end of the block, undone after an exception.
 
-        is_new: the model need not be there yet. Raises TransitionConflict when another change came first.
+        is_new: the model may be new. Raises TransitionConflict when another change came first.
         """
 
 
 class SqlStore:
-    """The RegistryStore in a database. Raises ConfigurationError for a URL that cannot work."""
+    """RegistryStore in a database. Raises ConfigurationError for an unusable URL."""
 
     def __init__(self, url: str) -> None:
         self._database = Database(url)
@@ -93,11 +94,11 @@ class SqlStore:
         """See RegistryStore.read."""
         with self._database.reading() as connection:
             wanted = _names(connection) if names is None else names
-            return {name: _pages(connection, name, newest) for name in wanted}
+            return {name: _rows(connection, name, newest) for name in wanted}
 
     @contextmanager
     def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[ModelTransaction]:
-        """See RegistryStore.changing. Nobody else changes the model before the end of the block."""
+        """See RegistryStore.changing. The model is locked until the end of the block."""
         with self._database.writing() as connection:
             if is_new:
                 connection.execute(
@@ -105,25 +106,25 @@ class SqlStore:
                     {"name": name},
                 )
             connection.execute(select(models).where(models.c.name == name).with_for_update())
-            yield _SqlPage(connection, name, _pages(connection, name, newest))
+            yield _SqlTransaction(connection, name, _rows(connection, name, newest))
 
 
-class _SqlPage:
-    """Writes at once, inside the transaction."""
+class _SqlTransaction:
+    """ModelTransaction inside a transaction of the database."""
 
-    def __init__(self, connection: Connection, name: str, pages: ModelRows) -> None:
+    def __init__(self, connection: Connection, name: str, rows: ModelRows) -> None:
         self._connection = connection
         self._name = name
-        self.pages: Final = pages
+        self.rows: Final = rows
 
     def put_version(self, row: Row) -> None:
-        """See Page.put_version."""
-        is_known = any(each["version"] == row["version"] for each in self.pages.versions)
+        """See ModelTransaction.put_version."""
+        is_known = any(each["version"] == row["version"] for each in self.rows.versions)
         self._put(versions, row, versions.c.version == row["version"] if is_known else None)
 
     def put_transition(self, row: Row) -> None:
-        """See Page.put_transition. Forgets what lies before the HISTORY-th last production."""
-        is_known = any(each["epoch"] == row["epoch"] for each in self.pages.transitions)
+        """See ModelTransaction.put_transition. Deletes transitions before the HISTORY-th last production."""
+        is_known = any(each["epoch"] == row["epoch"] for each in self.rows.transitions)
         self._put(transitions, row, transitions.c.epoch == row["epoch"] if is_known else None)
         entered = (
             transitions.c.name == self._name,
@@ -150,10 +151,10 @@ def enter(
     verify: Verifier,
     rehash: Callable[[str], Manifest],
 ) -> None:
-    """Writes a change that an operator has decided and signed elsewhere, if it is still the next one of its model.
+    """Writes a change that an operator has signed on another machine, if it is the next change of its model.
 
-    changed: the rows of the versions as they stand after it. done: its transition, as the last; before it, and among
-    the versions, may stand rows that are only signed anew. A change that stands there already is confirmed. Raises
+    changed: the rows of the versions after the change. done: the row of its transition, at the end; rows before it,
+    and other versions, may only have new signatures. A change that is already written is confirmed. Raises
     BadSignature, InvalidInput when the rows are not those of one change, ContentChanged, TransitionConflict.
     """
     if not done:
@@ -166,18 +167,18 @@ def enter(
     if strangers or last.version not in {each.version for each in moved}:
         raise InvalidInput("These rows are of several changes. Expected the versions that one transition changed")
     manifest = _hashed(next(each for each in moved if each.version == last.version), last.action, rehash)
-    with store.changing(last.name, is_new=last.action is Action.REGISTER) as transaction:
-        before = transaction.pages
+    with store.changing(last.name, is_new=last.action is TransitionAction.REGISTER) as transaction:
+        before = transaction.rows
         if before.transitions and dict(before.transitions[-1]) == dict(done[-1]):
             return
-        epoch = before.transitions[-1]["epoch"] if before.transitions else 0
-        if last.epoch != epoch + 1 and not (last.epoch > epoch and (last.action is Action.SIGN or not epoch)):
-            raise TransitionConflict(f"{last.name} was changed meanwhile, it is at epoch {epoch} now. Look, and decide")
+        _check_next(last, before)
         known = {each.version: each for each in (open_version(row, verify) for row in before.versions)}
         history = [open_transition(row, verify) for row in before.transitions]
         unmoved = [each for each in after if each not in moved]
         if any(known.get(each.version) != each for each in unmoved) or any(each not in history for each in renewed):
-            raise InvalidInput("Rows of this change are not as they stand here. Expected them to differ in signatures")
+            raise InvalidInput(
+                "Rows of this change differ from the stored ones. Expected them to differ in signatures only"
+            )
         for row in changed:
             transaction.put_version(row)
         for row in done:
@@ -188,8 +189,17 @@ def enter(
             check_files(manifest)
 
 
-def _hashed(version: RegisteredVersion, action: Action, rehash: Callable[[str], Manifest]) -> Manifest | None:
-    """What lies there now, where the change depends on it. Raises ContentChanged."""
+def _check_next(last: Transition, before: ModelRows) -> None:
+    """Raises TransitionConflict unless the transition follows the stored ones."""
+    epoch = before.transitions[-1]["epoch"] if before.transitions else 0
+    if last.epoch != epoch + 1 and not (last.epoch > epoch and (last.action is TransitionAction.SIGN or not epoch)):
+        raise TransitionConflict(
+            f"{last.name} was changed meanwhile and is at epoch {epoch} now. Expected a new decision"
+        )
+
+
+def _hashed(version: RegisteredVersion, action: TransitionAction, rehash: Callable[[str], Manifest]) -> Manifest | None:
+    """The present files, if the change depends on them. Raises ContentChanged."""
     if action not in _HASHED:
         return None
     manifest = rehash(version.source)
@@ -199,7 +209,7 @@ def _hashed(version: RegisteredVersion, action: Action, rehash: Callable[[str], 
 
 
 def check_files(manifest: Manifest) -> None:
-    """Raises ContentChanged when a file is not as it was when it was hashed."""
+    """Raises ContentChanged when a file has changed since it was hashed."""
     try:
         manifest.check_unchanged()
     except ConfigurationError as problem:
@@ -210,7 +220,7 @@ def _names(connection: Connection) -> tuple[str, ...]:
     return tuple(connection.execute(select(models.c.name).order_by(models.c.name)).scalars())
 
 
-def _pages(connection: Connection, name: str, newest: int | None) -> ModelRows:
+def _rows(connection: Connection, name: str, newest: int | None) -> ModelRows:
     found = select(versions).where(versions.c.name == name).order_by(versions.c.registered_at, versions.c.version)
     done = select(transitions).where(transitions.c.name == name).order_by(transitions.c.epoch.desc()).limit(newest)
     return ModelRows(

@@ -1,9 +1,9 @@
-"""The registry's tables, and the records that lie in them: a row is a record and the signature of who wrote it.
+"""The registry's tables and records: a row is a record and the signature of its writer.
 
-    RegisteredVersion, Transition -> row -> SQLite or PostgreSQL -> opened -> the same record
+    RegisteredVersion, Transition -> seal_row -> SQLite or PostgreSQL -> open_version, open_transition -> the record
 
-penstock_models has one row per model, which whoever changes the model locks. One PRODUCTION per model is a unique
-index. The schema itself is made by registry/migrations; a test compares the two.
+penstock_models has one row per model, which a change of the model locks. A unique index allows one PRODUCTION per
+model. registry/catalog/migrations makes the schema; a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 from sqlalchemy import CheckConstraint, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text, text
 
 from penstock.registry.catalog.lineage import ModelLineage
-from penstock.registry.catalog.stages import Action, ModelStage
+from penstock.registry.catalog.stages import ModelStage, TransitionAction
 from penstock.registry.errors import BadSignature
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 SCHEMA_TABLE: Final = "penstock_schema"
-"""Where Alembic keeps the schema's revision."""
+"""The table in which Alembic keeps the schema's revision."""
 
 metadata: Final = MetaData()
 
@@ -89,7 +89,7 @@ transitions: Final = Table(
 
 @dataclass(frozen=True, slots=True)
 class RegisteredVersion:
-    """One version of one model: what its content is and where it stands. Times are ISO 8601, in UTC."""
+    """One version of one model: its content and its stage. Times are ISO 8601, in UTC."""
 
     name: str
     version: str
@@ -98,15 +98,15 @@ class RegisteredVersion:
     epoch: int
     """The model's epoch at this version's last change."""
     files: Mapping[str, str]
-    """SHA-256 by path in the package; source_files are those of weights that lie elsewhere."""
+    """SHA-256 by path in the package. source_files: those of weights outside the package."""
     source_files: Mapping[str, str]
     spec: Mapping[str, Any]
     source: str
-    """Where its files are read from again."""
+    """Where its files can be read again."""
     lineage: ModelLineage
     registered_at: str
     released_at: str | None = None
-    """When it was first in production; its lineage is frozen since."""
+    """When it was first in production. Since then its lineage is frozen."""
 
     @property
     def reference(self) -> str:
@@ -116,11 +116,11 @@ class RegisteredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One change of a model; `epoch` counts a model's changes and never goes back."""
+    """One change of a model. `epoch` counts the model's changes and never decreases."""
 
     name: str
     epoch: int
-    action: Action
+    action: TransitionAction
     version: str
     content_hash: str
     before: ModelStage | None
@@ -129,18 +129,18 @@ class Transition:
     replaced: str | None
     """The version that went from PRODUCTION to ARCHIVED in this same step."""
     productions: tuple[str, ...]
-    """What rollbacks go back through, oldest first; the last one is in production after this step."""
+    """The labels that rollbacks restore, oldest first. The last one is in production after this change."""
     actor: str
     reason: str
     at: str
 
     @property
     def enters_production(self) -> bool:
-        """Whether another version answers from here on."""
+        """Whether this change makes another version active."""
         return self.after is ModelStage.PRODUCTION and self.before is not self.after
 
     def as_data(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The transition as plain data for JSON."""
         return {
             **asdict(self),
             "action": str(self.action),
@@ -150,14 +150,14 @@ class Transition:
 
 
 def seal_row(record: RegisteredVersion | Transition, sign: Signer | None) -> dict[str, object]:
-    """The row of a record, signed where there is a signer."""
+    """The row of a record, signed if there is a signer."""
     row = {name: _as_column(value) for name, value in _fields_of(record).items()}
     sealed = seal_record(_payload(row), sign, _context(record))
     return {**row, "signature": sealed.partition(b"\n")[0].decode()}
 
 
 def open_version(row: Mapping[str, Any], verify: Verifier | None) -> RegisteredVersion:
-    """The record of a row. Raises BadSignature for one that nobody of the known operators wrote so."""
+    """The record of a row. Raises BadSignature unless a known operator has signed it."""
     with _opened(row, f"registry version {row['name']} {row['version']}", verify) as record:
         return RegisteredVersion(
             **{
@@ -172,12 +172,12 @@ def open_version(row: Mapping[str, Any], verify: Verifier | None) -> RegisteredV
 
 
 def open_transition(row: Mapping[str, Any], verify: Verifier | None) -> Transition:
-    """The record of a row. Raises BadSignature for one that nobody of the known operators wrote so."""
+    """The record of a row. Raises BadSignature unless a known operator has signed it."""
     with _opened(row, f"registry transition {row['name']} {row['epoch']}", verify) as record:
         return Transition(
             **{
                 **record,
-                "action": Action(row["action"]),
+                "action": TransitionAction(row["action"]),
                 "before": None if row["before"] is None else ModelStage(row["before"]),
                 "after": ModelStage(row["after"]),
                 "productions": tuple(json.loads(row["productions"])),
@@ -187,7 +187,7 @@ def open_transition(row: Mapping[str, Any], verify: Verifier | None) -> Transiti
 
 @contextmanager
 def _opened(row: Mapping[str, Any], context: str, verify: Verifier | None) -> Iterator[dict[str, Any]]:
-    """The columns of a row whose signature holds; nothing of it is parsed before."""
+    """The columns of a row. They are parsed only after the signature was verified."""
     try:
         open_record(f"{row['signature']}\n".encode() + _payload(row), verify, context)
     except BadSignature as problem:
@@ -195,7 +195,7 @@ def _opened(row: Mapping[str, Any], context: str, verify: Verifier | None) -> It
     try:
         yield _record(row)
     except (ValueError, TypeError):
-        raise BadSignature(f"{context}: not a record that was written here") from None
+        raise BadSignature(f"{context}: not a valid record") from None
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.registry.package.spec import (
-    FORMATS,
-    SPEC_FILE,
-    ModelSpec,
-    Package,
-    PackageRef,
-    discover,
-    find,
-    load_package,
-    read_spec,
-)
+from penstock.registry.package.loading import Package, PackageRef, discover, find, load_package, read_spec
+from penstock.registry.package.spec import FORMATS, SPEC_FILE, ModelSpec
 
 __all__ = [
     "FORMATS",

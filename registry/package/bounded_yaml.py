@@ -1,4 +1,4 @@
-"""YAML that people write -> plain data. What would cost far more than its size, or not end, is refused."""
+"""YAML -> plain data. A document whose reading costs far more than its size, or does not end, is refused."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["MAX_DOCUMENT_BYTES", "BadDocument", "read_document", "read_yaml"]
 MAX_DOCUMENT_BYTES: Final = 64 * 1024
 _MAX_DEPTH: Final = 32
 _MAX_VALUES: Final = 20_000
-"""With every alias followed: a few hundred bytes of them can name gigabytes."""
+"""With every alias followed: a few hundred bytes of aliases can stand for gigabytes."""
 _MAX_DIGITS: Final = 1_000
 
 
 class BadDocument(ValueError):
-    """The text cannot be read; says where and why, as the end of a line that begins with the file."""
+    """The text cannot be read. The message is the end of a line that begins with the file."""
 
 
 def read_document(file: Path) -> bytes:
-    """A file's bytes, of which there are no more than a document may have, but for one. Raises OSError, BadDocument."""
+    """The bytes of a file, at most one more than a document may have. Raises OSError, BadDocument."""
     # A FIFO must not block the open.
     with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise BadDocument(": found no regular file, expected one")
-        # With one byte too many the reader says so.
+        # With one byte too many, `read_yaml` refuses the document.
         return opened.read(MAX_DOCUMENT_BYTES + 1)
 
 
@@ -48,7 +48,7 @@ def read_yaml(text: bytes) -> Any:
 
 
 class _Unbounded(Exception):
-    """Valid YAML that is not read here."""
+    """Valid YAML that is refused here."""
 
     def __init__(self, text: str, mark: yaml.Mark) -> None:
         super().__init__(text)
@@ -59,7 +59,7 @@ class _BoundedLoader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """One node; counts depth before the parser recurses further."""
+        """One node. Counts the depth before the parser recurses."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise _Unbounded(f"nested deeper than {_MAX_DEPTH} levels", self.get_mark())
@@ -68,14 +68,14 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> yaml.Node | None:
-        """The whole document, once it is known what following its aliases would come to."""
+        """The whole document, after it was measured with its aliases followed."""
         node: yaml.Node | None = super().get_single_node()
         if node is not None:
             _measure(node, {})
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
-        """A number that can also be shown."""
+        """A number of at most as many digits as Python converts to text."""
         if len(node.value) > _MAX_DIGITS:
             raise _Unbounded(f"found a number of {len(node.value)} digits", node.start_mark)
         return super().construct_yaml_int(node)
@@ -105,7 +105,7 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
 
 
 def _check_distinct(mapping: yaml.MappingNode) -> None:
-    # The parser would take the last one without a word.
+    # The parser would silently take the last one.
     seen = set()
     for key, _ in mapping.value:
         if isinstance(key, yaml.ScalarNode):

@@ -2,8 +2,7 @@
 
     <cache>/models--<organisation>--<name>/snapshots/<commit>/<file> -> ../../blobs/<hash>
 
-The cache is where HF_HUB_CACHE says, else `hub` in HF_HOME, else ~/.cache/huggingface/hub, as the hub's own tools
-decide it.
+The cache is the folder HF_HUB_CACHE, else `hub` in HF_HOME, else ~/.cache/huggingface/hub, as for the hub's own tools.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _REVISION: Final = re.compile(r"[0-9a-f]{40}\Z")
 
 
 class HubSnapshot(NamedTuple):
-    """The files of one commit. repository: the folder that their links lead into."""
+    """The files of one commit. repository: the folder that holds the targets of their links."""
 
     folder: Path
     repository: Path
 
 
 def check_hub(name: str) -> None:
-    """Raises ValueError unless `name` may name a repository; in the cache `--` stands for its `/`."""
+    """Raises ValueError unless `name` is a valid name of a repository. The cache writes its `/` as `--`."""
     if not _HUB_NAME.match(name) or "--" in name:
         raise ValueError(f"hub: found {name!r:.80}, expected organisation/name")
 
@@ -42,7 +41,7 @@ def check_revision(revision: str | None) -> None:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the hub's tools keep what they downloaded."""
+    """The folder in which the hub's tools keep their downloads."""
     environ = os.environ if environ is None else environ
     if named := environ.get("HF_HUB_CACHE"):
         return Path(named).expanduser()
@@ -56,7 +55,7 @@ def find_snapshot(hub: str, revision: str, cache: Path | None = None) -> HubSnap
     folder = repository / "snapshots" / revision
     if not folder.is_dir():
         raise ConfigurationError(
-            f"{hub}@{revision[:12]} is not in the local cache of the hub. Expected it to be downloaded before, "
-            f"as by: hf download {hub} --revision {revision}"
+            f"{hub}@{revision[:12]} is not in the local cache of the hub. Expected a download "
+            f"before, as with: hf download {hub} --revision {revision}"
         )
     return HubSnapshot(folder, repository)

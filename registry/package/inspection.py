@@ -1,13 +1,13 @@
-"""Model files, looked at without being loaded: what could run code, leave the package or claim more than it holds.
+"""Inspects model files without loading them: refuses code, links out of the package, and wrong sizes.
 
-    Package.manifest -> the inspection of its format -> ConfigurationError of one line, or nothing
+    Package.manifest -> the inspection of its format -> None, or a ConfigurationError of one line
 
     safetensors    the header describes exactly the bytes that follow it
-    torchscript    an archive of torch.jit.save; a pickled checkpoint is none, and its code touches no files
-    onnx           tensors kept in other files keep them inside the package
-    transformers   safetensors only, shards inside the folder, and no configuration that asks for code to be fetched
+    torchscript    an archive of torch.jit.save, not a pickled checkpoint; its code reads and writes no files
+    onnx           external data of tensors is inside the package
+    transformers   safetensors only, shards inside the folder, no configuration that fetches code
 
-Only headers, indexes and code are read, never weights, and no more of them than a bound.
+Only headers, indexes and code are read, up to a limit; weights are not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 PICKLES: Final = (".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
-"""How files that unpickling runs code from are called."""
+"""The endings of files that can run code when they are unpickled."""
 _MAX_JSON_BYTES: Final = 32 << 20
 _MAX_CODE_BYTES: Final = 32 << 20
 _MAX_ENTRIES: Final = 100_000
@@ -52,11 +52,11 @@ _CONFIGURATIONS: Final = frozenset(
 _CODE_KEYS: Final = ("auto_map", "custom_pipelines", "trust_remote_code")
 _KERNEL_KEYS: Final = ("attn_implementation", "_attn_implementation", "experts_implementation")
 _FILE_OPERATORS: Final = re.compile(rb"\b(from_file|save)[\s\\]*\(")
-"""torch.from_file and torch.save are operators of TorchScript, and take any path."""
+"""torch.from_file and torch.save are operators of TorchScript and accept any path."""
 
 
 class _Unfit(Exception):
-    """What is wrong with a file: "found ..., expected ..."."""
+    """The file is refused. The message is "found ..., expected ..."."""
 
 
 def inspect_safetensors(file: Path, label: str) -> None:
@@ -69,7 +69,7 @@ def inspect_safetensors(file: Path, label: str) -> None:
 
 
 def inspect_torchscript(file: Path, label: str) -> None:
-    """Raises ConfigurationError unless the file is an archive of TorchScript whose code touches no files."""
+    """Raises ConfigurationError unless the file is an archive of TorchScript whose code uses no files."""
     try:
         with zipfile.ZipFile(file) as archive:
             _check_torchscript(archive)
@@ -81,7 +81,7 @@ def inspect_torchscript(file: Path, label: str) -> None:
 
 
 def inspect_onnx(file: Path, label: str) -> None:
-    """Raises ConfigurationError unless the file is a model whose external data lies beside it or below."""
+    """Raises ConfigurationError unless the file is a model whose external data is in its folder."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             for location in _external_locations(data):
@@ -92,7 +92,7 @@ def inspect_onnx(file: Path, label: str) -> None:
 
 
 def inspect_transformers(folder: Path, label: str) -> None:
-    """Raises ConfigurationError unless the folder holds safetensors and no configuration asks for code."""
+    """Raises ConfigurationError unless the folder has safetensors and no configuration needs code."""
     if not (folder / "config.json").is_file():
         raise _refusal(label, "config.json", _Unfit("missing, expected the model's configuration"))
     for file in sorted(folder.glob("*.json")):
@@ -113,7 +113,7 @@ def inspect_transformers(folder: Path, label: str) -> None:
 
 
 def declared_positions(folder: Path, label: str) -> int | None:
-    """How many tokens the weights in a folder read, as their config.json says. Raises ConfigurationError."""
+    """The most tokens that the weights in a folder read, from config.json. Raises ConfigurationError."""
     try:
         positions = _json_object(_read_bounded(folder / "config.json")).get("max_position_embeddings")
     except (_Unfit, OSError) as error:
@@ -142,7 +142,7 @@ def _check_safetensors(opened: BinaryIO, size: int) -> None:
 
 
 def _spans(header: dict[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(name, (first byte, byte behind the last)) of each tensor, which fit its dtype and shape."""
+    """(name, (first byte, byte after the last)) of each tensor. Refuses a span that does not fit dtype and shape."""
     for name, tensor in header.items():
         match tensor:
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(stop)]}:
@@ -166,7 +166,7 @@ def _check_torchscript(archive: zipfile.ZipFile) -> None:
     inner = {name.partition("/")[2] for name in names}
     if "constants.pkl" not in inner or not any(name.startswith("code/") for name in inner):
         raise _Unfit("found a pickled checkpoint, expected TorchScript as torch.jit.save writes it")
-    # Weights are stored as they are; what is compressed could be far larger than the file.
+    # Weights are stored without compression. A compressed entry could be far larger than the file.
     if sum(entry.file_size for entry in entries if entry.compress_type != zipfile.ZIP_STORED) > _MAX_CODE_BYTES:
         raise _Unfit(f"found compressed entries of more than {_MAX_CODE_BYTES} bytes, expected less code")
     code = [entry for entry in entries if entry.filename.partition("/")[2].startswith("code/")]
@@ -217,7 +217,7 @@ def _json_object(data: bytes) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two readers may take different ones of two values.
+    # Of two values for one name, another reader may take the other one.
     if len(document := dict(pairs)) < len(pairs):
         raise _Unfit("found a name twice in one object, expected distinct ones")
     return document
@@ -231,12 +231,12 @@ def _check_location(folder: Path, location: str) -> None:
         raise _Unfit(f"found no file {shown(location)}, expected the external data that the model names")
 
 
-# The messages of ONNX that lead to tensors: field number -> message; onnx.proto3, IR version 13.
+# The messages of ONNX that contain tensors: field number -> message. Source: onnx.proto3, IR version 13.
 
 _LENGTH_DELIMITED: Final = 2
 _PAYLOAD_BYTES: Final = {1: 8, 5: 4}
-"""Bytes of a field by its wire type, where the type says so."""
-_LEADS_TO: Final = {
+"""Bytes of a field by its wire type, for the types of fixed size."""
+_CONTAINS: Final = {
     "Model": {7: "Graph", 20: "Training", 25: "Function"},
     "Training": {1: "Graph", 2: "Graph"},
     "Graph": {1: "Node", 5: "Tensor", 15: "Sparse"},
@@ -256,7 +256,7 @@ class _Field(NamedTuple):
 
 
 def _external_locations(data: mmap.mmap) -> Iterator[str]:
-    """Where the model's tensors say that their data lies. Raises _Unfit when the bytes are no model."""
+    """The locations of external data that the model's tensors name. Raises _Unfit when the bytes are no model."""
     if all(field.number != 7 for field in _fields(data, 0, len(data))):
         raise _Unfit("found no graph, expected an ONNX model")
     for entry in _entries(data, "Model", _Field(0, 0, len(data)), 0):
@@ -272,7 +272,7 @@ def _entries(data: mmap.mmap, message: str, at: _Field, depth: int) -> Iterator[
     if depth > _MAX_DEPTH:
         raise _Unfit(f"found graphs deeper than {_MAX_DEPTH} levels, expected fewer")
     for field in _fields(data, at.begin, at.end):
-        if (inner := _LEADS_TO[message].get(field.number)) is not None:
+        if (inner := _CONTAINS[message].get(field.number)) is not None:
             yield from _entries(data, inner, field, depth + 1)
 
 
@@ -296,7 +296,7 @@ def _fields(data: mmap.mmap, begin: int, end: int) -> Iterator[_Field]:
 
 
 def _varint(data: mmap.mmap, begin: int, end: int) -> tuple[int, int]:
-    """(value, position behind it)."""
+    """(value, position after it)."""
     value = 0
     for shift, position in zip(range(0, 70, 7), range(begin, end), strict=False):
         byte = data[position]

@@ -1,14 +1,14 @@
-"""Folder -> Manifest: the SHA-256 of every file, one hash for all of them, and whether anything changed since.
+"""Folder -> Manifest: the SHA-256 of every file, one hash of all of them, and a check for later changes.
 
     Package.manifest() -> runtime.load() -> manifest.check_unchanged()
 
-What was hashed is what was loaded, unless `check_unchanged` raises: a file that is written to, replaced, added or
-removed in between has another inode, size or change time, and no program can set a change time. A file that changed
-within the last moments is waited for before it is hashed, as a second write in the same tick of the file system's
-clock would leave the same time.
+Unless `check_unchanged` raises, the loaded bytes are the hashed bytes: a file that was written, replaced, added or
+removed in between has another inode, size or change time, and no program can set a change time. A second write in the
+same tick of the file system's clock would leave the same change time: a file that changed a moment ago is hashed after
+a pause.
 
-Links may stay inside the folder only, and what is neither file nor folder is refused before it is opened.
-`__pycache__` is left out: a package's modules are executed from the sources that were hashed.
+Links must stay inside the folder. Anything but files and folders is refused before it is opened. `__pycache__` is
+ignored: a package's modules are executed from the hashed sources.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["MAX_FILES", "FileTree", "Manifest", "hash_files"]
 MAX_FILES: Final = 10_000
 _MAX_DEPTH: Final = 16
 _CLOCK_TICK_NS: Final = 50_000_000
-"""More than a tick of any local file system's clock."""
+"""Longer than a tick of the clock of any local file system."""
 _QUIET_WITHIN_S: Final = 5.0
-"""A file that is still written to after so long is refused."""
+"""A file that is still being written after this time is refused."""
 
 
-class _State(NamedTuple):
-    """What no write leaves as it was."""
+class _FileState(NamedTuple):
+    """Attributes of a file, of which every write changes at least one."""
 
     device: int
     inode: int
@@ -45,7 +45,7 @@ class _State(NamedTuple):
     changed_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> _State:
+    def of(cls, found: os.stat_result) -> _FileState:
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
@@ -53,7 +53,7 @@ class _State(NamedTuple):
 class FileTree:
     """The files below a folder.
 
-    label: how errors name it. links_within: the folder that links in it may lead to.
+    label: names the folder in messages. links_within: links must lead into this folder.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class FileTree:
     links_within: Path
 
     def files(self) -> Iterator[str]:
-        """The relative path of every file, `/` between its parts. Raises ConfigurationError for anything else."""
+        """The relative path of every file, with `/`. Raises ConfigurationError for anything but files and folders."""
         for count, path in enumerate(self._walk(self.folder, 0)):
             if count == MAX_FILES:
                 raise ConfigurationError(f"{self.label}: found more than {MAX_FILES} files, expected fewer")
@@ -89,25 +89,25 @@ class FileTree:
         try:
             is_file = entry.is_file()
         except OSError as error:
-            # Links that lead in a circle, too, which Path.resolve would not take.
+            # This includes links that lead in a circle, which Path.resolve refuses.
             raise self._unreadable(path, error) from None
         if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(self.links_within.resolve()):
             raise ConfigurationError(f"{self.label}: file {shown(path)}: a link leads out, expected a file inside")
         if not is_file:
             raise ConfigurationError(f"{self.label}: file {shown(path)}: found no regular file, expected one")
 
-    def state(self, path: str) -> _State:
-        """The state of one file now. Raises ConfigurationError when it is gone."""
+    def state(self, path: str) -> _FileState:
+        """The present state of a file. Raises ConfigurationError when it is gone."""
         try:
-            return _State.of(os.stat(self.folder / path))
+            return _FileState.of(os.stat(self.folder / path))
         except OSError as error:
             raise self._unreadable(path, error) from None
 
-    def hash(self, path: str) -> tuple[str, _State]:
-        """(SHA-256, state) of one file, which did not change in between. Raises ConfigurationError."""
+    def hash(self, path: str) -> tuple[str, _FileState]:
+        """(SHA-256, state) of a file that did not change while it was hashed. Raises ConfigurationError."""
         give_up = time.monotonic() + _QUIET_WITHIN_S
         try:
-            # A FIFO that took the file's place must not block the open.
+            # If a FIFO has replaced the file, the open must not block.
             with open(os.open(self.folder / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 while time.monotonic() < give_up:
                     state = _state_of_file(file)
@@ -115,7 +115,7 @@ class FileTree:
                         time.sleep(pause_s)
                         continue
                     digest = file_digest(file, "sha256").hexdigest()
-                    if _State.of(os.fstat(file.fileno())) == state:
+                    if _FileState.of(os.fstat(file.fileno())) == state:
                         return digest, state
                     file.seek(0)
         except OSError as error:
@@ -128,18 +128,18 @@ class FileTree:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a package consisted of when it was hashed.
+    """The files of a package when they were hashed.
 
-    files, source_files: SHA-256 by relative path; the second are the weights of an installed or hub source.
+    files, source_files: SHA-256 by relative path. The second are the weights of an installed or hub source.
     """
 
     files: Mapping[str, str]
     source_files: Mapping[str, str]
     content_hash: str
-    _trees: tuple[tuple[FileTree, Mapping[str, _State]], ...]
+    _trees: tuple[tuple[FileTree, Mapping[str, _FileState]], ...]
 
     def check_unchanged(self) -> None:
-        """Raises ConfigurationError, naming the file, if any was written, replaced, added or removed since."""
+        """Raises ConfigurationError with the file's name if one was written, replaced, added or removed since."""
         for tree, states in self._trees:
             present = set(tree.files())
             for path, state in states.items():
@@ -154,10 +154,10 @@ class Manifest:
 
 
 def hash_files(package: FileTree, source: FileTree | None = None) -> Manifest:
-    """The manifest of a package's folder and, if its weights lie elsewhere, of their folder.
+    """The manifest of a package's folder and, if its weights are in another one, of that folder.
 
-    content_hash is the SHA-256 of the lines that `sha256sum` writes for the files in the order of their paths; the
-    lines of the source follow an empty one. Raises ConfigurationError.
+    content_hash is the SHA-256 of the lines that `sha256sum` writes for the files in the order of their paths. The
+    lines of the source follow an empty line. Raises ConfigurationError.
     """
     files, states = _hashed(package)
     trees = [(package, states)]
@@ -170,7 +170,7 @@ def hash_files(package: FileTree, source: FileTree | None = None) -> Manifest:
     return Manifest(files, source_files, sha256(listing.encode()).hexdigest(), tuple(trees))
 
 
-def _hashed(tree: FileTree) -> tuple[dict[str, str], dict[str, _State]]:
+def _hashed(tree: FileTree) -> tuple[dict[str, str], dict[str, _FileState]]:
     hashed = {path: tree.hash(path) for path in sorted(tree.files())}
     return {path: digest for path, (digest, _) in hashed.items()}, {path: state for path, (_, state) in hashed.items()}
 
@@ -179,15 +179,15 @@ def _listing(files: Mapping[str, str]) -> str:
     return "".join(f"{digest}  {path}\n" for path, digest in files.items())
 
 
-def _state_of_file(file: BinaryIO) -> _State:
+def _state_of_file(file: BinaryIO) -> _FileState:
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a file")
-    return _State.of(found)
+    return _FileState.of(found)
 
 
-def _until_settled_s(state: _State) -> float:
-    """How long until a further change could not leave the same change time."""
+def _until_settled_s(state: _FileState) -> float:
+    """The time until another change would have another change time."""
     left_ns = state.changed_ns + _CLOCK_TICK_NS - time.time_ns()
-    # More than a tick means that the clock was set back: the next change gets another time anyhow.
+    # More than a tick: the clock was set back, so that the next change has another time.
     return left_ns / 1e9 if 0 < left_ns <= _CLOCK_TICK_NS else 0.0

@@ -2,8 +2,8 @@
 
     named values of any kind -> Signature.check -> named arrays of exactly the declared dtypes and shapes
 
-Runs in the client, where a job is submitted, so it is planned once and cheap afterwards; NumPy only. Every refusal
-is an InvalidInput that names the input, what was found and what was expected, and never shows a value.
+Runs in the client for every submitted job, so the plan is made once and each check is cheap. Uses NumPy only. Every
+refusal is an InvalidInput with the input, the kind of value found and the kind expected; it never shows a value.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from penstock.registry.errors import InvalidInput, ModelError, shown
 from penstock.registry.tensors import DTYPES, MAX_DIMS, STRING, Array
 
-__all__ = ["BATCH", "Signature", "TensorSpec"]
+__all__ = ["BATCH", "Signature", "TensorSpec", "shape_text"]
 
 BATCH: Final = "batch"
-"""The symbolic dimension along which jobs are concatenated; always the first."""
+"""The symbolic dimension along which jobs are concatenated. It is always the first one."""
 _EXAMPLE_EXTENT: Final = 8
 _MOST_NAMES: Final = 64
 """Names that an error lists."""
@@ -54,7 +54,7 @@ def _dimension(value: object) -> object:
 def _bound(value: object) -> object:
     if value is None:
         return value
-    # An integer beyond every float is none that an input could be compared with.
+    # An integer beyond the range of floats cannot be compared with an input.
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"found {value!r:.80}, expected a finite number")
     return value
@@ -67,18 +67,18 @@ Dimension: TypeAlias = Annotated[int | str, BeforeValidator(_dimension)]
 class TensorSpec(BaseModel):
     """One declared input or output. A dimension is an extent, or a name that means the same extent everywhere."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     name: Annotated[str, AfterValidator(_tensor_name)]
-    """As jobs and the model call it."""
+    """The name that jobs and the model use."""
     dtype: Annotated[str, AfterValidator(_dtype_name), Field(json_schema_extra={"enum": list(DTYPES)})]
     """The type of its elements."""
     shape: Annotated[tuple[Dimension, ...], Field(strict=False, max_length=MAX_DIMS)]
     """An extent or a symbolic name for each axis."""
     optional: bool = False
-    """Whether a job may leave it out."""
+    """Whether jobs may omit the input."""
     allow_nan: bool = False
-    """Whether NaN and infinity may be sent; floats only."""
+    """Whether NaN and infinity are allowed; floats only."""
     min: Bound = None
     """The least value; numbers only."""
     max: Bound = None
@@ -114,7 +114,7 @@ class TensorSpec(BaseModel):
 
     @property
     def length_axis(self) -> int | None:
-        """The first symbolic axis besides `batch`: what the length of a tensor means."""
+        """The axis that is the length of the tensor: the first symbolic one besides `batch`."""
         return next((axis for axis, dim in enumerate(self.shape) if isinstance(dim, str) and dim != BATCH), None)
 
 
@@ -148,7 +148,7 @@ class Signature:
 
     @property
     def is_of_shapes(self) -> bool:
-        """Whether dtypes and shapes say all that a forward needs: no text, no range, no length to keep to."""
+        """Whether dtypes and shapes are the whole signature: no text, no range, no limit of length."""
         return not self._max_length and all(
             spec.dtype != STRING and spec.min is None and spec.max is None for spec in self.inputs
         )
@@ -167,7 +167,7 @@ class Signature:
         return {plan.name: plan.accept(inputs[plan.name], extents) for plan in self._plans if plan.name in inputs}
 
     def rows(self, arrays: Mapping[str, Array]) -> int:
-        """How many rows a checked job has: its `batch` extent, 1 for a model without that dimension."""
+        """The rows of a checked job: its `batch` extent, or 1 for a model without that dimension."""
         return 1 if self._row_input is None else int(arrays[self._row_input].shape[0])
 
     def length(self, arrays: Mapping[str, Array]) -> int:
@@ -180,7 +180,7 @@ class Signature:
         return int(values.shape[spec.length_axis or 0])
 
     def batch_key(self, arrays: Mapping[str, Array]) -> tuple[Hashable, ...]:
-        """What jobs of one forward must share besides the model: optional inputs present and symbolic extents."""
+        """Jobs of one forward share this key: the optional inputs that are present, and the symbolic extents."""
         if not self._optional and not self._free_axes:
             return ()
         present = tuple(name for name in self._optional if name in arrays)
@@ -188,7 +188,7 @@ class Signature:
         return (present, extents)
 
     def select_outputs(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """The declared outputs among `wanted`, all of them when it is empty. Raises InvalidInput (IN-031)."""
+        """The declared outputs among `wanted`, or all if it is empty. Raises InvalidInput (IN-031)."""
         is_list = isinstance(wanted, Sequence) and not isinstance(wanted, str)
         if not is_list or not all(isinstance(name, str) for name in wanted):
             raise InvalidInput(f"outputs: not a list of names. Declared outputs: {_listed(self._outputs)}")
@@ -197,7 +197,7 @@ class Signature:
         return tuple(name for name in self._outputs if not wanted or name in wanted)
 
     def check_outputs(self, arrays: Mapping[str, Array], rows: int) -> None:
-        """Compares what a model returned for `rows` rows with what it declares. Raises ModelError."""
+        """Compares the outputs for `rows` rows with the declared ones. Raises ModelError."""
         if arrays.keys() != self._outputs.keys():
             raise ModelError(
                 f"The model returned the outputs: {_listed(arrays) or 'none'}. "
@@ -215,7 +215,7 @@ class Signature:
     def example(self, rows: int, length: int = _EXAMPLE_EXTENT) -> dict[str, Array]:
         """Small valid inputs of `rows` rows for the required names: zeros, or the nearest value in range, or text.
 
-        length: of texts and of symbolic dimensions, as far as the model allows.
+        length: of texts and of symbolic dimensions, limited to that of the model.
         """
         return {spec.name: self._example(spec, rows, length) for spec in self.inputs if not spec.optional}
 
@@ -347,7 +347,7 @@ def _free_axes(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _elements(name: str, value: object) -> Array:
-    """Nested lists as an object array, so that every element keeps its Python type; ragged rows stay lists."""
+    """Nested lists as an object array: every element keeps its Python type, and ragged rows stay lists."""
     try:
         return np.array(value, object)
     except ValueError:
@@ -355,7 +355,7 @@ def _elements(name: str, value: object) -> Array:
 
 
 def _bind(name: str, declared: tuple[int | str, ...], shape: tuple[int, ...], extents: dict[str, int]) -> None:
-    """Matches a shape against the declaration; `extents` holds the symbolic extents seen so far in this job."""
+    """Checks a shape against the declaration. `extents` holds the symbolic extents of this job so far."""
     if len(shape) != len(declared):
         raise InvalidInput(f"{name}: shape {shape}. Expected {shape_text(declared)}")
     for dim, extent in zip(declared, shape, strict=True):
@@ -383,7 +383,7 @@ def _check_length(name: str, length: int, limit: int, unit: str) -> None:
 
 
 def _all_finite(array: Array) -> bool:
-    # A dot product costs half of isfinite on a row; when it overflows, the exact check decides.
+    # A dot product costs half as much as isfinite on a row. If it overflows, the exact check decides.
     if array.size <= _PROBE_ELEMENTS and math.isfinite(np.vdot(array, array)):
         return True
     return bool(np.isfinite(array).all())

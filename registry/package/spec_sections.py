@@ -1,8 +1,8 @@
-"""The parts of model.yaml: where weights lie, how jobs are batched, which codec answers, what differs by endpoint.
+"""The sections of model.yaml: the source of weights, batching, codecs, policies of endpoints.
 
-    model.yaml -> ModelSpec (registry/package/spec.py), of which each section is a field
+    model.yaml -> ModelSpec (registry/package/spec.py); each section is one of its fields
 
-Pure values: nothing is looked up on the disk here.
+Pure values: no file is read here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.registry.tensors import MAX_BYTES
 __all__ = [
     "Batching",
     "Codecs",
-    "Device",
+    "DeviceChoice",
     "InsidePath",
     "MAX_CONCURRENCY",
     "EndpointPolicy",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Device = Literal["auto", "cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 _REFUSED: Final = {
     "trust_remote_code": "expected none: code that comes with weights is never run",
@@ -41,11 +41,11 @@ _REFUSED: Final = {
     "sharding": "expected none: a model is served by one device and is not sharded",
     "sharding_axis_dims": "expected none: a model is served by one device and is not sharded",
 }
-"""Fields that other servers have and that are refused with the reason."""
+"""Fields of other servers that are refused, with the reason."""
 
 
 def _inside(path: str) -> str:
-    """A relative path that stays inside the folder it is relative to; the folder itself is `.`."""
+    """Checks that a relative path stays inside its folder. The folder itself is `.`."""
     parts = PurePosixPath(path).parts
     if not path or path.startswith("/") or ".." in parts or "\\" in path or not path.isprintable():
         raise ValueError(f"found {path!r:.80}, expected a relative path inside the package")
@@ -54,9 +54,9 @@ def _inside(path: str) -> str:
 
 _MAX_ROWS: Final = 65_536
 _MAX_LENGTH: Final = MAX_BYTES
-"""No text or axis of a job is longer than the job."""
+"""A text or an axis of a job cannot be longer than the job."""
 MAX_CONCURRENCY: Final = 64
-"""Each forward at the same time is a thread."""
+"""Each concurrent forward is a thread."""
 _MAX_WAIT_MS: Final = 3_600_000
 _MAX_SORT_WINDOW: Final = 1_024
 
@@ -66,9 +66,7 @@ InsidePath = Annotated[str, AfterValidator(_inside)]
 class Section(BaseModel):
     """A part of model.yaml: immutable, exact types, no unknown keys."""
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -80,10 +78,10 @@ class Section(BaseModel):
 
 
 class Source(Section):
-    """Where the weights of a `transformers` package lie: in it, in an installed package, or in the hub's cache."""
+    """The weights of a `transformers` package: in the package, in an installed one, or in the hub's cache."""
 
     path: InsidePath = "."
-    """Folder, relative to the package, to the installed package or to the hub's snapshot."""
+    """The folder, relative to the package, to the installed package or to the hub's snapshot."""
     package: str | None = None
     """The importable name of an installed Python distribution; None: the model package's own folder."""
     hub: str | None = None
@@ -113,68 +111,68 @@ def _ascending(edges: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Batching(Section):
-    """How jobs of this model share a forward. 0 and null mean: use the setting, or no bound."""
+    """How jobs of this model are batched. 0 and null mean: as the setting says, or no limit."""
 
     max_batch_size: Annotated[int, Field(ge=0, le=_MAX_ROWS)] = 0
-    """Rows; 0: the worker's setting."""
+    """Rows of a batch; 0: as the worker's setting says."""
     max_wait_ms: Annotated[float | None, Field(ge=0, le=_MAX_WAIT_MS)] = None
-    """How long a job may wait for company."""
+    """The longest batching delay of a job."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Rows times the longest length in the batch."""
+    """Limit of rows times the longest length in the batch."""
     max_bytes: Annotated[int | None, Field(ge=1)] = None
-    """Bytes of the inputs of one batch."""
+    """Limit of the bytes of inputs in one batch."""
     sort_window: Annotated[int, Field(ge=1, le=_MAX_SORT_WINDOW)] = 1
-    """How many batches of waiting jobs are sorted by length before one is cut."""
+    """How many batches of waiting jobs are sorted by length before one is formed."""
     length_input: str | None = None
-    """The input whose length decides: characters of text, or the extent of a tensor's first symbolic axis."""
+    """The input whose length counts: characters of text, or the extent of a tensor's first symbolic axis."""
     max_length: Annotated[int | None, Field(ge=1, le=_MAX_LENGTH)] = None
-    """The longest `length_input`; for `transformers` in tokens, otherwise as `length_input` is measured."""
+    """The longest `length_input`: tokens for `transformers`, else the unit of `length_input`."""
     truncate: bool = False
-    """Whether longer text is cut instead of refused; only `transformers` can."""
+    """Whether longer text is truncated instead of refused; `transformers` only."""
     buckets: Annotated[
         tuple[Annotated[int, Field(ge=1, le=_MAX_LENGTH)], ...],
         Field(strict=False, max_length=32),
         AfterValidator(_ascending),
     ] = ()
-    """Numbers of tokens that an encoder's rows are padded to, ascending, so that it is run in few shapes; rows longer
-    than the last one are padded to the longest that the model reads. Empty: to the longest row beside them."""
+    """Lengths in tokens, ascending, to which the rows of an encoder are padded, so that it runs in few shapes. Longer
+    rows are padded to the longest that the model reads. Empty: rows are padded to the longest row of their forward."""
 
 
 class Codecs(Section):
-    """How tensors are written where the caller does not say."""
+    """The default encoding of tensors as JSON."""
 
     default: Literal["json", "base64"] = "json"
     """`json`: nested lists; `base64`: little-endian bytes."""
 
 
 class EndpointPolicy(Section):
-    """What may differ by endpoint. null: as the policy's default says, then the model, then the setting."""
+    """Settings of an endpoint. null: as the policy's default says, else the model, else the setting."""
 
     window_ms: Annotated[float | None, Field(ge=0, le=_MAX_WAIT_MS)] = None
-    """How long a job may wait for company."""
+    """The longest batching delay of a job."""
     precision: Precision | None = None
     """The number format of a forward."""
     concurrency: Annotated[int | None, Field(ge=1, le=MAX_CONCURRENCY)] = None
-    """Forwards of the endpoint that may run at the same time in one worker."""
+    """Concurrent forwards of the endpoint in one worker."""
     cache_ttl_s: Annotated[float | None, Field(ge=0)] = None
-    """Lifetime of a cached answer; 0: none is kept."""
+    """Lifetime of a cached response; 0: responses are not cached."""
     fallback_runtime: Literal["none", "reference"] | None = None
-    """Who answers when the form in use fails: nobody, or the model as its author built it."""
+    """When the optimized form fails: `reference` runs the model as its author built it, `none` fails the job."""
     rollout_percent: Annotated[float | None, Field(ge=0, le=100)] = None
-    """The share of requests that a candidate version may answer."""
+    """The percentage of requests that a candidate version may answer."""
 
     def over(self, other: EndpointPolicy) -> EndpointPolicy:
-        """These knobs, and where they say nothing those of `other`."""
+        """This policy, with the values of `other` for those that are null."""
         return other.model_copy(update=self.model_dump(exclude_none=True))
 
 
 class Policy(Section):
-    """The knobs of a model and of its endpoints."""
+    """The policies of a model's endpoints."""
 
     default: EndpointPolicy = EndpointPolicy()
-    """For every endpoint."""
+    """The policy of every endpoint, unless `endpoints` has another value."""
     endpoints: dict[str, EndpointPolicy] = {}
-    """By the endpoint's name. Jobs ask for `infer`; the knobs of other endpoints have no effect."""
+    """Policies by the name of the endpoint. All jobs use `infer`; policies of other endpoints have no effect."""
 
     @model_validator(mode="after")
     def _names_are_valid(self) -> Policy:
@@ -186,5 +184,5 @@ class Policy(Section):
         return self
 
     def of(self, endpoint: str) -> EndpointPolicy:
-        """The knobs of an endpoint, the default's where it says nothing."""
+        """The policy of an endpoint, with the default's values for those that are null."""
         return self.endpoints.get(endpoint, EndpointPolicy()).over(self.default)

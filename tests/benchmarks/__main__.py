@@ -24,6 +24,7 @@ from tests.benchmarks import (
     encoder,
     equal,
     hot_swap,
+    imports,
     latency,
     levels,
     memory,
@@ -62,6 +63,7 @@ SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]]
     "proxy": proxy.measure,
     "compilation": compilation.measure,
     "peers": peers.measure,
+    "imports": imports.measure,
     "breakdown": breakdown.measure,
 }
 """In the order of the table."""

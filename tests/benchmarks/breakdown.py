@@ -7,7 +7,7 @@ import sys
 from typing import Final
 
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Stage
 from tests.benchmarks.scale import Scale
 from tests.benchmarks.staged_worker import STAGES, STAGES_FILE
@@ -37,12 +37,12 @@ def measure(scale: Scale, say: Progress) -> list[Stage]:
 
 
 def _run(jobs: int, outstanding: int, say: Progress) -> dict[str, float]:
-    with Stand() as stand:
-        server, folder = stand.redis(), stand.folder()
-        environment = {**stand.settings, STAGES_FILE: str(folder / "stages")}
+    with Harness() as harness:
+        server, folder = harness.redis(), harness.folder()
+        environment = {**harness.settings, STAGES_FILE: str(folder / "stages")}
         worker = StagedWorker(server, mlp.MODELS, folder, name="w@bench", models=["mlp"], environment=environment)
-        stand.started(worker)
-        sample = stand.client("submit_many", server.url, worker=worker, broker=server).run(jobs, outstanding)
+        harness.started(worker)
+        sample = harness.client("submit_many", server.url, worker=worker, broker=server).run(jobs, outstanding)
         say(f"breakdown: {outstanding} outstanding: {sample.jobs_per_s:,.0f}/s with timers")
         worker.terminate()
         worker.wait(_STOP_TIMEOUT_S)

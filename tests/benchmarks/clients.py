@@ -3,7 +3,7 @@
     order (a line of JSON on stdin) -> inputs from the seed -> KIND's client runs them -> figures (a line on stdout)
                                                                                         + answers in a file
 
-Time and CPU are taken around the jobs only: inputs are made before, answers are kept and compared by whoever asked.
+Time and CPU are taken around the jobs only: inputs are made before, answers are kept and compared by the caller.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ClientKind(Protocol):
 
 
 class TakesRows:
-    """A client that is given arrays, as users have them: whatever it makes of them is part of the cost."""
+    """A client that is given arrays, as users have them: encoding them is part of the cost."""
 
     def prepare(self, rows: Float32Array) -> Float32Array:
         """See ClientKind.prepare."""

@@ -14,7 +14,7 @@ from penstock.registry.package import find, load_package
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.open import open_runtime
 from tests.benchmarks import meter, mlp
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 
@@ -40,10 +40,10 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     runtime.load("cpu", 1)
     texts = _texts(runtime, scale.encoder_s)
     taken: list[tuple[Run, Run]] = []
-    with Stand() as stand:
-        server = stand.redis()
-        worker = stand.worker(server, "minilm")
-        client = stand.producer(server)
+    with Harness() as harness:
+        server = harness.redis()
+        worker = harness.worker(server, "minilm")
+        client = harness.producer(server)
         client.map("minilm", texts[: mlp.BATCH])
         rounds = scale.rounds * _ROUNDS_PER_ROUND
         for number in range(rounds):

@@ -1,4 +1,4 @@
-"""Equal jobs: what it costs to keep answers that nobody asks for again, and what it brings where somebody does."""
+"""Equal jobs: the cost of keeping answers that no job asks for again, and the gain where jobs do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.registry.tensors import Tensor
 from penstock.workers.cache import L1Cache, key_of
 from penstock.workers.results import EncodedOutputs
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Client, Sample, Stand
+from tests.benchmarks.harness import Client, Harness, Sample
 from tests.benchmarks.report import Progress, Row, median
 from tests.benchmarks.scale import Scale
 
@@ -25,7 +25,7 @@ _KEPT: Final = 10_000
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """See the module."""
-    with Stand() as without, Stand(_WITH) as keeping:
+    with Harness() as without, Harness(_WITH) as keeping:
         plain, keeper = _client(without), _client(keeping)
         for client in (plain, keeper):
             client.run(min(512, scale.jobs), _OUTSTANDING)
@@ -44,9 +44,9 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     ]
 
 
-def _client(stand: Stand) -> Client:
-    server = stand.redis()
-    return stand.client("submit_many", server.url, worker=stand.worker(server, "mlp"), broker=server)
+def _client(harness: Harness) -> Client:
+    server = harness.redis()
+    return harness.client("submit_many", server.url, worker=harness.worker(server, "mlp"), broker=server)
 
 
 def _turn(plain: Client, keeper: Client, jobs: int, say: Progress) -> tuple[Sample, Sample, Sample]:

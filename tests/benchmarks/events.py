@@ -1,4 +1,4 @@
-"""Somebody who watches: counts Celery's task events as Flower would receive them, so that they are really sent."""
+"""A monitor: counts Celery's task events as Flower receives them, so that they are really sent."""
 
 from __future__ import annotations
 

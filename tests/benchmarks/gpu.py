@@ -39,7 +39,7 @@ from penstock.workers.runtime.forms import Forward, Tunable
 from penstock.workers.runtime.open import open_runtime
 from penstock.workers.versions.device_memory import forward_probe, largest_example, peak_used_bytes, total_bytes
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import FAILED, Progress, Row, as_data, machine, markdown, median, verdict
 from tests.packages import write_package
 from tests.servers import ROOT
@@ -145,12 +145,12 @@ def _worker_calibrates(say: Progress) -> tuple[str, bool, dict[str, float]]:
         "PENSTOCK_INFERENCE_BATCHING_MAX_BATCH_SIZE": "0",
         "PENSTOCK_INFERENCE_BATCHING_GPU_HEADROOM_PCT": str(_WORKER_HEADROOM_PCT),
     }
-    with Stand(settings) as stand:
-        server, root = stand.redis(), stand.folder()
+    with Harness(settings) as harness:
+        server, root = harness.redis(), harness.folder()
         _write_hungry(root, total_bytes(_DEVICE) // _ROWS_THAT_FILL)
-        worker = stand.worker(server, "hungry", models_root=root)
+        worker = harness.worker(server, "hungry", models_root=root)
         rows = np.ones((_ROWS_THAT_FILL * _DOUBLED_BATCHES, 4), np.float32)
-        answers = stand.producer(server).map("hungry", rows, window=2 * _ROWS_THAT_FILL)
+        answers = harness.producer(server).map("hungry", rows, window=2 * _ROWS_THAT_FILL)
         if not np.array_equal(np.stack(answers), rows * 2):
             raise ValueError("Wrong answers: not twice the inputs")
         # What torch reserved at its peak stays reserved.

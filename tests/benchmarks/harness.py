@@ -1,6 +1,6 @@
-"""What one measurement runs on: servers, workers and clients, each a process of its own, ended with the stand.
+"""What one measurement runs on: servers, workers and clients, each a process of its own, ended with the harness.
 
-Stand() -> redis, worker, celery_worker, raw_worker, client -> Client.run -> Sample -> everything is stopped
+Harness() -> redis, worker, celery_worker, raw_worker, client -> Client.run -> Sample -> everything is stopped
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.registry.settings import Settings
 from tests.benchmarks import meter, mlp
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, redis_binaries, require, wait_until
 
-__all__ = ["Client", "Sample", "Stand"]
+__all__ = ["Client", "Sample", "Harness"]
 
 _START_TIMEOUT_S: Final = 60.0
 _ORDER_TIMEOUT_S: Final = 300.0
@@ -163,7 +163,7 @@ class Program(Process):
         self.kill()
 
 
-class Stand:
+class Harness:
     """Everything that one measurement starts; entered, left, gone."""
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
@@ -184,7 +184,7 @@ class Stand:
             "OMP_NUM_THREADS": "1",
         }
 
-    def __enter__(self) -> Stand:
+    def __enter__(self) -> Harness:
         self._root = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
         return self
 
@@ -231,7 +231,7 @@ class Stand:
         )
 
     def started(self, worker: WorkerProcess) -> WorkerProcess:
-        """`worker`, ready, and stopped with the stand."""
+        """`worker`, ready, and stopped with the harness."""
         self._ends.callback(worker.stop)
         return worker.start(_START_TIMEOUT_S)
 
@@ -247,7 +247,7 @@ class Stand:
         return self.program("tests.benchmarks.raw_worker", [server.url]).wait_for("ready")
 
     def program(self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Program:
-        """A Python module in a process of its own, stopped with the stand."""
+        """A Python module in a process of its own, stopped with the harness."""
         program = Program(self.folder(), module, arguments, {**self._environment, **(environment or {})})
         self._ends.callback(program.stop)
         return program

@@ -16,10 +16,10 @@ from penstock.compose.deploy import Deployer, Rollout
 from penstock.registry.catalog.stages import ModelStage
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
-from tests.flow.hot_swap import SwapLoad, SwapReport, judge, release, write_multiplier
+from tests.flow.hot_swap import SwapLoad, SwapReport, check, release, write_multiplier
 
 __all__ = ["measure"]
 
@@ -46,22 +46,22 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
         }
         for version in (1, 2):
             write_multiplier(root, _MODEL, version, forward_s=_FORWARD_S, max_batch_size=_BATCH)
-        with Stand(settings) as stand:
-            return [_row(*_swapped(stand, root, scale.swaps, say))]
+        with Harness(settings) as harness:
+            return [_row(*_swapped(harness, root, scale.swaps, say))]
 
 
-def _swapped(stand: Stand, root: Path, swaps: int, say: Progress) -> tuple[SwapLoad, SwapReport, int]:
+def _swapped(harness: Harness, root: Path, swaps: int, say: Progress) -> tuple[SwapLoad, SwapReport, int]:
     """The load, what it saw, and the number of flips under it."""
-    server = stand.redis()
-    environ = {**stand.settings, "PENSTOCK_REDIS_URL": server.url, "PENSTOCK_CELERY_URL": server.celery_url}
-    with Deployer.connect(Settings.load(environ=environ), tell=say) as deployer:
+    server = harness.redis()
+    environ = {**harness.settings, "PENSTOCK_REDIS_URL": server.url, "PENSTOCK_CELERY_URL": server.celery_url}
+    with Deployer.connect(Settings.load(environ=environ), on_progress=say) as deployer:
         for version in (1, 2):
             deployer.register(root / _MODEL / str(version))
         rollouts = [release(deployer, _MODEL, 1)]
-        stand.workers(_WORKERS, server, _MODEL, models_root=root)
+        harness.workers(_WORKERS, server, _MODEL, models_root=root)
         with SwapLoad(server.url, _MODEL, outstanding=_OUTSTANDING) as load:
             rollouts += _flips(deployer, swaps)
-    return load, judge(server.url, load, rollouts), len(rollouts) - 1
+    return load, check(server.url, load, rollouts), len(rollouts) - 1
 
 
 def _flips(deployer: Deployer, swaps: int) -> Iterator[Rollout]:

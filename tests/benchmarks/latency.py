@@ -12,7 +12,7 @@ import numpy as np
 from penstock import Client
 from penstock.registry.broker.redis_streams import RedisStreams
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.servers import RedisServer, wait_until
@@ -39,11 +39,11 @@ class Percentiles(NamedTuple):
 
 def measure_alone(scale: Scale, say: Progress) -> list[Row]:
     """p50 and p99 from submit to result, one job at a time."""
-    with Stand() as stand:
-        ours, bare = stand.redis(), stand.redis()
-        worker, raw = stand.worker(ours, "mlp"), stand.raw_worker(bare)
-        clients = [stand.client(kind, ours.url, worker=worker, broker=ours) for kind in ("submit_many", "async")]
-        clients.append(stand.client("raw", bare.url, worker=raw, broker=bare))
+    with Harness() as harness:
+        ours, bare = harness.redis(), harness.redis()
+        worker, raw = harness.worker(ours, "mlp"), harness.raw_worker(bare)
+        clients = [harness.client(kind, ours.url, worker=worker, broker=ours) for kind in ("submit_many", "async")]
+        clients.append(harness.client("raw", bare.url, worker=raw, broker=bare))
         for client in clients:
             client.run(scale.alone_jobs, 1)
         taken: dict[str, list[np.ndarray]] = {client.kind: [] for client in clients}
@@ -89,11 +89,11 @@ class Urgent(NamedTuple):
 
 def measure_urgent(scale: Scale, say: Progress) -> list[Row]:
     """What a critical job waits longer when thousands of low priority are queued, in batch times."""
-    with Stand() as stand:
-        server = stand.redis()
-        stand.worker(server, "mlp")
-        # Of its own: whoever floods has its own replies to read.
-        flood, urgent = stand.producer(server), stand.producer(server)
+    with Harness() as harness:
+        server = harness.redis()
+        harness.worker(server, "mlp")
+        # A client of its own: the flooding client has its own replies to read.
+        flood, urgent = harness.producer(server), harness.producer(server)
         broker = RedisStreams.from_url(server.url)
         idle_s = median(_one(urgent, number) for number in range(scale.urgent_jobs))
         taken: list[Urgent] = []

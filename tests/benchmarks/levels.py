@@ -1,7 +1,7 @@
 """MiniLM at max_level 2 and 3 against eager fp32: the same sentences, taking turns, forms chosen by the optimizer.
 
 Three runtimes of one package in one process. Two of them stand under an optimizer that sees their traffic and is then
-told to try what its level allows; whatever passed its gate is what is measured. A run on the smallest scale builds
+told to try what its level allows; the form that passed its gate is measured. A run on the smallest scale builds
 nothing that takes a compiler, so that level 2 is eager there.
 """
 

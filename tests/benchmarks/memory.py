@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.servers import RedisServer
@@ -31,17 +31,17 @@ _MAX_GROWTH: Final = 1.25
 def measure_per_job(scale: Scale, say: Progress) -> list[Row]:
     """Bytes of Redis memory per job of 1.5 kB in and 40 B out, before and after it ran."""
     jobs = scale.stored_jobs
-    with Stand() as stand:
-        server = stand.redis()
-        worker = stand.worker(server, "mlp")
-        stand.producer(server).map("mlp", mlp.inputs(mlp.BATCH, seed=0))
+    with Harness() as harness:
+        server = harness.redis()
+        worker = harness.worker(server, "mlp")
+        harness.producer(server).map("mlp", mlp.inputs(mlp.BATCH, seed=0))
         worker.terminate()
         worker.wait(_STOP_TIMEOUT_S)
         empty = _used_memory(server)
-        client, rows = stand.producer(server), mlp.inputs(jobs, seed=1)
+        client, rows = harness.producer(server), mlp.inputs(jobs, seed=1)
         handles = client.submit_many("mlp", [{"x": rows[index : index + 1]} for index in range(jobs)])
         queued = _used_memory(server)
-        worker = stand.worker(server, "mlp")
+        worker = harness.worker(server, "mlp")
         mlp.check(rows, np.concatenate([handle.result(timeout=_TIMEOUT_S)["logits"] for handle in handles]))
         client.close()
         worker.terminate()
@@ -74,10 +74,10 @@ def retention(jobs: int, ttl_s: int) -> Callable[[Scale, Progress], list[Row]]:
 def _watch(jobs: int, ttl_s: int, say: Progress) -> tuple[list[int], list[int]]:
     """The client's and Redis' bytes after each part of the jobs."""
     client_bytes, redis_bytes = [], []
-    with Stand({"PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S": str(ttl_s)}) as stand:
-        server = stand.redis()
-        worker = stand.worker(server, "mlp")
-        client = stand.client("submit_many", server.url, worker=worker, broker=server)
+    with Harness({"PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S": str(ttl_s)}) as harness:
+        server = harness.redis()
+        worker = harness.worker(server, "mlp")
+        client = harness.client("submit_many", server.url, worker=worker, broker=server)
         client.run(jobs // _ORDERS, _OUTSTANDING)
         for number in range(_ORDERS):
             client_bytes.append(client.run(jobs // _ORDERS, _OUTSTANDING).client_bytes)

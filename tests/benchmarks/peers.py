@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 from typing import Final
 
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Client, Sample, Stand
+from tests.benchmarks.harness import Client, Harness, Sample
 from tests.benchmarks.report import Progress, Row, median
 from tests.benchmarks.scale import Scale
 from tests.servers import free_port, wait_until
@@ -32,13 +32,13 @@ _SERVERS: Final = {
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """Jobs per second and CPU of the server's side per job, all of them taking turns."""
-    with Stand() as stand:
+    with Harness() as harness:
         found = [name for name in _SERVERS if importlib.util.find_spec(name)]
-        clients = {_SERVERS[name][0]: _client(stand, name) for name in found}
+        clients = {_SERVERS[name][0]: _client(harness, name) for name in found}
         if clients:
-            server = stand.redis()
-            worker = stand.worker(server, "mlp")
-            clients["Penstock, AsyncClient"] = stand.client("async", server.url, worker=worker, broker=server)
+            server = harness.redis()
+            worker = harness.worker(server, "mlp")
+            clients["Penstock, AsyncClient"] = harness.client("async", server.url, worker=worker, broker=server)
         taken: dict[str, list[Sample]] = {name: [] for name in clients}
         for number in range(scale.rounds + 1):
             for name, client in clients.items():
@@ -50,11 +50,11 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     return rows + [Row(f"peer: {_SERVERS[name][0]}", "not installed") for name in _SERVERS if name not in found]
 
 
-def _client(stand: Stand, name: str) -> Client:
+def _client(harness: Harness, name: str) -> Client:
     _, path, (module, *arguments) = _SERVERS[name]
     port = free_port()
     body = json.dumps({"x": mlp.inputs(1, seed=0)[0].tolist()})
-    program = stand.program(module, [part.format(port=port) for part in arguments])
+    program = harness.program(module, [part.format(port=port) for part in arguments])
 
     def answers() -> bool:
         if not program.is_running:
@@ -67,7 +67,7 @@ def _client(stand: Stand, name: str) -> Client:
                 return False
 
     wait_until(answers, _START_TIMEOUT_S, f"{name} answers")
-    return stand.client("http", f"http://127.0.0.1:{port}{path}", worker=program, broker=None)
+    return harness.client("http", f"http://127.0.0.1:{port}{path}", worker=program, broker=None)
 
 
 def _row(name: str, runs: list[Sample]) -> Row:

@@ -1,6 +1,6 @@
 """Statements that jobs send to the model registry's database, by the server's own count.
 
-PostgreSQL counts the sessions and transactions of each database, whoever opens them. The registry is in use meanwhile:
+PostgreSQL counts the sessions and transactions of each database. The registry is in use meanwhile:
 the model that answers is its production version.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from penstock.registry.catalog import ModelRegistryClient, ModelStage
 from penstock.registry.package import load_package
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
 from tests.servers import PostgresDatabase, wait_until
@@ -57,10 +57,10 @@ def _counted(database: PostgresDatabase, jobs: int, say: Progress) -> Row:
     catalog.register(load_package(mlp.MODELS / "mlp" / "1", (mlp.MODELS,)))
     catalog.promote("mlp", "1", ModelStage.STAGING)
     catalog.promote("mlp", "1", ModelStage.PRODUCTION)
-    with Stand({"PENSTOCK_REGISTRY_URL": database.url}) as stand:
-        server = stand.redis()
-        stand.worker(server, "mlp")
-        client = stand.producer(server)
+    with Harness({"PENSTOCK_REGISTRY_URL": database.url}) as harness:
+        server = harness.redis()
+        harness.worker(server, "mlp")
+        client = harness.producer(server)
         client.map("mlp", mlp.inputs(mlp.BATCH, seed=0))
         rows = mlp.inputs(jobs, seed=1)
         before = _use(database)

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock import Client
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.packages import write_sleeper
@@ -23,16 +23,16 @@ _STOP_TIMEOUT_S: Final = 30.0
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """Jobs per second of two workers against one, taking turns."""
-    with Stand() as stand:
-        server, root = stand.redis(), stand.folder()
+    with Harness() as harness:
+        server, root = harness.redis(), harness.folder()
         write_sleeper(root, forward_s=_FORWARD_S, max_batch_size=mlp.BATCH)
-        stand.worker(server, "sleeper", models_root=root)
-        client = stand.producer(server)
+        harness.worker(server, "sleeper", models_root=root)
+        client = harness.producer(server)
         ratios, rates = [], []
         _rate(client, _OUTSTANDING)
         for number in range(scale.rounds):
             one = _rate(client, scale.sleeper_jobs)
-            second = stand.worker(server, "sleeper", models_root=root)
+            second = harness.worker(server, "sleeper", models_root=root)
             two = _rate(client, scale.sleeper_jobs)
             second.terminate()
             second.wait(_STOP_TIMEOUT_S)

@@ -18,7 +18,7 @@ from penstock import AsyncClient, Client
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import Priority
 from penstock.registry.settings import Settings
-from tests.benchmarks.harness import Stand
+from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale
 from tests.packages import write_package
@@ -70,14 +70,14 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 
 
 def _run(target_ms: int, seconds: float, say: Progress) -> Run:
-    with Stand({"PENSTOCK_INFERENCE_BATCHING_TARGET_LATENCY_MS": str(target_ms)}) as stand:
-        server, root = stand.redis(), stand.folder()
+    with Harness({"PENSTOCK_INFERENCE_BATCHING_TARGET_LATENCY_MS": str(target_ms)}) as harness:
+        server, root = harness.redis(), harness.folder()
         _write_rowwise(root)
-        stand.worker(server, _MODEL, models_root=root)
-        client = stand.producer(server)
+        harness.worker(server, _MODEL, models_root=root)
+        client = harness.producer(server)
         client.map(_MODEL, _rows(_MAX_ROWS, seed=0))
         _queue_backlog(client, round(_ROWS_PER_S * seconds * 1.5))
-        settings = Settings.load(environ={**stand.settings, "PENSTOCK_REDIS_URL": server.url})
+        settings = Settings.load(environ={**harness.settings, "PENSTOCK_REDIS_URL": server.url})
         broker = RedisStreams.from_url(server.url)
         before, begun = _waiting(broker), time.perf_counter()
         latencies_s = asyncio.run(_step(settings, seconds))
@@ -92,7 +92,7 @@ def _run(target_ms: int, seconds: float, say: Progress) -> Run:
 
 
 async def _step(settings: Settings, seconds: float) -> list[float]:
-    """Jobs of high priority, one after the other whatever became of those before; seconds from submit to result."""
+    """Jobs of high priority, one after the other, also after one that failed; seconds from submit to result."""
     chance = random.Random(7)
     latencies_s: list[float] = []
 

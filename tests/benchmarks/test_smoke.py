@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,14 @@ TOO_LONG = {"compilation", "levels", "swap"}
 workers; tests of the compiler, the optimizer and of the flow do the same with less."""
 
 
+FIRST = "throughput"
+"""The section that `make test` runs; `make test-all` runs the others."""
+
+
+def _marked(section: str) -> Any:
+    return pytest.param(section, marks=[] if section == FIRST else pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def with_torch() -> Iterator[ForkServer]:
     """Nearly every worker of a section needs it, and how long that takes is not what is tested."""
@@ -33,9 +42,8 @@ def with_torch() -> Iterator[ForkServer]:
         yield started
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("with_torch")
-@pytest.mark.parametrize("section", [section for section in SECTIONS if section not in TOO_LONG])
+@pytest.mark.parametrize("section", [_marked(section) for section in SECTIONS if section not in TOO_LONG])
 def test_a_section_gets_its_figures_and_leaves_no_process(section):
     """Each section runs real servers, workers and clients, finds every answer right, and ends what it started."""
     before = set(meter.tree(os.getpid()))

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from tests.benchmarks import mlp
 from tests.benchmarks.events import EventListener
-from tests.benchmarks.harness import Client, Sample, Stand
+from tests.benchmarks.harness import Client, Harness, Sample
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 
@@ -44,14 +44,14 @@ Samples = Mapping[tuple[str, int], Sequence[Sample]]
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """See the module."""
-    with Stand() as stand:
-        ours, theirs, bare = stand.redis(), stand.redis(), stand.redis()
-        worker, plain, raw = stand.worker(ours, "mlp"), stand.celery_worker(theirs), stand.raw_worker(bare)
+    with Harness() as harness:
+        ours, theirs, bare = harness.redis(), harness.redis(), harness.redis()
+        worker, plain, raw = harness.worker(ours, "mlp"), harness.celery_worker(theirs), harness.raw_worker(bare)
         clients = [
-            stand.client("async", ours.url, worker=worker, broker=ours),
-            stand.client("submit_many", ours.url, worker=worker, broker=ours),
-            stand.client("celery", theirs.celery_url, worker=plain, broker=theirs),
-            stand.client("raw", bare.url, worker=raw, broker=bare),
+            harness.client("async", ours.url, worker=worker, broker=ours),
+            harness.client("submit_many", ours.url, worker=worker, broker=ours),
+            harness.client("celery", theirs.celery_url, worker=plain, broker=theirs),
+            harness.client("raw", bare.url, worker=raw, broker=bare),
         ]
         with EventListener(ours.celery_url) as listener:
             jobs = sum(each.jobs for each in _warm_up(clients, scale) if each is not None)

@@ -1,4 +1,4 @@
-"""A stack as `penstock up` runs it, for the commands that talk to one."""
+"""A stack as `penstock up` runs it, and a run of the command in this process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _penstock(server: RedisServer, home: Path, *arguments: str) -> subprocess.Co
 
 @pytest.mark.parametrize("broken", ["absent", "misspelt"])
 def test_refused_package_ends_with_status_1(broken: str, shared_redis: RedisServer, tmp_path: Path, slot: str):
-    """`models register` of a package that cannot work: status 1, one line, and the broker knows nothing of it."""
+    """`models register` of an invalid package prints one line, exits with 1 and publishes nothing."""
     package = tmp_path / slot / "1"
     if broken == "misspelt":
         package = write_double(tmp_path, slot)
@@ -45,7 +45,7 @@ def test_refused_package_ends_with_status_1(broken: str, shared_redis: RedisServ
 
 
 def test_data_for_programs_is_one_json_document(shared_redis: RedisServer, tmp_path: Path, slot: str):
-    """--json of every command that prints data leaves nothing but JSON on stdout."""
+    """With --json every command prints one JSON document on stdout."""
     package = write_double(tmp_path, slot)
     registered = _penstock(shared_redis, tmp_path, "models", "register", str(package), "--json")
     assert {"name": slot, "version": "1", "stage": "draft"}.items() <= json.loads(registered.stdout).items()

@@ -15,7 +15,7 @@ COUNT = 3_000
 
 
 def collected(hash_seed: str) -> list[Passage]:
-    """What a fresh process collects; this one has replaced parts of the library, as pytest does."""
+    """The passages of a fresh process: pytest replaces parts of the library in this one."""
     code = f"import json; from penstock.compose.docstrings import collect; print(json.dumps(collect({COUNT})))"
     environ = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
     ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
@@ -28,7 +28,7 @@ def passages() -> list[Passage]:
 
 
 def test_there_is_enough_text_on_every_machine(passages):
-    """A few thousand passages, each name and each text once."""
+    """There are a few thousand passages, each name and each text once."""
     assert len(passages) == COUNT
     assert len({passage.name for passage in passages}) == COUNT
     assert len({passage.text for passage in passages}) == COUNT
@@ -45,13 +45,13 @@ def test_there_is_enough_text_on_every_machine(passages):
         "shutil.copytree",
     ],
 )
-def test_what_people_ask_for_is_there(passages, name):
-    """Functions written in C are found as well as those written in Python."""
+def test_common_functions_are_collected(passages, name):
+    """Functions written in C are collected as well as those written in Python."""
     assert name in {passage.name for passage in passages}
 
 
 def test_passages_are_short_sentences_without_signatures(passages):
-    """A passage says what the thing does, in about a sentence or two."""
+    """A passage is one or two sentences, without a signature."""
     strptime = next(passage for passage in passages if passage.name == "time.strptime")
     assert str(strptime) == "Parse a string to a time tuple according to a format specification. (time.strptime)"
     assert all(30 <= len(passage.text) <= 144 for passage in passages)
@@ -59,19 +59,19 @@ def test_passages_are_short_sentences_without_signatures(passages):
 
 
 def test_nothing_private_and_no_tests(passages):
-    """Neither underscored names nor test suites, IDLE and other people's packages."""
+    """No passage comes from a private name, a test suite, IDLE or another package."""
     parts = [passage.name.split(".") for passage in passages]
     assert not any(part.startswith("_") for names in parts for part in names)
     assert not {names[0] for names in parts} & {"test", "idlelib", "lib2to3", "numpy", "pip"}
 
 
 def test_the_same_passages_on_every_run(passages):
-    """Another process, with other hash seeds, collects the same ones in the same order."""
+    """Another process, with another hash seed, collects the same passages in the same order."""
     assert collected("7") == passages
 
 
 def test_parsing_imports_no_module_of_the_library():
-    """Source files are read, not imported: nothing of what they do at import happens."""
+    """Source files are parsed, not imported, so imports with side effects do not run."""
     code = (
         "import sys; from penstock.compose.docstrings import collect; collect(9999)\n"
         "print('antigravity' in sys.modules, 'tkinter' in sys.modules)"

@@ -11,7 +11,7 @@ from tests.conformance.jobs import ROOMY, claim, commit_of, held, ids, publicati
 
 
 def test_waiting_job_is_withdrawn(broker: Broker, slot: str):
-    """A cancelled job that nobody was handed never is; its result is the canceller's."""
+    """A waiting job that is cancelled is never claimed. Its result is that of the caller."""
     first, second = publish(broker, slot, 2)
     assert broker.cancel(first, "acme", b"cancelled") is CancelOutcome.CANCELLED
     assert broker.job_record(first) == JobRecord(State.CANCELLED, "", b"cancelled")
@@ -65,7 +65,7 @@ def test_finished_job_is_settled(broker: Broker, slot: str, state: State):
 
 
 def test_released_job_is_withdrawn(broker: Broker, slot: str):
-    """A job that a worker gave back waits again: cancelled, nobody takes it over."""
+    """A released job waits again. After its cancellation no worker takes it over."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
     broker.release("w1", [held(delivery)])
@@ -75,7 +75,7 @@ def test_released_job_is_withdrawn(broker: Broker, slot: str):
 
 
 def test_unknown_job_and_another_tenants_look_the_same(broker: Broker, slot: str):
-    """Nobody learns from a refusal whether a job exists, and another tenant's job goes on."""
+    """A refusal does not tell whether a job exists. Another tenant's job continues."""
     (job_id,) = publish(broker, slot)
     assert broker.cancel(job_id, "rival", b"cancelled") is CancelOutcome.UNKNOWN
     assert broker.cancel(publication(slot).job_id, "acme", b"cancelled") is CancelOutcome.UNKNOWN
@@ -85,7 +85,7 @@ def test_unknown_job_and_another_tenants_look_the_same(broker: Broker, slot: str
 
 
 def test_submitter_hears_of_a_cancellation(broker: Broker, slot: str):
-    """Whoever waits for the job's reply is told, whoever cancelled it."""
+    """The client that waits for the job is told, also when another client cancelled it."""
     reply = reply_key(slot, "client")
     (job_id,) = publish(broker, slot, reply=reply)
     broker.cancel(job_id, "acme", b"cancelled")

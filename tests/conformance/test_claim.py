@@ -33,7 +33,7 @@ def test_claimed_job_is_the_published_one(broker: Broker, slot: str):
     (delivery,) = claim(broker, "w", slot)
     assert (delivery.slot, delivery.priority, delivery.sealed) == (slot, Priority.LOW, job_id.encode())
     assert delivery.attempt == 1
-    assert abs(delivery.accepted_ms - broker.now_ms()) < 2000
+    assert abs(delivery.accepted_ms - broker.now_ms()) < 60_000
     job_record = broker.job_record(job_id)
     assert job_record is not None
     assert (job_record.is_claimed, job_record.deliveries) == (True, 1)
@@ -115,7 +115,7 @@ def test_depths_tell_waiting_from_running(brokerage: Brokerage, broker: Broker, 
     claim(broker, "w", slot, credit=1)
     depth = broker.depths(slot)[Priority.NORMAL]
     assert (depth.slot, depth.priority, depth.jobs, depth.running) == (slot, Priority.NORMAL, 3, 2)
-    assert 0.19 <= depth.oldest_waiting_s < 5
+    assert 0.19 <= depth.oldest_waiting_s < 60
     claim(broker, "w", slot)
     assert broker.depths(slot)[Priority.NORMAL].oldest_waiting_s == 0
     assert [depth.jobs for depth in broker.depths(slot + "-unheard-of")] == [0, 0, 0, 0]
@@ -149,7 +149,7 @@ def test_armed_claim_is_answered_at_once_when_jobs_wait(broker: Broker, worker: 
 
 
 def test_armed_claim_whose_time_ran_out_is_empty(brokerage: Brokerage, broker: Broker, worker: Broker, slot: str):
-    """Nothing came: the answer is empty, and a later job is nobody's."""
+    """When the time of a blocking claim is over, its answer is empty, and later jobs wait."""
     worker.prepare([slot])
     worker.arm("w", [slot], 3, 50)
     brokerage.elapse(80)
@@ -159,7 +159,7 @@ def test_armed_claim_whose_time_ran_out_is_empty(brokerage: Brokerage, broker: B
 
 
 def test_disarmed_claim_takes_nothing_more(broker: Broker, worker: Broker, slot: str):
-    """A withdrawn claim returns what it was handed; a job that comes later is somebody else's."""
+    """A withdrawn claim returns the jobs that it had claimed. Another worker can claim later jobs."""
     worker.prepare([slot])
     worker.arm("w", [slot], 3, 5000)
     assert worker.disarm() == []

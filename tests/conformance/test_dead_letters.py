@@ -65,7 +65,7 @@ def test_bytes_that_were_no_job_name_none(broker: Broker, slot: str):
 
 
 def test_foreign_entry_is_kept_as_it_was_handed_out(redis_brokerage: OnRedis, slot: str):
-    """Whoever wrote to the stream may have used any fields: none is lost."""
+    """A foreign entry may have any fields. Each of them is kept."""
     broker = redis_brokerage.connect()
     broker.prepare([slot])
     written = [{"e": b"one"}, {"x": b"1", "y": b"22"}, {"a": b"1", "b": b"2", "a2": b"3"}]
@@ -190,7 +190,7 @@ def test_replay_wakes_a_waiting_worker(broker: Broker, slot: str):
 
 
 def test_deadline_counts_from_the_first_acceptance(brokerage: Brokerage, broker: Broker, slot: str):
-    """A replayed job that keeps its acceptance says so to whoever claims it, also when it goes back a second time."""
+    """A claim returns the first acceptance of a replayed job that keeps it, also after a second replay."""
     job = publication(slot)
     broker.publish(slot, [job], ROOMY)
     (first,) = claim(broker, "w", slot)

@@ -17,7 +17,7 @@ from tests.conformance.jobs import claim, held, publish
 def test_late_take_over_takes_nothing(
     redis_brokerage: OnRedis, slot: str, lease_ms: int, late_ms: int, is_obeyed: bool
 ):
-    """When it is executed everybody's lease may have lapsed, for nobody could renew: it is no fresh look any more."""
+    """A late call does nothing: while the broker was paused no worker could renew, so every lease may have lapsed."""
     broker = redis_brokerage.connect()
     assert isinstance(broker, RedisStreams)
     publish(broker, slot)

@@ -62,7 +62,7 @@ def test_renewed_lease_does_not_lapse(brokerage: Brokerage, broker: Broker, slot
 
 
 def test_renewal_names_what_was_lost(brokerage: Brokerage, broker: Broker, slot: str):
-    """A consumer hears which of its jobs belong to another, or to nobody, and does not win them back."""
+    """A consumer learns which of its jobs belong to another or to none, and does not get them back."""
     publish(broker, slot, 3)
     taken, finished, kept = claim(broker, "w1", slot)
     settle(broker, "w1", commit_of(finished))
@@ -87,7 +87,7 @@ def test_late_commit_has_no_effect(brokerage: Brokerage, broker: Broker, slot: s
 
 
 def test_lapsed_lease_still_commits_while_nobody_took_over(brokerage: Brokerage, broker: Broker, slot: str):
-    """The fence asks who holds the job, not how late it is: work that nobody repeated is not thrown away."""
+    """A late commit counts while its consumer holds the job: no worker has repeated the work."""
     publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
     brokerage.elapse(LEASE_MS + 10)
@@ -166,7 +166,7 @@ def test_job_that_is_handed_over_goes_to_those_who_have_its_version(brokerage: B
 
 
 def test_nothing_is_handed_over_by_whoever_does_not_hold_it(broker: Broker, slot: str):
-    """Nor is anything adopted of a model that nobody ever claimed from, or whose jobs are gone."""
+    """There is nothing to adopt of a model without claims, or whose jobs are gone."""
     assert broker.adopt("w", slot, ["1"], 8) == []
     publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
@@ -178,7 +178,7 @@ def test_nothing_is_handed_over_by_whoever_does_not_hold_it(broker: Broker, slot
 
 
 def test_a_job_that_is_handed_over_keeps_its_crashes_and_its_cancellation(broker: Broker, slot: str):
-    """A suspect stays one, and whoever adopts a job hears that it is not wanted any more."""
+    """An adopted job keeps its crashes, and its new worker learns that it was cancelled."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
     broker.suspect(slot, [held(delivery)], "incident", TTL_MS)
@@ -189,7 +189,7 @@ def test_a_job_that_is_handed_over_keeps_its_crashes_and_its_cancellation(broker
 
 
 def test_only_the_holder_can_release(brokerage: Brokerage, broker: Broker, slot: str):
-    """A release by somebody else, or of a job that is gone, does nothing."""
+    """A release by another consumer, or of a job that is gone, does nothing."""
     publish(broker, slot, 2)
     mine, finished = claim(broker, "w1", slot)
     settle(broker, "w1", commit_of(finished))

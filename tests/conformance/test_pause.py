@@ -11,7 +11,7 @@ from tests.servers import wait_until
 
 
 def test_paused_model_hands_out_nothing(brokerage: Brokerage, broker: Broker, slot: str):
-    """Jobs are accepted and wait; claims find nothing until the model is resumed, by whoever."""
+    """Jobs are accepted and wait. Claims find none until an operator resumes the model."""
     waiting = publish(broker, slot, 2)
     operator = brokerage.connect()
     operator.pause(slot)

@@ -25,7 +25,7 @@ def test_jobs_can_be_looked_at_before_any_worker_existed(broker: Broker, slot: s
     assert ids(claim(broker, "w", slot)) == [waiting]
 
 
-def test_unknown_job_has_no_standing(broker: Broker, slot: str):
+def test_an_unknown_job_has_no_record(broker: Broker, slot: str):
     """A job that was never published is None, alone and in a list."""
     (job_id,) = publish(broker, slot)
     stranger = publication(slot).job_id
@@ -121,8 +121,8 @@ def test_retry_after_follows_the_drain_rate(brokerage: Brokerage, broker: Broker
     broker.publish(slot, [publication(slot) for _ in range(60)], limits)
     brokerage.elapse(600)
     receipts = broker.publish(slot, [publication(slot) for _ in range(50)], limits)
-    assert receipts[0].retry_after_s <= 0.1
-    assert receipts[0].retry_after_s < receipts[-1].retry_after_s <= 2.0
+    assert receipts[0].retry_after_s < 1.0
+    assert receipts[0].retry_after_s < receipts[-1].retry_after_s
 
 
 def test_idempotency_key_answers_with_its_first_job(broker: Broker, slot: str):

@@ -1,4 +1,4 @@
-"""What only Redis has: a server that answers and refuses. Callers hear BrokerUnavailable, whatever its words are."""
+"""What only Redis has: a server that answers and refuses. Callers get BrokerUnavailable for every refusal."""
 
 from __future__ import annotations
 

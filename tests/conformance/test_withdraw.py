@@ -1,4 +1,4 @@
-"""Purging a queue: jobs that wait are withdrawn, and whoever submitted them is told."""
+"""Purging a queue: waiting jobs are withdrawn, and their clients are told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _withdrawals(broker: Broker, slot: str, priority: Priority = Priority.NORMAL
 
 
 def test_waiting_jobs_are_seen_in_order(broker: Broker, slot: str):
-    """Jobs that nobody holds, also those that were given back, page by page; the held ones are left out."""
+    """`waiting` pages through the jobs without a holder, released ones included. Held jobs are left out."""
     published = publish(broker, slot, 6)
     deliveries = claim(broker, "w", slot, 4)
     broker.release("w", [held(deliveries[1]), held(deliveries[3])])
@@ -49,7 +49,7 @@ def test_queue_without_a_worker_is_seen_too(broker: Broker, slot: str):
 
 
 def test_withdrawn_jobs_end_cancelled(broker: Broker, slot: str):
-    """Each has its result, its client is told, its idempotency key answers for it, and nobody is handed it."""
+    """A withdrawn job has its result, its client is told, its idempotency key finds it, and no worker gets it."""
     reply = reply_key(slot, "me")
     job = publication(slot, reply=reply, idempotency_digest="key", fingerprint="p")
     broker.publish(slot, [job], ROOMY)

@@ -2,7 +2,7 @@
 
     python -m tests.faults [--rounds 20] [--seed 1] [--only F5] [--output FILE]
 
-pytest shows the progress, one line per round. Exit status 1 when a test failed.
+pytest shows the progress, one line per round. Exit status 1 when a test failed or a recovery took too long.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Tally:
     duplicated: int = 0
     hangs: int = 0
     slowest_s: float | None = None
+    late: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     def add(self, report: pytest.TestReport) -> None:
@@ -50,11 +51,16 @@ class Tally:
         self.jobs += sum(map(_whole, told["jobs"]))
         self.lost += sum(map(_whole, told["lost"]))
         self.duplicated += sum(map(_whole, told["duplicated"]))
-        for seconds in told["recovery_s"]:
-            self.slowest_s = max(self.slowest_s or 0.0, float(str(seconds)))
+        for seconds, limit_s in zip(told["recovery_s"], told["recovery_limit_s"], strict=True):
+            self._add_recovery(report.nodeid, float(str(seconds)), float(str(limit_s)))
         if report.failed:
             self.failed.append(f"{report.nodeid} ({report.when})")
             self.hangs += any(sign in report.longreprtext for sign in _SIGNS_OF_A_HANG)
+
+    def _add_recovery(self, test: str, seconds: float, limit_s: float) -> None:
+        self.slowest_s = max(self.slowest_s or 0.0, seconds)
+        if seconds > limit_s:
+            self.late.append(f"{test}: {seconds:.2f} s, promised {limit_s:g} s")
 
     def cells(self) -> list[str]:
         """Its line of the table."""
@@ -132,9 +138,12 @@ def main(rounds: int, seed: int, only: Sequence[str], output: Path | None) -> No
     click.echo(f"\n{text}\n{rounds} rounds from seed {seed} in {(time.monotonic() - begun) / 60:.0f} minutes")
     for name in [name for tally in tallies for name in tally.failed]:
         click.echo(f"FAILED {name}")
+    late = [line for tally in tallies for line in tally.late]
+    for line in late:
+        click.echo(f"LATE {line}")
     if output is not None:
         output.write_text(text)
-    sys.exit(int(status))
+    sys.exit(int(status) or bool(late))
 
 
 def _counts(rounds: int, seed: int) -> Mapping[str, Any]:

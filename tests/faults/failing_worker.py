@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from functools import partial
+from dataclasses import replace
 from typing import Final
 
 __all__ = ["POINTS", "FailPoint"]
@@ -52,7 +52,10 @@ def main(how: str, point: str, nth: str, name: str) -> None:
 
     # This drain differs in its checkpoint only. The look-up fails when worker.py has no such name.
     names = vars(worker_module)
-    names["Drain"] = partial(names["Drain"], checkpoint=FailPoint(how, point, int(nth)))
+    build, fail_point = names["build_drain"], FailPoint(how, point, int(nth))
+    names["build_drain"] = lambda settings, broker, packages, options: build(
+        settings, broker, packages, replace(options, checkpoint=fail_point)
+    )
     worker_app.app.worker_main(["worker", "-P", "solo", "-c", "1", "-n", name])
 
 

@@ -50,11 +50,11 @@ class Findings:
     """Jobs by what became of them."""
 
     lost: frozenset[float]
-    """Accepted, and nobody was ever told of a result."""
+    """Accepted, and no client was ever told of a result."""
     recovered: frozenset[float]
     """Ended although their client never heard that they were accepted: allowed."""
     unexpected: frozenset[float]
-    """Ended although nobody offered them, or answered without a forward."""
+    """Ended although no client offered them, or answered without a forward."""
     duplicated: frozenset[float]
     """Told of more than once, or told one result while another is kept."""
     re_executed: frozenset[float]

@@ -1,6 +1,6 @@
 """A worker as users run it, on a machine whose clock jumps: `python -m tests.faults.jumping_worker FILE NAME`.
 
-FILE holds one double: by how many seconds the clock is wrong. Whoever writes it makes the clock jump.
+FILE holds one double: by how many seconds the clock is wrong. A write to it makes the clock jump.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Jobs for fault tests: published while things break, and everything that was seen of them afterwards.
 
-    Load.running() -- submits, notes what was offered and accepted --> broker --> recorder model -> ledger
+    Load.running() -- submits, notes what was offered and accepted --> broker --> recorder model -> forward_log
     Load.history() <-- every reply entry, every record, every forward -----------'
 
 Each load is a tenant of its own, and its client reads no reply: a client trims what it has read.
@@ -46,7 +46,7 @@ class Load:
         self,
         server: RedisServer,
         model: str,
-        ledger: Path,
+        forward_log: Path,
         tenant: str,
         *,
         url: str = "",
@@ -57,11 +57,9 @@ class Load:
         """By job, once the history was taken: the results that are kept."""
         self.refused: set[float] = set()
         """Jobs whose publishing raised QueueFull: nothing of them may ever be seen."""
-        self.slowest_call_s = 0.0
-        """The longest that one submit took, whatever it came to."""
         self._server = server
         self._model = model
-        self._ledger = ledger
+        self._ledger = forward_log
         self._keyring = Keyring.parse(signing_keys)
         self._client = Client(url or server.url, tenant=tenant, timeout_s=timeout_s, signing_keys=signing_keys)
         self._broker = RedisStreams.from_url(server.url)
@@ -81,7 +79,7 @@ class Load:
             self.submit(float(next(_numbers)), **options)
 
     def publish_at_once(self, count: int) -> None:
-        """Submit `count` jobs in few calls, so that nobody ends the first before the last is there."""
+        """Submit `count` jobs in few calls, so that no worker ends the first before the last is there."""
         numbers = [float(next(_numbers)) for _ in range(count)]
         self._history.offered.update(numbers)
         handles = self._client.submit_many(self._model, [{"x": row(number)} for number in numbers])
@@ -91,7 +89,6 @@ class Load:
     def submit(self, number: float, **options: Any) -> JobHandle | None:
         """Submit one job; its handle when it was accepted."""
         self._history.offered.add(number)
-        begun = time.monotonic()
         try:
             handle = self._client.submit(self._model, {"x": row(number)}, **options)
         except BrokerUnavailable:
@@ -99,8 +96,6 @@ class Load:
         except QueueFull:
             self.refused.add(number)
             return None
-        finally:
-            self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - begun)
         self._handles[number] = handle
         self._history.accepted.add(number)
         return handle
@@ -169,7 +164,7 @@ class Load:
             np.testing.assert_array_equal(handle.result(5)["y"], row(number) * 2)
 
     def check_records(self) -> None:
-        """As `check_answers`, for whoever was told nothing and asks the records."""
+        """As `check_answers`, for a client that was told nothing and asks the records."""
         for number, handle in self._handles.items():
             np.testing.assert_array_equal(self._client.job(handle.id).result(5)["y"], row(number) * 2)
 

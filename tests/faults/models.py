@@ -1,7 +1,7 @@
 """Models that misbehave on purpose, for fault tests; NumPy only.
 
 Each answers 2 x and notes its forwards like tests.packages.write_recorder. A row that begins with a negative number
-is poison: the deed happens in whatever batch it is in.
+is poison: the fault happens in each batch with it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ HANGING = {
 """Calls that never return; in the second, no other thread of the process runs either."""
 
 
-def write_poisonable(root: Path, ledger: Path, name: str, deed: str) -> Path:
-    """Does `deed`, a statement, when it meets poison."""
-    return write_package(root, name, _source(ledger, f"if min(rows) < 0:\n    {deed}"))
+def write_poisonable(root: Path, forward_log: Path, name: str, fault: str) -> Path:
+    """Does `fault`, a statement, when it meets poison."""
+    return write_package(root, name, _source(forward_log, f"if min(rows) < 0:\n    {fault}"))
 
 
-def write_cramped(root: Path, ledger: Path, name: str, *, fits: int, max_batch_size: int) -> Path:
+def write_cramped(root: Path, forward_log: Path, name: str, *, fits: int, max_batch_size: int) -> Path:
     """Runs out of memory in every batch of more than `fits` rows."""
     return write_package(
         root,
         name,
-        _source(ledger, f'if len(rows) > {fits}:\n    raise MemoryError("no room for so many rows")'),
+        _source(forward_log, f'if len(rows) > {fits}:\n    raise MemoryError("no room for so many rows")'),
         max_batch_size=max_batch_size,
     )
 
 
-def _source(ledger: Path, deed: str) -> str:
+def _source(forward_log: Path, fault: str) -> str:
     return f"""\
 import ctypes
 import json
@@ -50,12 +50,12 @@ import time
 
 
 def build():
-    ledger = os.open({str(ledger)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    forward_log = os.open({str(forward_log)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def forward(inputs):
         rows = inputs["x"][:, 0].tolist()
-        os.write(ledger, (json.dumps({{"pid": os.getpid(), "rows": rows}}) + "\\n").encode())
-{indent(deed, " " * 8)}
+        os.write(forward_log, (json.dumps({{"pid": os.getpid(), "rows": rows}}) + "\\n").encode())
+{indent(fault, " " * 8)}
         return {{"y": inputs["x"] * 2}}
 
     return forward

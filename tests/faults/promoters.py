@@ -1,4 +1,4 @@
-"""Many operators at once: processes that promote and roll back one model, some of them killed, and somebody who looks.
+"""Many operators at once: processes that promote and roll back one model, some of them killed, and one that observes.
 
     race -> 20 x operate (promote, roll back, at random) -> one database <- Observer (samples, and the whole history)
                                                                         -> Findings
@@ -62,7 +62,7 @@ class Findings:
     changes: int = 0
     """Steps of the history since the race began."""
     missing: int = 0
-    """Steps that nobody saw: the history must be whole, or it proves nothing."""
+    """Steps that were not observed: the history must be whole, or it proves nothing."""
     killed: int = 0
 
     @property
@@ -184,7 +184,7 @@ def _judge(observer: Observer, folder: Path, begun_at: int, killed: int) -> Find
     return findings
 
 
-def _operate(url: str, ledger: Path, times: int, chance: random.Random, dies_at: int | None) -> None:
+def _operate(url: str, forward_log: Path, times: int, chance: random.Random, dies_at: int | None) -> None:
     changes = 0
 
     def die_in_time(_: Transition) -> None:
@@ -194,7 +194,7 @@ def _operate(url: str, ledger: Path, times: int, chance: random.Random, dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     client = ModelRegistryClient(url, audit=die_in_time)
-    with ledger.open("a", buffering=1) as outcomes:
+    with forward_log.open("a", buffering=1) as outcomes:
         # Who is to die in a change goes on until it has made one.
         for _ in range(times if dies_at is None else _LONGEST_LIFE):
             try:

@@ -1,4 +1,4 @@
-"""How often each fault is repeated: a few times in every test run, FAULT_ROUNDS times for the full count.
+"""How often each fault is repeated: once in `make test`, twice more in `make test-all`, FAULT_ROUNDS times in full.
 
 FAULT_ROUNDS=20 pytest tests/faults        python -m tests.faults    (the same, and a table)
 """
@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any, Final
+
+import pytest
 
 __all__ = ["is_full", "seeds"]
+
+_REPEATED: Final = 3
 
 
 def is_full() -> bool:
@@ -16,11 +21,12 @@ def is_full() -> bool:
     return "FAULT_ROUNDS" in os.environ
 
 
-def seeds(reduced: int = 1, *, ways: int = 1) -> range:
-    """The seeds of a test's rounds, from FAULT_SEED on: `reduced` of them, or FAULT_ROUNDS in full.
+def seeds(*, ways: int = 1) -> list[Any]:
+    """The seeds of a test's rounds, from FAULT_SEED on.
 
     ways: how many variants of the fault each seed is tried on; together they make up the rounds.
     """
     first = int(os.environ.get("FAULT_SEED", "1"))
-    rounds = math.ceil(int(os.environ["FAULT_ROUNDS"]) / ways) if is_full() else reduced
-    return range(first, first + rounds)
+    if is_full():
+        return [*range(first, first + math.ceil(int(os.environ["FAULT_ROUNDS"]) / ways))]
+    return [first, *(pytest.param(first + number, marks=pytest.mark.slow) for number in range(1, _REPEATED))]

@@ -16,7 +16,7 @@ from tests.servers import require
 
 HOUR_S = 3600.0
 RESUME_S = 3.0
-"""A lease, twice: whoever seems to be away is given one, too."""
+"""A lease, twice: a worker that seems to be away is given one, too."""
 
 
 class Timed(NamedTuple):
@@ -37,15 +37,15 @@ def timed(open_stage: OpenStage, tmp_path_factory: pytest.TempPathFactory) -> Ti
     clock = Clock(folder / "time")
     environment = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(folder / "time")}
     stage = open_stage(forward_s=0.05, server_environment=environment)
-    stage.staff(2, PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S="86400")
+    stage.start_workers(2, PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S="86400")
     return Timed(stage, clock)
 
 
 @pytest.mark.parametrize("seed", seeds())
 def test_jump_of_the_brokers_clock_loses_nothing(seed: int, timed: Timed, start_load: StartLoad, trial: Trial):
-    """Whatever waits or runs at the jump is answered soon after it, and so is what comes later."""
+    """Jobs that wait or run at the jump are answered soon after it, and so are later jobs."""
     stage, clock = timed
-    load = start_load(stage.server, stage.ledger)
+    load = start_load(stage.server, stage.forward_log)
     with stage.server.client() as client:
         for hours in (1, 0) if seed % 2 else (-1, 0):
             before_s, _ = client.time()

@@ -26,14 +26,14 @@ def stage(open_stage: OpenStage) -> Stage:
     """One worker, on a server that forgets nothing."""
     stage = open_stage(forward_s=0.05)
     _sync_every_write(stage.server)
-    stage.employ()
+    stage.start_worker()
     return stage
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds())
 def test_killed_broker_loses_nothing_and_work_resumes(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """kill -9 of the broker with a backlog and one worker: nothing lost, consuming again within 5 s, every time."""
-    load = start_load(stage.server, stage.ledger)
+    load = start_load(stage.server, stage.forward_log)
     with load.running():
         load.publish_at_once(100 + 10 * seed)
         load.await_progress(20)
@@ -42,5 +42,5 @@ def test_killed_broker_loses_nothing_and_work_resumes(seed: int, stage: Stage, s
         _sync_every_write(stage.server)
         load.await_progress(30)
         trial.recovered(time.monotonic() - is_back, within=RESUME_S)
-    trial.judge(load.history(60))
+    trial.check(load.history(60))
     load.check_answers()

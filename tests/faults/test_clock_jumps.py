@@ -66,7 +66,7 @@ def test_clocks_of_workers_and_clients_play_no_part(
     monkeypatch.setattr(time, "time", ours.time)
     monkeypatch.setattr(time, "time_ns", ours.time_ns)
     clocks = [ours, *(worker.clock for worker in workers)]
-    load = start_load(stage.server, stage.ledger)
+    load = start_load(stage.server, stage.forward_log)
     jumps = [(clock, hours) for clock in clocks for hours in (1, -1, 0)]
     chance.shuffle(jumps)
     for clock, hours in jumps:
@@ -75,7 +75,7 @@ def test_clocks_of_workers_and_clients_play_no_part(
         load.publish(8, deadline_s=DEADLINE_S)
         load.publish(24)
         load.await_all(10)
-    findings = trial.judge(load.history(), times=len(jumps))
+    findings = trial.check(load.history(), times=len(jumps))
     assert findings.re_executed == frozenset()
     load.check_answers()
     assert {result.attempt for result in load.results.values()} == {1}

@@ -26,7 +26,7 @@ EQUAL_JOBS = 1000
 def stage(open_stage: OpenStage) -> Stage:
     """One worker, easily kept busy."""
     stage = open_stage(forward_s=FORWARD_S, max_batch_size=BATCH)
-    stage.employ(PENSTOCK_INFERENCE_QUEUE_AGEING_S=f"{AGEING_S}")
+    stage.start_worker(PENSTOCK_INFERENCE_QUEUE_AGEING_S=f"{AGEING_S}")
     return stage
 
 
@@ -36,7 +36,7 @@ def test_noisy_tenant_delays_others_by_its_share_only(
 ):
     """A tenant that never stops has a bounded number of jobs in flight; a quiet one waits for those at most."""
     monkeypatch.setenv("PENSTOCK_INFERENCE_QUEUE_TENANT_MAX_IN_FLIGHT", str(IN_FLIGHT))
-    noisy, quiet = (start_load(stage.server, stage.ledger) for _ in range(2))
+    noisy, quiet = (start_load(stage.server, stage.forward_log) for _ in range(2))
     chance = random.Random(seed)
     slowest = 0.0
     with noisy.running(burst=100, pause_s=0.0):
@@ -46,7 +46,7 @@ def test_noisy_tenant_delays_others_by_its_share_only(
             slowest = max(slowest, quiet.await_all(20))
     # What was in flight, what the worker held of it beyond, and its own batch; and as long again for a busy machine.
     trial.recovered(slowest, within=2 * (IN_FLIGHT / BATCH + 3) * FORWARD_S + 0.2)
-    findings = trial.judge(noisy.history(), quiet.history())
+    findings = trial.check(noisy.history(), quiet.history())
     assert findings.recovered == frozenset()
     assert noisy.refused.isdisjoint(noisy.results)
     noisy.check_answers()
@@ -56,7 +56,7 @@ def test_noisy_tenant_delays_others_by_its_share_only(
 @pytest.mark.parametrize("seed", seeds(ways=3))
 def test_flood_of_critical_jobs_does_not_starve_low_ones(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """While more critical jobs come in than can run, low ones that have aged get an eighth of every batch."""
-    flood, low = (start_load(stage.server, stage.ledger) for _ in range(2))
+    flood, low = (start_load(stage.server, stage.forward_log) for _ in range(2))
     flood.publish(300, priority="critical")
     with flood.running(burst=8, pause_s=0.01, priority="critical"):
         low.publish(7 + seed % 4, priority="low")
@@ -64,7 +64,7 @@ def test_flood_of_critical_jobs_does_not_starve_low_ones(seed: int, stage: Stage
         assert flood.ended() < flood.accepted - BATCH, "the flood was over"
     # Two of sixteen in every batch, once they have aged, behind the batches that had been claimed before.
     trial.recovered(ended_s, within=2 * (AGEING_S + (10 / 2 + 3) * FORWARD_S) + 0.2)
-    trial.judge(flood.history(60), low.history())
+    trial.check(flood.history(60), low.history())
     low.check_answers()
 
 
@@ -72,7 +72,7 @@ def test_flood_of_critical_jobs_does_not_starve_low_ones(seed: int, stage: Stage
 def test_thousand_equal_jobs_are_one_forward(seed: int, open_stage: OpenStage, trial: Trial):
     """1,000 jobs that ask the same of the same model while the first of them runs: one forward answers all."""
     stage = open_stage(forward_s=1.0, max_batch_size=BATCH)
-    stage.employ()
+    stage.start_worker()
     number = 3_000_000.0 + seed
     with Client(stage.server.url) as client:
         begun = time.monotonic()
@@ -80,7 +80,7 @@ def test_thousand_equal_jobs_are_one_forward(seed: int, open_stage: OpenStage, t
         answers = [float(job.result(60)["y"][0, 0]) for job in jobs]
         trial.recovered(time.monotonic() - begun, within=3.0)
     assert answers == [number * 2] * EQUAL_JOBS
-    ran = [each for each in chain.from_iterable(recorded_forwards(stage.ledger)) if each == number]
+    ran = [each for each in chain.from_iterable(recorded_forwards(stage.forward_log)) if each == number]
     assert len(ran) == 1
     trial.note(times=EQUAL_JOBS, jobs=EQUAL_JOBS)
     stage.close()

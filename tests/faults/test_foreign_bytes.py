@@ -32,7 +32,7 @@ _FIXED = 8
 
 
 class Forge:
-    """Bytes that nobody should take for a job of `stage`'s model."""
+    """Bytes that no worker may take for a job of `stage`'s model."""
 
     def __init__(self, stage: Stage, seed: int) -> None:
         self._model = stage.model
@@ -124,7 +124,7 @@ def _body_at(sealed: bytes) -> int:
 def stage(open_stage: OpenStage) -> Stage:
     """One worker that asks for signatures."""
     stage = open_stage()
-    stage.employ(PENSTOCK_SIGNING_KEYS=_KEYS)
+    stage.start_worker(PENSTOCK_SIGNING_KEYS=_KEYS)
     return stage
 
 
@@ -139,13 +139,13 @@ def _quarantined(stage: Stage) -> float:
 def test_foreign_bytes_are_quarantined_and_counted(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Each goes to the dead letters with its bytes and is counted; the worker lives and does the next job at once."""
     forge = Forge(stage, seed)
-    load = start_load(stage.server, stage.ledger, signing_keys=_KEYS)
+    load = start_load(stage.server, stage.forward_log, signing_keys=_KEYS)
     queue, dead = stream_key(stage.model, Priority.NORMAL), dead_key(stage.model)
     process = stage.workers[0].pid
     order = list(FORGERIES)
     random.Random(seed).shuffle(order)
     load.publish(1)
-    load.await_all(5)
+    load.await_all(30)
     times = 0
     with stage.server.client() as client:
         for make in order:
@@ -170,14 +170,14 @@ def test_foreign_bytes_are_quarantined_and_counted(seed: int, stage: Stage, star
             trial.recovered(fastest_s, within=GOOD_JOB_S)
     assert stage.workers[0].is_running
     assert stage.workers[0].pid == process
-    trial.judge(load.history(), times=times)
+    trial.check(load.history(), times=times)
     load.check_answers()
 
 
 @pytest.mark.parametrize("seed", seeds())
 def test_replayed_jobs_have_no_second_effect(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
-    """Signed bytes that were seen before, once their job has ended: its result stays, and nobody is told again."""
-    load = start_load(stage.server, stage.ledger, signing_keys=_KEYS)
+    """Signed bytes that were seen before, once their job has ended: its result stays, and no client is told again."""
+    load = start_load(stage.server, stage.forward_log, signing_keys=_KEYS)
     queue = stream_key(stage.model, Priority.NORMAL)
     with stage.server.client() as client:
         stage.workers[0].freeze()
@@ -191,6 +191,6 @@ def test_replayed_jobs_have_no_second_effect(seed: int, stage: Stage, start_load
             client.xadd(queue, {"e": sealed})
         wait_until(lambda: not client.xlen(queue), 10, "the replays are dealt with")
         assert client.xpending(queue, GROUP)["pending"] == 0
-    findings = trial.judge(load.history(), times=20)
+    findings = trial.check(load.history(), times=20)
     assert len(findings.re_executed) <= 20
     load.check_answers()

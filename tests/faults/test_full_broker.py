@@ -1,4 +1,4 @@
-"""F12: somebody else fills the broker up to its maxmemory, and it refuses to write."""
+"""F12: another program fills the broker up to its maxmemory, and it refuses to write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOM = 4 * 1024 * 1024
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers, each of which does 320 jobs a second."""
     stage = open_stage(forward_s=0.05)
-    stage.staff(2)
+    stage.start_workers(2)
     return stage
 
 
@@ -33,21 +33,21 @@ def _fill(server: RedisServer) -> None:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", client.info("memory")["used_memory"] + _ROOM)
         # Not a long value: the server counts what it receives before it asks whether there is room.
-        client.setrange("somebody-elses", 8 * _ROOM, b"end")
+        client.setrange("foreign", 8 * _ROOM, b"end")
         with pytest.raises(redis.exceptions.OutOfMemoryError):
             client.set("one-more", "byte")
 
 
 def _relieve(server: RedisServer) -> None:
     with server.client() as client:
-        client.delete("somebody-elses")
+        client.delete("foreign")
 
 
 @pytest.mark.parametrize("seed", seeds())
 def test_full_broker_refuses_and_loses_nothing(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Submits are refused without effect, workers live on, and 2 s after the relief they finish what waited."""
-    waiting = start_load(stage.server, stage.ledger)
-    refused = start_load(stage.server, stage.ledger, timeout_s=1)
+    waiting = start_load(stage.server, stage.forward_log)
+    refused = start_load(stage.server, stage.forward_log, timeout_s=1)
     refused.publish(1)
     processes = [worker.pid for worker in stage.workers]
     waiting.publish_at_once(BACKLOG + seed)
@@ -62,9 +62,9 @@ def test_full_broker_refuses_and_loses_nothing(seed: int, stage: Stage, start_lo
     trial.recovered(waiting.await_progress(30), within=RESUME_S)
     assert [worker.pid for worker in stage.workers if worker.is_running] == processes
     histories = waiting.history(60), refused.history(60)
-    findings = trial.judge(*histories)
+    findings = trial.check(*histories)
     assert refused.accepted == accepted
-    assert refused.refused, "nobody was told to come back later"
+    assert refused.refused, "no job was refused"
     assert findings.recovered == frozenset()
     waiting.check_answers()
     wait_until(lambda: all(worker.report().get("ready") for worker in stage.workers), 5, "the workers are ready")

@@ -52,7 +52,7 @@ def _answered_without_a_forward(history: History) -> None:
 
 
 def test_sound_history_has_no_violation():
-    """A second forward and an acceptance that nobody heard of are allowed, and are told apart."""
+    """A second forward and an acceptance that no client heard of are allowed, and are told apart."""
     findings = check(_sound())
     assert findings.violations == {}
     assert findings.re_executed == {2.0}

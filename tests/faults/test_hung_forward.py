@@ -41,15 +41,15 @@ def test_hung_forward_is_killed_and_its_neighbours_succeed(
     """The process is gone a second after the limit; the job is tried again, then dead; the others are answered."""
     how = [*HANGING][seed % len(HANGING)]
     stage = open_stage(model="sluggish")
-    package = write_poisonable(stage.models_root, stage.ledger, stage.model, HANGING[how])
+    package = write_poisonable(stage.models_root, stage.forward_log, stage.model, HANGING[how])
     with (package / "model.yaml").open("a") as spec:
         spec.write(f"timeout_s: {LIMIT_S}\n")
-    stage.employ(is_supervised=True, PENSTOCK_INFERENCE_QUEUE_MAX_CRASHES=str(CRASHES))
-    load = start_load(stage.server, stage.ledger, stage.model)
+    stage.start_worker(is_supervised=True, PENSTOCK_INFERENCE_QUEUE_MAX_CRASHES=str(CRASHES))
+    load = start_load(stage.server, stage.forward_log, stage.model)
     poison, place = -1000.0 - seed, random.Random(f"{seed} {how}").randrange(BATCH)
 
     def hanging() -> list[int]:
-        notes = [json.loads(line) for line in stage.ledger.read_text().splitlines()]
+        notes = [json.loads(line) for line in stage.forward_log.read_text().splitlines()]
         return [note["pid"] for note in notes if poison in note["rows"]]
 
     load.publish(place)
@@ -65,7 +65,7 @@ def test_hung_forward_is_killed_and_its_neighbours_succeed(
     assert len(hanging()) == CRASHES
     with pytest.raises(DeadLettered, match=f"Poison: {CRASHES} worker processes died, or hung"):
         handle.result(5)
-    trial.judge(load.history(), times=CRASHES)
+    trial.check(load.history(), times=CRASHES)
     load.check_answers(without=poison)
     with stage.server.client() as client:
         assert client.xlen(dead_key(stage.model)) == 1

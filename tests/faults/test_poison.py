@@ -28,13 +28,13 @@ def test_poison_ends_in_the_dead_letters_and_harms_nobody(
     seed: int, open_stage: OpenStage, start_load: StartLoad, trial: Trial
 ):
     """The 15 others succeed, once each; the poison is a dead letter with reason and bytes after three crashes."""
-    deed = [*DEADLY][seed % len(DEADLY)]
+    fault = [*DEADLY][seed % len(DEADLY)]
     stage = open_stage(model="fragile")
-    package = load_package(write_poisonable(stage.models_root, stage.ledger, stage.model, DEADLY[deed]))
+    package = load_package(write_poisonable(stage.models_root, stage.forward_log, stage.model, DEADLY[fault]))
     # Known before anybody serves it, so that the first batch is a full one.
     with closing(RedisStreams.from_url(stage.server.url)) as broker:
         broker.put_spec(stage.model, package.spec.to_json())
-    load = start_load(stage.server, stage.ledger, stage.model)
+    load = start_load(stage.server, stage.forward_log, stage.model)
     poison, place = -1000.0 - seed, random.Random(seed).randrange(BATCH)
     load.publish(place)
     handle = load.submit(poison)
@@ -42,21 +42,21 @@ def test_poison_ends_in_the_dead_letters_and_harms_nobody(
     load.publish(BATCH - 1 - place)
     with stage.server.client() as client:
         _, fields = client.xrange(stream_key(stage.model, Priority.NORMAL))[place]
-        worker = stage.employ(is_supervised=True, wait=False)
+        worker = stage.start_worker(is_supervised=True, wait=False)
         trial.recovered(load.await_all(2 * WITHIN_S), within=WITHIN_S)
         ((_, letter),) = client.xrange(dead_key(stage.model))
     assert letter[b"e"] == fields[b"e"]
     with pytest.raises(DeadLettered, match=rf"Poison: {CRASHES} worker processes died"):
         handle.result(5)
-    findings = trial.judge(load.history(), times=CRASHES)
+    findings = trial.check(load.history(), times=CRASHES)
     load.check_answers(without=poison)
-    forwards = recorded_forwards(stage.ledger)
+    forwards = recorded_forwards(stage.forward_log)
     assert [rows for rows in forwards if poison in rows][1:] == [[poison]] * (CRASHES - 1), "a suspect had company"
     assert max(map(len, forwards)) == BATCH
     assert len(findings.re_executed - {poison}) <= BATCH - 1
     wait_until(worker.is_ready, 30, "the supervisor has a worker again")
-    later = start_load(stage.server, stage.ledger, stage.model)
+    later = start_load(stage.server, stage.forward_log, stage.model)
     later.publish(BATCH)
-    trial.judge(later.history(), times=0)
+    trial.check(later.history(), times=0)
     later.check_answers()
     stage.close()

@@ -64,7 +64,7 @@ def test_racing_operators_leave_one_version_in_production(seed: int, own_url: st
 
 
 def _promote_another(client: ModelRegistryClient) -> None:
-    """Whoever comes after the killed ones finds no lock in the way."""
+    """An operator that comes after the killed ones finds no lock in the way."""
     stages = [version.stage for version in client.versions(MODEL)]
     assert stages.count(ModelStage.PRODUCTION) == 1
     current = client.find(MODEL)
@@ -75,7 +75,7 @@ def _promote_another(client: ModelRegistryClient) -> None:
 
 
 def test_race_that_is_broken_off_leaves_no_operator(tmp_path: Path):
-    """Whatever ends a race early, a test's time-out or Ctrl-C, ends its operators, too."""
+    """A test's time-out or Ctrl-C that ends a race early ends its operators, too."""
     operators: list[int] = []
 
     def break_off(pids: list[int]) -> None:
@@ -89,14 +89,14 @@ def test_race_that_is_broken_off_leaves_no_operator(tmp_path: Path):
 
 
 def _is_alive(pid: int) -> bool:
-    # One that was killed and that nobody has waited for is a zombie, and no longer alive.
+    # A killed process that was not waited for is a zombie, and no longer alive.
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 def test_history_with_two_or_none_in_production_is_noticed(tmp_path: Path):
-    """The judge itself: a step that forgets whom it replaced, and one that leaves nobody, are counted."""
+    """The checker itself: a step that forgets its predecessor, and one that leaves no version, are counted."""
     client = stock(f"sqlite:///{tmp_path}/registry.db", tmp_path / "models")
     client.promote(MODEL, "2", ModelStage.PRODUCTION)
     sound = client.history(MODEL)

@@ -26,7 +26,7 @@ RESUME_S = 4.0
 def stage(open_stage: OpenStage) -> Stage:
     """Three workers, of which any one is killed and started again."""
     stage = open_stage(forward_s=FORWARD_S)
-    stage.staff(3)
+    stage.start_workers(3)
     return stage
 
 
@@ -34,7 +34,7 @@ def stage(open_stage: OpenStage) -> Stage:
 def test_random_kills_lose_and_double_nothing(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Every job ends once and in no dead letter, and no kill makes more than a batch run again."""
     chance = random.Random(seed)
-    load = start_load(stage.server, stage.ledger)
+    load = start_load(stage.server, stage.forward_log)
     slowest = 0.0
     with load.running(burst=2 * BATCH, pause_s=0.12):
         for _ in range(KILLS):
@@ -45,7 +45,7 @@ def test_random_kills_lose_and_double_nothing(seed: int, stage: Stage, start_loa
             slowest = max(slowest, load.await_progress(20))
         wait_until(lambda: load.accepted >= JOBS, 60, "all jobs are published")
     trial.recovered(slowest, within=RESUME_S)
-    findings = trial.judge(load.history(), times=KILLS)
+    findings = trial.check(load.history(), times=KILLS)
     assert len(findings.re_executed) <= KILLS * BATCH
     assert findings.recovered == frozenset()
     load.check_answers()

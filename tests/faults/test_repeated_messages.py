@@ -19,14 +19,14 @@ JOBS = 200
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers, so that copies of a job run at the same time."""
     stage = open_stage(forward_s=0.005)
-    stage.staff(2)
+    stage.start_workers(2)
     return stage
 
 
 @pytest.mark.parametrize("seed", seeds(ways=2))
 def test_message_delivered_three_times_has_one_effect(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Three entries with the same sealed bytes for every job, shuffled: one result each, told once, and all ends."""
-    load = start_load(stage.server, stage.ledger)
+    load = start_load(stage.server, stage.forward_log)
     queue = stream_key(stage.model, Priority.NORMAL)
     for worker in stage.workers:
         worker.freeze()
@@ -41,7 +41,7 @@ def test_message_delivered_three_times_has_one_effect(seed: int, stage: Stage, s
     finally:
         for worker in stage.workers:
             worker.thaw()
-    findings = trial.judge(load.history(), times=3 * JOBS)
+    findings = trial.check(load.history(), times=3 * JOBS)
     assert findings.re_executed, "no copy ever ran"
     load.check_answers()
     with stage.server.client() as client:
@@ -52,7 +52,7 @@ def test_message_delivered_three_times_has_one_effect(seed: int, stage: Stage, s
 @pytest.mark.parametrize("seed", seeds(ways=2))
 def test_submit_repeated_by_three_clients_is_one_job(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """The same idempotency keys from three connections at once, each in its own order: one job per key."""
-    keeper = start_load(stage.server, stage.ledger)
+    keeper = start_load(stage.server, stage.forward_log)
     numbers = [2_000_000.0 + seed * 1000 + each for each in range(JOBS // 2)]
     ids: list[dict[float, str]] = [{}, {}, {}]
     threads = [
@@ -65,7 +65,7 @@ def test_submit_repeated_by_three_clients_is_one_job(seed: int, stage: Stage, st
         thread.join(30)
     assert ids[0] == ids[1] == ids[2]
     assert len(set(ids[0].values())) == len(numbers)
-    findings = trial.judge(keeper.history(), times=3 * len(numbers))
+    findings = trial.check(keeper.history(), times=3 * len(numbers))
     assert findings.re_executed == frozenset()
 
 

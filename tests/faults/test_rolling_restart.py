@@ -29,7 +29,7 @@ STEADY_S = 1.5
 def stage(open_stage: OpenStage) -> Stage:
     """Two workers whose capacity is known."""
     stage = open_stage(forward_s=FORWARD_S, max_batch_size=MAX_BATCH)
-    stage.staff(2)
+    stage.start_workers(2)
     return stage
 
 
@@ -69,14 +69,14 @@ def _restart(worker: WorkerProcess) -> None:
 @pytest.mark.parametrize("seed", seeds())
 def test_rolling_restart_fails_no_job(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Nothing is lost, fails or runs twice, and p99 stays within twice the steady one and a lease."""
-    before = start_load(stage.server, stage.ledger)
+    before = start_load(stage.server, stage.forward_log)
     with _steadily(before):
         let_pass(STEADY_S)
-    meanwhile = start_load(stage.server, stage.ledger)
+    meanwhile = start_load(stage.server, stage.forward_log)
     with _steadily(meanwhile):
         for worker in stage.workers:
             _restart(worker)
-    findings = trial.judge(before.history(), meanwhile.history(), times=len(stage.workers))
+    findings = trial.check(before.history(), meanwhile.history(), times=len(stage.workers))
     assert findings.re_executed == frozenset()
     assert {result.attempt for result in meanwhile.results.values()} == {1}
     assert meanwhile.accepted == len(meanwhile.results)

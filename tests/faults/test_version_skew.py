@@ -28,7 +28,7 @@ _LIMITS = Limits(1000, 0, 60_000)
 def stage(open_stage: OpenStage) -> Stage:
     """One worker of this release."""
     stage = open_stage()
-    stage.employ()
+    stage.start_worker()
     return stage
 
 
@@ -60,9 +60,9 @@ def test_job_of_another_release_is_kept_and_its_client_told(
     assert letter[b"e"] == published.sealed
     assert reason in letter[b"reason"].decode()
     broker.close()
-    load = start_load(stage.server, stage.ledger)
+    load = start_load(stage.server, stage.forward_log)
     load.publish(10)
-    trial.judge(load.history())
+    trial.check(load.history())
 
 
 @pytest.mark.parametrize("skew", [-1, 1])

@@ -24,20 +24,20 @@ LEASE_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def forward_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the recorder model notes its forwards; its package lies beside it."""
     folder = tmp_path_factory.mktemp("recorder")
-    write_recorder(folder / "models", folder / "ledger")
-    return folder / "ledger"
+    write_recorder(folder / "models", folder / "forward_log")
+    return folder / "forward_log"
 
 
 @pytest.fixture(scope="module")
 def survivor(
-    ledger: Path, tmp_path_factory: pytest.TempPathFactory, shared_redis: RedisServer
+    forward_log: Path, tmp_path_factory: pytest.TempPathFactory, shared_redis: RedisServer
 ) -> Iterator[WorkerProcess]:
     """A sound worker beside the one that freezes."""
     worker = WorkerProcess(
-        shared_redis, ledger.parent / "models", tmp_path_factory.mktemp("survivor"), name="beside@test"
+        shared_redis, forward_log.parent / "models", tmp_path_factory.mktemp("survivor"), name="beside@test"
     )
     yield worker.start()
     worker.stop()
@@ -66,15 +66,15 @@ def _fenced(worker: WorkerProcess) -> float:
 def test_jobs_handed_to_a_frozen_worker_survive_its_death(
     seed: int,
     shared_redis: RedisServer,
-    ledger: Path,
+    forward_log: Path,
     survivor: WorkerProcess,
     start_worker,
     start_load: StartLoad,
     trial: Trial,
 ):
     """Jobs published after the freeze, some of them handed to the frozen worker, all end once after kill -9."""
-    worker = start_worker(shared_redis, ledger.parent / "models")
-    load = start_load(shared_redis, ledger)
+    worker = start_worker(shared_redis, forward_log.parent / "models")
+    load = start_load(shared_redis, forward_log)
 
     frozen_ms = 0.0
 
@@ -92,7 +92,7 @@ def test_jobs_handed_to_a_frozen_worker_survive_its_death(
 
     wait_until(is_handed_jobs_while_frozen, 20, "the frozen worker is handed a job")
     worker.kill()
-    trial.judge(load.history())
+    trial.check(load.history())
     trial.recovered(_redelivered_s(load, frozen_ms), within=LEASE_S + 1)
     load.check_answers()
 
@@ -103,15 +103,15 @@ def test_results_after_a_lapsed_lease_are_discarded(
     seed: int,
     point,
     shared_redis: RedisServer,
-    ledger: Path,
+    forward_log: Path,
     survivor: WorkerProcess,
     start_failing: StartFailing,
     start_load: StartLoad,
     trial: Trial,
 ):
     """A worker that slept past its lease and goes on changes nothing with its late results, and serves again."""
-    worker = start_failing(shared_redis, ledger.parent / "models", how="stop", point=point, nth=seed)
-    load = start_load(shared_redis, ledger)
+    worker = start_failing(shared_redis, forward_log.parent / "models", how="stop", point=point, nth=seed)
+    load = start_load(shared_redis, forward_log)
     with load.running():
         wait_until(lambda: "T (stopped)" in Path(f"/proc/{worker.pid}/status").read_text(), 20, "the worker freezes")
         frozen_ms = time.time() * 1000
@@ -125,11 +125,11 @@ def test_results_after_a_lapsed_lease_are_discarded(
         assert [line for line in worker.logs() if line["msg"] == "a late commit was discarded"]
     survivor.freeze()
     try:
-        later = start_load(shared_redis, ledger)
+        later = start_load(shared_redis, forward_log)
         later.publish(8)
         assert check(later.history()).violations == {}
         assert {result.worker for result in later.results.values()} == {worker.name}
     finally:
         survivor.thaw()
-    trial.judge(load.history())
+    trial.check(load.history())
     load.check_answers()

@@ -24,7 +24,7 @@ class Fleet(NamedTuple):
 
     server: RedisServer
     worker: WorkerProcess
-    ledger: Path
+    forward_log: Path
     """Of `recorder` and `slow`."""
 
 
@@ -32,10 +32,10 @@ class Fleet(NamedTuple):
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A server of its own: tests/conftest's shared one sees workers come and go."""
     folder = tmp_path_factory.mktemp("fleet")
-    root, ledger = folder / "models", folder / "ledger"
+    root, forward_log = folder / "models", folder / "forward_log"
     write_double(root)
-    write_recorder(root, ledger)
-    write_recorder(root, ledger, "slow", forward_s=0.2)
+    write_recorder(root, forward_log)
+    write_recorder(root, forward_log, "slow", forward_s=0.2)
     write_sleeper(root, "napper", forward_s=0.2, max_batch_size=1)
     write_raiser(root)
     shutil.copytree(ROOT / "models" / "counter", root / "counter")
@@ -43,7 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     server = RedisServer(binary).start()
     worker = WorkerProcess(server, root, folder, name="fleet@test")
     try:
-        yield Fleet(server, worker.start(), ledger)
+        yield Fleet(server, worker.start(), forward_log)
     finally:
         worker.stop()
         server.stop()

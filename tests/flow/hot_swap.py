@@ -22,7 +22,7 @@ from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.queues import job_time_ms
 from tests.packages import write_package
 
-__all__ = ["Answer", "SwapLoad", "SwapReport", "judge", "release", "write_multiplier"]
+__all__ = ["Answer", "SwapLoad", "SwapReport", "check", "release", "write_multiplier"]
 
 _ASKED_AT_ONCE = 500
 
@@ -97,7 +97,7 @@ class SwapLoad:
                 job = await client.submit(self._model, {"x": [[number, 0, 0, 0]]})
                 value = float((await job.result(30))["y"][0, 0])
             except Exception as error:
-                # Whatever it was, it is what must not happen.
+                # Every error is one that must not happen.
                 self.failures.append(f"{type(error).__name__}: {error}")
                 continue
             self.answers.append(Answer(job.id, published, time.time(), round(value / number)))
@@ -115,7 +115,7 @@ class SwapReport(NamedTuple):
     pause_s: float
 
 
-def judge(url: str, load: SwapLoad, rollouts: Sequence[Rollout]) -> SwapReport:
+def check(url: str, load: SwapLoad, rollouts: Sequence[Rollout]) -> SwapReport:
     """Compares every answer with the record of its job, and with the decisions that stood when it was claimed."""
     answers = sorted(load.answers, key=lambda answer: answer.answered)
     contents = {rollout.transition.version: rollout.transition.content_hash for rollout in rollouts}
@@ -134,7 +134,7 @@ def _allowed(answer: Answer, queue_ms: float, rollouts: Sequence[Rollout]) -> se
     """The versions that stood at some moment between the job's claim and its answer."""
     # Not later than the claim: a job is accepted a little after it got its id.
     claimed = ((job_time_ms(answer.job_id) or 0) + queue_ms) / 1000
-    flips = [(each.flipped_at or 0.0, each.seconds, int(each.transition.version)) for each in rollouts]
+    flips = [(each.activated_at or 0.0, each.seconds, int(each.transition.version)) for each in rollouts]
     stood = [version for flipped, _, version in flips if flipped < claimed]
     came = [version for flipped, took_s, version in flips if flipped >= claimed and flipped - took_s < answer.answered]
     return {*stood[-1:], *came}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,9 +25,9 @@ def _answers(jobs: Sequence[JobHandle]) -> list[float]:
     return [float(job.result(30)["y"][0, 0]) for job in jobs]
 
 
-def _forwards(ledger: Path, first: float = 1) -> list[list[float]]:
+def _forwards(forward_log: Path, first: float = 1) -> list[list[float]]:
     """What the model saw, warm-up left out."""
-    return [rows for rows in recorded_forwards(ledger) if rows[0] >= first]
+    return [rows for rows in recorded_forwards(forward_log) if rows[0] >= first]
 
 
 def _flood(client: Client, worker: WorkerProcess, model: str, count: int, first: int = 1) -> list[JobHandle]:
@@ -46,7 +44,7 @@ def test_many_jobs_become_few_forwards(client: Client, fleet: Fleet):
     before = Samples(fleet.worker)
     jobs = _flood(client, fleet.worker, "recorder", 160, first=50_001)
     assert _answers(jobs) == [2 * (50_001 + number) for number in range(160)]
-    forwards = [rows for rows in _forwards(fleet.ledger) if 50_001 <= rows[0] <= 50_160]
+    forwards = [rows for rows in _forwards(fleet.forward_log) if 50_001 <= rows[0] <= 50_160]
     assert sum(map(len, forwards)) == 160
     assert max(map(len, forwards)) == 16
     assert len(forwards) <= 20
@@ -55,19 +53,19 @@ def test_many_jobs_become_few_forwards(client: Client, fleet: Fleet):
         assert after.total(sample, model="recorder") - before.total(sample, model="recorder") == count
 
 
-def test_batches_multiply_throughput(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """A forward of fixed cost: batches of 16 finish the same jobs at least six times as fast as one by one."""
-    write_sleeper(models_root, "batched", forward_s=0.01, max_batch_size=16)
-    write_sleeper(models_root, "one-by-one", forward_s=0.01, max_batch_size=1)
+def test_batches_save_forwards(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
+    """A forward of fixed cost: with batches of 16 the same jobs need at most a sixth of the forwards."""
+    limits = {"one-by-one": 1, "batched": 16}
+    for model, limit in limits.items():
+        write_sleeper(models_root, model, forward_s=0.01, max_batch_size=limit)
     worker = start_worker(shared_redis, models_root)
-    seconds = {}
     with Client(shared_redis.url) as client:
-        for model in ("one-by-one", "batched"):
-            jobs = _flood(client, worker, model, 128)
-            begun = time.monotonic()
-            _answers(jobs)
-            seconds[model] = time.monotonic() - begun
-    assert seconds["one-by-one"] / seconds["batched"] > 6
+        for model in limits:
+            _answers(_flood(client, worker, model, 128))
+    samples = Samples(worker)
+    forwards = {model: samples.total("infer_batch_size_count", model=model) for model in limits}
+    assert forwards["one-by-one"] == 128
+    assert forwards["batched"] <= 128 / 6
 
 
 def test_each_model_has_limits_of_its_own(shared_redis: RedisServer, models_root: Path, tmp_path: Path, start_worker):
@@ -98,15 +96,15 @@ def test_without_batching_every_forward_has_one_row(
     switch: str, shared_redis: RedisServer, models_root: Path, tmp_path: Path, start_worker: StartWorker
 ):
     """Switched off, alone or with everything else: one row a forward, also for jobs of several rows; same answers."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, "unbatched")
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, "unbatched")
     worker = start_worker(shared_redis, models_root, environment={switch: "false"})
     with Client(shared_redis.url) as client:
         jobs = _flood(client, worker, "unbatched", 40)
         wide = client.submit("unbatched", _rows([101, 102, 103]))
         assert _answers(jobs) == [2 * (1 + number) for number in range(40)]
         np.testing.assert_array_equal(wide.result(10)["y"], _rows([202, 204, 206])["x"])
-    assert sorted(_forwards(ledger)) == [[float(number)] for number in (*range(1, 41), 101, 102, 103)]
+    assert sorted(_forwards(forward_log)) == [[float(number)] for number in (*range(1, 41), 101, 102, 103)]
 
 
 def test_the_model_runs_as_it_was_built(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
@@ -136,7 +134,7 @@ def test_the_model_runs_as_it_was_built(shared_redis: RedisServer, models_root: 
 
 
 def test_worker_holds_no_more_than_its_limit(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """max_queue_depth bounds the jobs claimed by one worker at any moment, whatever waits."""
+    """max_queue_depth bounds the jobs claimed by one worker at any moment, however many wait."""
     write_sleeper(models_root, "bounded", forward_s=0.01, max_batch_size=16)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_QUEUE_DEPTH": "8"})
     held = []
@@ -152,39 +150,33 @@ def test_worker_holds_no_more_than_its_limit(shared_redis: RedisServer, models_r
 
 
 def test_lone_request_is_not_kept_waiting(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):
-    """An idle worker answers at once, however long a job may wait for company (5 s here)."""
+    """An idle worker answers without waiting for company, which a job may wait for longer than this test runs."""
     write_sleeper(models_root, "lone", forward_s=0.0)
-    worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS": "5000"})
-    seconds = []
+    start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS": "600000"})
     with Client(shared_redis.url) as client:
         for number in range(20):
-            begun = time.monotonic()
-            assert client.submit("lone", _rows([number])).result(10)["y"][0, 0] == 2 * number
-            seconds.append(time.monotonic() - begun)
-    assert statistics.median(seconds) < 0.05
-    assert max(seconds) < 1
-    assert snapshot(worker, "lone")["latency_ms"]["batch"]["p50"] < 50
+            assert client.submit("lone", _rows([number])).result(30)["y"][0, 0] == 2 * number
 
 
 def test_concurrency_of_a_model_is_its_limit(
     shared_redis: RedisServer, models_root: Path, tmp_path: Path, start_worker: StartWorker
 ):
     """A model with concurrency 2 has two forwards at work under load, and never three."""
-    ledger = tmp_path / "ledger"
+    forward_log = tmp_path / "forward_log"
     package = write_package(
         models_root,
         "pair",
         f"""
         import json, os, threading, time
 
-        ledger = os.open({str(ledger)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        forward_log = os.open({str(forward_log)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         running, lock = [], threading.Lock()
 
         def build():
             def forward(inputs):
                 with lock:
                     running.append(1)
-                    os.write(ledger, (json.dumps(len(running)) + "\\n").encode())
+                    os.write(forward_log, (json.dumps(len(running)) + "\\n").encode())
                 time.sleep(0.02)
                 with lock:
                     running.pop()
@@ -198,7 +190,7 @@ def test_concurrency_of_a_model_is_its_limit(
     worker = start_worker(shared_redis, models_root)
     with Client(shared_redis.url) as client:
         assert len(_answers(_flood(client, worker, "pair", 40))) == 40
-    assert max(json.loads(line) for line in ledger.read_text().splitlines()) == 2
+    assert max(json.loads(line) for line in forward_log.read_text().splitlines()) == 2
 
 
 def test_equal_jobs_of_a_tenant_share_one_forward(client: Client, fleet: Fleet):
@@ -212,7 +204,7 @@ def test_equal_jobs_of_a_tenant_share_one_forward(client: Client, fleet: Fleet):
         fleet.worker.thaw()
     assert _answers(jobs) == [120_000] * 24
     assert len({job.id for job in jobs}) == 24
-    assert [number for rows in _forwards(fleet.ledger) for number in rows].count(60_000) == 2
+    assert [number for rows in _forwards(fleet.forward_log) for number in rows].count(60_000) == 2
     after = Samples(fleet.worker)
     assert after.total("penstock_single_flight_total") - before.total("penstock_single_flight_total") == 22
     # A forward has no more jobs than the model's limit, however many it answers.

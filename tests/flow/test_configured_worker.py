@@ -51,7 +51,7 @@ def test_settings_of_the_folder_reach_the_worker(
     worker = WorkerProcess(shared_redis, models_root, folder, name="configured@test", environment=environment)
     try:
         worker.start()
-        inspect = remote.control.inspect([worker.name], timeout=1, limit=1)
+        inspect = remote.control.inspect([worker.name], timeout=20, limit=1)
         conf = wait_until(inspect.conf, 20, "the worker answers")[worker.name]
     finally:
         worker.stop()

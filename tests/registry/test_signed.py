@@ -25,7 +25,7 @@ def keys(key: OperatorKey) -> PublicKeys:
 
 
 def test_signed_record_opens(key: OperatorKey, keys: PublicKeys):
-    """The payload comes back byte for byte, with and without somebody who checks."""
+    """The payload comes back byte for byte, with and without a verifier."""
     sealed = seal_record(PAYLOAD, key.sign, "active minilm")
     assert sealed.startswith(f"{key.key_id}:".encode())
     assert open_record(sealed, keys.verify, "active minilm") == PAYLOAD
@@ -55,7 +55,7 @@ def test_record_of_another_place_is_refused(key: OperatorKey, keys: PublicKeys):
     """What was signed for one model does not verify for another, nor without a context."""
     sealed = seal_record(PAYLOAD, key.sign, "active minilm")
     for context in ("active other", "", "active minilm\n"):
-        with pytest.raises(BadSignature, match="does not hold"):
+        with pytest.raises(BadSignature, match="is wrong"):
             open_record(sealed, keys.verify, context)
 
 

@@ -1,4 +1,4 @@
-"""Finding the embedded stack of a home, and being the only one there."""
+"""The file of a home's embedded stack, and the lock that keeps it the only one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.servers import ROOT, wait_until
 
 KEYS = "local:" + "QUFB" * 11
 HOLDER = (
-    "import sys, time; from pathlib import Path; from penstock.registry import local_stack\n"
+    "import sys, time; from pathlib import Path; from penstock.registry import stack_file\n"
     "with stack_file.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
 )
 
@@ -38,7 +38,7 @@ def holder(home: Path) -> subprocess.Popen[bytes]:
 
 
 def test_a_running_stack_is_found(tmp_path):
-    """What the stack wrote is read back by others of the same user, and gone when it withdraws it."""
+    """Other processes of the same user read the file until the stack removes it."""
     assert stack_file.read(tmp_path) is None
     with stack_file.hold(tmp_path):
         stack = running(tmp_path)
@@ -55,15 +55,15 @@ def test_a_home_that_was_never_used_has_no_stack(tmp_path):
 
 
 def test_only_this_user_can_read_it(tmp_path):
-    """The file names a password's place and Flower's password: mode 0600; and its repr shows no password."""
+    """The file holds secrets: its mode is 0600, and the repr of its content shows no password."""
     with stack_file.hold(tmp_path):
         stack_file.write(tmp_path, running(tmp_path))
         assert (tmp_path / "stack.json").stat().st_mode & 0o777 == 0o600
     assert "secret" not in repr(running(tmp_path))
 
 
-def test_a_killed_stack_is_not_believed(tmp_path):
-    """A file that a killed stack left behind leads nobody to a socket that is gone."""
+def test_the_file_of_a_killed_stack_is_ignored(tmp_path):
+    """No client connects to the socket of a stack that was killed."""
     process = holder(tmp_path)
     stack_file.write(tmp_path, running(tmp_path))
     assert stack_file.read(tmp_path) is not None
@@ -85,12 +85,12 @@ def test_second_stack_on_a_home_is_refused(tmp_path):
 
 
 def test_readers_do_not_keep_a_stack_from_starting(tmp_path):
-    """Somebody who looks just when a stack starts does not make it refuse."""
+    """A reader that holds the lock for a moment does not keep a stack from starting."""
     reader = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import sys; from pathlib import Path; from penstock.registry import local_stack\n"
+            "import sys; from pathlib import Path; from penstock.registry import stack_file\n"
             "print('reading', flush=True)\n"
             "while True: stack_file.read(Path(sys.argv[1]))",
             str(tmp_path),
@@ -129,5 +129,5 @@ def test_a_file_of_another_version_is_named(tmp_path):
     """A stack.json that cannot be understood is said to be that, not a traceback."""
     with stack_file.hold(tmp_path):
         (tmp_path / "stack.json").write_text('{"pid": 1, "carrier_pigeon": true}')
-        with pytest.raises(ConfigurationError, match=r"stack\.json that cannot be read"):
+        with pytest.raises(ConfigurationError, match=r"stack\.json .* cannot be read"):
             stack_file.read(tmp_path)

@@ -1,4 +1,4 @@
-"""A sample of what was served: bounded, even, and nobody's to choose who does not know its seed (AR-061)."""
+"""A sample of served jobs: bounded, even, and not to be chosen without its seed (AR-061)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's key: made once, private to its owner, and no signature of anybody else counts."""
+"""The operator's key: made once, private to its owner; signatures of other keys are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_key_survives_in_its_file(path: Path):
 
 
 def test_key_id_is_the_hash_of_the_public_key(path: Path):
-    """Anybody can compute the id from the public half."""
+    """The id follows from the public half."""
     key_id, _, encoded = OperatorKey.generate(path).public_text.partition(":")
     assert key_id == hashlib.sha256(base64.b64decode(encoded)).hexdigest()[:8]
 
@@ -76,7 +76,7 @@ def test_one_of_many_generators_wins(path: Path):
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610])
 def test_key_that_others_can_read_is_refused(path: Path, mode: int):
-    """A key is not used once anybody else may have it; the error shows no key and no folder."""
+    """A key that other users can read is refused; the error shows no key and no folder."""
     OperatorKey.generate(path)
     path.chmod(mode)
     with pytest.raises(ConfigurationError, match="mode 0600") as refused:

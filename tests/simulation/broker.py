@@ -34,7 +34,7 @@ from penstock.registry.envelope import Keyring, open_job
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import Priority
 from tests.simulation.plan import LEASE_S, Plan
-from tests.simulation.virtual_time import World
+from tests.simulation.virtual_time import Schedule
 
 __all__ = ["TTL_MS", "UNSIGNED", "Bystander", "Caller", "Entry", "Truth", "UnreliableEnd"]
 
@@ -70,15 +70,15 @@ class Caller(Protocol):
 class Bystander:
     """A process that lives through everything and holds no jobs: its calls may fail, and that is all."""
 
-    def __init__(self, world: World, label: str) -> None:
-        self.world = world
+    def __init__(self, schedule: Schedule, label: str) -> None:
+        self.schedule = schedule
         self.label = label
         self.cut_until = 0.0
         self.disturbed_at = 0.0
 
     def wait(self, delay: float) -> None:
         """See Caller.wait."""
-        self.world.elapse(delay)
+        self.schedule.elapse(delay)
 
     def holds(self, entry: Entry) -> bool:
         """See Caller.holds."""
@@ -96,9 +96,9 @@ class Truth:
     accepted_ms: dict[str, int] = field(default_factory=dict)
     """By job id: when it was accepted, as its entry has it."""
     accepted_at: dict[str, float] = field(default_factory=dict)
-    """By job id: when it was accepted, in the world's time."""
+    """By job id: when it was accepted, in virtual time."""
     withdrawn: dict[str, float] = field(default_factory=dict)
-    """By job id: when it was cancelled while nobody held it, in the world's time."""
+    """By job id: when it was cancelled while nobody held it, in virtual time."""
     crashes: Counter[str] = field(default_factory=Counter)
     """By job id: how often a process died, and not while it wound up, with the job on its model."""
     replayed: Counter[str] = field(default_factory=Counter)
@@ -110,17 +110,19 @@ class Truth:
     callers: dict[str, Caller] = field(default_factory=dict)
     """Workers by consumer."""
     answering: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
-    """By slot: since when, in the world's time, by which epoch, which version has answered."""
+    """By slot: since when, in virtual time, by which epoch, which version has answered."""
 
 
 class UnreliableEnd(MemoryBroker):
     """One process's end. The first end makes the broker; others are given it as `shared`."""
 
-    def __init__(self, world: World, plan: Plan, truth: Truth, caller: Caller, shared: UnreliableEnd | None) -> None:
-        super().__init__(world.broker_clock, result_ttl_ms=TTL_MS)
+    def __init__(
+        self, schedule: Schedule, plan: Plan, truth: Truth, caller: Caller, shared: UnreliableEnd | None
+    ) -> None:
+        super().__init__(schedule.broker_clock, result_ttl_ms=TTL_MS)
         if shared is not None:
             self._state, self._changed = shared._state, shared._changed
-        self.world = world
+        self.schedule = schedule
         self.truth = truth
         self._plan = plan
         self._caller = caller
@@ -133,27 +135,27 @@ class UnreliableEnd(MemoryBroker):
 
     def _call(self, name: str, serve: Callable[[], T], *, may_recur: bool = True) -> T:
         """One call, as the network lets it pass. `may_recur`: its effect may come twice, or after the caller left."""
-        world, caller = self.world, self._caller
-        is_down = world.now < world.down_until or world.now < caller.cut_until
-        is_bad = world.now < self._plan.until and bool(self._plan.loss or self._plan.delay)
-        if world.is_over or not (is_down or is_bad):
+        schedule, caller = self.schedule, self._caller
+        is_down = schedule.now < schedule.down_until or schedule.now < caller.cut_until
+        is_bad = schedule.now < self._plan.until and bool(self._plan.loss or self._plan.delay)
+        if schedule.is_over or not (is_down or is_bad):
             return serve()
         if is_down:
-            fate = "late" if may_recur and world.rng.random() < 0.2 else "refused"
-        elif world.rng.random() < self._plan.loss:
-            fate = world.rng.choice(_FAILURES if may_recur else _FAILURES[:4])
-            world.inject(f"call {fate}", f"{caller.label} {name}")
-        elif world.rng.random() < self._plan.delay:
-            world.injected["call slow"] += 1
-            caller.wait(world.rng.uniform(0.0, 0.02))
+            fate = "late" if may_recur and schedule.rng.random() < 0.2 else "refused"
+        elif schedule.rng.random() < self._plan.loss:
+            fate = schedule.rng.choice(_FAILURES if may_recur else _FAILURES[:4])
+            schedule.inject(f"call {fate}", f"{caller.label} {name}")
+        elif schedule.rng.random() < self._plan.delay:
+            schedule.injected["call slow"] += 1
+            caller.wait(schedule.rng.uniform(0.0, 0.02))
             served = serve()
-            caller.wait(world.rng.uniform(0.0, 0.02))
+            caller.wait(schedule.rng.uniform(0.0, 0.02))
             return served
         else:
             return serve()
-        if world.now >= world.down_until:
+        if schedule.now >= schedule.down_until:
             # A pause of the broker keeps everybody from renewing alike; anything else is this caller's own trouble.
-            caller.disturbed_at = world.now
+            caller.disturbed_at = schedule.now
         if fate == "repeated":
             serve()
             return serve()
@@ -161,8 +163,8 @@ class UnreliableEnd(MemoryBroker):
             serve()
         elif fate == "late":
             # A broker that wakes serves what lies in its sockets before anything else.
-            later = world.rng.choice((0.0, world.rng.uniform(0.0, 0.5)))
-            world.after(max(0.0, world.down_until - world.now) + later, lambda: _served(serve()))
+            later = schedule.rng.choice((0.0, schedule.rng.uniform(0.0, 0.5)))
+            schedule.after(max(0.0, schedule.down_until - schedule.now) + later, lambda: _served(serve()))
         raise BrokerUnavailable(f"{name}: {fate}")
 
     # Producers' end
@@ -176,14 +178,14 @@ class UnreliableEnd(MemoryBroker):
         receipts = super().publish(slot, jobs, limits)
         for receipt in receipts:
             self._note_acceptance(receipt.job_id)
-        self.world.note(f"publish {[(receipt.job_id[-4:], receipt.outcome) for receipt in receipts]}")
+        self.schedule.note(f"publish {[(receipt.job_id[-4:], receipt.outcome) for receipt in receipts]}")
         return receipts
 
     def _note_acceptance(self, job_id: str) -> None:
         record = self._state.records.get(job_id)
         if record is not None:
             self.truth.accepted_ms[job_id] = int(record.entry_id.partition(b"-")[0])
-            self.truth.accepted_at.setdefault(job_id, self.world.now)
+            self.truth.accepted_at.setdefault(job_id, self.schedule.now)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -193,8 +195,8 @@ class UnreliableEnd(MemoryBroker):
         """The broker's side of `cancel`."""
         outcome = super().cancel(job_id, tenant, sealed)
         if outcome is CancelOutcome.CANCELLED:
-            self.truth.withdrawn[job_id] = self.world.now
-        self.world.note(f"cancel {job_id[-4:]} {outcome.value}")
+            self.truth.withdrawn[job_id] = self.schedule.now
+        self.schedule.note(f"cancel {job_id[-4:]} {outcome.value}")
         return outcome
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
@@ -206,10 +208,10 @@ class UnreliableEnd(MemoryBroker):
         return self._call("job_records", lambda: super(UnreliableEnd, self).job_records(job_ids), may_recur=False)
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
-        """See Broker.activate."""
+        """See FleetEnd.activate."""
         history = self.truth.answering[slot]
         if epoch > history[-1][1]:
-            history.append((self.world.now, epoch, version))
+            history.append((self.schedule.now, epoch, version))
         return self.serve_activate(slot, epoch, record, version, spec)
 
     def serve_activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
@@ -223,7 +225,7 @@ class UnreliableEnd(MemoryBroker):
     ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
         if claims and self._caller.is_winding_up():
-            self.world.violate(f"claimed after its stop: {self._caller.label}")
+            self.schedule.violate(f"claimed after its stop: {self._caller.label}")
         return self._call("exchange", lambda: self.serve_exchange(consumer, commits, claims, result_ttl_ms))
 
     def serve_exchange(
@@ -234,9 +236,9 @@ class UnreliableEnd(MemoryBroker):
         self._check_order(claims, deliveries)
         if statuses:
             ended = [(commit.job_id[-4:], verdict.value) for commit, verdict in zip(commits, statuses, strict=True)]
-            self.world.note(f"commit {self._caller.label} {ended}")
+            self.schedule.note(f"commit {self._caller.label} {ended}")
         if deliveries:
-            self.world.note(f"claim {self._caller.label} {_shown(deliveries)}")
+            self.schedule.note(f"claim {self._caller.label} {_shown(deliveries)}")
         return statuses, deliveries
 
     def _check_order(self, claims: Sequence[Claim], deliveries: Sequence[Delivery]) -> None:
@@ -244,12 +246,12 @@ class UnreliableEnd(MemoryBroker):
         for wish in claims:
             least = max((each.priority for each in deliveries if each.slot == wish.slot), default=Priority.CRITICAL)
             if any(self._state.queue(wish.slot, band).waiting for band in Priority if band < least):
-                self.world.violate(f"claimed a less urgent job first: {self._caller.label} {_shown(deliveries)}")
+                self.schedule.violate(f"claimed a less urgent job first: {self._caller.label} {_shown(deliveries)}")
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""
         if self._caller.is_winding_up():
-            self.world.violate(f"claimed after its stop: {self._caller.label}")
+            self.schedule.violate(f"claimed after its stop: {self._caller.label}")
         self._call("arm", lambda: super(UnreliableEnd, self).arm(consumer, slots, count, block_ms), may_recur=False)
 
     def collect(self) -> list[Delivery]:
@@ -263,7 +265,7 @@ class UnreliableEnd(MemoryBroker):
     def _collected(self) -> list[Delivery]:
         deliveries = super().collect()
         if deliveries:
-            self.world.note(f"collect {self._caller.label} {_shown(deliveries)}")
+            self.schedule.note(f"collect {self._caller.label} {_shown(deliveries)}")
         return deliveries
 
     def drop_armed(self) -> None:
@@ -280,7 +282,7 @@ class UnreliableEnd(MemoryBroker):
         if renewal.lost or renewal.cancelled:
             lost = sorted(job.job_id[-4:] for job in renewal.lost)
             stopped = sorted(job_id[-4:] for job_id in renewal.cancelled)
-            self.world.note(f"renew {self._caller.label} lost {lost} cancelled {stopped}")
+            self.schedule.note(f"renew {self._caller.label} lost {lost} cancelled {stopped}")
         return renewal
 
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
@@ -306,7 +308,7 @@ class UnreliableEnd(MemoryBroker):
         }
         deliveries = self.hand_over(super().take_over(consumer, slot, lease_ms, count))
         if deliveries:
-            self.world.note(f"take over {self._caller.label} {_shown(deliveries)}")
+            self.schedule.note(f"take over {self._caller.label} {_shown(deliveries)}")
             for delivery in deliveries:
                 self._check_owner(delivery, owners)
         return deliveries
@@ -316,7 +318,9 @@ class UnreliableEnd(MemoryBroker):
         for delivery in deliveries:
             job_id = open_job(delivery.sealed, UNSIGNED)[0].id
             if delivery.crashes > self.truth.crashes[job_id]:
-                self.world.violate(f"counted {delivery.crashes} crashes of {self.truth.crashes[job_id]}: {job_id[-4:]}")
+                self.schedule.violate(
+                    f"counted {delivery.crashes} crashes of {self.truth.crashes[job_id]}: {job_id[-4:]}"
+                )
         return deliveries
 
     def _check_owner(self, delivery: Delivery, owners: Mapping[Entry, str]) -> None:
@@ -325,9 +329,9 @@ class UnreliableEnd(MemoryBroker):
         owner = self.truth.callers.get(owners.get(entry, ""))
         if owner is None or not owner.holds(entry):
             return
-        since = self.world.now - 2 * LEASE_S
-        if self.world.disturbed_at < since and owner.disturbed_at < since:
-            self.world.violate(f"taken from the living: {owner.label} by {self._caller.label} {_shown([delivery])}")
+        since = self.schedule.now - 2 * LEASE_S
+        if self.schedule.disturbed_at < since and owner.disturbed_at < since:
+            self.schedule.violate(f"taken from the living: {owner.label} by {self._caller.label} {_shown([delivery])}")
 
     def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
         """See WorkerEnd.release."""
@@ -349,17 +353,17 @@ class UnreliableEnd(MemoryBroker):
             self.serve_release(consumer, held)
         for job, lease, deliveries in mine:
             if lease.deliveries >= deliveries and lease.owner != consumer:
-                self.world.violate(f"counted as an attempt: {job.job_id[-4:]}")
+                self.schedule.violate(f"counted as an attempt: {job.job_id[-4:]}")
 
     def serve_release(self, consumer: str, held: Sequence[Held]) -> None:
         """The broker's side of `release` to anybody."""
         super().release(consumer, held)
-        self.world.note(f"release {self._caller.label} {[job.job_id[-4:] for job in held]}")
+        self.schedule.note(f"release {self._caller.label} {[job.job_id[-4:] for job in held]}")
 
     def serve_hand_over(self, consumer: str, held: Sequence[Held], version: str) -> None:
         """The broker's side of `release` to those that have a version."""
         super().release(consumer, held, version=version)
-        self.world.inject("hand over", f"{self._caller.label} {version} {[job.job_id[-4:] for job in held]}")
+        self.schedule.inject("hand over", f"{self._caller.label} {version} {[job.job_id[-4:] for job in held]}")
 
     def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
         """See WorkerEnd.adopt."""
@@ -369,11 +373,11 @@ class UnreliableEnd(MemoryBroker):
         """The broker's side of `adopt`."""
         deliveries = self.hand_over(super().adopt(consumer, slot, versions, count))
         if deliveries:
-            self.world.note(f"adopt {self._caller.label} {_shown(deliveries)}")
+            self.schedule.note(f"adopt {self._caller.label} {_shown(deliveries)}")
         return deliveries
 
     def workers(self) -> list[bytes]:
-        """See Broker.workers."""
+        """See FleetEnd.workers."""
         return self._call("workers", lambda: super(UnreliableEnd, self).workers(), may_recur=False)
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
@@ -387,7 +391,7 @@ class UnreliableEnd(MemoryBroker):
     def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """The broker's side of `suspect`."""
         super().suspect(slot, jobs, incident, ttl_ms)
-        self.world.note(f"suspect {[job.job_id[-4:] for job in jobs]}")
+        self.schedule.note(f"suspect {[job.job_id[-4:] for job in jobs]}")
 
     def dead_letter(
         self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
@@ -398,7 +402,7 @@ class UnreliableEnd(MemoryBroker):
     def serve_dead_letter(self, consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes) -> bool:
         """The broker's side of `dead_letter`."""
         is_dead = super().dead_letter(consumer, delivery, reason, job_id=job_id, sealed=sealed)
-        self.world.note(f"dead letter {self._caller.label} {job_id[-4:]} {'done' if is_dead else 'lost'}")
+        self.schedule.note(f"dead letter {self._caller.label} {job_id[-4:]} {'done' if is_dead else 'lost'}")
         if is_dead:
             self.truth.when_dead_lettered(delivery.slot, job_id)
         return is_dead
@@ -406,7 +410,7 @@ class UnreliableEnd(MemoryBroker):
     def replay(
         self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
     ) -> Replay:
-        """See Broker.replay."""
+        """See OperatorEnd.replay."""
         return self._call("replay", lambda: self.serve_replay(slot, entry, job, job_ttl_ms, keeps_acceptance))
 
     def serve_replay(self, slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Replay:
@@ -418,7 +422,7 @@ class UnreliableEnd(MemoryBroker):
             del self.truth.crashes[job.job_id]
             if not keeps_acceptance:
                 self._note_acceptance(job.job_id)
-        self.world.note(f"replay {job.job_id[-4:]} {outcome.value}")
+        self.schedule.note(f"replay {job.job_id[-4:]} {outcome.value}")
         return outcome
 
     def paused(self, slots: Sequence[str]) -> frozenset[str]:

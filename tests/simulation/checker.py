@@ -24,6 +24,7 @@ from penstock.registry.envelope import ResultHeader, open_result
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
+from penstock.workers.assembly import PartTypes
 from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
@@ -40,8 +41,8 @@ from tests.simulation.plan import (
     draw_replay,
     draw_versions,
 )
-from tests.simulation.virtual_time import World
-from tests.simulation.worker import Machine, Seat, SteppedDrain, Supervisor, Worker, content_hash_of
+from tests.simulation.virtual_time import Schedule
+from tests.simulation.worker import STEPPED, Machine, Seat, Supervisor, Worker, content_hash_of
 
 __all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
 
@@ -70,7 +71,7 @@ class Mutation:
 
     name: str
     end: type[UnreliableEnd] = UnreliableEnd
-    drain: type[SteppedDrain] = SteppedDrain
+    types: PartTypes = STEPPED
     deployments: Callable[[DeploymentStore], DeploymentStore] = lambda machine: machine
 
 
@@ -100,7 +101,7 @@ class Simulation:
         self.seed = seed
         # Numbers of their own, here and below: the schedules of before they were drawn stay as they are.
         self.plan = draw_versions(Random(f"versions of {seed}"), draw(rng))
-        self.world = World(rng)
+        self.schedule = Schedule(rng)
         self.mutation = mutation
         self.truth = Truth()
         self.packages = _packages(self.plan.models, self.plan.max_rows, self.plan.concurrency)
@@ -136,15 +137,15 @@ class Simulation:
         for client in self._clients:
             client.begin_reading()
         for fault in self.plan.faults:
-            self.world.after(fault.at, partial(self._strike, fault))
+            self.schedule.after(fault.at, partial(self._strike, fault))
         for promotion in self._promotions:
-            self.world.after(promotion.at, partial(self._promote, promotion))
+            self.schedule.after(promotion.at, partial(self._promote, promotion))
         if self._replay_at is not None:
-            self.world.after(self._replay_at, self._put_back)
+            self.schedule.after(self._replay_at, self._put_back)
         for _ in range(self.plan.workers):
             self.boot()
-        is_quiet = self.world.run(self._is_quiet, self.plan.until + _PATIENCE_S)
-        self.world.is_over = True
+        is_quiet = self.schedule.run(self._is_quiet, self.plan.until + _PATIENCE_S)
+        self.schedule.is_over = True
         for client in self._clients:
             client.read()
         return is_quiet
@@ -159,7 +160,7 @@ class Simulation:
     def connect(self, caller: Caller) -> UnreliableEnd:
         """An end of the broker for one process."""
         shared = self._ends[0] if self._ends else None
-        self._ends.append(self.mutation.end(self.world, self.plan, self.truth, caller, shared))
+        self._ends.append(self.mutation.end(self.schedule, self.plan, self.truth, caller, shared))
         return self._ends[-1]
 
     def next_number(self) -> int:
@@ -177,7 +178,7 @@ class Simulation:
 
     def forward_s(self) -> float:
         """How long the next forward takes."""
-        rng = self.world.rng
+        rng = self.schedule.rng
         if self.plan.has_long_forwards and rng.random() < 0.2:
             return rng.uniform(1.2, 2.6)
         return self.plan.forward_s * rng.uniform(0.3, 2.0)
@@ -187,30 +188,30 @@ class Simulation:
 
         Returns what the jobs are made to do.
         """
-        self.world.note(f"forward {worker.label} {questions}")
+        self.schedule.note(f"forward {worker.label} {questions}")
         asked, jobs, (began, began_ms) = set(questions), seat.jobs(), seat.began
         # A job that is cut into slices, or taken out of a failed batch, has begun once all the same.
         self.history.forwards += sorted(asked - seat.asked)
         seat.asked |= asked
         makings: set[Making] = set()
-        if len({claimed.label for claimed in jobs}) > 1:
-            self.world.violate(f"a batch of two versions: {questions}")
+        if len(seat.versions()) > 1:
+            self.schedule.violate(f"a batch of two versions: {questions}")
         for claimed in jobs:
             job = self._jobs[claimed.header.id]
             if job.question not in asked:
                 continue
             if claimed.delivery.crashes and (len(jobs) > 1 or len(worker.drain.active()) > 1):
-                self.world.violate(f"a suspect in company: {job.number}")
+                self.schedule.violate(f"a suspect in company: {job.number}")
             if self.truth.withdrawn.get(claimed.header.id, began) < began:
-                self.world.violate(f"ran after it was withdrawn: {job.number}")
+                self.schedule.violate(f"ran after it was withdrawn: {job.number}")
             deadline_s = job.order.deadline_s
             if deadline_s and began_ms > self.truth.accepted_ms[claimed.header.id] + deadline_s * 1000:
-                self.world.violate(f"ran after its deadline: {job.number}")
+                self.schedule.violate(f"ran after its deadline: {job.number}")
             if (
                 self._paused_since.get(claimed.header.model, began) < began - _PAUSE_S
                 and worker.disturbed_at < began - 3
             ):
-                self.world.violate(f"ran while its model was paused: {job.number}")
+                self.schedule.violate(f"ran while its model was paused: {job.number}")
             if job.order.making == "flaky":
                 # Its own retry finds it mended; the batch in which it failed first is only taken apart.
                 if job.question in self._flaked:
@@ -223,7 +224,7 @@ class Simulation:
 
     def expect_redelivery(self, dead: Worker, leased: list[Entry]) -> None:
         """Its jobs must go to another within a lease and a second, if another lives in peace all that time."""
-        since = self.world.now
+        since = self.schedule.now
         peers = [worker for worker in self.workers if worker.may_take_over(since)]
         if not leased or not peers or self._is_troubled(since):
             return
@@ -233,9 +234,11 @@ class Simulation:
             if still_able and not self._is_troubled(since):
                 forgotten = set(leased) & set(dead.end.leased_to(dead.drain.consumer))
                 if forgotten:
-                    self.world.violate(f"not redelivered within {_REDELIVERY_S:g} s: {len(forgotten)} of {dead.label}")
+                    self.schedule.violate(
+                        f"not redelivered within {_REDELIVERY_S:g} s: {len(forgotten)} of {dead.label}"
+                    )
 
-        self.world.after(_REDELIVERY_S, check_in_time)
+        self.schedule.after(_REDELIVERY_S, check_in_time)
 
     def labels_of(self, worker: str) -> list[str]:
         """The versions that lie on a worker's disk."""
@@ -244,16 +247,16 @@ class Simulation:
 
     def is_nowhere(self, worker: Worker, slot: str, label: str) -> None:
         """A worker fails a job as nobody has the version: nobody may have had it for long enough to be heard of."""
-        since = self.world.now - _HEARD_OF_S
+        since = self.schedule.now - _HEARD_OF_S
         if self._is_lossy or self._is_troubled(since) or worker.disturbed_at >= since:
             return
         having = [each.label for each in self.workers if each.has_had(slot, label, since)]
         if having:
-            self.world.violate(f"failed, and a worker had it: {slot}/{label}, {having} and not {worker.label}")
+            self.schedule.violate(f"failed, and a worker had it: {slot}/{label}, {having} and not {worker.label}")
 
     def _expect_adoption(self, entries: list[Entry], version: str) -> None:
         """Whoever has the version, in peace all that time, must take what was handed over for it."""
-        since, (slot, _, _) = self.world.now, entries[0]
+        since, (slot, _, _) = self.schedule.now, entries[0]
         self._handed_over.update(dict.fromkeys(entries, since))
         if self._is_lossy or self._is_troubled(since):
             return
@@ -266,9 +269,9 @@ class Simulation:
             # One that could not load it has handed some over once more.
             waiting = {entry for entry in waiting if self._handed_over[entry] == since}
             if having and waiting:
-                self.world.violate(f"not adopted within {_ADOPTION_S:g} s: {len(waiting)} by {having}")
+                self.schedule.violate(f"not adopted within {_ADOPTION_S:g} s: {len(waiting)} by {having}")
 
-        self.world.after(_ADOPTION_S, check_in_time)
+        self.schedule.after(_ADOPTION_S, check_in_time)
 
     @property
     def _is_lossy(self) -> bool:
@@ -283,21 +286,21 @@ class Simulation:
             known = [epoch_of(self.machine.last(slot)), *(worker.drain.epoch_of(slot) for worker in living)]
             if len(history) > 2 and set(known) == {newest}:
                 _, epoch, version = history[1]
-                self.world.inject("replay", f"{slot} epoch {epoch}")
+                self.schedule.inject("replay", f"{slot} epoch {epoch}")
                 self._ends[0].put_back(slot, epoch, _record(epoch, slot, version))
 
     def _is_troubled(self, since: float) -> bool:
-        return self.world.down_until >= since or self.world.disturbed_at >= since
+        return self.schedule.down_until >= since or self.schedule.disturbed_at >= since
 
     def has_left(self, worker: Worker) -> None:
         """A worker has wound up: nothing may still be leased to it, were the network sound."""
         kept = worker.end.leased_to(worker.drain.consumer)
         if kept and not self.plan.loss and not self.plan.delay and worker.disturbed_at < 0 and not self._had_outage:
-            self.world.violate(f"left with {len(kept)} leases: {worker.label}")
+            self.schedule.violate(f"left with {len(kept)} leases: {worker.label}")
 
     @property
     def _had_outage(self) -> bool:
-        return self.world.down_until > 0
+        return self.schedule.down_until > 0
 
     def boot(self) -> None:
         """Another worker."""
@@ -305,61 +308,61 @@ class Simulation:
         self.workers.append(Worker(self, f"w{next(self._labels)}", self._settings))
 
     def _strike(self, fault: Fault) -> None:
-        world = self.world
+        schedule = self.schedule
         if fault.kind == "pause":
             self._pause(self.packages[fault.worker % len(self.packages)].spec.name, fault.seconds)
             return
         self._faults_left -= 1
         if fault.kind == "outage":
-            world.inject("outage")
-            world.down_until = max(world.down_until, world.now + fault.seconds)
+            schedule.inject("outage")
+            schedule.down_until = max(schedule.down_until, schedule.now + fault.seconds)
             self._outlast_jump()
         elif fault.kind == "jump":
-            world.inject("jump", f"{fault.seconds:g} s")
-            world.skew_s += fault.seconds
-            world.disturbed_at = world.now
+            schedule.inject("jump", f"{fault.seconds:g} s")
+            schedule.skew_s += fault.seconds
+            schedule.disturbed_at = schedule.now
             self._outlast_jump()
         elif living := [worker for worker in self.workers if not worker.is_gone]:
             if fault.kind == "drain" and fault.nth > 1:
-                world.inject("rolling restart")
+                schedule.inject("rolling restart")
                 for turn, worker in enumerate(living):
-                    world.after(0.4 * turn, partial(worker.terminate, fault.seconds))
+                    schedule.after(0.4 * turn, partial(worker.terminate, fault.seconds))
             else:
                 self._strike_worker(fault, living[fault.worker % len(living)])
 
     def _promote(self, promotion: Promotion) -> None:
         name, version = self.packages[promotion.model].spec.name, promotion.version
-        self.world.inject("promotion", f"{name}/{version}")
+        self.schedule.inject("promotion", f"{name}/{version}")
         record = _record(promotion.epoch, name, version)
         self._ends[0].activate(name, promotion.epoch, record, version, b"{}")
         self._promotions_left -= 1
 
     def _outlast_jump(self) -> None:
         """Leases that lapsed by a jump of the clock are not renewed before the broker is back."""
-        if self.world.disturbed_at >= self.world.now - 2 * LEASE_S:
-            self.world.disturbed_at = max(self.world.disturbed_at, self.world.down_until)
+        if self.schedule.disturbed_at >= self.schedule.now - 2 * LEASE_S:
+            self.schedule.disturbed_at = max(self.schedule.disturbed_at, self.schedule.down_until)
 
     def _pause(self, slot: str, seconds: float) -> None:
         """An operator pauses the model for a while. Nobody takes over its jobs meanwhile."""
-        world, end = self.world, self._ends[0]
-        world.inject("pause", slot)
-        world.disturbed_at = max(world.disturbed_at, world.now + seconds)
+        schedule, end = self.schedule, self._ends[0]
+        schedule.inject("pause", slot)
+        schedule.disturbed_at = max(schedule.disturbed_at, schedule.now + seconds)
         end.pause(slot)
-        self._paused_since.setdefault(slot, world.now)
+        self._paused_since.setdefault(slot, schedule.now)
 
         def resume() -> None:
             self._faults_left -= 1
-            world.disturbed_at = max(world.disturbed_at, world.now)
+            schedule.disturbed_at = max(schedule.disturbed_at, schedule.now)
             self._paused_since.pop(slot, None)
             end.resume(slot)
 
-        world.after(seconds, resume)
+        schedule.after(seconds, resume)
 
     @staticmethod
     def _strike_worker(fault: Fault, worker: Worker) -> None:
         if fault.kind == "partition":
-            worker.world.inject("partition", worker.label)
-            worker.cut_until = worker.world.now + fault.seconds
+            worker.schedule.inject("partition", worker.label)
+            worker.cut_until = worker.schedule.now + fault.seconds
         elif fault.kind == "kill":
             worker.die()
         elif fault.kind == "drain":
@@ -383,9 +386,9 @@ class Simulation:
 
     # The verdict
 
-    def judge(self, is_quiet: bool) -> Outcome:
+    def check(self, is_quiet: bool) -> Outcome:
         """Everything that was promised, now that it is over."""
-        violate = self.world.violate
+        violate = self.schedule.violate
         if not is_quiet:
             violate(f"no end: {self._ends[0].unfinished()} jobs are still there")
         jobs = [job for client in self._clients for job in client.jobs]
@@ -399,18 +402,18 @@ class Simulation:
                 violate(f"ran twice, and nothing had gone wrong: {sorted(again)}")
         return Outcome(
             self.seed,
-            tuple(self.world.violations),
-            self.world.digest(),
-            self.world.steps,
+            tuple(self.schedule.violations),
+            self.schedule.digest(),
+            self.schedule.steps,
             len(jobs),
             len(findings.re_executed),
-            self.world.injected,
+            self.schedule.injected,
             self.plan,
-            tuple(self.world.trace),
+            tuple(self.schedule.trace),
         )
 
     def _note_effects(self, jobs: list[Job]) -> None:
-        history, violate = self.history, self.world.violate
+        history, violate = self.history, self.schedule.violate
         by_local_id = {job_id.rpartition(".")[2]: job for job_id, job in self._jobs.items()}
         for job in jobs:
             history.questions[job.number] = job.question
@@ -456,7 +459,7 @@ class Simulation:
     @property
     def _replies_expired(self) -> bool:
         """Whether a client may have learnt of results only by asking for the record, after a second of silence."""
-        return self.world.skew_s * 1000 > REPLY_TTL_MS / 2
+        return self.schedule.skew_s * 1000 > REPLY_TTL_MS / 2
 
     def _note_effect(self, job: Job, record: bytes) -> None:
         header, body = open_result(record[2:], UNSIGNED)
@@ -467,25 +470,25 @@ class Simulation:
         if is_answer:
             answer = decode(header.content, body)["y"]
             if answer[:, 0].tolist() != [2 * job.question] * job.order.rows:
-                self.world.violate(f"the answer of another: {job.number}")
+                self.schedule.violate(f"the answer of another: {job.number}")
             if answer[:, 1].tolist() != [float(header.version)] * job.order.rows:
-                self.world.violate(f"the answer of another version: {job.number}")
+                self.schedule.violate(f"the answer of another version: {job.number}")
 
     def _check_version(self, job: Job, header: ResultHeader) -> None:
         """A version may answer that did so at some moment between the job's acceptance and its end; or the one that the
         job named."""
         if job.order.version:
             if header.version != job.order.version:
-                self.world.violate(f"answered by another version than it named: {job.number}")
+                self.schedule.violate(f"answered by another version than it named: {job.number}")
             return
         history = self.truth.answering[job.publication.job_id.rpartition(".")[0]]
         ends = [since for since, _, _ in history[1:]] + [inf]
         accepted = min(self.truth.accepted_at[job_id] for job_id in job.job_ids if job_id in self.truth.accepted_at)
         answering = {version for (_, _, version), end in zip(history, ends, strict=True) if end >= accepted}
         if header.version not in answering:
-            self.world.violate(f"answered by a version of before: {job.number}")
+            self.schedule.violate(f"answered by a version of before: {job.number}")
         if self._promotions and header.content_hash != content_hash_of(header.version):
-            self.world.violate(f"content of another version: {job.number}")
+            self.schedule.violate(f"content of another version: {job.number}")
 
     def _check_state(self, job: Job, job_id: str, state: State) -> None:
         """Whether it could end like this."""
@@ -493,7 +496,7 @@ class Simulation:
         if (crashes := self.truth.crashes[job_id]) >= self._max_crashes:
             allowed.add(State.DEAD)
             if crashes > self._max_crashes and self._reports_arrive:
-                self.world.violate(f"outlived {crashes} processes: {job.number}")
+                self.schedule.violate(f"outlived {crashes} processes: {job.number}")
         if job.cancel_asked:
             allowed.add(State.CANCELLED)
         if job.order.deadline_s is not None:
@@ -507,7 +510,7 @@ class Simulation:
         if job_id in self.truth.withdrawn:
             allowed = {State.CANCELLED}
         if state not in allowed:
-            self.world.violate(f"ended {state.name.lower()}: {job.number}")
+            self.schedule.violate(f"ended {state.name.lower()}: {job.number}")
 
 
 def _record(epoch: int, name: str, version: str) -> bytes:
@@ -552,6 +555,6 @@ def simulate(seed: int, mutation: Mutation = SOUND) -> Outcome:
     """Runs the seed's schedule. The same seed gives the same trace, whatever process runs it."""
     simulation = Simulation(seed, mutation)
     try:
-        return simulation.judge(simulation.run())
+        return simulation.check(simulation.run())
     finally:
         simulation.close()

@@ -1,7 +1,7 @@
 """A producer in a schedule: the real JobBuilder and ReplyRouter, and what a client does when it hears nothing.
 
 A call that fails is repeated with the very same bytes, as the real clients do; a caller that used an idempotency key
-and gave up tries once more with a job of its own. Whatever is offered, answered or told is kept for the judge.
+and gave up tries once more with a job of its own. Whatever is offered, answered or told is kept for the checker.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Client(Bystander):
     """One tenant's client, with a reply stream per model."""
 
     def __init__(self, simulation: Simulation, index: int, limits: Limits) -> None:
-        super().__init__(simulation.world, f"c{index}")
+        super().__init__(simulation.schedule, f"c{index}")
         self.tenant = f"tenant-{index}"
         self.jobs: list[Job] = []
         self.busy = 0
@@ -91,7 +91,7 @@ class Client(Bystander):
 
     def begin_reading(self) -> None:
         """Read replies from now on, for ever."""
-        self.world.after(self.world.rng.uniform(0.1, _READ_EVERY_S), self._read_on)
+        self.schedule.after(self.schedule.rng.uniform(0.1, _READ_EVERY_S), self._read_on)
 
     def read(self) -> None:
         """Hands new replies to those who wait."""
@@ -105,7 +105,7 @@ class Client(Bystander):
         try:
             self.read()
         except BrokerUnavailable:
-            self.world.note(f"{self.label} hears nothing")
+            self.schedule.note(f"{self.label} hears nothing")
         self.begin_reading()
 
     def _later(self, delay: float, action: Callable[[], None]) -> None:
@@ -116,7 +116,7 @@ class Client(Bystander):
             action()
             self.busy -= 1
 
-        self.world.after(delay, act)
+        self.schedule.after(delay, act)
 
     def _place(self, order: Order, spec: ModelSpec) -> None:
         first = self._simulation.next_number()
@@ -133,7 +133,7 @@ class Client(Bystander):
         self._publish(spec.name, [(job, job.publication) for job in jobs], 1)
         if order.again_after is not None:
             again = [(job, job.second or job.publication) for job in jobs]
-            self.world.injected["publish again"] += 1
+            self.schedule.injected["publish again"] += 1
             self._later(order.again_after, lambda: self._publish(spec.name, again, 1))
         if order.cancel_after is not None:
             for job in jobs:
@@ -168,7 +168,7 @@ class Client(Bystander):
             for job, _ in offers:
                 job.is_doubtful = True
             if attempt < _ATTEMPTS:
-                pause = self.world.rng.uniform(0.05, 0.5)
+                pause = self.schedule.rng.uniform(0.05, 0.5)
                 self._later(pause, lambda: self._publish(slot, offers, attempt + 1))
             return
         for (job, _), receipt in zip(offers, receipts, strict=True):
@@ -178,7 +178,7 @@ class Client(Bystander):
                 continue
             job.is_accepted = True
             if job_id not in job.job_ids:
-                self.world.violate(f"job {job.number} is answered for by {job_id[-4:]}")
+                self.schedule.violate(f"job {job.number} is answered for by {job_id[-4:]}")
 
     def _cancel(self, job: Job, attempt: int) -> None:
         if not job.is_accepted:
@@ -190,7 +190,7 @@ class Client(Bystander):
                 outcomes.append(self.end.cancel(job_id, self.tenant, cancellation(job_id, self.tenant, UNSIGNED)))
             except BrokerUnavailable:
                 if attempt < _ATTEMPTS:
-                    self._later(self.world.rng.uniform(0.05, 0.5), lambda: self._cancel(job, attempt + 1))
+                    self._later(self.schedule.rng.uniform(0.05, 0.5), lambda: self._cancel(job, attempt + 1))
                 return
         if all(outcome is CancelOutcome.UNKNOWN for outcome in outcomes):
-            self.world.violate(f"job {job.number} was accepted and is unknown")
+            self.schedule.violate(f"job {job.number} was accepted and is unknown")

@@ -5,8 +5,8 @@ Each is a small change to the side that it breaks, by which `finding` it is caug
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Final
 
@@ -29,17 +29,21 @@ from penstock.registry.broker.base import (
 from penstock.registry.broker.memory_state import Lease
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import Priority, slot_of
+from penstock.workers.backlog import Waiting
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.batching.batcher import Batcher, Pending, _SubQueue
-from penstock.workers.cache import key_of
-from penstock.workers.executor import BatchRun
+from penstock.workers.cache import AnswerCache, SingleFlight, key_of
+from penstock.workers.completer import Completer
+from penstock.workers.executor import Executor
+from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
-from penstock.workers.results import JobOutcome
+from penstock.workers.results import EncodedOutputs
 from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
 from tests.simulation.checker import Mutation
-from tests.simulation.worker import SteppedDrain
+from tests.simulation.worker import STEPPED, SteppedDrain, SteppedRouter, SteppedScheduler
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -89,15 +93,15 @@ class PopWithoutRecord(_Popping):
         return deliveries
 
 
-class AckBeforeCommit(SteppedDrain):
+class AckBeforeCommit(SteppedScheduler):
     """The job leaves the queue when its batch is formed."""
 
-    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
-        work = super()._next_work(is_idle=is_idle)
-        if work is not None:
-            assert isinstance(self._broker, _Popping)
-            self._broker.pop([_entry(item.job.delivery) for item in work.batch.items])
-        return work
+    def next_run(self, expired: list[Waiting], *, is_idle: bool) -> BatchRun | None:
+        run = super().next_run(expired, is_idle=is_idle)
+        if run is not None:
+            assert isinstance(self.end, _Popping)
+            self.end.pop([_entry(job.delivery) for job in run.jobs])
+        return run
 
 
 class NoFence(UnreliableEnd):
@@ -251,7 +255,7 @@ class CrashCountedTwice(UnreliableEnd):
     """A report that is repeated counts again."""
 
     def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
-        super().serve_suspect(slot, jobs, f"{incident} at {self.now_ms()} {self.world.rng.random()}", ttl_ms)
+        super().serve_suspect(slot, jobs, f"{incident} at {self.now_ms()} {self.schedule.rng.random()}", ttl_ms)
 
 
 class CommitNotAtomic(UnreliableEnd):
@@ -264,7 +268,7 @@ class CommitNotAtomic(UnreliableEnd):
         held = [(leases, entry_id, leases.get(entry_id)) for leases, entry_id in places]
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         for leases, entry_id, lease in held:
-            if lease is not None and self.world.rng.random() < 0.05:
+            if lease is not None and self.schedule.rng.random() < 0.05:
                 leases[entry_id] = lease
         return answer
 
@@ -278,7 +282,7 @@ class ReplyWithoutRecord(UnreliableEnd):
         answer = super().serve_exchange(consumer, commits, claims, result_ttl_ms)
         for commit in commits:
             record = self._state.records.get(commit.job_id)
-            if record is not None and self.world.rng.random() < 0.05:
+            if record is not None and self.schedule.rng.random() < 0.05:
                 record.state, record.result = State.QUEUED, b""
         return answer
 
@@ -356,20 +360,21 @@ class LeastUrgentFirst(UnreliableEnd):
         return statuses, found
 
 
-class LateJobsRun(SteppedDrain):
+class LateJobsRun(SteppedScheduler):
     """Nobody looks at deadlines and cancellations again before a forward."""
 
-    def _too_late(self, jobs: Sequence[ClaimedJob]) -> dict[int, Failure]:
-        return {}
+    @staticmethod
+    def too_late_check(broker_now: Callable[[], float]) -> Callable[[Sequence[ClaimedJob]], Mapping[int, Failure]]:
+        return lambda _jobs: {}
 
 
-class FollowerDropped(SteppedDrain):
+class FollowerDropped(SingleFlight):
     """A job that joined an equal one is forgotten."""
 
-    def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        joins = super()._joins_another(job, version)
+    def join(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        joins = super().join(job, version)
         if joins:
-            self._leaders[job.digest].followers = None
+            self._followers.pop(job.digest)
         return joins
 
 
@@ -386,8 +391,8 @@ class LowerPriorityBatched(SteppedDrain):
 
     def load(self) -> None:
         super().load()
-        for model in self._turns:
-            model.batcher.__class__ = _UpsideDown
+        for version in self.lifecycle.turns:
+            version.queue.batcher.__class__ = _UpsideDown
 
 
 class NothingReleased(UnreliableEnd):
@@ -401,26 +406,28 @@ class ClaimsWhileStopping(SteppedDrain):
     """SIGTERM does not end the claims."""
 
     def _wind_up(self) -> bool:
-        self._exchange([Claim(model.name, 1, 0, self._ageing_ms) for model in self._turns])
+        self._exchange([self.parts.claimer.claim_of(model, 1) for model in self.lifecycle.models])
         return super()._wind_up()
 
 
-class NeighboursPay(SteppedDrain):
+class NeighboursPay(Completer):
     """One bad job fails its whole batch."""
 
-    def _conclude(self, work: BatchRun) -> None:
-        failure = next((answer for answer in work.answers if isinstance(answer, Failure)), None)
-        if failure is not None:
-            work.answers = [failure for _ in work.answers]
-        super()._conclude(work)
+    def collect(self, runs: Iterable[BatchRun]) -> None:
+        for run in (runs := list(runs)):
+            failure = next((answer for answer in run.answers if isinstance(answer, Failure)), None)
+            if failure is not None:
+                run.answers = [failure for _ in run.answers]
+        super().collect(runs)
 
 
-class AnswersSwapped(SteppedDrain):
+class AnswersSwapped(Completer):
     """Within a batch each job gets the next one's answer."""
 
-    def _conclude(self, work: BatchRun) -> None:
-        work.answers = work.answers[1:] + work.answers[:1]
-        super()._conclude(work)
+    def collect(self, runs: Iterable[BatchRun]) -> None:
+        for run in (runs := list(runs)):
+            run.answers = run.answers[1:] + run.answers[:1]
+        super().collect(runs)
 
 
 class PauseForgotten(UnreliableEnd):
@@ -431,56 +438,53 @@ class PauseForgotten(UnreliableEnd):
 
 
 class SuspectsInCompany(SteppedDrain):
-    """Jobs that somebody may have died of run with the others."""
+    """Suspects run with the others."""
 
     def _admit(self, deliveries: Sequence[Delivery]) -> None:
         super()._admit(deliveries)
-        while self._suspects:
-            job = self._suspects.popleft()
-            if job.version is not None:
-                self._add(job.version, [job])
+        while self._backlog.suspects:
+            version, job = self._backlog.pop_suspect()
+            self._backlog.add(version, [job])
 
 
-class PoisonTolerated(SteppedDrain):
+class PoisonTolerated(Intake):
     """Two more processes may die of a job than is said."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._intake.max_crashes += 2
+        self.max_crashes += 2
 
 
 class StaleVersion(SteppedDrain):
     """A worker hears of a promotion once a second, and not with the jobs that it claims."""
 
     def _admit(self, deliveries: Sequence[Delivery]) -> None:
-        super()._admit([structs.replace(each, active=self._served[each.slot].record) for each in deliveries])
+        models = self.lifecycle.models
+        super()._admit([structs.replace(each, active=models[each.slot].record) for each in deliveries])
 
 
-class VersionsShareAFlight(SteppedDrain):
+class VersionsShareAFlight(SteppedRouter):
     """Equal jobs join each other, whichever version answers them."""
 
-    def _joins_another(self, job: ClaimedJob, version: ServedVersion) -> bool:
+    def _joins(self, job: ClaimedJob, version: ServedVersion) -> bool:
         job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
-        return super()._joins_another(job, version)
+        return super()._joins(job, version)
 
 
-class VersionsShareAnswers(SteppedDrain):
-    """What one version answered is kept for equal jobs of every other."""
+class VersionsShareAnswers(AnswerCache):
+    """The answer of one version is cached for equal jobs of every other."""
 
-    def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
+    def find(self, job: ClaimedJob, version: ServedVersion) -> EncodedOutputs | None:
         job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
-        if (kept := self._cache.get(job.digest)) is None:
-            return False
-        self._concluded.append(JobOutcome(job, kept))
-        return True
+        return self.memory.get(job.digest)
 
 
-class KeptAnswersSwapped(SteppedDrain):
-    """Jobs that are alike but for their numbers have one answer that is kept."""
+class CachedAnswersSwapped(AnswerCache):
+    """Jobs that are alike but for their numbers share one cached answer."""
 
-    def _is_known(self, job: ClaimedJob, version: ServedVersion) -> bool:
+    def find(self, job: ClaimedJob, version: ServedVersion) -> EncodedOutputs | None:
         job.digest = f"{job.header.tenant} {version.name} {version.label}".encode()
-        return super()._is_known(job, version)
+        return super().find(job, version)
 
 
 class OlderDecisionStands(UnreliableEnd):
@@ -494,21 +498,22 @@ class OlderDecisionStands(UnreliableEnd):
 class OtherContentServes(SteppedDrain):
     """What was loaded is never compared with what was promoted."""
 
-    def _take_in_loaded(self) -> None:
-        super()._take_in_loaded()
-        for version in self._turns:
-            version.content_hash = "0" * 64
+    def _follow_lifecycle(self) -> None:
+        was_loading = self.lifecycle.loader.is_busy
+        super()._follow_lifecycle()
+        for version in self.lifecycle.turns if was_loading else ():
+            version.model = version.model._replace(content_hash="0" * 64)
 
 
-class FailsAtTheFirst(SteppedDrain):
+class FailsAtTheFirst(SteppedRouter):
     """A worker that has not got the version which a job names does not ask whether another has."""
 
-    def _find_place(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:
-        place = super()._find_place(job)
+    def find_elsewhere(self, job: ClaimedJob, *, waiting: int) -> ServedVersion | str | Failure | None:
+        place = super().find_elsewhere(job, waiting=waiting)
         if isinstance(place, ServedVersion):
             return place
         self.when_nowhere(job.header.model, job.header.version)
-        return self._placing.not_served(job)
+        return self._placement.not_served(job)
 
 
 class AdoptForgotten(UnreliableEnd):
@@ -541,13 +546,14 @@ class HandOverIsAnAttempt(UnreliableEnd):
 
 
 class AnotherVersionAnswers(SteppedDrain):
-    """Where the version that a job names is not to be had, the one that answers others does."""
+    """Where the version that a job names is not here, the active one answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        named = self._lifecycle.named
+        lifecycle = self.lifecycle
+        named = lifecycle.named
         object.__setattr__(
-            self._lifecycle, "named", lambda name, wanted: named(name, wanted) or self._served[name].active
+            lifecycle, "named", lambda name, wanted: named(name, wanted) or lifecycle.models[name].active
         )
 
 
@@ -564,20 +570,19 @@ class _ForgetfulMachine:
         self._machine.keep(model, active)
 
 
-class PlacelessForgotten(SteppedDrain):
-    """What waits to hear of a worker that has its version is not given back at a stop."""
+class UnplacedForgotten(SteppedDrain):
+    """Unplaced jobs are not given back at a stop."""
 
-    def _give_back_waiting(self) -> None:
-        self._placing.take_out()
-        super()._give_back_waiting()
+    def give_back_waiting(self) -> None:
+        self._backlog.take_unplaced(with_searched=True)
+        super().give_back_waiting()
 
 
-class TooFewThreads(SteppedDrain):
+class TooFewThreads(Executor):
     """Model threads are as many as the first version needs."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.executor.grow = lambda threads: None  # type: ignore[method-assign]
+    def grow(self, threads: int) -> None:
+        """None is added."""
 
 
 class ReplayLost(UnreliableEnd):
@@ -599,8 +604,22 @@ def _broken(end: type[UnreliableEnd], finding: str) -> Mutant:
     return Mutant(Mutation(end.__name__, end=end), finding)
 
 
-def _misled(drain: type[SteppedDrain], finding: str, *, end: type[UnreliableEnd] = UnreliableEnd) -> Mutant:
-    return Mutant(Mutation(drain.__name__, end, drain), finding)
+_PARTS: Final[tuple[tuple[type[Any], str], ...]] = (
+    (SteppedDrain, "drain"),
+    (SteppedScheduler, "scheduler"),
+    (SteppedRouter, "router"),
+    (SingleFlight, "flights"),
+    (AnswerCache, "answers"),
+    (Completer, "completer"),
+    (Intake, "intake"),
+    (Executor, "executor"),
+)
+"""What a mutant may be, and its place among the parts of a drain."""
+
+
+def _misled(part: type[Any], finding: str, *, end: type[UnreliableEnd] = UnreliableEnd) -> Mutant:
+    (place,) = [name for kind, name in _PARTS if issubclass(part, kind)]
+    return Mutant(Mutation(part.__name__, end, replace(STEPPED, **{place: part})), finding)
 
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
@@ -643,7 +662,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(StaleVersion, "answered by a version of before"),
     _misled(VersionsShareAFlight, "the answer of another version"),
     _misled(VersionsShareAnswers, "the answer of another version"),
-    _misled(KeptAnswersSwapped, "the answer of another"),
+    _misled(CachedAnswersSwapped, "the answer of another"),
     _broken(OlderDecisionStands, "answered by a version of before"),
     _misled(OtherContentServes, "content of another version"),
     _misled(FailsAtTheFirst, "failed, and a worker had it"),
@@ -651,7 +670,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _broken(HandedToNobody, "no end"),
     _broken(HandOverIsAnAttempt, "counted as an attempt"),
     _misled(AnotherVersionAnswers, "answered by another version than it named"),
-    _misled(PlacelessForgotten, "left with"),
+    _misled(UnplacedForgotten, "left with"),
     _misled(TooFewThreads, "fewer model threads"),
     Mutant(Mutation("DecisionsForgotten", deployments=_ForgetfulMachine), "answered by a version of before"),
 )

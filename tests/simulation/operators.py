@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.compose import dead_letters
+from penstock.compose.jobs import dead_letters
 from penstock.registry.errors import BrokerUnavailable
 from tests.simulation.broker import TTL_MS, UNSIGNED, Bystander, UnreliableEnd
 
@@ -19,7 +19,7 @@ class Operator(Bystander):
     """Replays the first dead letter of each job, after a pause, and repeats the call until it is answered."""
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__(simulation.world, "operator")
+        super().__init__(simulation.schedule, "operator")
         self.busy = 0
         """Letters that it has yet to look at."""
         self._simulation = simulation
@@ -32,7 +32,7 @@ class Operator(Bystander):
         if job_id not in self._seen:
             self._seen.add(job_id)
             self.busy += 1
-            self.world.after(self.world.rng.uniform(0.1, 2.0), partial(self._put_back, slot, job_id))
+            self.schedule.after(self.schedule.rng.uniform(0.1, 2.0), partial(self._put_back, slot, job_id))
 
     def _put_back(self, slot: str, job_id: str) -> None:
         self._simulation.mend(job_id)
@@ -40,10 +40,10 @@ class Operator(Bystander):
             for letter in self.end.dead_letters(slot):
                 whole = self.end.read_dead_letter(slot, letter.entry) if letter.job_id == job_id else None
                 if whole is not None:
-                    self.world.inject("replay", job_id[-4:])
+                    self.schedule.inject("replay", job_id[-4:])
                     now_ms = self.end.now_ms()
                     dead_letters.replay(self.end, whole, UNSIGNED, job_ttl_ms=TTL_MS, now_ms=now_ms)
         except BrokerUnavailable:
-            self.world.after(self.world.rng.uniform(0.1, 0.5), partial(self._put_back, slot, job_id))
+            self.schedule.after(self.schedule.rng.uniform(0.1, 0.5), partial(self._put_back, slot, job_id))
             return
         self.busy -= 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,10 @@ def _check(seeds) -> None:
     assert not broken, "\n".join(broken[:20])
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+LATER = [pytest.param(first, marks=pytest.mark.slow) for first in range(CHUNK, SEEDS, CHUNK)]
+
+
+@pytest.mark.parametrize("first", [0, *LATER])
 def test_promises_hold_in_every_schedule(first):
     """Nothing lost, no second effect, no late start, no wrong order, redelivered in time, and an end of everything."""
     _check(range(first, min(first + CHUNK, SEEDS)))
@@ -58,7 +63,16 @@ def _digests(hash_seed: str) -> list[str]:
     return [line for line in answer.stdout.splitlines() if line[0].isdigit() and "schedules" not in line]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mutation.name)
+def _mutants() -> Iterator[Any]:
+    """Of those that are caught by the same finding, the first for `make test`, and the others for `make test-all`."""
+    found: set[str] = set()
+    for mutant in MUTANTS:
+        marks = [pytest.mark.slow] if mutant.finding in found else []
+        found.add(mutant.finding)
+        yield pytest.param(mutant, marks=marks, id=mutant.mutation.name)
+
+
+@pytest.mark.parametrize("mutant", list(_mutants()))
 def test_broken_promise_is_caught(mutant: Mutant):
     """Each mutant shows the finding that it is made for, in a schedule that is clean without it."""
     runs = outcomes(range(MUTANT_SEEDS), mutant.mutation)

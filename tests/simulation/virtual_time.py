@@ -17,7 +17,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-__all__ = ["EPOCH_S", "World"]
+__all__ = ["EPOCH_S", "Schedule"]
 
 EPOCH_S: Final = 1_700_000_000.0
 """What the broker's clock says in the beginning."""
@@ -25,7 +25,7 @@ EPOCH_S: Final = 1_700_000_000.0
 Action = Callable[[], None]
 
 
-class World:
+class Schedule:
     """One schedule's time, its random numbers and its trace. `now` is in seconds since the beginning."""
 
     def __init__(self, rng: Random) -> None:

@@ -23,21 +23,26 @@ from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
+from penstock.workers.assembly import DrainOptions, PartTypes, build_drain
+from penstock.workers.backlog import Waiting
+from penstock.workers.batch_run import BatchRun
+from penstock.workers.claims import WakeUp
 from penstock.workers.drain import Drain
-from penstock.workers.executor import BatchRun
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
+from penstock.workers.router import JobRouter
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.python_entrypoint import PythonRuntime
+from penstock.workers.scheduler import Scheduler
 from penstock.workers.versions.deployment_store import epoch_of
 from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.plan import LEASE_S, Fault
-from tests.simulation.virtual_time import World
+from tests.simulation.virtual_time import Schedule
 
 if TYPE_CHECKING:
     from tests.simulation.checker import Simulation
@@ -58,42 +63,120 @@ class Crash(BaseException):
     """The process is dead. Not an Exception: no code of ours survives it."""
 
 
-class SteppedDrain(Drain):
-    """A drain with a model double, and a bell that the scheduler hears."""
+class SteppedWakeUp(WakeUp):
+    """A bell that the scheduler of the schedule hears, too."""
 
-    def __init__(
-        self,
-        *args: Any,
-        double: Double,
-        hear_bell: Callable[[], None],
-        violate: Callable[[str], None],
-        world: World,
-        **kwargs: Any,
-    ) -> None:
-        self._world = world
-        self._double = double
-        self._hear_bell = hear_bell
-        self._violate = violate
+    hear_bell: Callable[[], None] = staticmethod(lambda: None)
+
+    def ring(self) -> None:
+        """As ever."""
+        super().ring()
+        self.hear_bell()
+
+
+class SteppedRouter(JobRouter):
+    """Says when it finds no worker with a version."""
+
+    when_nowhere: Callable[[str, str], None] = staticmethod(lambda _slot, _label: None)
+
+    def find_elsewhere(self, job: ClaimedJob, *, waiting: int) -> ServedVersion | str | Failure | None:
+        """As ever."""
+        place = super().find_elsewhere(job, waiting=waiting)
+        if isinstance(place, Failure):
+            self.when_nowhere(job.header.model, job.header.version)
+        return place
+
+
+class SteppedScheduler(Scheduler):
+    """Checks that no more urgent job with the same batch key stays behind; ageing is off in simulations."""
+
+    violate: Callable[[str], None] = staticmethod(lambda _: None)
+    worker = ""
+    end: UnreliableEnd | None = None
+
+    def next_run(self, expired: list[Waiting], *, is_idle: bool) -> BatchRun | None:
+        """As ever."""
+        run = super().next_run(expired, is_idle=is_idle)
+        if run is not None:
+            if run.version.policy.concurrency > self._executor.threads:
+                self.violate(f"fewer model threads than a version may use: {self.worker}")
+            least = max(item.priority for item in run.batch.items)
+            pending = run.version.queue.batcher.pending()
+            if any(item.priority < least and item.key == run.batch.key for item in pending):
+                self.violate(f"batched a less urgent job first: {self.worker}")
+        return run
+
+
+class SteppedLoader(Loader):
+    """Loads take virtual time, and some of them fail."""
+
+    schedule: Schedule
+    double: Double
+
+    def begin(self, version: ServedVersion, runtime: Runtime) -> None:
+        """See Loader.begin."""
+        rng = self.schedule.rng
+        self.schedule.inject("load", version.spec.reference)
+        problem = "a load that fails" if rng.random() < 0.1 else ""
+
+        def end() -> None:
+            _put_in_place(version, self.double)
+            self.end(runtime, problem, 0)
+
+        self.schedule.after(rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 1.5))), end)
+
+
+class SteppedDrain(Drain):
+    """A drain with a model double, whose threads the schedule steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._schedule: Schedule
+        self._double: Double
         self._offered_since: dict[ServedVersion, float] = {}
-        """Versions that jobs which name them may wait for here, and since when, in the world's time."""
+        """Versions that jobs which name them may wait for here, and since when, in virtual time."""
         self.unable_at = -inf
         """When it last had something to load before it could serve all."""
-        self.when_nowhere: Callable[[str, str], None] = lambda _slot, _label: None
-        """Called with a version that nobody is said to have."""
-        super().__init__(*args, **kwargs)
+
+    def take_part(
+        self,
+        schedule: Schedule,
+        end: UnreliableEnd,
+        *,
+        double: Double,
+        hear_bell: Callable[[], None],
+        when_nowhere: Callable[[str, str], None],
+    ) -> None:
+        """Join a schedule. when_nowhere: called with a version that no worker is said to have."""
+        self._schedule, self._double = schedule, double
+        parts = self.parts
+        wake_up, router, scheduler, loader = (
+            parts.claimer.wake_up,
+            parts.router,
+            parts.scheduler,
+            parts.lifecycle.loader,
+        )
+        assert isinstance(wake_up, SteppedWakeUp)
+        assert isinstance(router, SteppedRouter)
+        assert isinstance(scheduler, SteppedScheduler)
+        assert isinstance(loader, SteppedLoader)
+        wake_up.hear_bell = hear_bell
+        router.when_nowhere = when_nowhere
+        scheduler.violate, scheduler.worker, scheduler.end = schedule.violate, self.name, end
+        loader.schedule, loader.double = schedule, double
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
-        self._loader = self._lifecycle.loader = _SteppedLoader(self._world, self._double, self._ring)
-        for name, active in self._broker.actives(list(self._served)).items():
-            self._lifecycle._follow_at_start(self._served[name], active)
-        for model in self._served.values():
+        lifecycle = self.lifecycle
+        for name, active in self.parts.broker.actives(list(lifecycle.models)).items():
+            lifecycle._follow_at_start(lifecycle.models[name], active)
+        for model in lifecycle.models.values():
             assert model.active is not None
             _put_in_place(model.active, self._double)
             model.active.has_loaded()
-            self.executor.grow(model.active.concurrency)
-            for label in self._lifecycle._repository.labels(model.name):
-                self._lifecycle.resolve(model, label)
+            self.parts.executor.grow(model.active.policy.concurrency)
+            for label in lifecycle._repository.labels(model.name):
+                lifecycle.resolve(model, label)
         self._note_offered()
 
     def step(self, longest_wait_s: float = 0.0) -> float | None:
@@ -101,96 +184,57 @@ class SteppedDrain(Drain):
         pause_s = super().step(longest_wait_s)
         self._note_offered()
         if not self.serves_all:
-            self.unable_at = self._world.now
+            self.unable_at = self._schedule.now
         return pause_s
 
     def _note_offered(self) -> None:
-        offered = [version for version in self._turns if version.room and self._lifecycle.is_offered(version)]
-        self._offered_since = {version: self._offered_since.get(version, self._world.now) for version in offered}
+        lifecycle, now = self.lifecycle, self._schedule.now
+        offered = [version for version in lifecycle.turns if version.room and lifecycle.is_offered(version)]
+        self._offered_since = {version: self._offered_since.get(version, now) for version in offered}
 
     def epoch_of(self, slot: str) -> int:
         """Of the decision that it obeys."""
-        return epoch_of(self._served[slot].decided)
+        return epoch_of(self.lifecycle.models[slot].decided)
 
     def has_had(self, slot: str, label: str, since: float) -> bool:
         """Whether jobs that name the version could wait for it here from `since` on."""
-        version = self._served[slot].versions.get(label)
+        version = self.lifecycle.models[slot].versions.get(label)
         return version is not None and self._offered_since.get(version, inf) <= since and self.readiness[0]
-
-    def _find_place(self, job: ClaimedJob) -> ServedVersion | str | Failure | None:
-        place = super()._find_place(job)
-        if isinstance(place, Failure):
-            self.when_nowhere(job.header.model, job.header.version)
-        return place
 
     @property
     def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """As ever, of a worker whose threads are the scheduler's."""
-        is_ready = (
-            not (self._is_stopping or self.ails) and self.leases.is_in_touch and bool(self._lifecycle.claimable())
-        )
-        return is_ready, {}
+        """As ever, of a worker whose threads are the schedule's."""
+        is_closed = self.parts.stop.is_set or self.ails
+        return not is_closed and self.leases.is_in_touch and bool(self.lifecycle.claimable()), {}
 
     @property
     def ails(self) -> bool:
         """Whether it gives its jobs back, and can only be replaced."""
-        return bool(self._ailment)
+        return bool(self.parts.scheduler.unhealthy_reason)
 
     @property
     def serves_all(self) -> bool:
-        """Whether every version that answers is to be had here."""
-        return len(self._lifecycle.claimable()) == len(self._served)
-
-    def patience_s(self) -> float:
-        """For how long the I/O thread would sleep now."""
-        return self._patience_s()
+        """Whether every active version can be loaded here."""
+        return len(self.lifecycle.claimable()) == len(self.lifecycle.models)
 
     def holds(self, entry: Entry) -> bool:
         """Whether the job is in memory."""
         slot, priority, entry_id = entry
-        return (slot, int(priority), entry_id) in self._leased._held
+        return (slot, int(priority), entry_id) in self.parts.leased._held
 
     def has_jobs(self) -> bool:
         """Whether any are in memory, or running on after they were given back."""
-        return bool(len(self._leased) or self.executor.running())
-
-    def _ring(self) -> None:
-        super()._ring()
-        self._hear_bell()
-
-    def _next_work(self, *, is_idle: bool) -> BatchRun | None:
-        """As ever, and checks that no more urgent job of the lane stays behind; ageing is off in simulations."""
-        work = super()._next_work(is_idle=is_idle)
-        if work is not None:
-            served = work.batch.items[0].job.version
-            assert served is not None
-            if served.concurrency > self.executor.threads:
-                self._violate(f"fewer model threads than a version may use: {self.name}")
-            least = max(item.priority for item in work.batch.items)
-            pending = served.batcher.pending()
-            if any(item.priority < least and item.key == work.batch.key for item in pending):
-                self._violate(f"batched a less urgent job first: {self.name}")
-        return work
+        return bool(len(self.parts.leased) or self.parts.executor.running())
 
 
-class _SteppedLoader(Loader):
-    """Loads take the world's time, and some of them fail."""
-
-    def __init__(self, world: World, double: Double, ring: Callable[[], None]) -> None:
-        super().__init__("cpu", 1, ring=ring, clock=lambda: world.now)
-        self._world = world
-        self._double = double
-
-    def begin(self, version: ServedVersion, runtime: Runtime) -> None:
-        rng = self._world.rng
-        self._world.inject("load", version.spec.reference)
-        problem = "a load that fails" if rng.random() < 0.1 else ""
-
-        def end() -> None:
-            _put_in_place(version, self._double)
-            self.end(runtime, problem, 0)
-
-        self._world.after(rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 1.5))), end)
+STEPPED: Final = PartTypes(
+    drain=SteppedDrain,
+    router=SteppedRouter,
+    scheduler=SteppedScheduler,
+    loader=SteppedLoader,
+    wake_up=SteppedWakeUp,
+)
+"""The parts of a worker in a schedule."""
 
 
 def _put_in_place(version: ServedVersion, double: Double) -> None:
@@ -206,7 +250,7 @@ def content_hash_of(version: str) -> str:
     return version * 64
 
 
-class ModelLifecycle:
+class SimulatedRepository:
     """The other versions of the models; `labels` are those of all of them."""
 
     def __init__(self, packages: Sequence[Package], labels: Sequence[str], further_threads: int) -> None:
@@ -257,21 +301,21 @@ class Strand:
         """The next turn comes in `delay` seconds, and not when it was due before."""
         self._turn += 1
         self.is_asleep = False
-        self._worker.world.after(delay, partial(self._fire, self._turn))
+        self._worker.schedule.after(delay, partial(self._fire, self._turn))
 
     def rouse(self) -> None:
         """The next turn comes at once, or right after the one that is under way."""
         if self.is_busy:
             self._is_roused = True
         else:
-            self.due(self._worker.world.rng.uniform(0.0, 0.0005))
+            self.due(self._worker.schedule.rng.uniform(0.0, 0.0005))
 
     def _fire(self, turn: int) -> None:
-        worker, world = self._worker, self._worker.world
+        worker, schedule = self._worker, self._worker.schedule
         if turn != self._turn or worker.is_gone:
             return
-        if world.now < worker.frozen_until:
-            self.due(worker.frozen_until - world.now + world.rng.uniform(0.0, 0.01))
+        if schedule.now < worker.frozen_until:
+            self.due(worker.frozen_until - schedule.now + schedule.rng.uniform(0.0, 0.01))
             return
         self.is_busy, self._is_roused = True, False
         try:
@@ -280,7 +324,7 @@ class Strand:
             worker.die()
             return
         except Exception as error:  # the process would end here, and nobody would expect it
-            world.violate(f"raised {error!r} at {_place_of(error)}")
+            schedule.violate(f"raised {error!r} at {_place_of(error)}")
             worker.die()
             return
         finally:
@@ -290,7 +334,7 @@ class Strand:
         if delay is None:
             self.is_asleep = True
         else:
-            self.due(delay + world.rng.uniform(0.0, 0.002))
+            self.due(delay + schedule.rng.uniform(0.0, 0.002))
 
 
 class Seat:
@@ -303,7 +347,7 @@ class Seat:
         self.asked: set[float] = set()
         """What the batch has asked the model so far."""
         self.began = (0.0, 0.0)
-        """When the batch was last looked over: the world's time, and the broker's in ms."""
+        """When the batch was last looked over: virtual time, and the broker's in ms."""
         self._worker = worker
         self._simulation = simulation
         self._number = number
@@ -314,12 +358,16 @@ class Seat:
         """Whether it waits for work."""
         return self._work is None and self.strand.is_asleep and not self.strand.is_busy
 
+    def versions(self) -> set[str]:
+        """The versions that the jobs of the batch wait for."""
+        return {item.key.version for item in self._work.batch.items} if self._work is not None else set()
+
     def jobs(self) -> list[ClaimedJob]:
         """The jobs of the batch."""
         return [item.job for item in self._work.batch.items] if self._work is not None else []
 
     def _turn(self) -> float | None:
-        worker, executor = self._worker, self._worker.drain.executor
+        worker, executor = self._worker, self._worker.drain.parts.executor
         if self._work is not None:
             executor.finish(self._number, self._work)
             self._work = None
@@ -329,7 +377,7 @@ class Seat:
         self._work = work
         self.asked = set()
         self.forward_s = self._simulation.forward_s()
-        self.began = (worker.world.now, worker.end.now_ms())
+        self.began = (worker.schedule.now, worker.end.now_ms())
         # While this one waits at a checkpoint, another may begin and end.
         outer, worker.seat = worker.seat, self
         try:
@@ -375,7 +423,7 @@ class Supervisor(Bystander):
     """Starts workers in the place of those that died or left, and reports what had been on their models."""
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__(simulation.world, "supervisor")
+        super().__init__(simulation.schedule, "supervisor")
         self._simulation = simulation
         self.end: UnreliableEnd = simulation.connect(self)
 
@@ -387,22 +435,22 @@ class Supervisor(Bystander):
 
     def replace(self) -> None:
         """Another worker boots in a moment."""
-        self.world.after(self.world.rng.choice((0.0, 0.3, 1.2)), self._simulation.boot)
+        self.schedule.after(self.schedule.rng.choice((0.0, 0.3, 1.2)), self._simulation.boot)
 
     def _report(self, consumer: str, suspects: Sequence[Held]) -> None:
         try:
             for slot in sorted({job.slot for job in suspects}):
                 self.end.suspect(slot, [job for job in suspects if job.slot == slot], consumer, TTL_MS)
         except BrokerUnavailable:
-            self.world.after(self.world.rng.uniform(0.05, 0.3), partial(self._report, consumer, suspects))
+            self.schedule.after(self.schedule.rng.uniform(0.05, 0.3), partial(self._report, consumer, suspects))
 
 
 class Worker:
     """One boot of one worker."""
 
     def __init__(self, simulation: Simulation, label: str, settings: Settings) -> None:
-        world: World = simulation.world
-        self.world = world
+        schedule: Schedule = simulation.schedule
+        self.schedule = schedule
         self.label = label
         self.cut_until = 0.0
         self._disturbed_at = -1e9
@@ -410,7 +458,7 @@ class Worker:
         self._waits = 0
         """How many of its threads wait for something just now."""
         self.is_gone = False
-        self.born = world.now
+        self.born = schedule.now
         self.stopped_at: float | None = None
         """When it was told to wind up."""
         self._simulation = simulation
@@ -422,38 +470,45 @@ class Worker:
         self._is_given_up = False
         self.journal = KeptJournal()
         self.end: UnreliableEnd = simulation.connect(self)
-        self.drain = simulation.mutation.drain(
+        drain = build_drain(
             settings,
             self.end,
             simulation.packages,
-            name=label,
-            device="cpu",
-            threads=1,
-            listener=NullListener(),
-            metrics=_METRICS,
-            checkpoint=self._checkpoint,
-            clock=lambda: world.now,
-            jitter=world.rng.random,
-            journal=lambda _consumer, _seats: self.journal,
+            DrainOptions(
+                name=label,
+                device="cpu",
+                threads=1,
+                listener=NullListener(),
+                metrics=_METRICS,
+                checkpoint=self._checkpoint,
+                clock=lambda: schedule.now,
+                jitter=schedule.rng.random,
+                journal=lambda _consumer, _seats: self.journal,
+                repository=SimulatedRepository(
+                    simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
+                ),
+                deployments=simulation.mutation.deployments(simulation.machine),
+                types=simulation.mutation.types,
+            ),
+        )
+        assert isinstance(drain, SteppedDrain)
+        self.drain = drain
+        self.drain.take_part(
+            schedule,
+            self.end,
             double=self._forward,
             hear_bell=lambda: self._io.rouse(),
-            violate=world.violate,
-            world=world,
-            repository=ModelLifecycle(
-                simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
-            ),
-            deployments=simulation.mutation.deployments(simulation.machine),
+            when_nowhere=partial(simulation.is_nowhere, self),
         )
-        self.drain.when_nowhere = partial(simulation.is_nowhere, self)
         self.drain.load()
         simulation.truth.callers[self.drain.consumer] = self
         self._io = Strand(self, self._turn_io)
         self._leases = Strand(self, self.drain.leases.tick)
         self._seats = [Seat(self, simulation, number) for number in range(simulation.plan.concurrency)]
         self.end.rouse = self._io.rouse
-        self._io.due(world.rng.uniform(0.0, 0.05))
-        self._leases.due(world.rng.uniform(0.0, 0.05))
-        world.note(f"{label} boots")
+        self._io.due(schedule.rng.uniform(0.0, 0.05))
+        self._leases.due(schedule.rng.uniform(0.0, 0.05))
+        schedule.note(f"{label} boots")
 
     @property
     def disturbed_at(self) -> float:
@@ -471,20 +526,20 @@ class Worker:
         if self.is_gone:
             return
         self.is_gone = True
-        self.world.inject("death", self.label)
+        self.schedule.inject("death", self.label)
         leased = self.end.leased_to(self.drain.consumer)
         if self.stopped_at is None:
             self._simulation.truth.crashes.update(job.header.id for seat in self._seats for job in seat.jobs())
         # The system closes a dead process's connections in a moment; what its blocking claim is handed until then
         # is leased to nobody.
-        self.world.after(self.world.rng.uniform(0.0, 0.05), self.end.drop_armed)
+        self.schedule.after(self.schedule.rng.uniform(0.0, 0.05), self.end.drop_armed)
         self._simulation.expect_redelivery(self, leased)
         self._simulation.supervisor.has_died(self)
 
     def freeze(self, seconds: float) -> None:
         """Not a step of it for so long."""
-        self.world.inject("freeze", self.label)
-        self.frozen_until = max(self.frozen_until, self.world.now + seconds)
+        self.schedule.inject("freeze", self.label)
+        self.frozen_until = max(self.frozen_until, self.schedule.now + seconds)
         self.disturbed_at = self.frozen_until
 
     def fail_at(self, fault: Fault) -> None:
@@ -494,8 +549,8 @@ class Worker:
     def terminate(self, grace_s: float) -> None:
         """SIGTERM."""
         if self.stopped_at is None and not self.is_gone:
-            self.stopped_at = self.world.now
-            self.world.inject("drain", self.label)
+            self.stopped_at = self.schedule.now
+            self.schedule.inject("drain", self.label)
             self.drain.ask_to_stop(grace_s)
 
     # What it does
@@ -503,10 +558,10 @@ class Worker:
     def wait(self, delay: float) -> None:
         """See Caller.wait."""
         self._waits += 1
-        overran_s = self.world.elapse(delay)
+        overran_s = self.schedule.elapse(delay)
         self._waits -= 1
         if overran_s > _LATE_S:
-            self.disturbed_at = self.world.now
+            self.disturbed_at = self.schedule.now
         if self.is_gone:
             raise Crash
 
@@ -525,16 +580,16 @@ class Worker:
                 if fault.nth > 1:
                     self._fail_points.append(Fault(fault.kind, 0.0, 0, fault.seconds, point, fault.nth - 1))
                 elif fault.kind == "crash":
-                    self.world.inject(f"crash {point}", self.label)
+                    self.schedule.inject(f"crash {point}", self.label)
                     raise Crash
                 else:
-                    self.world.inject(f"freeze {point}", self.label)
+                    self.schedule.inject(f"freeze {point}", self.label)
                     self.freeze(fault.seconds)
                     self.wait(fault.seconds)
                 return
 
     def _turn_io(self) -> float | None:
-        self._io_began = self.world.now
+        self._io_began = self.schedule.now
         pause_s = self.drain.step(0.0)
         if pause_s is None:
             self._leave()
@@ -542,12 +597,14 @@ class Worker:
         if self.drain.ails and not self._is_given_up:
             # Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
             self._is_given_up = True
-            self.world.after(self.world.rng.uniform(0.3, 1.5), self.die)
-        for number in range(len(self._seats), self.drain.executor.threads):
+            self.schedule.after(self.schedule.rng.uniform(0.3, 1.5), self.die)
+        for number in range(len(self._seats), self.drain.parts.executor.threads):
             self._seats.append(Seat(self, self._simulation, number))
-        for seat, _ in zip((each for each in self._seats if each.is_free), self.drain.executor.waiting(), strict=False):
-            seat.strand.due(self.world.rng.uniform(0.0, 0.001))
-        return pause_s or max(0.0002, self.drain.patience_s())
+        for seat, _ in zip(
+            (each for each in self._seats if each.is_free), self.drain.parts.executor.waiting(), strict=False
+        ):
+            seat.strand.due(self.schedule.rng.uniform(0.0, 0.001))
+        return pause_s or max(0.0002, self.drain.sleep_s())
 
     def _forward(self, version: str, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model double: answers twice the question and which version it is, unless its job's making is another."""
@@ -555,10 +612,10 @@ class Worker:
         assert self.seat is not None
         makings = self._simulation.forward_begins(self, self.seat, questions)
         if "poison" in makings:
-            self.world.inject("poison", self.label)
+            self.schedule.inject("poison", self.label)
             raise Crash
         if "hung" in makings:
-            self.world.inject("hung", self.label)
+            self.schedule.inject("hung", self.label)
             self.seat.forward_s = inf
         if 0 < self._simulation.plan.device_rows < len(questions):
             raise OutOfMemory(f"{len(questions)} rows")
@@ -570,14 +627,14 @@ class Worker:
 
     def _leave(self) -> None:
         self.is_gone = True
-        self.world.note(f"{self.label} leaves")
+        self.schedule.note(f"{self.label} leaves")
         self.end.drop_armed()
         self._simulation.has_left(self)
         self._simulation.supervisor.replace()
 
     def is_engaged(self) -> bool:
         """Whether it has jobs in memory, or may turn out to have had some once it thaws."""
-        return not self.is_gone and (self.frozen_until > self.world.now or self.drain.has_jobs())
+        return not self.is_gone and (self.frozen_until > self.schedule.now or self.drain.has_jobs())
 
     def has_had(self, slot: str, label: str, since: float) -> bool:
         """Whether it has had a version since then, in peace, and could have said so."""

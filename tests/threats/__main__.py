@@ -1,6 +1,6 @@
-"""The long run: `python -m tests.threats --messages 100000` offers every door its share, and a real worker the most.
+"""The long run: `python -m tests.threats --messages 100000` attacks all endpoints, and a real worker the most.
 
-Prints a line per door: how many, how many refused, messages a second, the slowest refusal; and what the worker made of
+Prints for each endpoint how many, how many refused, messages a second, the slowest refusal; and what the worker made of
 its messages. Exit status 1 when anything was found.
 """
 
@@ -19,7 +19,7 @@ from penstock import Client
 from tests.packages import write_double
 from tests.servers import RedisServer, WorkerProcess, redis_binaries
 from tests.threats import fuzz
-from tests.threats.hostile_load import besiege, besiege_lane
+from tests.threats.hostile_load import send_hostile_entries, send_hostile_tasks
 
 _SHARES = {"envelope": 0.2, "tensors": 0.1, "inputs": 0.15, "spec": 0.03, "settings": 0.03, "lane": 0.09}
 """Of the messages; the rest goes through the worker."""
@@ -52,7 +52,7 @@ def _doors(folder: Path, messages: int, seed: int) -> list[str]:
             # Each offer has a seed of its own: a finding is repeated without those before it.
             offered = ingress.make(Random(f"{seed} {ingress.name} {number}"))
             try:
-                outcome = ingress.offer(offered)
+                outcome = ingress.offer(offered, fuzz.LIMIT_S)
             except fuzz.Finding as finding:
                 findings.append(f"{number}: {finding}")
                 continue
@@ -72,16 +72,16 @@ def _worker(folder: Path, messages: int, seed: int) -> list[str]:
     write_double(folder / "served")
     environment = {"PENSTOCK_SIGNING_KEYS": fuzz.KEYS, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
     (folder / "worker").mkdir()
-    worker = WorkerProcess(server, folder / "served", folder / "worker", name="siege@fuzz", environment=environment)
+    worker = WorkerProcess(server, folder / "served", folder / "worker", name="target@fuzz", environment=environment)
     count = messages - sum(int(messages * share) for share in _SHARES.values())
     tasks, broken = int(messages * _PER_TASK), max(1, int(messages * _PER_BROKEN_TASK))
     try:
         server.start()
         worker.start()
         with Client(server.url, signing_keys=fuzz.KEYS) as client:
-            siege = besiege(worker, client, Random(seed), count - tasks - broken)
+            load = send_hostile_entries(worker, client, Random(seed), count - tasks - broken)
         begun = time.monotonic()
-        besiege_lane(worker, Random(seed), tasks, broken=broken)
+        send_hostile_tasks(worker, Random(seed), tasks, broken=broken)
         lane_s = time.monotonic() - begun
     except (AssertionError, pytest.fail.Exception) as error:
         return [f"worker: {type(error).__name__}: {error}"]
@@ -90,8 +90,8 @@ def _worker(folder: Path, messages: int, seed: int) -> list[str]:
         worker.stop()
         server.stop()
     _say(
-        f"worker    {siege.sent:6} entries in its queues, {siege.put_aside:6} put aside, "
-        f"{siege.sent / siege.seconds:7.0f}/s, slowest good job among them {siege.slowest_good_s * 1000:.0f} ms\n"
+        f"worker    {load.sent:6} entries in its queues, {load.dead_lettered:6} dead-lettered, "
+        f"{load.sent / load.seconds:7.0f}/s, slowest good job among them {load.slowest_good_s * 1000:.0f} ms\n"
         f"worker    {tasks + broken:6} messages on Celery's queue ({broken} of them no tasks) in {lane_s:.1f} s\n"
         f"worker deaths: {deaths}"
     )

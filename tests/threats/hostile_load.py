@@ -1,4 +1,4 @@
-"""Hostile messages through a real worker's loop: it survives, puts every one of them aside, and serves on."""
+"""Hostile messages through a real worker's loop: it survives, dead-letters every one of them, and serves on."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _AT_ONCE = 250
 _PATIENCE_S = 60.0
 
 
-class Siege(NamedTuple):
+class HostileLoad(NamedTuple):
     """What became of the messages."""
 
     sent: int
-    put_aside: int
+    dead_lettered: int
     slowest_good_s: float
     """Of the jobs that were sent between them, submit to result."""
     seconds: float
 
 
-def besiege(worker: WorkerProcess, client: Client, random: Random, count: int) -> Siege:
+def send_hostile_entries(worker: WorkerProcess, client: Client, random: Random, count: int) -> HostileLoad:
     """Sends `count` hostile entries to the queues of `double`, and a good job after each few hundred.
 
     Fails the test when the worker ends, keeps an entry, or does not answer a good job.
@@ -51,9 +51,9 @@ def besiege(worker: WorkerProcess, client: Client, random: Random, count: int) -
             assert answer.tolist() == [[2, 4, 6, 8]]
             assert worker.is_running, worker.tail()
         wait_until(lambda: not sum(map(overseer.xlen, stream_keys(fuzz.MODEL))), _PATIENCE_S, "the queues are empty")
-        put_aside = overseer.xlen(dead_key(fuzz.MODEL)) - before
+        dead_lettered = overseer.xlen(dead_key(fuzz.MODEL)) - before
     assert worker.is_running, worker.tail()
-    return Siege(sent, put_aside, slowest, time.monotonic() - begun)
+    return HostileLoad(sent, dead_lettered, slowest, time.monotonic() - begun)
 
 
 def _fields(random: Random) -> list[bytes]:
@@ -67,7 +67,7 @@ def _fields(random: Random) -> list[bytes]:
     return [b"e", sealed, b"e", b"", *([b"more", b"x"] * random.randrange(3))]
 
 
-def besiege_lane(worker: WorkerProcess, random: Random, count: int, *, broken: int) -> None:
+def send_hostile_tasks(worker: WorkerProcess, random: Random, count: int, *, broken: int) -> None:
     """Sends `count` tasks with hostile arguments to the lane's Celery queue, and `broken` messages that are no task.
 
     The worker takes them all; after one that kombu cannot read, Celery's side of it reconnects, which takes a second.

@@ -1,4 +1,4 @@
-"""S0.1: nobody without the key gets an envelope past: flips, swaps, copies, replays, downgrades. Accepted: 0."""
+"""S0.1: without the key no envelope is accepted: flips, swaps, copies, replays, downgrades. Accepted: 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.registry.queues import Priority, dead_key, is_job_id, new_job_id, 
 from tests.packages import recorded_forwards
 from tests.servers import wait_until
 from tests.threats import fuzz
-from tests.threats.conftest import Besieged
+from tests.threats.conftest import AttackedWorker
 
 FLIPS = 10_000
 OPENERS = {"job": open_job, "result": open_result, "event": open_event}
@@ -112,7 +112,7 @@ def test_no_field_of_a_header_can_be_exchanged(change: dict[str, object]):
 
 
 def test_keys_of_jobs_and_results_are_apart():
-    """Whoever could sign results signs no job, and the other way round, also under another letter."""
+    """A signature of a result is none of a job, and the other way round, also under another letter."""
     header, body = fuzz.good_job(Random(2))
     for letter, kind, macs in (
         (b"J", "job", fuzz.SIGNING.result_macs),
@@ -148,10 +148,10 @@ def test_downgrades_are_refused():
         open_job(unsigned, fuzz.SIGNING)
 
 
-def test_replayed_and_copied_envelopes_have_no_effect(besieged: Besieged):
+def test_replayed_and_copied_envelopes_have_no_effect(target: AttackedWorker):
     """Validly signed bytes put into a queue again, into another queue, or after the end: one effect, nothing else."""
     marker = 424242.0
-    with besieged.client() as client, besieged.server.client() as overseer:
+    with target.client() as client, target.server.client() as overseer:
         before = overseer.xlen(dead_key("recorder"))
         waiting = client.submit_many("recorder", [{"x": [[marker, 0, 0, n]]} for n in range(3)])
         results = [job.result(10)["y"].tolist() for job in waiting]
@@ -170,13 +170,13 @@ def test_replayed_and_copied_envelopes_have_no_effect(besieged: Besieged):
         assert overseer.get(record_key(waiting[0].id)) == record
         assert [job.result(5)["y"].tolist() for job in waiting] == results
         assert overseer.hget("{recorder}:flow", "t:default") is None
-    rows = [row for batch in recorded_forwards(besieged.ledger) for row in batch]
+    rows = [row for batch in recorded_forwards(target.forward_log) for row in batch]
     assert rows.count(marker) == 3
 
 
-def test_result_of_another_job_is_not_believed(besieged: Besieged):
+def test_result_of_another_job_is_not_believed(target: AttackedWorker):
     """A validly signed result copied over the record of another job, or sealed as an event: refused by its reader."""
-    with besieged.client() as client, besieged.server.client() as overseer:
+    with target.client() as client, target.server.client() as overseer:
         one, other = client.submit_many("double", [{"x": [[1, 1, 1, 1]]}, {"x": [[2, 2, 2, 2]]}])
         one.result(10)
         other.result(10)

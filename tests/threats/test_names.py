@@ -50,7 +50,7 @@ TRAVERSALS = [
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A models root with `double`, and a package beside it that nobody may reach."""
+    """A models root with `double`, and a package beside it that must stay out of reach."""
     root = tmp_path / "models"
     write_double(root)
     write_double(tmp_path, "secret")
@@ -154,7 +154,7 @@ def test_no_field_of_a_package_leaves_its_folder(
     """Entry point, files, weights, where they come from, name and version: refused, or inside of the folder."""
     inside = (root / "double" / "1").resolve()
     monkeypatch.setenv("HF_HUB_CACHE", str(root / "double" / "1"))
-    # Nobody writes to these files while they are hashed.
+    # These files do not change while they are hashed.
     monkeypatch.setattr(manifest, "_CLOCK_TICK_NS", 0)
     escapes = []
     # Names and versions are also tried above.

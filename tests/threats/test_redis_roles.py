@@ -138,7 +138,7 @@ def test_celery_program_does_all_of_its_work(stack: Stack):
     app = celery_of(stack.server)
     consumes(app, stack.worker)
     assert outcome(app, send(app, "double", priority="high"))["outputs"] == {"y": TWICE}
-    assert stack.worker.name in (app.control.inspect(timeout=1).stats() or {})
+    assert stack.worker.name in (app.control.inspect([stack.worker.name], timeout=20).stats() or {})
     app.control.revoke("nothing")
     tasks = [send(app, "napper", [[200.0 + n, 0, 0, 0]]) for n in range(5)]
     with Client(stack.server.url_of("producer")) as client, suppress(Cancelled):
@@ -476,5 +476,5 @@ def test_role_may_call_what_its_scripts_call(role: str, scripts: set[str]):
 
 
 def test_every_script_belongs_to_a_role():
-    """A new script is given to somebody, and these lists name none that is gone."""
+    """Each new script is given to a role, and these lists name none that is gone."""
     assert SOURCES.keys() == OF_PRODUCERS | OF_WORKERS | OF_OPERATORS

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from redis.connection import AbstractConnection
 
 from penstock import Client
 from penstock.registry.errors import Cancelled, PenstockError, ResultGone, UnknownJob
@@ -15,7 +14,7 @@ from penstock.registry.queues import new_job_id
 from penstock.registry.settings import Settings
 from tests.packages import recorded_forwards
 from tests.servers import wait_until
-from tests.threats.conftest import Besieged
+from tests.threats.conftest import AttackedWorker
 from tests.threats.fuzz import KEYS
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
@@ -35,82 +34,95 @@ def _refusal(look: Callable[[Any], object], client: Client, job_id: str) -> tupl
 
 
 @pytest.mark.parametrize("state", ["completed", "waiting", "running", "cancelled"])
-def test_another_tenants_job_looks_like_a_missing_one(state: str, besieged: Besieged):
-    """The same class and the same text, whatever the job's state; the job itself is not touched by it."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
-        if state == "completed":
-            job = owner.submit("double", ROW)
-            job.result(10)
-            jobs = [job]
-        else:
-            jobs = owner.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(5)])
-            wait_until(lambda: jobs[0].status() != "queued", 10, "the first job runs")
-            job = jobs[0] if state == "running" else jobs[-1]
-            if state == "cancelled":
-                assert job.cancel()
+def test_another_tenants_job_looks_like_a_missing_one(state: str, target: AttackedWorker):
+    """The same class and the same text in every state of the job; the job itself is not touched by it."""
+    with target.client("owner") as owner, target.client("stranger") as stranger:
+        # One after the other, so that the last one waits for some seconds.
+        jobs = owner.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(15)])
+        job = jobs[0] if state in ("running", "completed") else jobs[-1]
+        if state == "cancelled":
+            assert job.cancel()
+        elif state == "running":
+            wait_until(lambda: job.status() != "queued", 30, "the first job runs")
+        elif state == "completed":
+            job.result(30)
         for look in _LOOKS.values():
             missing = _refusal(look, stranger, new_job_id("double"))
             assert _refusal(look, stranger, job.id) == missing
             assert missing[0] is UnknownJob
+        for each in jobs:
+            if each is not job:
+                each.cancel()
         if state == "cancelled":
             with pytest.raises(Cancelled):
-                job.result(10)
-            jobs = jobs[:-1]
-        for each in jobs:
-            each.result(10)
+                job.result(30)
+        else:
+            job.result(30)
 
 
-def test_looking_takes_as_long_as_for_a_missing_job(besieged: Besieged):
-    """Roughly: the medians of two hundred looks at a result, in turns, within a factor of two."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+def test_looking_costs_as_much_as_for_a_missing_job(target: AttackedWorker, monkeypatch: pytest.MonkeyPatch):
+    """As many commands to the broker, and as many bytes to it: nothing that a stranger could time tells them apart."""
+    with target.client("owner") as owner, target.client("stranger") as stranger:
         job = owner.submit("double", ROW)
         job.result(10)
         ids = {"theirs": job.id, "missing": new_job_id("double")}
-        times: dict[str, list[float]] = {name: [] for name in ids}
-        for _ in range(200):
-            for name, job_id in ids.items():
-                begun = time.perf_counter()
+        sent: dict[str, list[int]] = {name: [] for name in ids}
+        with pytest.raises(UnknownJob):
+            stranger.job(new_job_id("double")).status()  # connects
+        for name, job_id in ids.items():
+            with monkeypatch.context() as patch:
+                patch.setattr(AbstractConnection, "send_packed_command", _noting(sent[name]))
                 with pytest.raises(UnknownJob):
                     stranger.job(job_id).status()
-                times[name].append(time.perf_counter() - begun)
-    theirs, missing = (statistics.median(times[name]) for name in ids)
-    assert 0.5 < theirs / missing < 2
+    assert sent["theirs"]
+    assert sent["theirs"] == sent["missing"]
 
 
-def test_old_job_of_another_tenant_is_gone_like_a_missing_one(besieged: Besieged):
-    """An id older than results are kept: gone, for whoever asks and whether or not it existed."""
+def _noting(sent: list[int]) -> Callable[..., None]:
+    """`send_packed_command`, which adds the bytes of each command to `sent`."""
+    send = AbstractConnection.send_packed_command
+
+    def send_and_note(self: AbstractConnection, command: Any, *args: Any, **options: Any) -> None:
+        sent.append(len(b"".join(command)) if isinstance(command, list) else len(command))
+        send(self, command, *args, **options)
+
+    return send_and_note
+
+
+def test_old_job_of_another_tenant_is_gone_like_a_missing_one(target: AttackedWorker):
+    """An id older than results are kept: gone, for every tenant, whether or not it existed."""
     old = "double.01900000-0000-7000-8000-000000000000"
-    with besieged.client("stranger") as stranger:
+    with target.client("stranger") as stranger:
         assert _refusal(_LOOKS["status"], stranger, old)[0] is ResultGone
 
 
-def test_idempotency_keys_of_tenants_are_apart(besieged: Besieged):
-    """The same key, model and inputs: each tenant has its own job, and with other inputs nobody's conflict is told."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+def test_idempotency_keys_of_tenants_are_apart(target: AttackedWorker):
+    """The same key, model and inputs: each tenant has its own job, and other inputs make no conflict."""
+    with target.client("owner") as owner, target.client("stranger") as stranger:
         mine = owner.submit("double", ROW, idempotency_key="order-17")
         theirs = stranger.submit("double", ROW, idempotency_key="order-17")
         assert mine.id != theirs.id
         assert owner.submit("double", ROW, idempotency_key="order-17").id == mine.id
-        with besieged.client("third") as other:
+        with target.client("third") as other:
             row = {"x": [[9.0, 9.0, 9.0, 9.0]]}
             assert other.submit("double", row, idempotency_key="order-17").result(10)["y"].tolist() == [[18.0] * 4]
 
 
-def test_equal_jobs_of_tenants_share_no_forward(besieged: Besieged):
+def test_equal_jobs_of_tenants_share_no_forward(target: AttackedWorker):
     """Single flight is within a tenant: equal inputs of two tenants at the same time run twice."""
     marker = 31337.0
     row = {"x": [[marker, 0, 0, 0]]}
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger:
+    with target.client("owner") as owner, target.client("stranger") as stranger:
         jobs = [*owner.submit_many("recorder", [row] * 4), *stranger.submit_many("recorder", [row] * 4)]
         for job in jobs:
             assert job.result(10)["y"].tolist() == [[2 * marker, 0, 0, 0]]
-    rows = [each for batch in recorded_forwards(besieged.ledger) for each in batch]
+    rows = [each for batch in recorded_forwards(target.forward_log) for each in batch]
     assert rows.count(marker) >= 2
 
 
-def test_a_client_hears_no_replies_of_another(besieged: Besieged):
+def test_a_client_hears_no_replies_of_another(target: AttackedWorker):
     """Each client has reply streams of its own: what one waits for, the other is never told."""
-    with besieged.client("owner") as owner, besieged.client("stranger") as stranger, besieged.server.client() as redis:
+    with target.client("owner") as owner, target.client("stranger") as stranger, target.server.client() as redis:
         owner.submit("double", ROW).result(10)
         stranger.submit("double", ROW).result(10)
         streams = {key for key in redis.scan_iter("{double}:reply:*", count=1_000)}
@@ -119,12 +131,12 @@ def test_a_client_hears_no_replies_of_another(besieged: Besieged):
     assert sum(map(len, heard)) == len(set().union(*heard))
 
 
-def test_tenants_limits_are_their_own(besieged: Besieged):
-    """A tenant at its limit of jobs in flight stops nobody else."""
+def test_tenants_limits_are_their_own(target: AttackedWorker):
+    """A tenant at its limit of jobs in flight stops no other tenant."""
     settings = Settings.load(environ={}, overrides={"queue.tenant_max_in_flight": 2})
     with (
-        Client(besieged.server.url, tenant="owner", signing_keys=KEYS, settings=settings) as owner,
-        Client(besieged.server.url, tenant="stranger", signing_keys=KEYS, settings=settings) as stranger,
+        Client(target.server.url, tenant="owner", signing_keys=KEYS, settings=settings) as owner,
+        Client(target.server.url, tenant="stranger", signing_keys=KEYS, settings=settings) as stranger,
     ):
         jobs = [owner.submit("napper", {"x": [[n, 1, 0, 0]]}) for n in range(2)]
         with pytest.raises(PenstockError, match="has reached its limit of jobs in flight"):

@@ -1,4 +1,4 @@
-"""S0.2 and S0.3: nothing on a wire is a program, workers know their own kinds only, and obey nobody else's commands."""
+"""S0.2 and S0.3: nothing on a wire is a program, workers know their own kinds only, and accept no other commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.workers.celery_bridge.remote_control import OPEN_COMMANDS
 from tests.flow.test_celery import celery_of, consumes, outcome, send
 from tests.servers import ROOT, wait_until
 from tests.threats import hostile_load
-from tests.threats.conftest import Besieged
+from tests.threats.conftest import AttackedWorker
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
 PACKAGES = ("compose", "producers", "registry", "safety", "workers")
@@ -137,7 +137,7 @@ def test_programs_are_found(source: str):
 
 
 def test_the_yaml_loader_is_a_safe_one():
-    """It makes plain data only, whatever tags a document carries."""
+    """It makes plain data only, for every tag that a document carries."""
     import yaml
 
     from penstock.registry.package import bounded_yaml
@@ -149,9 +149,9 @@ def test_the_yaml_loader_is_a_safe_one():
             bounded_yaml.read_yaml(f"x: {tag}".encode())
 
 
-def test_exceptions_travel_as_plain_data(besieged: Besieged, tmp_path: Path):
+def test_exceptions_travel_as_plain_data(target: AttackedWorker, tmp_path: Path):
     """A model's hostile exception arrives as the text of a ModelError, and nothing of it ran on the way."""
-    with besieged.client() as client, besieged.server.client() as overseer:
+    with target.client() as client, target.server.client() as overseer:
         job = client.submit("thrower", {"x": [[-1.0, 0, 0, 0]]})
         with pytest.raises(ModelError, match="Hostile: __import__"):
             job.result(10)
@@ -159,12 +159,12 @@ def test_exceptions_travel_as_plain_data(besieged: Besieged, tmp_path: Path):
     size = int.from_bytes(record[6:10], "little")
     error = msgspec.msgpack.decode(record[10 : 10 + size])["error"]
     assert error.keys() == {"code", "message"}
-    assert not list(besieged.worker.folder.rglob("trap"))
-    app = celery_of(besieged.server)
-    consumes(app, besieged.worker)
+    assert not list(target.worker.folder.rglob("trap"))
+    app = celery_of(target.server)
+    consumes(app, target.worker)
     failure = outcome(app, send(app, "thrower", [[-1.0, 0, 0, 0]]))
     assert isinstance(failure, Exception)
-    assert not list(besieged.worker.folder.rglob("trap"))
+    assert not list(target.worker.folder.rglob("trap"))
 
 
 class _Bomb:
@@ -178,11 +178,11 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("kind", ["pickle", "application/x-python-serialize", "yaml", "application/x-yaml"])
-def test_messages_that_are_programs_are_refused(kind: str, besieged: Besieged, tmp_path: Path):
+def test_messages_that_are_programs_are_refused(kind: str, target: AttackedWorker, tmp_path: Path):
     """Pickle and YAML on Celery's queue, and pickle in a queue of jobs: nothing is made of them, and work goes on."""
     trap = tmp_path / "trap"
     body = pickle.dumps([[], {"model": _Bomb(str(trap))}, {}])
-    with besieged.server.client() as overseer, besieged.client() as client:
+    with target.server.client() as overseer, target.client() as client:
         frame = hostile_load._frame(Random(1))
         frame |= {"content-type": kind, "content-encoding": "binary"}
         frame["properties"]["body_encoding"] = "base64"
@@ -190,7 +190,7 @@ def test_messages_that_are_programs_are_refused(kind: str, besieged: Besieged, t
         overseer.lpush(CELERY_QUEUE, json.dumps(frame))
         before = overseer.xlen(dead_key("double"))
         overseer.xadd(stream_key("double", Priority.HIGH), {"e": body})
-        wait_until(lambda: overseer.xlen(dead_key("double")) == before + 1, 10, "the job is put aside")
+        wait_until(lambda: overseer.xlen(dead_key("double")) == before + 1, 10, "the job is dead-lettered")
         wait_until(lambda: not hostile_load._waiting(overseer), 10, "the message is taken")
         assert client.submit("double", ROW).result(10)["y"].tolist() == [[2, 4, 6, 8]]
     assert not trap.exists()
@@ -199,17 +199,17 @@ def test_messages_that_are_programs_are_refused(kind: str, besieged: Besieged, t
 @pytest.mark.parametrize(
     "change", [{"body": 5}, {"body": None}, {"headers": {"task": "penstock.infer", "id": "x", "timelimit": 7}}], ids=str
 )
-def test_message_that_is_no_task_is_taken_once(change: dict[str, object], besieged: Besieged):
+def test_message_that_is_no_task_is_taken_once(change: dict[str, object], target: AttackedWorker):
     """One that kombu can read and Celery cannot is dropped: given back, it would come again for ever."""
-    app = celery_of(besieged.server)
-    consumes(app, besieged.worker)
-    begun = besieged.worker.output.stat().st_size
-    with besieged.server.client() as overseer:
+    app = celery_of(target.server)
+    consumes(app, target.worker)
+    begun = target.worker.output.stat().st_size
+    with target.server.client() as overseer:
         overseer.lpush(CELERY_QUEUE, json.dumps({**hostile_load._frame(Random(2)), **change}))
         done = send(app, "double")
         assert outcome(app, done)["outputs"] == {"y": [[2, 4, 6, 8]]}
         wait_until(lambda: not hostile_load._waiting(overseer), 5, "the message is gone")
-    said = besieged.worker.output.read_text(errors="replace")[begun:]
+    said = target.worker.output.read_text(errors="replace")[begun:]
     assert said.count("Connection to broker lost") <= 1
 
 
@@ -227,14 +227,14 @@ UNKNOWN_KINDS = {
 }
 
 
-def test_unknown_kinds_are_put_aside(besieged: Besieged):
-    """Whatever is not a job of this protocol goes to the dead letters with its bytes; the worker asks no questions."""
-    with besieged.server.client() as overseer, besieged.client() as client:
+def test_unknown_kinds_are_dead_lettered(target: AttackedWorker):
+    """Bytes that are no job of this protocol become dead letters; the worker asks no questions."""
+    with target.server.client() as overseer, target.client() as client:
         before = overseer.xlen(dead_key("double"))
         for foreign in UNKNOWN_KINDS.values():
             overseer.xadd(stream_key("double", Priority.NORMAL), {"e": foreign})
         count = len(UNKNOWN_KINDS)
-        wait_until(lambda: overseer.xlen(dead_key("double")) == before + count, 10, "all are put aside")
+        wait_until(lambda: overseer.xlen(dead_key("double")) == before + count, 10, "all are dead-lettered")
         letters = overseer.xrevrange(dead_key("double"), count=count)
         kept = [dict(fields)[b"e"] for _, fields in letters]
         assert sorted(kept) == sorted(UNKNOWN_KINDS.values())
@@ -261,16 +261,16 @@ COMMANDS_THAT_CHANGE = {
 }
 
 
-def test_commands_that_change_a_worker_are_not_there(besieged: Besieged):
-    """Over the wire nobody stops, resizes, re-routes or reconfigures it, nor loads anything into it."""
-    app: Celery = celery_of(besieged.server)
-    consumes(app, besieged.worker)
+def test_commands_that_change_a_worker_are_not_there(target: AttackedWorker):
+    """No command over the wire stops, resizes, re-routes or reconfigures it, or loads anything into it."""
+    app: Celery = celery_of(target.server)
+    consumes(app, target.worker)
     assert not COMMANDS_THAT_CHANGE.keys() & OPEN_COMMANDS
-    name = besieged.worker.name
+    name = target.worker.name
 
     def asked(question: str) -> Any:
         def answer() -> Any:
-            return (getattr(app.control.inspect(timeout=0.5), question)() or {}).get(name)
+            return (getattr(app.control.inspect([name], timeout=20), question)() or {}).get(name)
 
         return wait_until(answer, 10, "the worker answers")
 
@@ -282,20 +282,20 @@ def test_commands_that_change_a_worker_are_not_there(besieged: Besieged):
     steady = ("pool", "prefetch_count", "pid", "inference", "broker")
     assert [after[part] for part in steady] == [before[part] for part in steady]
     assert [queue["name"] for queue in asked("active_queues")] == [CELERY_QUEUE]
-    said = besieged.worker.output.read_text()
+    said = target.worker.output.read_text()
     assert [command for command in COMMANDS_THAT_CHANGE if f"KeyError('{command}')" not in said] == []
-    assert besieged.worker.is_running
+    assert target.worker.is_running
     assert outcome(app, send(app, "double"))["outputs"] == {"y": [[2, 4, 6, 8]]}
 
 
-def test_revoke_does_not_kill(besieged: Besieged):
+def test_revoke_does_not_kill(target: AttackedWorker):
     """`revoke` with `terminate` withdraws a job that waits; it sends no signal to anything."""
-    app = celery_of(besieged.server)
-    consumes(app, besieged.worker)
+    app = celery_of(target.server)
+    consumes(app, target.worker)
     app.control.revoke("double.nothing", terminate=True, signal="SIGKILL")
-    with besieged.client() as client:
+    with target.client() as client:
         assert client.submit("double", ROW).result(10)["y"].tolist() == [[2, 4, 6, 8]]
-    assert besieged.worker.is_running
+    assert target.worker.is_running
 
 
 def test_job_headers_hold_plain_data_only():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from penstock.registry.package import find, load_package
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
+from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
 from tests.servers import RedisServer, wait_until
 
 ROOMY = Limits(100_000, 0, 60_000)
@@ -55,7 +55,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
         end.close()
 
 
-class Bench:
+class DrainHarness:
     """A drain, its metrics, and a producer for its models."""
 
     def __init__(self, broker: Broker, drain: Drain, metrics: InferenceMetrics, models: dict[str, Any]) -> None:
@@ -106,139 +106,143 @@ class Bench:
         return {sample.labels["model"]: sample.value for sample in family.samples}
 
 
-StartBench = Callable[..., Bench]
+StartDrain = Callable[..., DrainHarness]
 
 
 @pytest.fixture
-def start(connect: Connect, models_root: Path) -> Iterator[StartBench]:
+def start(connect: Connect, models_root: Path) -> Iterator[StartDrain]:
     """Starts drains for the packages of `models_root`; those that still run are stopped."""
-    benches: list[Bench] = []
+    harnesses: list[DrainHarness] = []
     names = itertools.count()
 
-    def start(checkpoint: Callable[[str], None] = lambda _: None, *, load: bool = True, **settings: Any) -> Bench:
+    def start(
+        checkpoint: Callable[[str], None] = lambda _: None, *, load: bool = True, **settings: Any
+    ) -> DrainHarness:
         packages = [load_package(find(models_root, path.name).path) for path in sorted(models_root.iterdir())]
         metrics = InferenceMetrics((0.1, 1.0))
-        drain = Drain(
+        drain = build_drain(
             Settings.load(overrides={"queue": {"lease_s": 1.0}, **settings}),
             connect(),
             packages,
-            name=f"bench-{next(names)}",
-            device="cpu",
-            threads=1,
-            listener=NullListener(),
-            metrics=metrics,
-            checkpoint=checkpoint,
+            DrainOptions(
+                name=f"harness-{next(names)}",
+                device="cpu",
+                threads=1,
+                listener=NullListener(),
+                metrics=metrics,
+                checkpoint=checkpoint,
+            ),
         )
-        benches.append(Bench(connect(), drain, metrics, {each.spec.name: each.spec for each in packages}))
+        harnesses.append(DrainHarness(connect(), drain, metrics, {each.spec.name: each.spec for each in packages}))
         if load:
             drain.load()
             drain.start()
-        return benches[-1]
+        return harnesses[-1]
 
     yield start
-    for bench in benches:
-        bench.drain.stop(1.0)
+    for harness in harnesses:
+        harness.drain.stop(1.0)
 
 
-def test_jobs_are_answered(start: StartBench, models_root: Path, slot: str):
+def test_jobs_are_answered(start: StartDrain, models_root: Path, slot: str):
     """Claimed, run and committed, with the worker, version and times in the result."""
     write_double(models_root, slot)
-    bench = start()
-    for number, job_id in enumerate(bench.publish(slot, *range(100))):
-        header, answer = bench.result(job_id)
-        assert (header.id, header.worker, header.version, answer) == (job_id, bench.drain.name, "1", 2 * number)
+    harness = start()
+    for number, job_id in enumerate(harness.publish(slot, *range(100))):
+        header, answer = harness.result(job_id)
+        assert (header.id, header.worker, header.version, answer) == (job_id, harness.drain.name, "1", 2 * number)
         assert 1 <= header.batch_size <= 16
 
 
-def test_gauges_follow_the_life_of_a_worker(start: StartBench, models_root: Path, slot: str):
+def test_gauges_follow_the_life_of_a_worker(start: StartDrain, models_root: Path, slot: str):
     """Not ready before start, ready after, not ready once it stops; a model counts as loaded in between only."""
     write_double(models_root, slot)
-    bench = start(load=False)
-    assert not bench.is_ready()
-    bench.drain.load()
-    assert bench.loaded() == {slot: 1}
-    assert not bench.is_ready()
-    bench.drain.start()
-    wait_until(lambda: bench.drain.readiness[0], 5, "the drain is ready")
-    assert bench.is_ready()
-    bench.drain.stop(1.0)
-    assert not bench.is_ready()
-    assert bench.loaded() == {slot: 0}
-    assert bench.drain.name not in [json.loads(report)["name"] for report in bench.broker.workers()]
+    harness = start(load=False)
+    assert not harness.is_ready()
+    harness.drain.load()
+    assert harness.loaded() == {slot: 1}
+    assert not harness.is_ready()
+    harness.drain.start()
+    wait_until(lambda: harness.drain.readiness[0], 5, "the drain is ready")
+    assert harness.is_ready()
+    harness.drain.stop(1.0)
+    assert not harness.is_ready()
+    assert harness.loaded() == {slot: 0}
+    assert harness.drain.name not in [json.loads(report)["name"] for report in harness.broker.workers()]
 
 
 def test_stop_finishes_the_running_batch_and_gives_back_the_rest(
-    start: StartBench, models_root: Path, slot: str, tmp_path: Path
+    start: StartDrain, models_root: Path, slot: str, tmp_path: Path
 ):
     """What ran is committed; what was claimed beyond it goes to the next worker, for which it is the first attempt."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, slot, forward_s=0.3)
-    bench = start()
-    jobs = bench.publish(slot, *range(1, 41))
-    wait_until(lambda: any(1 in rows for rows in recorded_forwards(ledger)), 5, "the first batch runs")
-    bench.drain.stop(5.0)
-    done = [job_id for job_id in jobs if bench.state(job_id) is State.COMPLETED]
-    ran = [number for rows in recorded_forwards(ledger) for number in rows if number]
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, slot, forward_s=0.3)
+    harness = start()
+    jobs = harness.publish(slot, *range(1, 41))
+    wait_until(lambda: any(1 in rows for rows in recorded_forwards(forward_log)), 5, "the first batch runs")
+    harness.drain.stop(5.0)
+    done = [job_id for job_id in jobs if harness.state(job_id) is State.COMPLETED]
+    ran = [number for rows in recorded_forwards(forward_log) for number in rows if number]
     assert len(done) == len(ran) > 0
-    assert {bench.state(job_id) for job_id in jobs[len(done) :]} == {State.QUEUED}
+    assert {harness.state(job_id) for job_id in jobs[len(done) :]} == {State.QUEUED}
 
     other = start()
     results = [other.result(job_id) for job_id in jobs]
     assert [answer for _, answer in results] == [2 * number for number in range(1, 41)]
     assert {header.attempt for header, _ in results} == {1}
-    assert sorted(number for rows in recorded_forwards(ledger) for number in rows if number) == list(range(1, 41))
+    assert sorted(number for rows in recorded_forwards(forward_log) for number in rows if number) == list(range(1, 41))
 
 
-def test_stop_without_grace_gives_back_what_runs(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+def test_stop_without_grace_gives_back_what_runs(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
     """A forward longer than the grace period: its jobs run again elsewhere, and its own result is thrown away."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, slot, forward_s=0.5)
-    bench = start()
-    jobs = bench.publish(slot, 1, 2, 3)
-    wait_until(lambda: any(1 in rows for rows in recorded_forwards(ledger)), 5, "the batch runs")
-    bench.drain.stop(0.0)
-    assert {bench.state(job_id) for job_id in jobs} == {State.QUEUED}
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, slot, forward_s=0.5)
+    harness = start()
+    jobs = harness.publish(slot, 1, 2, 3)
+    wait_until(lambda: any(1 in rows for rows in recorded_forwards(forward_log)), 5, "the batch runs")
+    harness.drain.stop(0.0)
+    assert {harness.state(job_id) for job_id in jobs} == {State.QUEUED}
     other = start()
     assert [other.result(job_id)[0].worker for job_id in jobs] == [other.drain.name] * 3
 
 
-def test_foreign_bytes_are_put_aside(start: StartBench, models_root: Path, slot: str):
+def test_foreign_bytes_are_put_aside(start: StartDrain, models_root: Path, slot: str):
     """What is no envelope, or one of another queue, goes to the dead letters; the job behind it is answered."""
     write_double(models_root, slot)
-    bench = start()
-    bench.broker.publish(slot, [Publication(new_job_id(slot), Priority.NORMAL, b"\x80not a job", "acme")], ROOMY)
-    low = bench.sealed(slot, priority="low")
-    bench.broker.publish(slot, [Publication(low.job_id, Priority.CRITICAL, low.sealed, low.tenant)], ROOMY)
-    (good,) = bench.publish(slot, 21)
-    assert bench.result(good)[1] == 42
-    wait_until(lambda: bench.counted("penstock_quarantined") == 2, 5, "both are put aside")
-    assert sum(depth.jobs for depth in bench.broker.depths(slot)) == 0
+    harness = start()
+    harness.broker.publish(slot, [Publication(new_job_id(slot), Priority.NORMAL, b"\x80not a job", "acme")], ROOMY)
+    low = harness.sealed(slot, priority="low")
+    harness.broker.publish(slot, [Publication(low.job_id, Priority.CRITICAL, low.sealed, low.tenant)], ROOMY)
+    (good,) = harness.publish(slot, 21)
+    assert harness.result(good)[1] == 42
+    wait_until(lambda: harness.counted("penstock_quarantined") == 2, 5, "both are put aside")
+    assert sum(depth.jobs for depth in harness.broker.depths(slot)) == 0
 
 
 @pytest.mark.parametrize("deadline_s", [0.02, 0.2], ids=["while it waits", "while its batch is ready"])
 def test_job_never_starts_after_its_deadline(
-    deadline_s: float, start: StartBench, models_root: Path, slot: str, tmp_path: Path
+    deadline_s: float, start: StartDrain, models_root: Path, slot: str, tmp_path: Path
 ):
     """A deadline that passes while another forward runs: the job expires, also when its batch had been formed."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, slot, forward_s=0.5)
-    bench = start()
-    (first,) = bench.publish(slot, 1)
-    wait_until(lambda: [1] in recorded_forwards(ledger), 5, "the first job runs")
-    (late,) = bench.publish(slot, 2, deadline_s=deadline_s, priority="critical")
-    (patient,) = bench.publish(slot, 3, deadline_s=30)
-    assert [bench.result(job_id)[1] for job_id in (first, patient)] == [2, 6]
-    assert bench.state(late) is State.EXPIRED
-    assert 2 not in [number for rows in recorded_forwards(ledger) for number in rows]
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, slot, forward_s=0.5)
+    harness = start()
+    (first,) = harness.publish(slot, 1)
+    wait_until(lambda: [1] in recorded_forwards(forward_log), 5, "the first job runs")
+    (late,) = harness.publish(slot, 2, deadline_s=deadline_s, priority="critical")
+    (patient,) = harness.publish(slot, 3, deadline_s=30)
+    assert [harness.result(job_id)[1] for job_id in (first, patient)] == [2, 6]
+    assert harness.state(late) is State.EXPIRED
+    assert 2 not in [number for rows in recorded_forwards(forward_log) for number in rows]
 
 
-def test_bad_job_fails_alone(start: StartBench, models_root: Path, slot: str):
+def test_bad_job_fails_alone(start: StartDrain, models_root: Path, slot: str):
     """A batch that raises is bisected: the neighbours of the bad row succeed."""
     write_raiser(models_root, slot)
-    bench = start()
-    jobs = bench.publish(slot, *[-1 if number == 9 else number for number in range(16)])
+    harness = start()
+    jobs = harness.publish(slot, *[-1 if number == 9 else number for number in range(16)])
     for number, job_id in enumerate(jobs):
-        header, answer = bench.result(job_id)
+        header, answer = harness.result(job_id)
         if number == 9:
             assert header.error is not None
             assert (header.error.code, header.error.message) == ("ModelError", "ValueError: a negative row")
@@ -246,7 +250,7 @@ def test_bad_job_fails_alone(start: StartBench, models_root: Path, slot: str):
             assert answer == 2 * number
 
 
-def test_result_that_a_successor_has_given_is_not_replaced(start: StartBench, models_root: Path, slot: str):
+def test_result_that_a_successor_has_given_is_not_replaced(start: StartDrain, models_root: Path, slot: str):
     """A worker that is held up before its commit, beyond its lease, finds the job answered: fenced, and counted."""
     write_double(models_root, slot)
     is_held, may_go = threading.Event(), threading.Event()
@@ -256,57 +260,39 @@ def test_result_that_a_successor_has_given_is_not_replaced(start: StartBench, mo
             is_held.set()
             may_go.wait(20)
 
-    bench = start(hold_up)
+    harness = start(hold_up)
     # As if the whole process were frozen, its leases lapse.
-    bench.drain.leases.stop(1.0)
-    (job_id,) = bench.publish(slot, 21)
+    harness.drain.leases.stop(1.0)
+    (job_id,) = harness.publish(slot, 21)
     assert is_held.wait(5)
     successor = start()
     header, answer = successor.result(job_id)
     assert (header.worker, header.attempt, answer) == (successor.drain.name, 2, 42)
     may_go.set()
-    wait_until(lambda: bench.counted("penstock_fenced") == 1, 5, "the late commit is discarded")
-    assert bench.result(job_id)[0].worker == successor.drain.name
+    wait_until(lambda: harness.counted("penstock_fenced") == 1, 5, "the late commit is discarded")
+    assert harness.result(job_id)[0].worker == successor.drain.name
 
 
-def test_several_models_share_a_worker_fairly(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+def test_several_models_share_a_worker_fairly(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
     """A model with a thousand jobs waiting delays another's only job by a few batches."""
-    flooded, calm, ledger = f"{slot}-a", f"{slot}-b", tmp_path / "ledger"
+    flooded, calm, forward_log = f"{slot}-a", f"{slot}-b", tmp_path / "forward_log"
     for model in (flooded, calm):
-        write_recorder(models_root, ledger, model, forward_s=0.01)
-    bench = start()
-    flood = bench.publish(flooded, *range(1, 1001))
-    (alone,) = bench.publish(calm, 5000)
-    assert bench.result(alone)[1] == 10_000
-    bench.result(flood[-1])
-    order = [rows for rows in recorded_forwards(ledger) if rows[0]]
+        write_recorder(models_root, forward_log, model, forward_s=0.01)
+    harness = start()
+    flood = harness.publish(flooded, *range(1, 1001))
+    (alone,) = harness.publish(calm, 5000)
+    assert harness.result(alone)[1] == 10_000
+    harness.result(flood[-1])
+    order = [rows for rows in recorded_forwards(forward_log) if rows[0]]
     position = order.index([5000])
     begun_before = sum(len(rows) for rows in order[:position])
     assert begun_before < 300
 
 
-def test_a_drain_without_models_is_refused(start: StartBench):
+def test_a_drain_without_models_is_refused(start: StartDrain):
     """A worker that could serve nothing says so."""
     with pytest.raises(ConfigurationError, match="There is no model to serve"):
         start()
-
-
-def test_idle_models_cost_a_busy_one_nothing(start: StartBench, models_root: Path, slot: str):
-    """A thousand jobs of one model take no longer on a worker that serves three idle ones beside it."""
-
-    def seconds(bench: Bench) -> float:
-        begun = time.monotonic()
-        last = bench.publish(slot, *range(1000))[-1]
-        bench.result(last)
-        return time.monotonic() - begun
-
-    write_sleeper(models_root, slot, forward_s=0.001)
-    bench = start()
-    alone = min(seconds(bench) for _ in range(3))
-    bench.drain.stop(1.0)
-    for number in range(3):
-        write_double(models_root, f"{slot}-{number}")
-    assert min(seconds(bench) for bench in [start()] for _ in range(3)) < 2 * alone
 
 
 _MISBEHAVIOUR = {
@@ -318,9 +304,9 @@ _MISBEHAVIOUR = {
 }
 
 
-@pytest.mark.parametrize(("deed", "code", "text"), _MISBEHAVIOUR.values(), ids=list(_MISBEHAVIOUR))
+@pytest.mark.parametrize(("fault", "code", "text"), _MISBEHAVIOUR.values(), ids=list(_MISBEHAVIOUR))
 def test_misbehaving_model_fails_its_job_alone(
-    deed: str, code: str, text: str, start: StartBench, models_root: Path, slot: str
+    fault: str, code: str, text: str, start: StartDrain, models_root: Path, slot: str
 ):
     """Whatever a model does instead of answering, its job ends with a reason, and the next one is answered."""
     source = f"""
@@ -329,7 +315,7 @@ import numpy as np
 def build():
     def forward(inputs):
         if inputs["x"][0, 0] < 0:
-            {deed}
+            {fault}
         return {{"y": inputs["x"] * 2}}
 
     return forward
@@ -337,38 +323,38 @@ def build():
     package = write_package(models_root, slot, source, max_batch_size=1)
     file = package / "model.yaml"
     file.write_text(file.read_text().replace("  - batch\n  - 4\n", "  - batch\n  - n\n"))
-    bench = start()
-    wrong, good = bench.publish(slot, -1, 21)
-    header, _ = bench.result(wrong)
+    harness = start()
+    wrong, good = harness.publish(slot, -1, 21)
+    header, _ = harness.result(wrong)
     assert header.error is not None
     assert header.error.code == code
     assert text in header.error.message
-    assert bench.result(good)[1] == 42
-    assert bench.drain.is_healthy() is None
+    assert harness.result(good)[1] == 42
+    assert harness.drain.unhealthy_reason() is None
 
 
-def test_equal_of_a_withdrawn_job_still_runs(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+def test_equal_of_a_withdrawn_job_still_runs(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
     """Of two equal jobs the first is withdrawn while its batch waits: it never runs, and the second is answered."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, slot, forward_s=0.8)
-    bench = start()
-    bench.publish(slot, 1)
-    wait_until(lambda: [1] in recorded_forwards(ledger), 5, "a forward runs")
-    (leader,), (follower,) = bench.publish(slot, 21), bench.publish(slot, 21)
-    wait_until(lambda: bench.counted("penstock_single_flight") == 1, 5, "one follows the other")
-    bench.broker.cancel(leader, "acme", b"")
-    assert bench.result(follower)[1] == 42
-    assert bench.state(leader) is State.CANCELLED
-    assert [rows for rows in recorded_forwards(ledger) if 21 in rows] == [[21]]
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, slot, forward_s=0.8)
+    harness = start()
+    harness.publish(slot, 1)
+    wait_until(lambda: [1] in recorded_forwards(forward_log), 5, "a forward runs")
+    (leader,), (follower,) = harness.publish(slot, 21), harness.publish(slot, 21)
+    wait_until(lambda: harness.counted("penstock_single_flight") == 1, 5, "one follows the other")
+    harness.broker.cancel(leader, "acme", b"")
+    assert harness.result(follower)[1] == 42
+    assert harness.state(leader) is State.CANCELLED
+    assert [rows for rows in recorded_forwards(forward_log) if 21 in rows] == [[21]]
 
 
-def test_jobs_of_a_model_with_chance_in_it_run_each(start: StartBench, models_root: Path, slot: str, tmp_path: Path):
+def test_jobs_of_a_model_with_chance_in_it_run_each(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
     """A model that is declared not to be deterministic gets every one of equal jobs."""
-    ledger = tmp_path / "ledger"
-    package = write_recorder(models_root, ledger, slot, forward_s=0.1)
+    forward_log = tmp_path / "forward_log"
+    package = write_recorder(models_root, forward_log, slot, forward_s=0.1)
     with (package / "model.yaml").open("a") as spec:
         spec.write("deterministic: false\n")
-    bench = start()
-    for job_id in bench.publish(slot, *[7] * 5):
-        assert bench.result(job_id)[1] == 14
-    assert [number for rows in recorded_forwards(ledger) for number in rows].count(7) == 5
+    harness = start()
+    for job_id in harness.publish(slot, *[7] * 5):
+        assert harness.result(job_id)[1] == 14
+    assert [number for rows in recorded_forwards(forward_log) for number in rows].count(7) == 5

@@ -16,14 +16,17 @@ from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.queues import Priority
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
-from penstock.workers.executor import BatchRun, Executor, TooLarge, seats_for
+from penstock.workers.batching.forward_size import ForwardSize
+from penstock.workers.executor import Executor, seats_for
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
 from penstock.workers.versions.version import ServedVersion
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
+from tests.workers.doubles import spec_of, version_of
 
 KEY = BatchKey("double", "1", "infer")
 Forward = Callable[[Array], Array]
@@ -95,7 +98,7 @@ def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16
         job = ClaimedJob(delivery, header, inputs, len(numbers), 0.0, 0.0, 0)
         items.append(Pending(KEY, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
     rows = sum(item.rows for item in items)
-    return BatchRun(Batch(KEY, items, rows, rows, "full", 2), runtime, max_rows)
+    return BatchRun(version_of(runtime, spec_of(), max_rows), Batch(KEY, items, rows, rows, "full", 2))
 
 
 def run(work: BatchRun, executor: Executor | None = None) -> list[list[float] | str]:
@@ -141,14 +144,14 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does():
     work = work_of(device, SIXTEEN)
     assert run(work) == [[2.0 * number] for number in range(16)]
     assert device.ran == [16, 8, 4, 4, 8, 4, 4]
-    assert work.too_large == TooLarge(8, 0)
+    assert work.too_large == ForwardSize(0, 8)
 
 
 def test_tokens_are_noted_where_forwards_have_them():
     """What did not fit is told in padded tokens, and the smallest of it counts."""
     work = work_of(Device(fits(4), length=100), SIXTEEN)
     run(work)
-    assert work.too_large == TooLarge(8, 800)
+    assert work.too_large == ForwardSize(800, 8)
 
 
 def test_one_large_job_is_cut_into_slices_that_fit():
@@ -157,7 +160,7 @@ def test_one_large_job_is_cut_into_slices_that_fit():
     work = work_of(device, [list(range(12))])
     assert run(work) == [[2.0 * number for number in range(12)]]
     assert device.ran == [12, 6, 3, 3, 3, 3]
-    assert work.too_large == TooLarge(6, 0)
+    assert work.too_large == ForwardSize(0, 6)
 
 
 def test_a_row_that_never_fits_fails_alone():
@@ -178,7 +181,7 @@ def test_a_row_that_never_fits_fails_alone():
     ]
     assert len(work.misfits) == 5
     # Eight rows did run at once.
-    assert work.too_large == TooLarge(16, 0)
+    assert work.too_large == ForwardSize(0, 16)
     alone = work_of(Device(forward), [[-1]])
     assert run(alone) == ["ModelError"]
     assert alone.too_large is None
@@ -256,30 +259,30 @@ def model(models_root, **batching: int) -> ServedVersion:
 def test_a_cap_of_rows_is_half_of_what_did_not_fit_and_is_relaxed_step_by_step(models_root):
     """8 of 16 rows did not fit: batches of 4, of 8 after five quiet minutes, of 16 after ten; not a moment earlier."""
     served = model(models_root)
-    served.cap_batches(TooLarge(8, 0), 1000.0)
-    assert served.max_rows == 4
-    served.raise_cap(1299.9)
-    assert served.max_rows == 4
-    served.raise_cap(1300.0)
-    assert (served.max_rows, served.is_capped) == (8, True)
-    served.raise_cap(1600.0)
-    assert (served.max_rows, served.is_capped) == (16, False)
-    served.raise_cap(9999.0)
-    assert served.max_rows == 16
+    served.queue.cap_batches(ForwardSize(0, 8), 1000.0)
+    assert served.queue.max_rows == 4
+    served.queue.raise_cap(1299.9)
+    assert served.queue.max_rows == 4
+    served.queue.raise_cap(1300.0)
+    assert (served.queue.max_rows, served.queue.is_capped) == (8, True)
+    served.queue.raise_cap(1600.0)
+    assert (served.queue.max_rows, served.queue.is_capped) == (16, False)
+    served.queue.raise_cap(9999.0)
+    assert served.queue.max_rows == 16
 
 
 def test_another_misfit_tightens_the_cap_and_begins_the_wait_anew(models_root):
     """A smaller misfit halves again; a larger one loosens nothing."""
     served = model(models_root)
-    served.cap_batches(TooLarge(8, 0), 0.0)
-    served.cap_batches(TooLarge(4, 0), 200.0)
-    assert served.max_rows == 2
-    served.cap_batches(TooLarge(16, 0), 250.0)
-    assert served.max_rows == 2
-    served.raise_cap(549.0)
-    assert served.max_rows == 2
-    served.raise_cap(550.0)
-    assert served.max_rows == 4
+    served.queue.cap_batches(ForwardSize(0, 8), 0.0)
+    served.queue.cap_batches(ForwardSize(0, 4), 200.0)
+    assert served.queue.max_rows == 2
+    served.queue.cap_batches(ForwardSize(0, 16), 250.0)
+    assert served.queue.max_rows == 2
+    served.queue.raise_cap(549.0)
+    assert served.queue.max_rows == 2
+    served.queue.raise_cap(550.0)
+    assert served.queue.max_rows == 4
 
 
 def test_a_cap_of_tokens_leaves_short_texts_their_full_batches(models_root):
@@ -287,14 +290,14 @@ def test_a_cap_of_tokens_leaves_short_texts_their_full_batches(models_root):
     root = models_root
     write_package(root, "texts", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
     served = ServedVersion(load_package(root / "texts" / "1"), InferenceConfig())
-    served.cap_batches(TooLarge(8, 800), 0.0)
-    assert served.max_rows == 16
+    served.queue.cap_batches(ForwardSize(800, 8), 0.0)
+    assert served.queue.max_rows == 16
     assert [batch_rows(served, length) for length in (20, 50, 100, 500)] == [16, 8, 4, 1]
-    served.raise_cap(300.0)
+    served.queue.raise_cap(300.0)
     assert batch_rows(served, 100) == 8
     for minutes in range(10, 100, 5):
-        served.raise_cap(60.0 * minutes)
-    assert not served.is_capped
+        served.queue.raise_cap(60.0 * minutes)
+    assert not served.queue.is_capped
     assert batch_rows(served, 500) == 16
 
 
@@ -302,9 +305,9 @@ def batch_rows(served: ServedVersion, length: int) -> int:
     """The rows of the first batch of 16 rows of so many tokens each."""
     one = work_of(Device(fits(16)), [[0]]).batch.items[0]
     for _ in range(16):
-        served.batcher.add(Pending(KEY, 2, 1, length, 0, 0.0, one.job))
-    batch = served.batcher.next(0.0, device_idle=True)
-    served.batcher.discard(lambda _: True)
+        served.queue.batcher.add(Pending(KEY, 2, 1, length, 0, 0.0, one.job))
+    batch = served.queue.batcher.next(0.0, device_idle=True)
+    served.queue.batcher.discard(lambda _: True)
     assert batch is not None
     return batch.rows
 

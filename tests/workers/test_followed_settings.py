@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import find, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
-from penstock.workers.drain import Drain
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
@@ -32,7 +31,7 @@ WARM_UP_S = 0.1
 """What a forward takes that is among the first three."""
 
 
-class Bench:
+class SettingsHarness:
     """A drain over the broker in memory that serves the highest version of these models, and a producer."""
 
     def __init__(self, root: Path, models: Sequence[str], device: str, settings: dict[str, Any]) -> None:
@@ -41,16 +40,18 @@ class Bench:
         self._broker = MemoryBroker()
         self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
         self._end = self._broker.connect()
-        self.drain = Drain(
+        self.drain = build_drain(
             Settings.load(overrides={"home": str(root.parent / "home"), **settings}, environ={}, cwd=root),
             self._broker.connect(),
             list(packages.values()),
-            name="bench",
-            device=device,
-            threads=1,
-            listener=NullListener(),
-            metrics=InferenceMetrics((0.1, 1.0)),
-            repository=DiskRepository(root, [root]),
+            DrainOptions(
+                name="followed",
+                device=device,
+                threads=1,
+                listener=NullListener(),
+                metrics=InferenceMetrics((0.1, 1.0)),
+                repository=DiskRepository(root, [root]),
+            ),
         )
 
     def submit(self, model: str, *numbers: float) -> list[str]:
@@ -70,40 +71,40 @@ class Bench:
         return header, header.error or float(decode(header.content, body)["y"][0, 0])
 
 
-StartBench = Callable[..., Bench]
+StartHarness = Callable[..., SettingsHarness]
 
 
 @pytest.fixture
-def start(models_root: Path) -> Iterator[StartBench]:
+def start(models_root: Path) -> Iterator[StartHarness]:
     """Starts a drain for these models of `models_root`, with these settings."""
-    benches: list[Bench] = []
+    harnesses: list[SettingsHarness] = []
 
-    def start(*models: str, device: str = "cpu", **settings: Any) -> Bench:
-        benches.append(Bench(models_root, models, device, settings))
-        benches[-1].drain.load()
-        benches[-1].drain.start()
-        return benches[-1]
+    def start(*models: str, device: str = "cpu", **settings: Any) -> SettingsHarness:
+        harnesses.append(SettingsHarness(models_root, models, device, settings))
+        harnesses[-1].drain.load()
+        harnesses[-1].drain.start()
+        return harnesses[-1]
 
     yield start
-    for bench in benches:
-        bench.drain.stop(1.0)
+    for harness in harnesses:
+        harness.drain.stop(1.0)
 
 
 @pytest.mark.parametrize(("settings", "forwards"), [({}, 3), ({"compilation": {"warmup_requests": 5}}, 5)])
 def test_model_is_run_so_often_before_the_worker_is_ready(
-    start: StartBench, models_root: Path, tmp_path: Path, settings: dict[str, Any], forwards: int
+    start: StartHarness, models_root: Path, tmp_path: Path, settings: dict[str, Any], forwards: int
 ):
     """Three forwards by default, and as many as the setting says: counted before the first job (CF-015)."""
-    ledger = tmp_path / "ledger"
-    write_recorder(models_root, ledger, "counted")
-    bench = start("counted", **settings)
-    assert bench.drain.readiness[0]
-    assert len(recorded_forwards(ledger)) == forwards
-    bench.result(*bench.submit("counted", 7.0))
-    assert len(recorded_forwards(ledger)) == forwards + 1
+    forward_log = tmp_path / "forward_log"
+    write_recorder(models_root, forward_log, "counted")
+    harness = start("counted", **settings)
+    assert harness.drain.readiness[0]
+    assert len(recorded_forwards(forward_log)) == forwards
+    harness.result(*harness.submit("counted", 7.0))
+    assert len(recorded_forwards(forward_log)) == forwards + 1
 
 
-def test_the_first_job_is_as_fast_as_any_later_one(start: StartBench, models_root: Path):
+def test_the_first_job_is_as_fast_as_any_later_one(start: StartHarness, models_root: Path):
     """What a model has to do only once it has done when its worker is ready: its first three forwards are slow here,
     and the first job's is no slower than the p99 of the next fifty, but for the clock's noise (CF-015)."""
     source = f"""
@@ -117,11 +118,11 @@ def test_the_first_job_is_as_fast_as_any_later_one(start: StartBench, models_roo
         return forward
     """
     write_package(models_root, "slow-to-begin", source, max_batch_size=1)
-    bench = start("slow-to-begin")
+    harness = start("slow-to-begin")
 
     def compute_ms(number: float) -> float:
-        (job_id,) = bench.submit("slow-to-begin", number)
-        return float(bench.result(job_id)[0].timings.compute_ms)
+        (job_id,) = harness.submit("slow-to-begin", number)
+        return float(harness.result(job_id)[0].timings.compute_ms)
 
     first, *later = (compute_ms(float(number)) for number in range(51))
     assert first < max(later) + WARM_UP_S * 1000 / 2
@@ -129,7 +130,7 @@ def test_the_first_job_is_as_fast_as_any_later_one(start: StartBench, models_roo
 
 @pytest.mark.parametrize(("headroom_pct", "rows"), [(0, 380), (20, 300), (50, 180)])
 def test_calibration_leaves_the_headroom_that_is_set(
-    start: StartBench, models_root: Path, monkeypatch: pytest.MonkeyPatch, headroom_pct: int, rows: int
+    start: StartHarness, models_root: Path, monkeypatch: pytest.MonkeyPatch, headroom_pct: int, rows: int
 ):
     """`gpu_headroom_pct` reaches the batches of a worker, here on a device of 80 GiB that is simulated: 4 GiB of
     weights and 0.2 GiB a row (CF-011)."""
@@ -144,21 +145,19 @@ def test_calibration_leaves_the_headroom_that_is_set(
     package = write_double(models_root)
     spec = yaml.safe_load((package / "model.yaml").read_text())
     (package / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}}))
-    bench = start("double", device="cuda:0", batching={"gpu_headroom_pct": headroom_pct})
-    assert bench.drain._served["double"].versions["1"].max_rows == rows
+    harness = start("double", device="cuda:0", batching={"gpu_headroom_pct": headroom_pct})
+    assert harness.drain.lifecycle.models["double"].versions["1"].queue.max_rows == rows
 
 
-def test_loading_has_a_limit_at_start_too(start: StartBench, models_root: Path):
+def test_loading_has_a_limit_at_start_too(start: StartHarness, models_root: Path):
     """A model that never ends loading keeps no worker waiting for ever: the worker says so and does not start, and
     one that is quick enough loads within the same limit (CX-026)."""
-    write_package(models_root, "hangs", "import time\n\ndef build():\n    time.sleep(20)\n")
+    write_package(models_root, "hangs", "import time\n\ndef build():\n    time.sleep(600)\n")
     write_double(models_root)
-    begun = time.monotonic()
     with pytest.raises(ConfigurationError, match=r"^hangs/1: loading took longer than 0\.3 s$"):
         start("hangs", load_timeout_s=0.3)
-    assert time.monotonic() - begun < 5
-    bench = start("double", load_timeout_s=5.0)
-    assert bench.result(*bench.submit("double", 4.0))[1] == 8.0
+    harness = start("double", load_timeout_s=60.0)
+    assert harness.result(*harness.submit("double", 4.0))[1] == 8.0
 
 
 def _unloadable() -> dict[str, tuple[dict[str, Any], dict[str, str], str]]:
@@ -186,12 +185,12 @@ def _unloadable() -> dict[str, tuple[dict[str, Any], dict[str, str], str]]:
 
 @pytest.mark.parametrize(("fields", "files", "text"), _unloadable().values(), ids=list(_unloadable()))
 def test_the_worker_goes_on_serving_beside_a_version_that_is_wrong(
-    start: StartBench, models_root: Path, fields: dict[str, Any], files: dict[str, str], text: str
+    start: StartHarness, models_root: Path, fields: dict[str, Any], files: dict[str, str], text: str
 ):
     """Whatever is wrong with a version that an operator wants loaded: one line says what, the version that answered
     goes on answering, and the worker stays well (bad input)."""
     write_double(models_root)
-    bench = start("double")
+    harness = start("double")
     package = write_package(models_root, "double", files.get("model.py", "def build(): ...\n"), version="2")
     for name, content in files.items():
         (package / name).write_text(content)
@@ -199,32 +198,32 @@ def test_the_worker_goes_on_serving_beside_a_version_that_is_wrong(
     (package / "model.yaml").write_text(yaml.safe_dump({name: value for name, value in spec.items() if value}))
 
     def problem() -> str:
-        described = bench.drain.versions()["double"].get("2", {})
+        described = harness.drain.lifecycle.described()["double"].get("2", {})
         return str(described.get("problem", "")) if described.get("state") == "failed" else ""
 
-    bench.drain.request_load("double", "2")
+    harness.drain.lifecycle.request_load("double", "2")
     line = wait_until(problem, 5, "the version has failed")
     assert text in line
     assert "\n" not in line
     assert str(models_root) not in line
-    assert bench.result(*bench.submit("double", 4.0))[1] == 8.0
-    assert bench.drain.is_healthy() is None
+    assert harness.result(*harness.submit("double", 4.0))[1] == 8.0
+    assert harness.drain.unhealthy_reason() is None
 
 
-def test_models_of_one_worker_keep_to_their_own_concurrency(start: StartBench, models_root: Path, tmp_path: Path):
+def test_models_of_one_worker_keep_to_their_own_concurrency(start: StartHarness, models_root: Path, tmp_path: Path):
     """Under one load a model with concurrency 3 has three forwards at work and its neighbour one (IN-026)."""
     for name, concurrency in (("wide", 3), ("narrow", 1)):
         source = f"""
         import os, threading, time
 
-        ledger = os.open({str(tmp_path / name)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        forward_log = os.open({str(tmp_path / name)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         running, lock = [], threading.Lock()
 
         def build():
             def forward(inputs):
                 with lock:
                     running.append(1)
-                    os.write(ledger, f"{{len(running)}}\\n".encode())
+                    os.write(forward_log, f"{{len(running)}}\\n".encode())
                 time.sleep(0.02)
                 with lock:
                     running.pop()
@@ -234,9 +233,9 @@ def test_models_of_one_worker_keep_to_their_own_concurrency(start: StartBench, m
         package = write_package(models_root, name, source, max_batch_size=2)
         with (package / "model.yaml").open("a") as spec:
             spec.write(f"concurrency: {concurrency}\n")
-    bench = start("wide", "narrow")
-    jobs = [job for name in ("wide", "narrow") for job in bench.submit(name, *map(float, range(40)))]
+    harness = start("wide", "narrow")
+    jobs = [job for name in ("wide", "narrow") for job in harness.submit(name, *map(float, range(40)))]
     for job_id in jobs:
-        bench.result(job_id)
+        harness.result(job_id)
     most = {name: max(map(json.loads, (tmp_path / name).read_text().split())) for name in ("wide", "narrow")}
     assert most == {"wide": 3, "narrow": 1}

@@ -110,7 +110,7 @@ def export_onnx(runtime: ExportableRuntime, file: Path, *, is_int8: bool = False
     try:
         return _exported(runtime, exportable, file, is_int8=is_int8)
     except ImportError as error:
-        raise ConfigurationError(f"{error.name} is not installed. Expected: pip install 'penstock[onnx]'") from None
+        raise ConfigurationError(f"{error.name} is not installed. Expected: pip install '.[onnx]'") from None
     except ConfigurationError:
         raise
     except Exception as error:  # the exporter and the checker raise exceptions of their own and of other libraries
@@ -277,7 +277,7 @@ def _open_graph(file: Path, threads: int) -> Graph:
     try:
         import onnxruntime
     except ImportError:
-        raise ConfigurationError("onnxruntime is not installed. Expected: pip install 'penstock[onnx]'") from None
+        raise ConfigurationError("onnxruntime is not installed. Expected: pip install '.[onnx]'") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1

@@ -36,7 +36,7 @@ def export_package(package: Package, content_hash: str, file: Path, *, is_int8: 
     """
     for framework in ("torch", "onnx", "onnxruntime"):
         if importlib.util.find_spec(framework) is None:
-            raise ConfigurationError(f"{framework} is not installed. Expected: pip install 'penstock[torch,onnx]'")
+            raise ConfigurationError(f"{framework} is not installed. Expected: pip install '.[torch,onnx]'")
     reference = package.spec.reference
     if not hasattr(open_runtime(package, content_hash), "exportable"):
         raise InvalidInput(

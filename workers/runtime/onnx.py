@@ -72,7 +72,7 @@ class OnnxRuntime(PackageRuntime):
         try:
             import onnxruntime
         except ImportError:
-            raise ConfigurationError("onnxruntime is not installed. Expected: pip install 'penstock[onnx]'") from None
+            raise ConfigurationError("onnxruntime is not installed. Expected: pip install '.[onnx]'") from None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1

@@ -173,7 +173,7 @@ class PipelineRuntime(PackageRuntime):
             import torch
             import transformers
         except ImportError:
-            raise ConfigurationError("transformers is not installed. Expected: pip install 'penstock[torch]'") from None
+            raise ConfigurationError("transformers is not installed. Expected: pip install '.[torch]'") from None
         dtype = device.dtype(self.precision) or torch.float32
         load: Any = getattr(transformers, model_class).from_pretrained
         own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

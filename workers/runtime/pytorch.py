@@ -274,7 +274,7 @@ class PyTorchRuntime(ModuleRuntime):
             from safetensors import SafetensorError
             from safetensors.torch import load_model
         except ImportError:
-            raise ConfigurationError("safetensors is not installed. Expected: pip install 'penstock[torch]'") from None
+            raise ConfigurationError("safetensors is not installed. Expected: pip install '.[torch]'") from None
         try:
             missing, unexpected = load_model(module, file, strict=False)
         except (OSError, SafetensorError) as error:

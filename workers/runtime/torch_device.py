@@ -44,7 +44,7 @@ class TorchDevice:
         try:
             import torch
         except ImportError:
-            raise ConfigurationError("torch is not installed. Expected: pip install 'penstock[torch]'") from None
+            raise ConfigurationError("torch is not installed. Expected: pip install '.[torch]'") from None
         self._torch = torch
         torch.set_num_threads(threads)
         try:

@@ -336,7 +336,7 @@ class EncoderRuntime(PackageRuntime):
             import torch
             from transformers import AutoModel, AutoTokenizer
         except ImportError:
-            raise ConfigurationError("transformers is not installed. Expected: pip install 'penstock[torch]'") from None
+            raise ConfigurationError("transformers is not installed. Expected: pip install '.[torch]'") from None
         device = self._loaded_device
         dtype = device.dtype(self.precision) or torch.float32
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

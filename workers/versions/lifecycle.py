@@ -135,6 +135,16 @@ class ModelLifecycle:
             if version.room and self.is_offered(version)
         }
 
+    def all_offered(self) -> dict[str, dict[str, int]]:
+        """`offered` of every model."""
+        return {name: self.offered(name) for name in tuple(self.models)}
+
+    def poll_records(self) -> None:
+        """Look for promotions: a worker that claims no jobs learns of them, too. Raises BrokerUnavailable."""
+        for name, active in self._broker.actives(list(self.models)).items():
+            if active != self.models[name].record:
+                self.request(partial(self.on_record, name, active))
+
     def is_offered(self, version: ServedVersion) -> bool:
         """Whether jobs that name it are answered here: it is in memory or on its way, or may be loaded for them."""
         if version.state in _IN_MEMORY:
@@ -334,10 +344,10 @@ class ModelLifecycle:
         if version is None:
             return None
         rows = max((known.calibrated_rows for known in model.versions.values()), default=0)
-        if rows and version.is_sized_by_memory:
+        if rows and version.policy.is_sized_by_memory:
             # To measure again would take the memory that the serving version works in.
             version.calibrated_rows = rows
-            version.resize(rows)
+            version.queue.resize(rows)
         if content_hash := self._registered.get((model.name, label)):
             version.pin_content(content_hash)
         model.versions[label] = version
@@ -398,7 +408,7 @@ class ModelLifecycle:
 
     def _reread(self, model: ServedModel, version: ServedVersion | None) -> ServedVersion | None:
         """The version as its package says now, where nothing of it is in memory yet."""
-        if version is None or version.state not in _UNLOADED or not version.is_idle or version.in_memory:
+        if version is None or version.state not in _UNLOADED or not version.is_idle or version.queue.in_memory:
             return version
         found = self._find(model.name, version.label)
         if found is None or found.package.spec == version.package.spec:
@@ -502,7 +512,9 @@ class ModelLifecycle:
 
     def _has_loaded(self, version: ServedVersion) -> None:
         self._metrics.loaded(version.name, version.label, True)
-        version.observer = self._tuner.attach(version, version.runtime, version.content_hash, version.limits.max_rows)
+        version.observer = self._tuner.attach(
+            version, version.runtime, version.content_hash, version.queue.limits.max_rows
+        )
         self._is_over_memory = True
 
     def _unload(self, version: ServedVersion) -> None:

@@ -167,7 +167,7 @@ class Loader:
     def _calibrated_rows(self, version: ServedVersion, runtime: Runtime) -> int:
         """Rows that the device's memory allows; 0 where they are known, or not to be measured. Beside other forwards
         the readings are higher, and the rows fewer than they might be."""
-        if version.calibrated_rows or not version.is_sized_by_memory or not self._device.startswith("cuda"):
+        if version.calibrated_rows or not version.policy.is_sized_by_memory or not self._device.startswith("cuda"):
             return 0
         try:
             all_bytes = total_bytes(self._device)
@@ -175,7 +175,7 @@ class Loader:
             # A GPU without torch, for models of another framework: nobody reads its memory here.
             return 0
         found = calibrate(
-            forward_probe(runtime, self._device, version.concurrency),
+            forward_probe(runtime, self._device, version.policy.concurrency),
             total_bytes=all_bytes,
             headroom_pct=self._headroom_pct,
             ceiling=self._ceiling,
@@ -192,7 +192,7 @@ class Loader:
         version, problem = loaded.version, loaded.problem
         if loaded.rows:
             version.calibrated_rows = loaded.rows
-            version.resize(loaded.rows)
+            version.queue.resize(loaded.rows)
         if problem:
             logger.error("model not loaded: %s", problem, extra={"model": version.name, "version": version.label})
             version.has_failed(problem)

@@ -40,7 +40,7 @@ class ReconcilerTarget(Protocol):
     def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Unload a version once it is idle, unless it answers; jobs that name it may have this content loaded."""
 
-    def versions(self) -> Mapping[str, object]:
+    def described(self) -> Mapping[str, object]:
         """What is loaded here, as plain data."""
 
 
@@ -94,7 +94,7 @@ class Reconciler:
             if self._followed.get(reference) != record:
                 self._follow(reference, record)
         self._followed = desired
-        self._store.report(self._worker, {"models": self._target.versions()})
+        self._store.report(self._worker, {"models": self._target.described()})
 
     def _follow(self, reference: str, record: bytes) -> None:
         try:

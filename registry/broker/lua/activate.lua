@@ -1,7 +1,7 @@
--- Make a version the one that answers, unless a later decision stands already.
+-- Make a version the active one, unless a later decision is stored.
 -- KEYS  1 active, 2 spec, 3 specs by version
 -- ARGV  epoch, record, version, spec
--- Returns whether it is the one now, 0/1: also when this very record stood there.
+-- Returns 1 if this record is the active one now, also when it was before; else 0.
 local known = redis.call('GET', KEYS[1])
 local value = ARGV[1] .. ' ' .. ARGV[2]
 if known and known ~= value and tonumber(string.match(known, '^%d+') or 0) >= tonumber(ARGV[1]) then return 0 end

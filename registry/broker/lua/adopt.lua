@@ -1,7 +1,7 @@
--- Claim jobs that were handed over to one of these receivers; those of a paused slot stay as they are.
--- KEYS  1-4 streams by priority, 5 there when the slot is paused, 6 the active version
--- ARGV  group, consumer, count, then the receivers
--- Returns what take_over returns.
+-- Claim jobs that were released for these receivers. A paused slot hands out none.
+-- KEYS  1-4 streams by priority, 5 exists while the slot is paused, 6 the active version
+-- ARGV  group, consumer, count, then the receivers (see release.lua)
+-- Returns the same as take_over.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if redis.call('EXISTS', KEYS[5]) == 1 then return {} end
 local out = { redis.call('GET', KEYS[6]) }

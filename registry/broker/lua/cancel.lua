@@ -1,6 +1,6 @@
--- Withdraw a waiting job; of a running one, ask its worker to stop.
+-- Withdraw a waiting job, or ask the worker of a claimed one to stop.
 -- KEYS  1 flow, 2-5 streams by priority, 6 record
--- ARGV  group, tenant, then as `finish` wants them: result record, local id, result_ttl_ms, reply_ttl_ms,
+-- ARGV  group, tenant, then the arguments of `finish`: result record, local id, result_ttl_ms, reply_ttl_ms,
 --       reply cap, prefix of idempotency keys
 -- Returns 'C' cancelled, 'R' requested, 'S' settled, 'U' unknown.
 local record = redis.call('GET', KEYS[6])
@@ -9,7 +9,7 @@ local state, _, priority, entry, tenant = parts(record)
 if not state then return 'S' end
 if tenant ~= ARGV[2] then return 'U' end
 local stream = KEYS[2 + priority]
--- Without a worker there is no group yet, and XPENDING answers with an error.
+-- Before the first worker there is no group, and XPENDING fails.
 local pending = redis.pcall('XPENDING', stream, ARGV[1], entry, entry, 1)[1]
 if pending and pending[2] ~= 'released' then
   redis.call('SETRANGE', KEYS[6], 0, 'K')

@@ -1,6 +1,6 @@
--- Take up to `credit` jobs, most urgent first. `reserve` of them are kept for the lower band whose head has
--- waited longest, once that is longer than `ageing_ms`, so that no band starves.
--- KEYS  1-4 streams by priority, 5 there when the slot is paused, 6 the active version
+-- Claim up to `credit` jobs, most urgent first. `reserve` of them are kept for the lower band whose head has
+-- waited longest, if that is longer than `ageing_ms`, so that no band starves.
+-- KEYS  1-4 streams by priority, 5 exists while the slot is paused, 6 the active version
 -- ARGV  group, consumer, credit, reserve, ageing_ms
 -- Returns seconds, microseconds, whether the slot is paused 0/1, the active version, then pairs: band 1-4, entries.
 local time = redis.call('TIME')
@@ -17,7 +17,7 @@ local function take(band, count)
   return #entries
 end
 
--- Accepted-at ms of the first job of a band that nobody was handed yet.
+-- When the first job of a band that was never claimed was accepted, in ms.
 local function head_ms(band)
   if redis.call('XLEN', KEYS[band]) == 0 then return nil end
   local delivered = '0-0'

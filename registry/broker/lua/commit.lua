@@ -1,8 +1,8 @@
--- Turn held jobs into results: first commit wins, and only the holder's counts.
+-- Turn held jobs into results. Only the holder can commit, and the first commit wins.
 -- KEYS  1 flow, 2-5 streams by priority, then the reply streams, then one record per job, then idempotency keys
 -- ARGV  group, consumer, result_ttl_ms, reply_ttl_ms, number of replies, number of jobs,
 --       then per stream: lowest and highest entry id among the jobs ('' when none),
---       then per reply stream: its cap in entries (0: keep all and for ever),
+--       then per reply stream: its cap in entries (0: keep all entries, without expiry),
 --       then per job: priority 0-3, entry id, local id, record, tenant, reply index (0: none),
 --       idempotency index (0: none)
 -- Returns one letter per job: 'C' committed, 'F' fenced, 'G' gone.
@@ -48,7 +48,7 @@ local function tell_subscribers(events, state)
 end
 
 local done, left = {}, {}
-local verdicts = {}
+local statuses = {}
 local committed = 0
 local first_job = 14 + replies
 for job = 1, jobs do
@@ -56,22 +56,22 @@ for job = 1, jobs do
   local stream, entry, id, record = 1 + ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
   local key = KEYS[5 + replies + job]
   if not owned[stream][entry] then
-    -- A repeat of our own commit, whose answer was lost, finds these very bytes.
-    verdicts[job] = redis.call('GET', key) == record and 'C' or 'F'
+    -- If our earlier commit had been written and its answer lost, the record has these very bytes.
+    statuses[job] = redis.call('GET', key) == record and 'C' or 'F'
   else
-    -- Named twice in one call, a job counts once.
+    -- A job that is named twice in one call counts once.
     owned[stream][entry] = nil
     done[stream] = done[stream] or {}
     table.insert(done[stream], entry)
     local head = redis.call('GETRANGE', key, 0, 1)
     local state = string.sub(head, 1, 1)
     local is_live = state == 'Q' or state == 'K'
-    -- A job that had ended before left when it ended: this entry was a repetition of its message.
+    -- A job that had ended before was counted out then. This entry was a second copy of its message.
     if is_live or head == '' then left[ARGV[a + 5]] = (left[ARGV[a + 5]] or 0) + 1 end
     if not is_live then
-      verdicts[job] = 'G'
+      statuses[job] = 'G'
     else
-      verdicts[job] = 'C'
+      statuses[job] = 'C'
       committed = committed + 1
       redis.call('SET', key, record, 'PX', ttl)
       local reply, idempotency = tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7])
@@ -100,7 +100,7 @@ for index, reply in pairs(told) do
   local entries = reply.full or {}
   table.insert(entries, reply.fields)
   for _, fields in ipairs(entries) do
-    -- A hint: should the key be taken by something else, the record still tells.
+    -- pcall: the reply is a hint only. If the key holds another type, the client reads the record.
     if cap == '0' then
       redis.pcall('XADD', key, '*', unpack(fields))
     else
@@ -109,4 +109,4 @@ for index, reply in pairs(told) do
   end
   if cap ~= '0' then redis.call('PEXPIRE', key, reply_ttl) end
 end
-return table.concat(verdicts)
+return table.concat(statuses)

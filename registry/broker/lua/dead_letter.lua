@@ -1,23 +1,23 @@
--- Move bytes to the dead letters: what cannot be a job, and jobs that are given up. If they were accepted as a job,
--- that ends with it.
--- KEYS  1 flow, 2 stream, 3 dead letters, 4 the entry's incidents, and 5 the record that the bytes claim, if they
---       claim one
--- ARGV  group, consumer, entry id, priority 0-3, reason, most dead letters, most bytes in them, when it was accepted
---       in ms, then as `finish` wants them: result record, local id, result_ttl_ms, reply_ttl_ms, reply cap, prefix of
---       idempotency keys
+-- Move an entry to the dead letters: bytes that are no job, or a job that is given up. The job of the entry ends.
+-- KEYS  1 flow, 2 stream, 3 dead letters, 4 the entry's incidents, and 5 the record of the job that the bytes claim
+--       to be, if they claim one
+-- ARGV  group, consumer, entry id, priority 0-3, reason, limit of dead letters, limit of their bytes, when it was
+--       accepted in ms, then the arguments of `finish`: result record, local id, result_ttl_ms, reply_ttl_ms,
+--       reply cap, prefix of idempotency keys
+-- Returns 1, or 0 when the consumer does not hold the entry.
 local entry, dead = ARGV[3], KEYS[3]
 local most, most_bytes, MOST_DROPPED = tonumber(ARGV[6]), tonumber(ARGV[7]), 1000
 local pending = redis.pcall('XPENDING', KEYS[2], ARGV[1], entry, entry, 1, ARGV[2])[1]
 if not pending then return 0 end
--- The bytes do not travel again: they may be large.
+-- The bytes may be large, so the caller does not send them again.
 local kept = redis.call('XRANGE', KEYS[2], entry, entry)[1]
 if not kept then return 0 end
 local fields = kept[2]
--- What we wrote has its bytes in the first field; of anything else every field is kept.
+-- Our entries have their bytes in the first field. Of foreign entries, every field is kept.
 local is_ours = #fields == 2 or #fields == 4 and fields[3] == 'a'
 local sealed = is_ours and fields[2] or table.concat(fields)
 
--- Nobody vouches for the bytes: they end a job only if its record says that this very entry is it.
+-- The bytes are not trusted: they end a job only if its record names this very entry.
 local record = KEYS[5] and redis.call('GET', KEYS[5])
 local _, _, priority, accepted, tenant = parts(record)
 local is_job = accepted == entry and priority == ARGV[4]

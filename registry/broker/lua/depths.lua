@@ -1,4 +1,4 @@
--- Each queue: jobs, running jobs, accepted-at ms of the oldest waiting one (0: none waits).
+-- Measure the four queues: jobs, running jobs, when the oldest waiting job was accepted in ms (0: none waits).
 -- KEYS  1-4 streams by priority
 -- ARGV  group
 -- Returns now_ms, then jobs, running, oldest per stream.

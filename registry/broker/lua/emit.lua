@@ -1,4 +1,4 @@
--- Append events of a running job; only its holder may, and a repeated call appends nothing.
+-- Append events of a running job. Only its holder may. A repeated call appends nothing.
 -- KEYS  1 stream, 2 record
 -- ARGV  group, consumer, entry id, sequence number of the attempt's previous event (0: none), ttl_ms, cap,
 --       then pairs: type, sealed
@@ -18,10 +18,10 @@ local function append(kind, sealed)
 end
 
 if after > 0 then
-  -- The answer to an earlier call with these events was lost.
+  -- If the answer to an earlier call was lost, its events are in the stream.
   if seq ~= after then return seq end
 else
-  -- Each attempt begins with an entry that carries its consumer: `started`, or `reset` after another attempt.
+  -- An attempt begins with an entry that names its consumer: `started`, or `reset` after another attempt.
   local begin = seq - (#ARGV - 6) / 2
   local first = begin > 1 and redis.call('XRANGE', events, begin .. '-0', begin .. '-0')[1]
   if first and first[2][4] == consumer .. ' ' .. ARGV[3] then return seq end

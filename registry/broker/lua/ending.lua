@@ -1,5 +1,6 @@
--- Put before the scripts that end a single job; see SOURCES in redis_scripts.py.
--- The parts of a live record: state, flag, priority, entry id, tenant, reply, digest of the idempotency key.
+-- The beginning of each script that ends a single job; see SOURCES in redis_scripts.py.
+-- parts returns the parts of a live record: state, flag, priority, entry id, tenant, reply, digest of the idempotency
+-- key; nil for any other record.
 local function parts(record)
   return string.match(record or '', '^([QK])(.)(%d)([^\n]*)\n([^\n]*)\n([^\n]*)\n(.*)$')
 end

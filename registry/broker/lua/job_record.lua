@@ -1,4 +1,4 @@
--- A job's record, and whether somebody holds it.
+-- Read a job's record, and whether a worker holds the job.
 -- KEYS  1-4 streams by priority, 5 record
 -- ARGV  group, subscribe 0/1
 -- Returns nil, or record, consumer ('' when waiting or terminal), deliveries.
@@ -7,7 +7,7 @@ if not record then return nil end
 local priority, entry = string.match(record, '^[QK].(%d)([^\n]*)\n')
 if not priority then return { record, '', 0 } end
 if ARGV[2] == '1' then redis.call('SETRANGE', KEYS[5], 1, 's') end
--- Without a worker there is no group yet, and XPENDING answers with an error.
+-- Before the first worker there is no group, and XPENDING fails.
 local pending = redis.pcall('XPENDING', KEYS[1 + priority], ARGV[1], entry, entry, 1)[1]
 if not pending or pending[2] == 'released' then return { record, '', pending and pending[4] or 0 } end
 return { record, pending[2], pending[4] }

@@ -1,8 +1,8 @@
 -- Describe dead letters, oldest first, without their bytes.
 -- KEYS  1 dead letters
 -- ARGV  after this entry, count
--- Returns per letter: entry, its size, then its other fields as name, value pairs. Few when they are large: an empty
--- answer, not a short one, says that there are no more.
+-- Returns per letter: entry, its size, then its other fields as name, value pairs. The answer is shorter when letters
+-- are large. Only an empty answer means that there are no more.
 local LOOKED_AT_BYTES = 16777216
 local out, after, seen = {}, ARGV[1], 0
 for _ = 1, tonumber(ARGV[2]) do

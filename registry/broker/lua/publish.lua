@@ -1,10 +1,10 @@
 -- Accept or refuse jobs, in order.
--- KEYS  1 flow, 2-5 streams by priority, then one record per job, then the idempotency keys that are used
+-- KEYS  1 flow, 2-5 streams by priority, then one record per job, then the idempotency keys
 -- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs,
---       percentage of the server's memory beyond which nothing is accepted, then per job: priority 0-3, sealed,
+--       percentage of the server's memory beyond which no job is accepted, then per job: priority 0-3, sealed,
 --       local id, tenant, reply, digest of the idempotency key ('' without), index into the idempotency keys
 --       (0 without), fingerprint
--- Returns per job: 'a' accepted, 'k<local id>' the key's first job answers, 'c' conflict,
+-- Returns per job: 'a' accepted, 'k<local id>' the first job of the idempotency key answers, 'c' conflict,
 --       'f<retry ms>' queue full, 't<retry ms>' the tenant has too many jobs in flight, 'm<retry ms>' the server is
 --       short of memory.
 local max_depth, tenant_max, ttl, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
@@ -15,8 +15,8 @@ local LOOK_AGAIN_MS = 100
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- What is left beyond the mark is for results. The answer is believed for a moment: INFO costs more than a job.
--- At the very limit nothing can be written, hence pcall; and who may not ask is not told.
+-- The memory beyond the mark is for results. The answer is cached for a moment, because INFO costs more than a job.
+-- pcall: at the limit Redis refuses to write, and a user without INFO gets no answer.
 local function is_short_of_memory()
   local seen = redis.call('HMGET', KEYS[1], 'memory_at', 'short')
   local age = seen[1] and now - seen[1]
@@ -41,7 +41,7 @@ local function in_flight_of(tenant)
   return in_flight[tenant]
 end
 
--- Time until `waiting` more jobs have left, from the rate at which jobs were committed lately.
+-- The time until `waiting` more jobs are committed, at the recent rate.
 local function retry_ms(waiting)
   local flow = redis.call('HMGET', KEYS[1], 'done', 'mark', 'at', 'rate')
   local done, mark, at, rate = tonumber(flow[1] or 0), tonumber(flow[2] or 0), tonumber(flow[3]), tonumber(flow[4])
@@ -75,7 +75,7 @@ for job = 1, count do
       refused = refused + 1
       out[job] = no_room .. retry_ms(refused)
     elseif no_room then
-      -- The same id again: a client that did not hear our first answer.
+      -- The same id again: the client has not received our first answer.
       out[job] = 'a'
     else
       local entry = redis.call('XADD', stream, '*', 'e', sealed)
@@ -86,7 +86,7 @@ for job = 1, count do
         accepted[tenant] = (accepted[tenant] or 0) + 1
         if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
       else
-        -- The same id again, here too.
+        -- The same id again.
         redis.call('XDEL', stream, entry)
       end
       out[job] = 'a'

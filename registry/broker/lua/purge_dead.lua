@@ -1,8 +1,8 @@
--- Forget dead letters.
+-- Delete dead letters.
 -- KEYS  1 flow, 2 dead letters
 -- ARGV  entries
--- Returns how many there were.
-local forgotten = 0
+-- Returns how many of them existed.
+local deleted = 0
 for _, entry in ipairs(ARGV) do
   local letter = redis.call('XRANGE', KEYS[2], entry, entry)[1]
   if letter then
@@ -12,7 +12,7 @@ for _, entry in ipairs(ARGV) do
     end
     redis.call('XDEL', KEYS[2], entry)
     redis.call('HINCRBY', KEYS[1], 'dead', -bytes)
-    forgotten = forgotten + 1
+    deleted = deleted + 1
   end
 end
-return forgotten
+return deleted

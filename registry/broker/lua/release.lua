@@ -1,7 +1,8 @@
--- Give held jobs back at once. They keep their count of deliveries as if this one had not happened, and pass to
--- nobody, with a lease that lapsed long ago; or to those that wait for them, with a lease that lapses like any other.
+-- Give held jobs back. Their counts of deliveries omit this delivery. Without a receiver the owner of the jobs is
+-- `released`, with a lease that has lapsed; with a receiver it is the receiver, with a lease that begins now.
 -- KEYS  1-4 streams by priority
--- ARGV  group, consumer, number of jobs, who waits for them or '', then per job: priority 0-3, entry id
+-- ARGV  group, consumer, number of jobs, receiver or '', then per job: priority 0-3, entry id
+-- Returns how many jobs were released.
 local group, consumer, receiver, LAPSED_MS = ARGV[1], ARGV[2], ARGV[4], 86400000
 local owner, idle = 'released', LAPSED_MS
 if receiver ~= '' then owner, idle = receiver, 0 end

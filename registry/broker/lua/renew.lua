@@ -1,7 +1,7 @@
--- Extend the leases that the consumer still owns.
+-- Extend the leases that the consumer still holds.
 -- KEYS  1-4 streams by priority, then one record per job
 -- ARGV  group, consumer, number of jobs, then per job: priority 0-3, entry id
--- Returns one letter per job: 'H' held, 'K' held and its cancellation was asked for, 'L' lost.
+-- Returns one letter per job: 'H' held, 'K' held and its cancellation was requested, 'L' lost.
 local group, consumer = ARGV[1], ARGV[2]
 local mine, out = {}, {}
 for job = 1, tonumber(ARGV[3]) do

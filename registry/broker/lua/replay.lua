@@ -1,22 +1,22 @@
--- Put a dead letter back into its queue under the job's own id, as if it had been accepted now.
+-- Put a dead letter back into its queue with its job id, as if it had been accepted now.
 -- KEYS  1 flow, 2 dead letters, 3 stream, 4 record, 5 idempotency key, when the job has one
 -- ARGV  the letter's entry, priority 0-3, local id, tenant, reply, digest of the idempotency key ('' without),
---       ttl of the record in ms, whether the job keeps the time at which it was accepted 0/1
+--       ttl of the record in ms, whether the deadline counts from the first acceptance 0/1
 -- Returns 'R' replayed, 'N' no such letter, 'L' the job is in the queue, 'S' it has ended in another way,
---         'K' its idempotency key is another job's now.
+--         'K' its idempotency key belongs to another job now.
 local dead, stream, key = KEYS[2], KEYS[3], KEYS[4]
 local priority, id, tenant, digest, ttl = ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7]
 local record = redis.call('GET', key)
 local state, _, band, entry = parts(record)
 
 local letter = redis.call('XRANGE', dead, ARGV[1], ARGV[1])[1]
--- A repeated call, whose first answer was lost, finds the job where it put it.
+-- If the answer to an earlier call was lost, the job is in the queue.
 if not letter then return state and 'R' or 'N' end
 local kept = {}
 for field = 1, #letter[2], 2 do kept[letter[2][field]] = letter[2][field + 1] end
 local sealed = kept['e'] or ''
 
--- Bytes that could not be opened then left a live record behind, whose entry is this letter.
+-- Bytes that could not be opened have left a live record whose entry is this letter.
 local is_orphan = state and entry == kept['entry'] and band == priority
   and #redis.call('XRANGE', stream, entry, entry) == 0
 if state and not is_orphan then return 'L' end
@@ -31,7 +31,7 @@ if ARGV[8] == '1' and string.match(kept['accepted'] or '', '^%d+$') then
 end
 entry = redis.call('XADD', stream, '*', unpack(accepted))
 redis.call('SET', key, 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. ARGV[5] .. '\n' .. digest, 'PX', ttl)
--- What the job emitted before, and that it was dead, is history.
+-- Delete the events of the earlier attempts, the terminal one included.
 redis.call('DEL', key .. ':events')
 if first then redis.call('PEXPIRE', KEYS[5], ttl) end
 if not is_orphan then redis.call('HINCRBY', KEYS[1], 't:' .. tenant, 1) end

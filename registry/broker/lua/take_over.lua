@@ -1,12 +1,11 @@
--- Claim jobs whose lease has lapsed; those of a paused slot stay as they are.
--- KEYS  1-4 streams by priority, 5 there when the slot is paused, 6 the active version
--- ARGV  group, consumer, lease_ms, count, when it was asked for in ms of this clock
+-- Claim jobs whose lease has lapsed. A paused slot hands out none. Consumers that left long ago are deleted.
+-- KEYS  1-4 streams by priority, 5 exists while the slot is paused, 6 the active version
+-- ARGV  group, consumer, lease_ms, count, when the call was sent in ms of the server's clock
 -- Returns the active version, then quadruples: band 1-4, entries, their counts of deliveries, their counts of crashes.
--- Consumers that left are forgotten.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local FORGET_MS = 3600000
 local stale_ms = math.min(1250, math.max(250, ARGV[3] / 4))
--- A call that waited in the socket of a paused server would find everybody's lease lapsed.
+-- If the server was paused, a call that waited in its socket would find every lease lapsed.
 local time = redis.call('TIME')
 if time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5] > stale_ms then return {} end
 if redis.call('EXISTS', KEYS[5]) == 1 then return {} end

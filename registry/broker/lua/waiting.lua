@@ -1,6 +1,6 @@
--- Look at the jobs that nobody holds, oldest first: those that were given back, then those that were never claimed.
+-- Read entries that no worker holds, oldest first: released ones, then those that were never claimed.
 -- KEYS  1 stream
--- ARGV  group, after this entry, count, bytes of each job to show
+-- ARGV  group, after this entry, count, bytes of each job to return
 -- Returns pairs: entry, its first bytes.
 local stream, group, after, count, bytes = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local out = {}

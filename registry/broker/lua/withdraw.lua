@@ -1,14 +1,14 @@
--- Withdraw jobs that nobody holds; those that a worker claimed meanwhile go on.
+-- Withdraw jobs that no worker holds. Jobs that a worker claimed meanwhile continue.
 -- KEYS  1 flow, 2 stream, then one record per job
 -- ARGV  group, priority 0-3, result_ttl_ms, reply_ttl_ms, reply cap, prefix of idempotency keys, number of jobs,
 --       then per job: entry id, local id, tenant ('' when the bytes are no job), result record
--- Returns one letter per job: 'W' withdrawn, 'R' removed, for it had no record to end, 'H' held, 'G' gone.
+-- Returns one letter per job: 'W' withdrawn, 'R' removed, without a record to end, 'H' held, 'G' gone.
 local flow, stream, group = KEYS[1], KEYS[2], ARGV[1]
 local out = {}
 for job = 1, tonumber(ARGV[7]) do
   local a = 8 + (job - 1) * 4
   local entry, id, tenant, key = ARGV[a], ARGV[a + 1], ARGV[a + 2], KEYS[2 + job]
-  -- Without a worker there is no group yet, and XPENDING answers with an error.
+  -- Before the first worker there is no group, and XPENDING fails.
   local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)[1]
   if pending and pending[2] ~= 'released' then
     out[job] = 'H'
@@ -23,7 +23,7 @@ for job = 1, tonumber(ARGV[7]) do
         idempotency_prefix = ARGV[6] })
       out[job] = 'W'
     else
-      -- Its record has expired: it still counts as in flight.
+      -- The record has expired, but the job still counts as in flight.
       if tenant ~= '' and not record and redis.call('HINCRBY', flow, 't:' .. tenant, -1) <= 0 then
         redis.call('HDEL', flow, 't:' .. tenant)
       end

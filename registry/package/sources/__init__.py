@@ -1,14 +1,14 @@
-"""Where model files come from: a folder, the local cache of the Hugging Face hub, an MLflow server.
+"""Sources of model files: a folder, the local cache of the Hugging Face hub, an MLflow server.
 
-    reference -> fetch -> Fetched (folder on this machine + manifest)
-    what an operator names -> package_folder -> fetched from wherever that is
+    reference               -> ModelSource.fetch -> Fetched (folder on this machine + manifest)
+    an operator's reference -> package_folder    -> the folder, fetched if necessary
 
-Files are found, hashed and inspected here; nothing is loaded and nothing in them is executed.
+Files are found, hashed and inspected here. No model is loaded, and no file is executed.
 """
 
 from __future__ import annotations
 
-from penstock.registry.package.sources.base import Fetched, Source
+from penstock.registry.package.sources.base import Fetched, ModelSource
 from penstock.registry.package.sources.huggingface import HubPackages, HubSource
 from penstock.registry.package.sources.local import LocalSource
 from penstock.registry.package.sources.mlflow import MlflowSource
@@ -20,13 +20,13 @@ __all__ = [
     "HubSource",
     "LocalSource",
     "MlflowSource",
-    "Source",
+    "ModelSource",
     "base",
     "huggingface",
+    "install",
     "is_elsewhere",
     "local",
     "mlflow",
     "package_folder",
-    "placing",
     "reference",
 ]

@@ -1,4 +1,4 @@
-"""The seam: what every source of model files does."""
+"""The protocol of every source of model files."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import NamedTuple, Protocol
 
 from penstock.registry.package.manifest import Manifest
 
-__all__ = ["Fetched", "Source"]
+__all__ = ["Fetched", "ModelSource"]
 
 
 class Fetched(NamedTuple):
-    """Files on this machine, and what they were when they were inspected."""
+    """Files on this machine, and their hashes at the time of inspection."""
 
     folder: Path
     manifest: Manifest
 
 
-class Source(Protocol):
-    """A place that model files come from."""
+class ModelSource(Protocol):
+    """A source of model files."""
 
     def fetch(self, reference: str) -> Fetched:
         """The files of `reference`, hashed and inspected.
 
-        Raises ConfigurationError in one line: nothing is there, or it is not what may be served.
+        Raises ConfigurationError in one line: there are no files, or they may not be served.
         """

@@ -1,9 +1,9 @@
 """A repository of the Hugging Face hub at one commit, from the local cache: `organisation/name@<40 hex digits>`.
 
-    weights as transformers keeps them -> HubSource: where they are; a package names them as its `source`
-    a whole package, with a model.yaml -> HubPackages: a copy in <models root>/<name>/<version>
+    weights in the format of transformers -> HubSource: the folder in the cache; a package names it as its `source`
+    a whole package, with a model.yaml    -> HubPackages: a copy in <models root>/<name>/<version>
 
-Branches and tags move, so only commits are taken; nothing is downloaded.
+Only commits are accepted, because branches and tags move. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from penstock.registry.package.hub_cache import check_hub, check_revision, find_
 from penstock.registry.package.inspection import inspect_transformers
 from penstock.registry.package.manifest import FileTree, hash_files
 from penstock.registry.package.sources.base import Fetched
-from penstock.registry.package.sources.placing import arriving, place
+from penstock.registry.package.sources.install import download_folder, install
 
 __all__ = ["HubPackages", "HubSource"]
 
 
 class HubSource:
-    """Snapshots in the hub's local cache; `cache` None: where the hub's own tools keep it."""
+    """Snapshots in the hub's local cache. `cache` None: the cache of the hub's own tools."""
 
     def __init__(self, cache: Path | None = None) -> None:
         self._cache = cache
 
     def fetch(self, reference: str) -> Fetched:
-        """The snapshot of `organisation/name@commit`, which must hold safetensors and ask for no code."""
+        """The snapshot of `organisation/name@commit`. It must have safetensors and need no code of its own."""
         found = _find(reference, self._cache)
         manifest = hash_files(found.tree)
         inspect_transformers(found.tree.folder, found.tree.label)
@@ -38,7 +38,7 @@ class HubSource:
 
 
 class HubPackages:
-    """Packages that were uploaded to the hub as they are, from its local cache into a models root."""
+    """Whole packages from the hub's local cache, copied into a models root."""
 
     def __init__(self, models_root: Path, cache: Path | None = None) -> None:
         self._models_root = models_root
@@ -53,12 +53,12 @@ class HubPackages:
                 f"{found.tree.label}: found no {SPEC_FILE}, expected a model package. Weights alone are served by a "
                 f"package of your own with source: {{hub: {found.hub}, revision: {found.revision}}}"
             )
-        with arriving(self._models_root) as temporary:
+        with download_folder(self._models_root) as temporary:
             for path in files:
                 copy = temporary / "download" / path
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(found.tree.folder / path, copy)
-            return place(temporary / "download", self._models_root, temporary, found.tree.label)
+            return install(temporary / "download", self._models_root, temporary, found.tree.label)
 
 
 class _Found(NamedTuple):

@@ -12,7 +12,7 @@ __all__ = ["LocalSource"]
 
 
 class LocalSource:
-    """Packages in folders; relative references begin at `root`."""
+    """Packages in folders. Relative references begin at `root`."""
 
     def __init__(self, root: Path = Path()) -> None:
         self._root = root

@@ -2,9 +2,8 @@
 
     mlflow.log_artifacts(folder with model.yaml) -> fetch -> <models root>/<name>/<version>
 
-Models that MLflow's flavours write are pickles, which can run code wherever they are read, so `mlflow.pytorch` and
-`mlflow.pyfunc` models are refused with that reason; what is served is a package, with its weights in safetensors,
-TorchScript or ONNX, kept as artefacts of a run.
+Models of `mlflow.pytorch` and `mlflow.pyfunc` are pickles, which can run code when they are read, so they are refused.
+A served model is a package among the artefacts of a run, with its weights in safetensors, TorchScript or ONNX.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.registry.errors import ConfigurationError, shown
 from penstock.registry.package.sources.base import Fetched
-from penstock.registry.package.sources.placing import arriving, place
+from penstock.registry.package.sources.install import download_folder, install
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -24,10 +23,10 @@ __all__ = ["MlflowSource"]
 
 
 class MlflowSource:
-    """Packages among the artefacts of an MLflow server or store, placed under a models root."""
+    """Packages among the artefacts of an MLflow server or store, installed in a models root."""
 
     def __init__(self, tracking_uri: str, models_root: Path, *, registry_uri: str | None = None) -> None:
-        """`registry_uri` None: models are registered where runs are tracked."""
+        """`registry_uri` None: models are registered at `tracking_uri`."""
         self._tracking_uri = tracking_uri
         self._registry_uri = registry_uri or tracking_uri
         self._models_root = models_root
@@ -35,20 +34,20 @@ class MlflowSource:
     def fetch(self, reference: str) -> Fetched:
         """The package among the artefacts at `reference`, now in `<models root>/<name>/<version>`.
 
-        A package that is already there is left as it is; one with other content is refused.
+        An installed package is not changed: other content under the same version is refused.
         """
-        with arriving(self._models_root) as temporary:
+        with download_folder(self._models_root) as temporary:
             downloaded = self._download(reference, temporary / "download")
-            return place(downloaded, self._models_root, temporary, shown(reference))
+            return install(downloaded, self._models_root, temporary, shown(reference))
 
     def _download(self, reference: str, into: Path) -> Path:
-        # Nobody is told that this machine fetches models.
+        # MLflow must not report that this machine fetches models.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
         except ImportError:
-            raise ConfigurationError("mlflow is not installed. Expected: pip install 'penstock[mlflow]'") from None
+            raise ConfigurationError("mlflow is not installed. Expected: pip install '.[mlflow]'") from None
         into.mkdir()
         client = MlflowClient(self._tracking_uri, self._registry_uri)
         try:

@@ -1,11 +1,11 @@
-"""What an operator names when a package is registered -> its folder on this machine.
+"""An operator's reference to a package -> its folder on this machine.
 
     runs:/<run>/<path>, models:/<name>/<version>   the MLflow server or store at MLFLOW_TRACKING_URI
     organisation/name@<40 hex digits>              the local cache of the Hugging Face hub
-    anything else                                  a folder, which stays where it is
+    anything else                                  a folder, which is not copied
 
-What comes from elsewhere is copied into the models root, where workers look for it. Registering a package with code
-says that this code may run: a models root is a trusted root unless the settings name others.
+Fetched packages are copied into the models root, where workers look for them. An operator who registers a package with
+code allows this code to run: a models root is a trusted root unless the settings name others.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MLFLOW: Final = ("runs:/", "models:/")
 
 
 def is_elsewhere(reference: str) -> bool:
-    """Whether what is named has to be fetched: it is neither here nor a path where it might be."""
+    """Whether the reference has to be fetched: it is not a path on this machine."""
     is_path = reference.startswith(("/", ".")) or "@" not in reference or Path(reference).exists()
     return reference.startswith(_MLFLOW) or not is_path
 
 
 def package_folder(reference: str, models_root: Path, environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of the package that `reference` names, fetched first where it lies elsewhere.
+    """The folder of the package that `reference` names, fetched if necessary.
 
-    Raises ConfigurationError in one line: nothing is there, it is no package, or not what may be served.
+    Raises ConfigurationError in one line: it does not exist, is no package, or may not be served.
     """
     if not is_elsewhere(reference):
         return Path(reference)

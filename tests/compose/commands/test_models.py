@@ -1,4 +1,4 @@
-"""`penstock models` against a stack as `penstock up` runs it, with an operator's key of its own.
+"""`penstock models` with a stack as `penstock up` runs it, which has its own operator's key.
 
 CX-003, IN-064, IN-065.
 """
@@ -20,8 +20,9 @@ import pytest
 import redis
 import yaml
 
-from penstock.compose.deploy import Deployer, open_registry
-from penstock.compose.rollout.keys import operator_keys
+from penstock.compose.deploy import Deployer
+from penstock.compose.rollout.operator_keys import operator_keys
+from penstock.compose.rollout.registry import open_registry
 from penstock.compose.stack.fleet import Device
 from penstock.compose.stack.local import LocalStack
 from penstock.registry.catalog import Change
@@ -84,16 +85,16 @@ def _row(stack: Stack, version: str) -> Any:
     return next(row for row in _json(stack, "list", MODEL) if row["version"] == version)
 
 
-def test_the_stack_makes_an_operator_whom_its_workers_obey(stack: Stack):
-    """The key is made once, for this user alone; workers and commands know its public half."""
+def test_the_stack_makes_an_operator_key_that_its_workers_trust(stack: Stack):
+    """The key is made once and only this user can read it; workers and commands get its public half."""
     file = stack.home / "operator.pem"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    told = json.loads((stack.home / "stack.json").read_bytes())["operator_public_keys"]
-    assert told == OperatorKey.load(file).public_text
+    public_keys = json.loads((stack.home / "stack.json").read_bytes())["operator_public_keys"]
+    assert public_keys == OperatorKey.load(file).public_text
 
 
 def test_versions_are_promoted_and_rolled_back(stack: Stack):
-    """What answers is what was promoted, by label or by hash; the table and the history say so (CX-003, IN-065)."""
+    """The promoted version is active, by label or by content hash; table and history show it (CX-003, IN-065)."""
     assert _answer(stack) == 1.0
     content_hash = load_package(stack.root / MODEL / "2").manifest().content_hash
     shown = penstock(stack.home, "models", "promote", MODEL, content_hash[:8], "--to", "production", "--reason", "new")
@@ -123,7 +124,7 @@ def test_versions_are_promoted_and_rolled_back(stack: Stack):
 
 
 def test_load_and_unload_wait_for_the_worker(stack: Stack):
-    """All workers by the shared state, or one by a signed command; the command ends when the report says so."""
+    """All workers read the shared state, one worker gets a signed command; the command waits for the reports."""
     (worker,) = _json(stack, "load", MODEL, "2")["workers"]
     assert _row(stack, "2")["workers"] == [worker]
     assert f"{MODEL}/1 (and " in penstock(stack.home, "workers").stdout
@@ -132,7 +133,7 @@ def test_load_and_unload_wait_for_the_worker(stack: Stack):
 
 
 def test_lineage_is_kept(stack: Stack, tmp_path: Path):
-    """From YAML or JSON at registration; unknown fields, other documents and absent files are refused by name."""
+    """A lineage is read from YAML or JSON; unknown fields, other documents and missing files are refused by name."""
     package = write_multiplier(stack.root, MODEL, 3, forward_s=0.0)
     file = tmp_path / "trained.yaml"
     trained = {"data_version": "d7", "training_metrics": {"loss": 0.5}, "parent_model": f"{MODEL}/2"}
@@ -162,7 +163,7 @@ def test_lineage_is_kept(stack: Stack, tmp_path: Path):
 
 
 def test_verify_sees_a_changed_file(stack: Stack):
-    """The files of a version are hashed again: its name is in the refusal, and nobody promotes it."""
+    """The files of a version are hashed again: a changed file is named, and the version is not promoted."""
     package = write_multiplier(stack.root, MODEL, 4, forward_s=0.0)
     _json(stack, "register", str(package))
     assert _json(stack, "verify", MODEL, "4")["files"] == 2
@@ -172,7 +173,7 @@ def test_verify_sees_a_changed_file(stack: Stack):
     for arguments in (["verify", MODEL, "4"], ["promote", MODEL, "4", "--to", "staging"]):
         shown = penstock(stack.home, "models", *arguments)
         assert shown.exit_code == 1
-        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content {content})\n"
+        assert shown.stderr == f"Error: {MODEL}/4: file model.py is not as it was registered (content hash {content})\n"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_verify_sees_a_changed_file(stack: Stack):
             ["load", MODEL, "1", "--worker", "nobody"],
             "'nobody' is no live worker that serves times. Expected one of: c",
         ),
-        (["unload", MODEL, "latest"], "times/1 answers jobs. Expected another version to be promoted first"),
+        (["unload", MODEL, "latest"], "times/1 is the active version. Expected another version to be promoted first"),
         (["register", "/nonexistent/model/1"], "model/1/model.yaml: cannot be read"),
         (["register", "runs:/a/b"], "MLFLOW_TRACKING_URI: missing, expected the address"),
         (["register", "org/tiny@main"], "org/tiny@main: revision: found 'main', expected a commit of 40 hex digits"),
@@ -196,7 +197,7 @@ def test_verify_sees_a_changed_file(stack: Stack):
     ],
 )
 def test_a_refusal_is_one_line_and_status_1(stack: Stack, arguments: list[str], line: str):
-    """What was wrong and what was expected, on stderr."""
+    """A refusal names the fault and the expectation on stderr."""
     shown = penstock(stack.home, "models", *arguments)
     assert (shown.exit_code, shown.stdout) == (1, "")
     assert shown.stderr.startswith(f"Error: {line}")
@@ -204,11 +205,11 @@ def test_a_refusal_is_one_line_and_status_1(stack: Stack, arguments: list[str], 
 
 
 def test_levels_are_the_workers_reports(stack: Stack):
-    """Level, form and steps with evidence; a model without a compiled form says so, and the status is 1."""
+    """Level, form and steps are shown with evidence; `compile` exits with 1 for a model without a compiled form."""
     (entry,) = [entry for entry in _json(stack, "levels", MODEL) if entry["version"] == "1"]
     assert (entry["level"], entry["form"]) == (2, "eager")
     assert "batching" in [step["step"] for step in entry["steps"]]
-    assert "answers in the form eager" in penstock(stack.home, "models", "levels", MODEL).stdout
+    assert "serves the form eager" in penstock(stack.home, "models", "levels", MODEL).stdout
     shown = penstock(stack.home, "models", "compile", MODEL)
     assert shown.exit_code == 1
     assert "cpu0@" in shown.stdout
@@ -218,8 +219,8 @@ def _row_epoch(stack: Stack) -> int:
     return int(_json(stack, "show", MODEL)["epoch"])
 
 
-def test_doctor_finds_a_decision_that_has_not_arrived(stack: Stack):
-    """The registry has a version in production that does not answer: broken, with the line that mends it."""
+def test_doctor_finds_an_inactive_production_version(stack: Stack):
+    """A production version that is not active is broken, and `models sync` is the fix."""
     settings = Settings.load(environ={"PENSTOCK_HOME": str(stack.home)})
     registry = open_registry(settings, operator_keys(settings))
     write_multiplier(stack.root, MODEL, 5, forward_s=0.0)
@@ -229,17 +230,17 @@ def test_doctor_finds_a_decision_that_has_not_arrived(stack: Stack):
     assert "not yet" in penstock(stack.home, "models", "list", MODEL).stdout
     found = json.loads(penstock(stack.home, "doctor", "--json").stdout)["findings"]
     (finding,) = [each for each in found if each["area"] == "registry"]
-    assert (finding["status"], finding["mend"]) == ("broken", f"penstock models sync {MODEL}")
+    assert (finding["status"], finding["fix"]) == ("broken", f"penstock models sync {MODEL}")
     _json(stack, "sync", MODEL)
     assert _answer(stack) == 5.0
     slot = f"{{{MODEL}}}:active"
-    obeyed = stack.home / "deployments" / f"{MODEL}.active"
-    wait_until(lambda: obeyed.read_bytes().startswith(b"%d " % _row_epoch(stack)), 5, "the decision is kept")
+    applied = stack.home / "deployments" / f"{MODEL}.active"
+    wait_until(lambda: applied.read_bytes().startswith(b"%d " % _row_epoch(stack)), 5, "the decision is kept")
     with redis.Redis.from_url(json.loads((stack.home / "stack.json").read_bytes())["redis_url"]) as client:
         client.delete(slot)
     found = json.loads(penstock(stack.home, "doctor", "--json").stdout)["findings"]
-    (finding,) = [each for each in found if "go on with it" in each["what"]]
-    assert finding["mend"].startswith(f"penstock models sync {MODEL}")
+    (finding,) = [each for each in found if "and keep it" in each["what"]]
+    assert finding["fix"].startswith(f"penstock models sync {MODEL}")
     _json(stack, "sync", MODEL)
     _json(stack, "rollback", MODEL)
 
@@ -247,7 +248,7 @@ def test_doctor_finds_a_decision_that_has_not_arrived(stack: Stack):
 def test_each_worker_keeps_its_own_state_without_a_store(
     shared_redis: RedisServer, models_root: Path, tmp_path: Path, slot: str, start_worker: StartWorker
 ):
-    """Nothing is shared, commands go to every worker, and the next start knows nothing of them (IN-064)."""
+    """Without a store, commands go to every worker, and the next start does not know them (IN-064)."""
     for version in (1, 2):
         write_multiplier(models_root, slot, version, forward_s=0.0)
     home = tmp_path / "home"
@@ -259,19 +260,19 @@ def test_each_worker_keeps_its_own_state_without_a_store(
     }
     operator = OperatorKey.generate(home / "operator.pem")
     own = {**there, "PENSTOCK_OPERATOR_PUBLIC_KEYS": operator.public_text}
-    obeys = start_worker(shared_redis, models_root, environment=own, wait=False)
+    listening = start_worker(shared_redis, models_root, environment=own, wait=False)
     deaf = start_worker(shared_redis, models_root, environment=there, wait=False)
-    for worker in (obeys, deaf):
+    for worker in (listening, deaf):
         wait_until(worker.is_ready, 60, "the worker is ready")
 
     def run(*arguments: str) -> Any:
         return penstock(home, "models", *arguments, **there)
 
     assert run("register", str(models_root / slot / "1")).exit_code == 0
-    loaded = run("load", slot, "1", "--worker", obeys.name, "--json")
+    loaded = run("load", slot, "1", "--worker", listening.name, "--json")
     assert loaded.exit_code == 0, loaded.output
-    assert json.loads(loaded.stdout)["workers"] == [obeys.name]
-    states = [worker.report()["versions"][slot].get("1", {}).get("state") for worker in (obeys, deaf)]
+    assert json.loads(loaded.stdout)["workers"] == [listening.name]
+    states = [worker.report()["versions"][slot].get("1", {}).get("state") for worker in (listening, deaf)]
     assert states[0] == "ready"
     assert states[1] != "ready"
     refused = run("load", slot, "1")
@@ -286,8 +287,8 @@ def test_each_worker_keeps_its_own_state_without_a_store(
         assert not list(client.scan_iter(f"{there['PENSTOCK_INFERENCE_STATE_PREFIX']}*"))
 
 
-def test_registering_needs_no_running_stack_to_be_seen(shared_redis: RedisServer, tmp_path: Path, slot: str):
-    """Without a broker the registry can be read and drafts moved; a broker that is away is named, and what was done."""
+def test_the_registry_works_without_a_broker(shared_redis: RedisServer, tmp_path: Path, slot: str):
+    """Without a broker the registry can be read and drafts moved; an error of the broker tells what was done."""
     package = write_package(tmp_path / "models", slot, "def build(): ...")
     home = tmp_path / "home"
     away = {"PENSTOCK_REDIS_URL": f"unix://{tmp_path}/absent.sock"}
@@ -303,7 +304,7 @@ def test_registering_needs_no_running_stack_to_be_seen(shared_redis: RedisServer
 
 
 def test_approvers_and_gates_are_asked(shared_redis: RedisServer, tmp_path: Path, slot: str):
-    """A program that decides brings its own; their words are in the refusal, and in no record (AR-020)."""
+    """A program can pass an approver and a gate: their reason is in the refusal, and in no record (AR-020)."""
     package = write_package(tmp_path / "models", slot, "def build(): ...")
     settings = Settings.load(environ={"PENSTOCK_HOME": str(tmp_path / "home"), "PENSTOCK_REDIS_URL": shared_redis.url})
 
@@ -328,8 +329,8 @@ def test_approvers_and_gates_are_asked(shared_redis: RedisServer, tmp_path: Path
         assert deployer.registry.find(slot, "1").stage == "staging"
 
 
-def test_keys_that_nobody_would_believe_change_nothing(tmp_path: Path):
-    """With public keys in the settings the private one has to be there, and to be one of them; reading needs none."""
+def test_untrusted_keys_change_nothing(tmp_path: Path):
+    """With public keys in the settings the private key must exist and be one of them; reading needs no key."""
     mine = OperatorKey.generate(tmp_path / "mine.pem")
     theirs = OperatorKey.generate(tmp_path / "theirs.pem").public_text
 
@@ -342,7 +343,7 @@ def test_keys_that_nobody_would_believe_change_nothing(tmp_path: Path):
         return Settings.load(environ=environ)
 
     assert operator_keys(settings(f"{theirs},{mine.public_text}", "mine.pem"), for_changes=True).sign is not None
-    for public, file, what in ((theirs, "mine.pem", "is none of"), (theirs, "absent.pem", "is not there")):
+    for public, file, what in ((theirs, "mine.pem", "is none of"), (theirs, "absent.pem", "does not exist")):
         with pytest.raises(ConfigurationError, match=what):
             operator_keys(settings(public, file), for_changes=True)
         assert operator_keys(settings(public, file)).verify is not None
@@ -354,7 +355,7 @@ def test_keys_that_nobody_would_believe_change_nothing(tmp_path: Path):
 
 
 def test_a_version_is_exported(stack: Stack, tmp_path: Path):
-    """The file answers as the model does, which the command says in figures; one that cannot be written is refused."""
+    """The exported file computes the model's outputs, and the command prints the differences."""
     import onnxruntime
 
     _json(stack, "register", str(ROOT / "models" / "mlp" / "1"))
@@ -374,9 +375,9 @@ def test_a_version_is_exported(stack: Stack, tmp_path: Path):
 
 
 def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: Path):
-    """Through a worker, with nothing but the address of Celery's broker, the keys and a home elsewhere (IN-064).
+    """Every command works through a worker, with only the address of Celery's broker and the keys (IN-064).
 
-    Looking, deciding and exporting alike; what was done is what everybody else sees.
+    Other operators see the same state.
     """
     running = json.loads((stack.home / "stack.json").read_bytes())
     keys = Path(running["keys_file"]).read_text("ascii").strip()
@@ -419,6 +420,28 @@ def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: P
     assert (refused.exit_code, "is no plain file name" in refused.stderr) == (1, True)
     assert not (far / "registry.db").exists()
     there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
-    assert "signed with a key that is not known here" in run("list").stderr
+    assert "which this process does not have" in run("list").stderr
     nobody = penstock(far, "models", "--via", "nobody", "list", **there)
     assert nobody.stderr == f"Error: No worker 'nobody' listens on Celery's broker. Expected one of: {worker}\n"
+
+
+def test_registered_models_are_listed(shared_redis: RedisServer, home, tmp_path, slot):
+    """`models list` shows the inputs and outputs of each model."""
+    there = {"PENSTOCK_REDIS_URL": shared_redis.url}
+    package = write_package(tmp_path, slot, "def build(): ...")
+    shown = penstock(home, "models", "register", str(package), "--json", **there)
+    content_hash = load_package(package).manifest().content_hash
+    assert json.loads(shown.output) == {"name": slot, "version": "1", "content_hash": content_hash, "stage": "draft"}
+    known = json.loads(penstock(home, "models", "list", slot, "--json", **there).output)
+    assert known == [
+        {
+            "name": slot,
+            "version": "1",
+            "stage": "draft",
+            "content_hash": content_hash,
+            "is_active": False,
+            "workers": [],
+            "inputs": {"x": "float32 (batch, 4)"},
+            "outputs": {"y": "float32 (batch, 4)"},
+        }
+    ]

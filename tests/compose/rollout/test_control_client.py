@@ -1,4 +1,4 @@
-"""Signed orders over Celery's remote control, against a node that listens as a worker's does. IN-064."""
+"""Signed commands over Celery's remote control, to a node that listens as a worker does. IN-064."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def _control(celery_url: str, key: OperatorKey) -> ControlClient:
     return ControlClient(Settings.load(environ={"PENSTOCK_CELERY_URL": celery_url}), key.sign)
 
 
-def _obedience(key: OperatorKey, name: str) -> CommandVerifier:
+def _verifier(key: OperatorKey, name: str) -> CommandVerifier:
     return CommandVerifier(PublicKeys.parse(key.public_text).verify, name)
 
 
 @contextmanager
-def _listening(server: RedisServer, name: str, obedience: CommandVerifier) -> Iterator[list[Command]]:
-    """A node that obeys; refuses to unload, and is slow to answer its first order to compile."""
-    obeyed: list[Command] = []
+def _listening(server: RedisServer, name: str, verifier: CommandVerifier) -> Iterator[list[Command]]:
+    """A node that accepts commands; it refuses to unload, and replies late to its first command to compile."""
+    accepted: list[Command] = []
 
     def act(_: object, command: object = None) -> dict[str, str]:
         try:
-            obeyed.append(obedience.open(command))
+            accepted.append(verifier.open(command))
         except PenstockError as error:
             return {"error": str(error)}
-        if [each.action for each in obeyed] == ["compile"]:
+        if [each.action for each in accepted] == ["compile"]:
             let_pass(1.2)
-        return {"error": "it answers jobs"} if obeyed[-1].action == "unload" else {"ok": "done"}
+        return {"error": "it is active"} if accepted[-1].action == "unload" else {"ok": "done"}
 
     app = Celery("node", broker=server.celery_url, set_as_current=False)
     is_over = threading.Event()
@@ -57,63 +57,63 @@ def _listening(server: RedisServer, name: str, obedience: CommandVerifier) -> It
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     try:
-        yield obeyed
+        yield accepted
     finally:
         is_over.set()
         thread.join(10)
         app.close()
 
 
-def test_a_worker_that_listens_late_is_asked_again(redis_server: RedisServer, tmp_path: Path):
-    """Its drain is ready before Celery listens in it: an order that nobody heard is given once more."""
+def test_a_command_to_a_worker_that_listens_late_is_repeated(redis_server: RedisServer, tmp_path: Path):
+    """A worker's drain is ready before its Celery listens, so a command without a reply is sent again."""
     key = OperatorKey.generate(tmp_path / "operator.pem")
     control, name = _control(redis_server.celery_url, key), f"{uuid4().hex}@test"
-    obedience = _obedience(key, name)
+    verifier = _verifier(key, name)
     refusals: list[dict[str, str]] = []
-    asking = threading.Thread(target=lambda: refusals.append(control.give(Command("load", "m", "1"), [name], 20)))
-    with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as on_heartbeat:
-        on_heartbeat.psubscribe("*celery.pidbox*")
-        on_heartbeat.get_message(timeout=5)
+    asking = threading.Thread(target=lambda: refusals.append(control.send(Command("load", "m", "1"), [name], 20)))
+    with redis_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as messages:
+        messages.psubscribe("*celery.pidbox*")
+        messages.get_message(timeout=5)
         asking.start()
-        wait_until(lambda: on_heartbeat.get_message(timeout=0.1), 10, "the first order")
-    with _listening(redis_server, name, obedience) as obeyed:
+        wait_until(lambda: messages.get_message(timeout=0.1), 10, "the first command")
+    with _listening(redis_server, name, verifier) as accepted:
         asking.join(20)
     control.close()
     assert refusals == [{}]
-    assert {(command.action, command.model, command.version) for command in obeyed} == {("load", "m", "1")}
+    assert {(command.action, command.model, command.version) for command in accepted} == {("load", "m", "1")}
 
 
-def test_a_worker_that_answers_late_is_asked_again(redis_server: RedisServer, tmp_path: Path):
-    """With a fresh order: the same one twice would be taken for a copy, and refused."""
+def test_a_repeated_command_has_another_nonce(redis_server: RedisServer, tmp_path: Path):
+    """A worker that replies late gets a new command, because it would refuse a copy of the first."""
     key = OperatorKey.generate(tmp_path / "operator.pem")
     name = f"{uuid4().hex}@test"
-    with _listening(redis_server, name, _obedience(key, name)) as obeyed:
+    with _listening(redis_server, name, _verifier(key, name)) as accepted:
         control = _control(redis_server.celery_url, key)
-        assert control.give(Command("compile", "m"), [name], 10) == {}
-        assert len({command.nonce for command in obeyed}) == len(obeyed) >= 2
+        assert control.send(Command("compile", "m"), [name], 10) == {}
+        assert len({command.nonce for command in accepted}) == len(accepted) >= 2
         control.close()
 
 
-def test_refusals_and_silence_are_told_by_worker(redis_server: RedisServer, tmp_path: Path):
-    """A worker's own words, and the name of one that says nothing."""
+def test_refusals_are_returned_by_worker(redis_server: RedisServer, tmp_path: Path):
+    """A refusal is the worker's own message; a worker that does not reply is a refusal, too."""
     key = OperatorKey.generate(tmp_path / "operator.pem")
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
     name = f"{uuid4().hex}@test"
-    with _listening(redis_server, name, _obedience(key, name)):
+    with _listening(redis_server, name, _verifier(key, name)):
         control = _control(redis_server.celery_url, key)
-        assert control.give(Command("load", "m", "1"), [name], 10) == {}
-        told = control.give(Command("unload", "m", "1"), [name, "nobody@test"], 1.5)
-        assert told == {name: "it answers jobs", "nobody@test": "gave no answer within 1.5 s"}
+        assert control.send(Command("load", "m", "1"), [name], 10) == {}
+        refusals = control.send(Command("unload", "m", "1"), [name, "nobody@test"], 1.5)
+        assert refusals == {name: "it is active", "nobody@test": "did not reply within 1.5 s"}
         control.close()
         foreign = _control(redis_server.celery_url, stranger)
-        (refusal,) = foreign.give(Command("load", "m", "1"), [name], 10).values()
+        (refusal,) = foreign.send(Command("load", "m", "1"), [name], 10).values()
         assert "its key is not known here" in refusal
         foreign.close()
 
 
 def test_a_broker_that_is_away_is_named(tmp_path: Path):
-    """Within the time-out, without its address."""
+    """The error of a broker that is away shows no address."""
     control = _control(f"redis+socket://{tmp_path}/absent.sock", OperatorKey.generate(tmp_path / "operator.pem"))
     with pytest.raises(BrokerUnavailable, match=r"Celery's broker does not answer \(\w+\)\Z"):
-        control.give(Command("reconcile"), ["nobody@test"], 1)
+        control.send(Command("reconcile"), ["nobody@test"], 1)
     control.close()

@@ -1,4 +1,4 @@
-"""Which devices get a worker, and what each worker is told."""
+"""The devices that get a worker, and the environment of each worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.compose.stack.fleet import Device, choose, worker_patience, worker_program
+from penstock.compose.stack.fleet import Device, choose, worker_program, worker_timeouts
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
 
@@ -42,21 +42,21 @@ def test_every_gpu_gets_a_worker(tmp_path, two_gpus):
 
 
 def test_hidden_gpus_get_none(tmp_path, two_gpus):
-    """CUDA_VISIBLE_DEVICES decides; one that hides all leaves the CPU."""
+    """CUDA_VISIBLE_DEVICES limits the GPUs; when it hides all, the CPU is left."""
     visible = choose(settings(tmp_path), {**two_gpus, "CUDA_VISIBLE_DEVICES": "1"})
     assert [device.name for device in visible] == ["gpu1"]
     assert choose(settings(tmp_path), {**two_gpus, "CUDA_VISIBLE_DEVICES": ""}) == [Device("cpu", 0)]
 
 
 def test_one_gpu_can_be_chosen(tmp_path, two_gpus):
-    """cuda:N counts the visible GPUs; the CPU can be chosen beside them."""
+    """cuda:N counts the visible GPUs; cpu chooses the CPU of a machine with GPUs."""
     only = choose(settings(tmp_path, PENSTOCK_INFERENCE_DEVICE="cuda:1"), two_gpus)
     assert [device.name for device in only] == ["gpu1"]
     assert choose(settings(tmp_path, PENSTOCK_INFERENCE_DEVICE="cpu"), two_gpus) == [Device("cpu", 0)]
 
 
-def test_a_device_that_is_not_there_is_refused(tmp_path, two_gpus):
-    """The line says which devices there are."""
+def test_a_device_that_does_not_exist_is_refused(tmp_path, two_gpus):
+    """The error lists the devices that exist."""
     with pytest.raises(ConfigurationError, match=r"Device cuda:2 is not there\. Expected .*: cuda:0, cuda:1"):
         choose(settings(tmp_path, PENSTOCK_INFERENCE_DEVICE="cuda:2"), two_gpus)
     with pytest.raises(ConfigurationError, match=r"Device cuda is not there\. Expected .*: none"):
@@ -64,7 +64,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, two_gpus):
 
 
 def test_a_gpu_worker_sees_its_gpu_only(tmp_path):
-    """One process per GPU: the child's environment and name say which."""
+    """One process per GPU: environment and name of the child have its GPU."""
     program = worker_program(Device("gpu", 1, "GPU-bbbb"), settings(tmp_path), {"CUDA_VISIBLE_DEVICES": "0,1"}, None)
     assert program.environ["CUDA_VISIBLE_DEVICES"] == "GPU-bbbb"
     assert program.environ["PENSTOCK_INFERENCE_DEVICE"] == "cuda:0"
@@ -75,7 +75,7 @@ def test_a_gpu_worker_sees_its_gpu_only(tmp_path):
 
 
 def test_a_cpu_worker_sees_no_gpu(tmp_path):
-    """The CPU worker hides the GPUs, and takes its number from the settings when a machine runs several."""
+    """The CPU worker hides the GPUs, and has the number of the settings."""
     chosen = choose(settings(tmp_path, PENSTOCK_INFERENCE_DEVICE="cpu", PENSTOCK_WORKER_INDEX="2"), {})
     program = worker_program(chosen[0], settings(tmp_path), {}, None)
     assert program.environ["CUDA_VISIBLE_DEVICES"] == ""
@@ -84,7 +84,7 @@ def test_a_cpu_worker_sees_no_gpu(tmp_path):
 
 
 def test_workers_read_the_settings_of_their_supervisor(tmp_path):
-    """What the command line decided is what the child's own Settings.load finds, also from another folder."""
+    """The child's own Settings.load finds the values of the command line, also from another folder."""
     (tmp_path / "own-models").mkdir()
     decided = settings(
         tmp_path, PENSTOCK_INFERENCE_REPO_ROOT=str(tmp_path / "own-models"), PENSTOCK_WORKER_MODELS="a,b"
@@ -96,8 +96,8 @@ def test_workers_read_the_settings_of_their_supervisor(tmp_path):
     assert child.home == tmp_path
 
 
-def test_patience_follows_the_settings(tmp_path):
-    """A worker may be silent for as long as a forward may take, and drain for as long as it is given."""
+def test_timeouts_follow_the_settings(tmp_path):
+    """The silence limit follows the limit of a forward; the warm time follows the grace period of a drain."""
     given = settings(tmp_path, PENSTOCK_INFERENCE_TIMEOUT_SECONDS="7", PENSTOCK_INFERENCE_QUEUE_DRAIN_GRACE_S="3")
-    timeouts = worker_patience(given)
+    timeouts = worker_timeouts(given)
     assert (timeouts.silence_s, timeouts.warm_s) == (8, 8)

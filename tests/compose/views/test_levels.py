@@ -1,4 +1,4 @@
-"""What `penstock models levels` prints of a worker's entries."""
+"""The tables of `penstock models levels`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.workers.observe.metrics import InferenceMetrics
 from tests.workers.runtime.formats import MAX_TOKENS, answers, opened, write_encoder
 
 
-def test_levels_tell_how_forms_were_made_and_what_was_counted(models_root: Path, tmp_path: Path):
-    """The backend of a compiled form, calls of the model and the batches of each length bucket (CF-013)."""
+def test_levels_show_the_backend_and_the_counts(models_root: Path, tmp_path: Path):
+    """A step shows the backend of its form; a version shows model calls and batches per length bucket (CF-013)."""
     runtime = opened(write_encoder(models_root, batching={"length_input": "text", "buckets": [8, 16]}))
     metrics = InferenceMetrics((1.0,))
     optimizer = Optimizer(

@@ -35,7 +35,7 @@ def ticks() -> Callable[[], datetime]:
 
 
 @dataclass
-class ModelLifecycle:
+class Catalog:
     """One model of a registry, with its packages on the disk."""
 
     url: str
@@ -48,7 +48,7 @@ class ModelLifecycle:
 
     def reopened(self, **options: Any) -> ModelRegistryClient:
         """A client as another process would make it."""
-        return ModelRegistryClient(**{"ledger": self.url, "clock": ticks(), **self.options, **options})
+        return ModelRegistryClient(**{"store": self.url, "clock": ticks(), **self.options, **options})
 
     def package(self, version: str) -> Package:
         """The package of a version, made when it is first asked for."""
@@ -72,7 +72,7 @@ class ModelLifecycle:
         return {each.version: each.stage for each in self.client.versions(self.name)}
 
     def execute(self, statement: str, **values: object) -> list[dict[str, Any]]:
-        """SQL as somebody with the database's password would run it; `:name` is the model. Returns the rows, if any."""
+        """Runs SQL without the operator's key; `:name` is the model. Returns the rows, if any."""
         with create_engine(self.url, poolclass=NullPool).begin() as connection:
             result = connection.execute(text(statement), {"name": self.name, **values})
             return [dict(row) for row in result.mappings()] if result.returns_rows else []

@@ -19,13 +19,13 @@ from penstock.registry.catalog import ModelRegistryClient, ModelStage
 from penstock.registry.catalog.database import REVISION
 from penstock.registry.catalog.tables import SCHEMA_TABLE, metadata
 from penstock.registry.errors import ConfigurationError, PenstockError, RegistryUnavailable
-from tests.registry.catalog.catalogs import ModelLifecycle
+from tests.registry.catalog.catalogs import Catalog
 from tests.servers import ROOT, PostgresDatabase, free_port
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database that nobody has used."""
+    """A database that was never used."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/registry.db"
         return
@@ -114,13 +114,13 @@ def test_options_of_the_url_are_kept(shared_postgres: PostgresDatabase):
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("", "is not one"),
-        ("registry.db", "is not one"),
+        ("", "cannot be parsed"),
+        ("registry.db", "cannot be parsed"),
         ("sqlite://", "names no file"),
         ("sqlite:///:memory:", "names no file"),
         ("mysql://me:secret@host/db", "begins with 'mysql'"),
         ("postgresql+asyncpg://me:secret@host/db", r"begins with 'postgresql\+asyncpg'"),
-        ("postgresql://me:secret@host:port/db", "is not one"),
+        ("postgresql://me:secret@host:port/db", "cannot be parsed"),
     ],
 )
 def test_url_that_cannot_work_is_refused_at_once(url: str, told: str):
@@ -174,17 +174,17 @@ def test_making_the_file_leaves_nothing_else(tmp_path: Path):
 
 def test_refused_change_leaves_nothing_behind(registry_url: str, models_root: Path, slot: str):
     """An exception after the rows were written undoes them all, on both databases."""
-    shelf = ModelLifecycle(registry_url, models_root, slot)
-    shelf.put("1", ModelStage.PRODUCTION)
-    shelf.put("2", ModelStage.STAGING)
-    before = (shelf.client.versions(slot), shelf.client.history(slot))
+    catalog = Catalog(registry_url, models_root, slot)
+    catalog.put("1", ModelStage.PRODUCTION)
+    catalog.put("2", ModelStage.STAGING)
+    before = (catalog.client.versions(slot), catalog.client.history(slot))
 
     def refuse(_: object) -> None:
         raise PenstockError("the audit log is full")
 
     with pytest.raises(PenstockError, match="full"):
-        shelf.reopened(audit=refuse).promote(slot, "2", ModelStage.PRODUCTION)
-    assert (shelf.client.versions(slot), shelf.client.history(slot)) == before
+        catalog.reopened(audit=refuse).promote(slot, "2", ModelStage.PRODUCTION)
+    assert (catalog.client.versions(slot), catalog.client.history(slot)) == before
 
 
 def test_importing_the_catalogue_opens_nothing():

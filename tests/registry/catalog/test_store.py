@@ -1,4 +1,4 @@
-"""Changes that an operator signed elsewhere, entered by somebody without a key. CX-003, IN-064."""
+"""Changes that an operator signed on another machine, written by a process without a key. CX-003, IN-064."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.registry.errors import BadSignature, ContentChanged, InvalidInput,
 from penstock.registry.operator_rpc import Row
 from penstock.registry.package import load_package
 from penstock.safety.keys import OperatorKey, PublicKeys
-from tests.registry.catalog.catalogs import ModelLifecycle, new_key
+from tests.registry.catalog.catalogs import Catalog, new_key
 
 
 class Overheard:
-    """A ledger that keeps what a client would write, and writes nothing."""
+    """A store that keeps what a client would write, and writes nothing."""
 
     def __init__(self, url: str) -> None:
         self._store = SqlStore(url)
@@ -33,7 +33,7 @@ class Overheard:
     @contextmanager
     def changing(self, name: str, *, is_new: bool = False, newest: int | None = None) -> Iterator[ModelTransaction]:
         """The rows as they are; what is put stays here."""
-        self.pages = self.read((name,), newest)[name]
+        self.rows = self.read((name,), newest)[name]
         yield self
 
     def put_version(self, row: Row) -> None:
@@ -46,32 +46,32 @@ class Overheard:
 
 
 class Desk:
-    """A registry with versions 1 (production), 2 (staging) and 3 (draft), and changes that nobody entered yet."""
+    """A registry with versions 1 (production), 2 (staging) and 3 (draft), and changes that are not written yet."""
 
     def __init__(self, url: str, root: Path, slot: str) -> None:
         self.key = new_key()
         self.verify = PublicKeys.parse(self.key.public_text).verify
-        self.shelf = ModelLifecycle(url, root, slot, {"sign": self.key.sign, "verify": self.verify})
-        self.shelf.put("1", ModelStage.PRODUCTION)
-        self.shelf.put("2", ModelStage.STAGING)
-        self.shelf.put("3")
+        self.catalog = Catalog(url, root, slot, {"sign": self.key.sign, "verify": self.verify})
+        self.catalog.put("1", ModelStage.PRODUCTION)
+        self.catalog.put("2", ModelStage.STAGING)
+        self.catalog.put("3")
 
     def decided(self, key: OperatorKey | None = None, version: str = "2") -> Overheard:
         """A promotion to production, signed."""
-        overheard = Overheard(self.shelf.url)
-        client = self.shelf.reopened(store=overheard, sign=(key or self.key).sign)
-        client.promote(self.shelf.name, version, ModelStage.PRODUCTION)
+        overheard = Overheard(self.catalog.url)
+        client = self.catalog.reopened(store=overheard, sign=(key or self.key).sign)
+        client.promote(self.catalog.name, version, ModelStage.PRODUCTION)
         return overheard
 
     def enter(self, versions: Any, transitions: Any, rehash: Callable[[str], Any] | None = None) -> None:
         """As a worker does it."""
         look = rehash or (lambda source: load_package(Path(source)).manifest())
-        enter(SqlStore(self.shelf.url), versions, transitions, verify=self.verify, rehash=look)
+        enter(SqlStore(self.catalog.url), versions, transitions, verify=self.verify, rehash=look)
 
     @property
     def production(self) -> str:
         """The version in production."""
-        return self.shelf.client.find(self.shelf.name).version
+        return self.catalog.client.find(self.catalog.name).version
 
 
 @pytest.fixture
@@ -87,18 +87,18 @@ def test_a_signed_change_is_entered_once(desk: Desk):
     for _ in range(2):
         desk.enter(decided.versions, decided.transitions)
         assert desk.production == "2"
-    stages = desk.shelf.stages()
+    stages = desk.catalog.stages()
     assert (stages["1"], stages["2"], stages["3"]) == (ModelStage.ARCHIVED, ModelStage.PRODUCTION, ModelStage.DRAFT)
-    desk.shelf.client.rollback(desk.shelf.name)
+    desk.catalog.client.rollback(desk.catalog.name)
     assert desk.production == "1"
 
 
 def test_an_overtaken_change_is_refused(desk: Desk):
     """Whatever it was that came first, and however often it is sent; nothing of it is written."""
     decided = desk.decided()
-    desk.shelf.client.promote(desk.shelf.name, "3", ModelStage.STAGING)
+    desk.catalog.client.promote(desk.catalog.name, "3", ModelStage.STAGING)
     for _ in range(2):
-        with pytest.raises(TransitionConflict, match="changed meanwhile, it is at epoch"):
+        with pytest.raises(TransitionConflict, match="changed meanwhile and is at epoch"):
             desk.enter(decided.versions, decided.transitions)
     assert desk.production == "1"
 
@@ -126,16 +126,16 @@ def test_rows_of_one_change_belong_together(desk: Desk):
     """Without the archived one there would be two in production; without the promoted one, none."""
     decided = desk.decided()
     old, new = decided.versions
-    for versions in ([new], [old], [], [old, new, *desk.decided(version="2").pages.versions]):
+    for versions in ([new], [old], [], [old, new, *desk.decided(version="2").rows.versions]):
         with pytest.raises((InvalidInput, BadSignature, TransitionConflict)):
             desk.enter(versions, decided.transitions)
-    assert (desk.production, desk.shelf.stages()["2"]) == ("1", ModelStage.STAGING)
+    assert (desk.production, desk.catalog.stages()["2"]) == ("1", ModelStage.STAGING)
 
 
 def test_files_are_hashed_where_they_lie(desk: Desk):
     """Changed before the change is entered, or while it is: refused, with nothing written (S0.5)."""
     decided = desk.decided()
-    folder = desk.shelf.root / desk.shelf.name / "2"
+    folder = desk.catalog.root / desk.catalog.name / "2"
 
     def hash_then_swap(source: str) -> Any:
         manifest = load_package(Path(source)).manifest()
@@ -159,8 +159,8 @@ def test_records_signed_anew_are_the_same_records(desk: Desk):
     """A renewal replaces signatures and nothing else: with another word in it, it is refused as a whole."""
     new = new_key()
     both = PublicKeys.parse(f"{desk.key.public_text},{new.public_text}").verify
-    overheard = Overheard(desk.shelf.url)
-    desk.shelf.reopened(store=overheard, sign=new.sign).renew(desk.shelf.name)
+    overheard = Overheard(desk.catalog.url)
+    desk.catalog.reopened(store=overheard, sign=new.sign).renew(desk.catalog.name)
     desk.verify = both
     for label in ("2", "3"):
         other = next(open_version(row, both) for row in overheard.versions if row["version"] == label)
@@ -173,7 +173,7 @@ def test_records_signed_anew_are_the_same_records(desk: Desk):
     with pytest.raises(InvalidInput, match="differ in signatures"):
         desk.enter(overheard.versions, rewritten)
     desk.enter(overheard.versions, overheard.transitions)
-    alone = desk.shelf.reopened(verify=PublicKeys.parse(new.public_text).verify)
-    assert [each.action for each in alone.history(desk.shelf.name)][-1] == "sign"
+    alone = desk.catalog.reopened(verify=PublicKeys.parse(new.public_text).verify)
+    assert [each.action for each in alone.history(desk.catalog.name)][-1] == "sign"
     with pytest.raises(BadSignature):
-        desk.shelf.client.find(desk.shelf.name)
+        desk.catalog.client.find(desk.catalog.name)

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
@@ -176,7 +175,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkey
 
 
 def test_a_file_that_never_rests_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Somebody is still writing it: the worker neither waits forever nor takes half of it."""
+    """A file that is still being written: the worker neither waits for ever nor reads half of it."""
     monkeypatch.setattr(manifest_module, "_QUIET_WITHIN_S", 0.2)
     ended = threading.Event()
 
@@ -220,13 +219,11 @@ def _socket(path: Path) -> None:
 def test_what_is_no_file_is_refused_before_it_is_opened(
     name: str, make: Callable[[Path], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Opening a FIFO would wait for a writer: the answer is there at once, and names it."""
+    """Opening a FIFO would wait for a writer; the refusal comes without one, and names the file."""
     monkeypatch.chdir(folder)
     make(folder / name)
-    begun = time.monotonic()
     with pytest.raises(ConfigurationError, match=f"file {name}: found no regular file, expected one"):
         manifest(folder)
-    assert time.monotonic() - begun < 5
 
 
 def test_a_fifo_that_takes_a_files_place_does_not_block(folder: Path):

@@ -16,7 +16,7 @@ import pytest
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
 from penstock.registry.package.hub_cache import cache_folder, find_snapshot
-from penstock.registry.package.sources import HubSource, LocalSource, MlflowSource, Source
+from penstock.registry.package.sources import HubSource, LocalSource, MlflowSource, ModelSource
 from tests.packages import write_double
 from tests.threats.model_files import write_encoder, write_encoder_files
 
@@ -28,23 +28,23 @@ MLFLOW_WARNINGS = (
 )
 
 
-class ModelLifecycle(Protocol):
-    """A source under test, and the hands that put files into it."""
+class Origin(Protocol):
+    """A source under test, and a way to put files into it."""
 
-    source: Source
+    source: ModelSource
     unknown: str
 
     def put(self, folder: Path) -> str:
         """Makes the files of a folder available; returns their reference."""
 
 
-class LocalShelf:
+class LocalOrigin:
     """Folders."""
 
     unknown = "absent/1"
 
     def __init__(self, root: Path) -> None:
-        self.source: Source = LocalSource(root)
+        self.source: ModelSource = LocalSource(root)
         self._root = root
 
     def put(self, folder: Path) -> str:
@@ -53,13 +53,13 @@ class LocalShelf:
         return reference
 
 
-class HubShelf:
+class HubOrigin:
     """A cache as the hub's tools lay it out: files are links to blobs."""
 
     unknown = f"org/absent@{COMMIT}"
 
     def __init__(self, root: Path) -> None:
-        self.source: Source = HubSource(root)
+        self.source: ModelSource = HubSource(root)
         self._repository = root / "models--org--tiny"
 
     def put(self, folder: Path) -> str:
@@ -77,7 +77,7 @@ class HubShelf:
         return f"org/tiny@{COMMIT}"
 
 
-class MlflowShelf:
+class MlflowOrigin:
     """Artefacts of a run, in a store on this machine."""
 
     unknown = "models:/absent/1"
@@ -85,7 +85,7 @@ class MlflowShelf:
     def __init__(self, store: str, root: Path) -> None:
         from mlflow.tracking import MlflowClient
 
-        self.source: Source = MlflowSource(store, root / "models")
+        self.source: ModelSource = MlflowSource(store, root / "models")
         self.client = MlflowClient(store, store)
         self._experiment = self.client.create_experiment(uuid4().hex, (root / "artefacts").as_uri())
 
@@ -105,15 +105,15 @@ def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(params=["local", "hub", "mlflow"])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> ModelLifecycle:
+def origin(request: pytest.FixtureRequest, tmp_path: Path) -> Origin:
     """Each source in turn."""
-    root = tmp_path / "shelf"
+    root = tmp_path / "origin"
     root.mkdir()
     if request.param == "local":
-        return LocalShelf(root)
+        return LocalOrigin(root)
     if request.param == "hub":
-        return HubShelf(root)
-    return MlflowShelf(request.getfixturevalue("mlflow_store"), root)
+        return HubOrigin(root)
+    return MlflowOrigin(request.getfixturevalue("mlflow_store"), root)
 
 
 @pytest.fixture
@@ -127,66 +127,66 @@ def package(tmp_path: Path) -> Path:
 class TestEverySource:
     """What holds wherever files come from (AR-017)."""
 
-    def test_files_arrive_unchanged(self, shelf: ModelLifecycle, package: Path):
+    def test_files_arrive_unchanged(self, origin: Origin, package: Path):
         """Each file, under its name, with its bytes (AR-077 to AR-079)."""
         expected = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in package.iterdir()}
-        fetched = shelf.source.fetch(shelf.put(package))
+        fetched = origin.source.fetch(origin.put(package))
         assert fetched.manifest.files == expected
         assert {path.name for path in fetched.folder.iterdir()} == set(expected)
         fetched.manifest.check_unchanged()
 
-    def test_fetching_twice_gives_the_same_content(self, shelf: ModelLifecycle, package: Path):
+    def test_fetching_twice_gives_the_same_content(self, origin: Origin, package: Path):
         """The second time everything is there already."""
-        reference = shelf.put(package)
-        first, second = shelf.source.fetch(reference), shelf.source.fetch(reference)
+        reference = origin.put(package)
+        first, second = origin.source.fetch(reference), origin.source.fetch(reference)
         assert first.manifest.content_hash == second.manifest.content_hash
         assert first.folder == second.folder
         first.manifest.check_unchanged()
 
-    def test_a_later_change_is_noticed(self, shelf: ModelLifecycle, package: Path):
+    def test_a_later_change_is_noticed(self, origin: Origin, package: Path):
         """What was fetched is what is loaded."""
-        fetched = shelf.source.fetch(shelf.put(package))
+        fetched = origin.source.fetch(origin.put(package))
         with (fetched.folder / "config.json").open("a") as opened:
             opened.write(" ")
         with pytest.raises(ConfigurationError, match=r"file config\.json: changed since it was hashed"):
             fetched.manifest.check_unchanged()
 
-    def test_what_is_not_there_is_named(self, shelf: ModelLifecycle, tmp_path: Path):
+    def test_what_is_not_there_is_named(self, origin: Origin, tmp_path: Path):
         """One line, without a path of the machine (CX-013)."""
         with pytest.raises(ConfigurationError) as refused:
-            shelf.source.fetch(shelf.unknown)
+            origin.source.fetch(origin.unknown)
         assert ("absent" in str(refused.value)) or ("1: no such folder" in str(refused.value))
         assert str(tmp_path) not in str(refused.value)
         assert "\n" not in str(refused.value)
 
     @pytest.mark.parametrize("reference", ["", "..", "../../etc", "/etc", "a@b@c", "runs:/../../etc/x", "models:/x"])
-    def test_references_that_are_none_are_refused(self, shelf: ModelLifecycle, reference: str):
+    def test_references_that_are_none_are_refused(self, origin: Origin, reference: str):
         """Whatever a reference looks like, it leads to files of the source or is refused."""
         with pytest.raises(ConfigurationError):
-            shelf.source.fetch(reference)
+            origin.source.fetch(reference)
 
-    def test_pickled_weights_are_refused(self, shelf: ModelLifecycle, package: Path):
+    def test_pickled_weights_are_refused(self, origin: Origin, package: Path):
         """The line says why."""
         (package / "model.safetensors").unlink()
         (package / "pytorch_model.bin").write_bytes(pickle.dumps({}))
         with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin.* pickle.* can run code"):
-            shelf.source.fetch(shelf.put(package))
+            origin.source.fetch(origin.put(package))
 
-    def test_code_that_comes_with_weights_is_refused(self, shelf: ModelLifecycle, package: Path):
+    def test_code_that_comes_with_weights_is_refused(self, origin: Origin, package: Path):
         """Nothing asks whether to trust it."""
         (package / "config.json").write_text('{"auto_map": {"AutoModel": "evil.Model"}}')
         with pytest.raises(ConfigurationError, match="found auto_map"):
-            shelf.source.fetch(shelf.put(package))
+            origin.source.fetch(origin.put(package))
 
 
-@pytest.mark.parametrize("make", [LocalShelf, HubShelf])
-def test_links_to_elsewhere_are_refused(make: Callable[[Path], ModelLifecycle], package: Path, tmp_path: Path):
+@pytest.mark.parametrize("make", [LocalOrigin, HubOrigin])
+def test_links_to_elsewhere_are_refused(make: Callable[[Path], Origin], package: Path, tmp_path: Path):
     """A package's own links stay inside it, and those of the hub's cache inside the repository."""
     (tmp_path / "secret.json").write_text("{}")
     (package / "extra.json").symlink_to(tmp_path / "secret.json")
-    shelf = make(tmp_path / "shelf")
+    origin = make(tmp_path / "origin")
     with pytest.raises(ConfigurationError, match=r"file extra\.json: a link leads out"):
-        shelf.source.fetch(shelf.put(package))
+        origin.source.fetch(origin.put(package))
 
 
 def test_folder_without_a_package_is_refused(tmp_path: Path):
@@ -225,22 +225,22 @@ def test_package_may_take_its_weights_from_the_hubs_cache(
     package = load_package(write_encoder(models_root, {"hub": "org/tiny", "revision": COMMIT}))
     with pytest.raises(ConfigurationError, match=r"^org/tiny@012345678901 is not in the local cache of the hub"):
         package.manifest()
-    HubShelf(tmp_path / "hub").put(write_encoder_files(tmp_path / "weights"))
+    HubOrigin(tmp_path / "hub").put(write_encoder_files(tmp_path / "weights"))
     assert set(package.manifest().source_files) == {"config.json", "model.safetensors"}
     assert package.source_folder() == find_snapshot("org/tiny", COMMIT).folder.resolve()
 
 
 @pytest.fixture
-def mlflow_shelf(mlflow_store: str, tmp_path: Path) -> MlflowShelf:
+def mlflow_shelf(mlflow_store: str, tmp_path: Path) -> MlflowOrigin:
     """MLflow alone."""
-    return MlflowShelf(mlflow_store, tmp_path)
+    return MlflowOrigin(mlflow_store, tmp_path)
 
 
 @pytest.mark.filterwarnings(*MLFLOW_WARNINGS)
 class TestMlflow:
     """What MLflow adds (AR-079)."""
 
-    def test_a_registered_model_is_fetched_into_the_models_root(self, mlflow_shelf: MlflowShelf, tmp_path: Path):
+    def test_a_registered_model_is_fetched_into_the_models_root(self, mlflow_shelf: MlflowOrigin, tmp_path: Path):
         """`models:/name/version` leads to the run's artefacts, and the package is found as any other."""
         reference = mlflow_shelf.put(write_double(tmp_path / "written"))
         name = f"double-{tmp_path.name}"
@@ -251,17 +251,17 @@ class TestMlflow:
         assert load_package(fetched.folder).manifest().content_hash == fetched.manifest.content_hash
         assert [path.name for path in (tmp_path / "models").iterdir()] == ["double"]
 
-    def test_another_content_of_the_same_version_is_refused(self, mlflow_shelf: MlflowShelf, tmp_path: Path):
+    def test_another_content_of_the_same_version_is_refused(self, mlflow_shelf: MlflowOrigin, tmp_path: Path):
         """What is served under a version is never replaced behind its back."""
         written = write_double(tmp_path / "written")
         mlflow_shelf.source.fetch(mlflow_shelf.put(written))
         served = (tmp_path / "models" / "double" / "1" / "model.py").read_bytes()
         (written / "model.py").write_text("def build(): return None\n")
-        with pytest.raises(ConfigurationError, match="double/1 is there with other content"):
+        with pytest.raises(ConfigurationError, match="double/1 is installed with other content"):
             mlflow_shelf.source.fetch(mlflow_shelf.put(written))
         assert (tmp_path / "models" / "double" / "1" / "model.py").read_bytes() == served
 
-    def test_a_model_of_a_flavour_is_refused_with_the_reason(self, mlflow_shelf: MlflowShelf, tmp_path: Path):
+    def test_a_model_of_a_flavour_is_refused_with_the_reason(self, mlflow_shelf: MlflowOrigin, tmp_path: Path):
         """What mlflow.pytorch.log_model writes is a pickle; nothing of it is left in the models root."""
         flavour = tmp_path / "flavour"
         (flavour / "data").mkdir(parents=True)
@@ -271,7 +271,7 @@ class TestMlflow:
             mlflow_shelf.source.fetch(mlflow_shelf.put(flavour))
         assert list((tmp_path / "models").iterdir()) == []
 
-    def test_artefacts_without_a_package_are_refused(self, mlflow_shelf: MlflowShelf, tmp_path: Path):
+    def test_artefacts_without_a_package_are_refused(self, mlflow_shelf: MlflowOrigin, tmp_path: Path):
         """The line says what is missing."""
         (tmp_path / "plots").mkdir()
         (tmp_path / "plots" / "loss.csv").write_text("1\n")

@@ -17,9 +17,7 @@ from penstock.workers.runtime.forms import Forms, Tunable
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
 from tests.workers.runtime.formats import affine, write_pytorch
-from tests.workers.test_guards import UNSIGNED, Bench, Worker, bench, open_bench
-
-__all__ = ["bench"]
+from tests.workers.stepped import UNSIGNED, SteppedHarness, SteppedWorker, open_harness
 
 
 def _expected(number: float) -> float:
@@ -33,8 +31,8 @@ def _positive() -> float:
     return number
 
 
-def _forms(worker: Worker) -> Forms:
-    (version,) = worker.drain._turns
+def _forms(worker: SteppedWorker) -> Forms:
+    (version,) = worker.drain.lifecycle.turns
     assert isinstance(version.runtime, Tunable)
     return version.runtime.forms
 
@@ -51,49 +49,49 @@ def _wrong(forms: Forms, *, most_rows: int = 100) -> object:
     return forward
 
 
-def _runs_anew(bench: Bench, worker: Worker, number: float) -> bool:
+def _runs_anew(harness: SteppedHarness, worker: SteppedWorker, number: float) -> bool:
     """Whether a job has a forward, and the model's answer."""
-    (job_id,) = bench.publish("m", number)
-    bench.pass_time(0.5)
+    (job_id,) = harness.publish("m", number)
+    harness.pass_time(0.5)
     has_run = bool(worker.forwards())
-    assert bench.answer(job_id) == pytest.approx(_expected(number), abs=1e-4)
+    assert harness.answer(job_id) == pytest.approx(_expected(number), abs=1e-4)
     return has_run
 
 
-def test_what_a_form_said_before_another_thread_gave_it_up(bench: Bench, models_root: Path):
+def test_what_a_form_said_before_another_thread_gave_it_up(harness: SteppedHarness, models_root: Path):
     """Made while the model answered as built, run by a form, and committed when that was given up."""
     write_pytorch(models_root, name="m", concurrency=2)
-    worker = bench.employ()
+    worker = harness.start_worker()
     forms, number = _forms(worker), _positive()
-    bench.publish("m", number)
+    harness.publish("m", number)
     worker.turn(2)
     forms.use("int8", _wrong(forms))  # type: ignore[arg-type]
-    bench.publish("m", -3 * number)
+    harness.publish("m", -3 * number)
     worker.turn(2)
     works = {seat: worker.begin(seat) for seat in "ab"}
     for work in works.values():
         assert work is not None
-        worker.drain.executor.run(work)
+        worker.drain.parts.executor.run(work)
     assert forms.name == "eager"
     for seat, work in works.items():
         assert work is not None
-        worker.drain.executor.finish(seat, work)
+        worker.drain.parts.executor.finish(seat, work)
     worker.turn(3)
-    assert _runs_anew(bench, worker, number)
-    assert not _runs_anew(bench, worker, number)
+    assert _runs_anew(harness, worker, number)
+    assert not _runs_anew(harness, worker, number)
 
 
-def test_what_a_form_said_before_its_batch_gave_it_up(bench: Bench, models_root: Path):
+def test_what_a_form_said_before_its_batch_gave_it_up(harness: SteppedHarness, models_root: Path):
     """A batch that is halved for want of memory: the form answers the first half, and fails at the second."""
     write_pytorch(models_root, name="m")
-    worker = bench.employ()
+    worker = harness.start_worker()
     forms, number = _forms(worker), _positive()
-    bench.publish("m", 0.0)
+    harness.publish("m", 0.0)
     worker.turn(2)
     busy = worker.begin()
     assert busy is not None
-    bench.publish("m", number, -3 * number)
-    bench.now += 1.0
+    harness.publish("m", number, -3 * number)
+    harness.now += 1.0
     worker.turn(3)
     forms.use("int8", _wrong(forms, most_rows=1))  # type: ignore[arg-type]
     worker.end(busy)
@@ -102,37 +100,37 @@ def test_what_a_form_said_before_its_batch_gave_it_up(bench: Bench, models_root:
     assert len(halved.batch.items) == 2
     worker.end(halved)
     assert forms.name == "eager"
-    assert _runs_anew(bench, worker, number)
+    assert _runs_anew(harness, worker, number)
 
 
-def test_what_a_form_said_that_was_built_anew(bench: Bench, models_root: Path):
+def test_what_a_form_said_that_was_built_anew(harness: SteppedHarness, models_root: Path):
     """The same name is not the same form."""
     write_pytorch(models_root, name="m")
-    worker = bench.employ()
+    worker = harness.start_worker()
     forms = _forms(worker)
     forms.use("int8", _wrong(forms))  # type: ignore[arg-type]
-    (job_id,) = bench.publish("m", _positive())
+    (job_id,) = harness.publish("m", _positive())
     worker.forwards()
-    assert bench.answer(job_id) == pytest.approx(_expected(_positive()) + 1000, abs=1e-2)
+    assert harness.answer(job_id) == pytest.approx(_expected(_positive()) + 1000, abs=1e-2)
     forms.reset("it was wrong")
     forms.use("int8", forms.reference)
-    assert _runs_anew(bench, worker, _positive())
+    assert _runs_anew(harness, worker, _positive())
 
 
-def test_what_a_form_said_before_the_model_was_loaded_anew(bench: Bench, models_root: Path):
+def test_what_a_form_said_before_the_model_was_loaded_anew(harness: SteppedHarness, models_root: Path):
     """Made while the model answered as built, run by a form; then the model comes back as built."""
     write_pytorch(models_root, name="m")
-    worker = bench.employ()
+    worker = harness.start_worker()
     forms, number = _forms(worker), _positive()
-    bench.publish("m", number)
+    harness.publish("m", number)
     worker.turn(2)
     forms.use("int8", _wrong(forms))  # type: ignore[arg-type]
     work = worker.begin()
     assert work is not None
     worker.end(work)
-    (version,) = worker.drain._turns
-    worker.drain._lifecycle._unload(version)
-    bench.publish("m", 0.0)
+    (version,) = worker.drain.lifecycle.turns
+    worker.drain.lifecycle._unload(version)
+    harness.publish("m", 0.0)
 
     def is_loaded() -> bool:
         worker.turn()
@@ -140,7 +138,7 @@ def test_what_a_form_said_before_the_model_was_loaded_anew(bench: Bench, models_
 
     wait_until(is_loaded, 10, "it is loaded anew")
     worker.forwards()
-    assert _runs_anew(bench, worker, number)
+    assert _runs_anew(harness, worker, number)
 
 
 @pytest.fixture
@@ -151,93 +149,93 @@ def lasting(models_root: Path) -> str:
     return "double"
 
 
-def test_an_answer_lives_as_long_as_its_model_says(bench: Bench, lasting: str):
+def test_an_answer_lives_as_long_as_its_model_says(harness: SteppedHarness, lasting: str):
     """The model's lifetime goes before the setting's, and being given does not prolong it (AR-023, CF-019)."""
-    worker = bench.employ()
+    worker = harness.start_worker()
     forwards = []
     for _ in range(6):
-        bench.publish(lasting, 7)
-        bench.pass_time(0.5)
+        harness.publish(lasting, 7)
+        harness.pass_time(0.5)
         forwards.append(len(worker.forwards()))
-        bench.pass_time(3.5)
+        harness.pass_time(3.5)
     assert forwards == [1, 0, 0, 1, 0, 0]
 
 
-def test_an_answer_leaves_memory_when_it_expires(bench: Bench, lasting: str):
+def test_an_answer_leaves_memory_when_it_expires(harness: SteppedHarness, lasting: str):
     """Also when nobody asks for it again."""
-    worker = bench.employ()
-    bench.publish(lasting, *range(20))
+    worker = harness.start_worker()
+    harness.publish(lasting, *range(20))
     worker.forwards()
-    bench.pass_time(2)
+    harness.pass_time(2)
     assert worker.counted("penstock_cache_entries") == 20
     assert worker.counted("penstock_cache_bytes") > 20 * 16
-    bench.pass_time(10)
+    harness.pass_time(10)
     assert worker.counted("penstock_cache_entries") == worker.counted("penstock_cache_bytes") == 0
     assert worker.counted("penstock_cache_evicted") == 0
 
 
-def test_a_paused_model_answers_nobody(bench: Bench, models_root: Path):
+def test_a_paused_model_answers_nobody(harness: SteppedHarness, models_root: Path):
     """What a claim brings that was under way when the model was paused goes back, known or not."""
     write_double(models_root)
-    worker = bench.employ()
-    bench.publish("double", 7)
+    worker = harness.start_worker()
+    harness.publish("double", 7)
     worker.forwards()
-    jobs = bench.publish("double", 7, 8)
+    jobs = harness.publish("double", 7, 8)
     drain = worker.drain
-    _, found = drain._broker.exchange(drain.consumer, [], [Claim("double", 8, 0, 1000)], 1000)
-    drain._paused = frozenset(["double"])
-    bench.broker.pause("double")
+    _, found = drain.parts.broker.exchange(drain.consumer, [], [Claim("double", 8, 0, 1000)], 1000)
+    drain.parts.status.paused = frozenset(["double"])
+    harness.broker.pause("double")
     drain._admit(found)
     worker.turn(3)
-    assert [bench.state(job_id) for job_id in jobs] == [State.QUEUED] * 2
+    assert [harness.state(job_id) for job_id in jobs] == [State.QUEUED] * 2
 
 
-def test_those_who_watch_hear_of_a_start(bench: Bench, models_root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_those_who_watch_hear_of_a_start(harness: SteppedHarness, models_root: Path, monkeypatch: pytest.MonkeyPatch):
     """Received, started, succeeded: of jobs that need no forward of their own, too."""
     write_double(models_root)
-    worker = bench.employ()
+    worker = harness.start_worker()
     started: list[str] = []
     monkeypatch.setattr(worker.notes, "started", lambda jobs, _at: started.extend(job.id for job in jobs))
-    jobs = bench.publish("double", 7, 7)
+    jobs = harness.publish("double", 7, 7)
     worker.forwards()
-    jobs += bench.publish("double", 7)
+    jobs += harness.publish("double", 7)
     worker.turn(4)
-    assert [bench.answer(job_id) for job_id in jobs] == [14] * 3
+    assert [harness.answer(job_id) for job_id in jobs] == [14] * 3
     assert sorted(started) == sorted(jobs)
 
 
-def test_streams_of_kept_answers_have_no_start(bench: Bench, models_root: Path):
+def test_streams_of_kept_answers_have_no_start(harness: SteppedHarness, models_root: Path):
     """No forward was begun for them."""
     write_double(models_root)
-    worker = bench.employ()
-    jobs = bench.publish("double", 7)
+    worker = harness.start_worker()
+    jobs = harness.publish("double", 7)
     worker.forwards()
-    jobs += bench.publish("double", 7)
+    jobs += harness.publish("double", 7)
     worker.turn(4)
-    outcomes = [open_outcome(job_id, bench.job_record(job_id), UNSIGNED) for job_id in jobs]
+    outcomes = [open_outcome(job_id, harness.job_record(job_id), UNSIGNED) for job_id in jobs]
     assert [(outcome.info().is_cached, outcome.has_run) for outcome in outcomes] == [(False, True), (True, False)]
 
 
-def test_the_retry_policy_asks_no_other_question(bench: Bench, models_root: Path):
+def test_the_retry_policy_asks_no_other_question(harness: SteppedHarness, models_root: Path):
     """A kept answer will do, whatever was to happen had there been a failure; a failure is not shared with others."""
     write_double(models_root)
-    worker = bench.employ()
-    bench.publish("double", 7)
+    worker = harness.start_worker()
+    harness.publish("double", 7)
     worker.forwards()
-    bench.publish("double", 7, retry=Retry(attempts=2))
+    harness.publish("double", 7, retry=Retry(attempts=2))
     assert worker.forwards() == []
-    bench.publish("double", 8)
-    bench.publish("double", 8, retry=Retry(attempts=2))
+    harness.publish("double", 8)
+    harness.publish("double", 8, retry=Retry(attempts=2))
     assert sum(len(forward) for forward in worker.forwards()) == 2
 
 
 @pytest.fixture
-def hiding(models_root: Path) -> Iterator[Bench]:
-    """A bench that keeps nothing of what was asked but digests."""
-    yield from open_bench(models_root, privacy={"mode": "hashes_only"})
+def hiding(models_root: Path) -> Iterator[SteppedHarness]:
+    """A harness that keeps nothing of what was asked but digests."""
+    yield from open_harness(models_root, privacy={"mode": "hashes_only"})
 
 
-def test_text_is_not_kept_where_inputs_must_not_be(hiding: Bench, models_root: Path):
+def test_text_is_not_kept_where_inputs_must_not_be(hiding: SteppedHarness, models_root: Path):
     """It may repeat what was asked (CF-031); numbers are kept as ever."""
     source = (
         "import numpy as np\ndef build():\n    return lambda inputs: {'y': inputs['x'].astype(str).astype(object)}\n"
@@ -246,10 +244,10 @@ def test_text_is_not_kept_where_inputs_must_not_be(hiding: Bench, models_root: P
     head, outputs, tail = file.read_text().partition("outputs:")
     file.write_text(head + outputs + tail.replace("float32", "string"))
     write_double(models_root)
-    worker = hiding.employ()
+    worker = hiding.start_worker()
     for model in ("echo", "double"):
         hiding.publish(model, 123456.5)
         worker.forwards()
-    kept = [answer for answer, _ in worker.drain._cache._entries.values()]
+    kept = [answer for answer, _ in worker.drain.parts.answers.memory._entries.values()]
     assert len(kept) == 1
     assert np.frombuffer(kept[0].body, np.float32)[0] == 2 * 123456.5

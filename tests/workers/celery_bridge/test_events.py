@@ -16,6 +16,7 @@ from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
+from redis.connection import AbstractConnection
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
@@ -183,18 +184,30 @@ def test_nothing_is_sent_while_events_are_off(app: Celery):
     assert listener.totals["penstock.infer.mlp"] >= 2
 
 
-def test_a_broker_that_is_away_costs_events_and_nothing_else(redis_server: RedisServer):
-    """While Celery's broker is dead, events are dropped and counted. When it is back, the next ones arrive."""
+def test_a_broker_that_is_away_costs_events_and_nothing_else(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    """While Celery's broker is dead, the drain's thread never speaks to it, and events are dropped and counted."""
     app = application(redis_server)
     with watching(app) as listener:
         listener.received([job()], time.time())
         redis_server.kill()
+        speaking: set[int] = set()
+        connect = AbstractConnection.connect
+
+        def connect_and_note(self: AbstractConnection) -> None:
+            speaking.add(threading.get_ident())
+            connect(self)
+
+        monkeypatch.setattr(AbstractConnection, "connect", connect_and_note)
 
         def drops() -> bool:
             listener.received([job()] * 64, time.time())
-            return listener.dropped > 0
+            return listener.dropped > 0 and bool(speaking)
 
         wait_until(drops, 20, "events are dropped")
+        assert threading.get_ident() not in speaking
+        monkeypatch.undo()
         redis_server.restart()
         with monitoring(app) as monitor:
             late = job()

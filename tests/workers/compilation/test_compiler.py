@@ -24,7 +24,7 @@ from penstock.workers.compilation.compiler import _backend
 from penstock.workers.runtime.compilable import Compilable, CompilationRefused, Shapes
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.tracing import trace
-from tests.servers import ROOT, wait_until
+from tests.servers import ROOT, leave_out, wait_until
 from tests.workers.compilation.conftest import Compiled
 from tests.workers.compilation.packages import loaded, write_module
 
@@ -582,7 +582,7 @@ def test_importing_the_package_imports_no_torch():
 def test_cudagraphs_replay_on_a_gpu(tmp_path: Path):
     """CF-013: with backend cudagraphs the second call of a shape is a replay, counted, with the right answer."""
     if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        leave_out("needs a CUDA device")
     runtime = loaded(write_module(tmp_path / "models"), "cuda:0")
     config = CompilationConfig(backend="cudagraphs", cache_dir=tmp_path / "cache")
     form: CompiledForward = TorchCompiler(config, tmp_path / "compilation.key").compile(runtime, "compiled")

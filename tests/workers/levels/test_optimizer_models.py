@@ -21,7 +21,7 @@ from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.forms import Forward
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.transformers import EncoderRuntime
-from tests.servers import ROOT
+from tests.servers import ROOT, require_module
 from tests.workers.levels.fake_model import served
 
 BATCH = 4
@@ -151,7 +151,7 @@ def test_level_3_serves_bf16_once_its_vectors_matched(
 @pytest.mark.slow
 def test_int8_of_minilm_is_refused(minilm: EncoderRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Uncalibrated int8 turns the vectors: the gate says by how much, and fp32 keeps serving (AR-056)."""
-    pytest.importorskip("onnxruntime")
+    require_module("onnxruntime")
     monkeypatch.setattr(minilm, "candidates", only(minilm, "int8"))
     optimizer = optimizer_of(tmp_path, max_level=3)
     profiler = optimizer.attach("minilm", minilm, minilm.content_hash, BATCH)

@@ -35,7 +35,7 @@ def test_inspect_shows_the_settings_of_the_folder(shared_redis: RedisServer, mod
     try:
         worker.start()
         with Celery("remote", broker=shared_redis.celery_url, set_as_current=False) as app:
-            inspect = app.control.inspect([worker.name], timeout=2, limit=1)
+            inspect = app.control.inspect([worker.name], timeout=20, limit=1)
             stats: dict[str, Any] = wait_until(inspect.stats, 20, "the worker answers")[worker.name]
     finally:
         worker.stop()

@@ -65,16 +65,16 @@ from penstock.registry.broker.base import Held
 from penstock.registry.queues import Priority
 from penstock.workers.process.crash_journal import FileJournal, FormInUse, journal_path
 
-home, consumer, deed = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+home, consumer, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 journal = FileJournal(journal_path(home, os.getpid()), consumer, 3)
 jobs = [Held(slot, Priority.HIGH, entry.encode(), slot + "." + entry) for slot, entry in
         (pair.split("=") for pair in sys.argv[4:])]
-form = FormInUse("mlp", "ab" * 32, "compiled") if deed == "run compiled" else None
+form = FormInUse("mlp", "ab" * 32, "compiled") if fault == "run compiled" else None
 journal.begin(0, jobs[:2], 30.0, time.monotonic(), form)
 journal.begin(1, jobs[2:], 30.0, time.monotonic())
 journal.begin(2, jobs, 30.0, time.monotonic())
 journal.end(2)
-if deed == "retire":
+if fault == "retire":
     journal.retire()
 print("up", flush=True)
 time.sleep(600)
@@ -84,8 +84,8 @@ time.sleep(600)
 class Process:
     """A worker process that runs forwards and nothing else."""
 
-    def __init__(self, home: Path, *jobs: str, deed: str = "run", consumer: str = "gpu0@test:1") -> None:
-        command = [sys.executable, "-c", WORKER, str(home), consumer, deed, *jobs]
+    def __init__(self, home: Path, *jobs: str, fault: str = "run", consumer: str = "gpu0@test:1") -> None:
+        command = [sys.executable, "-c", WORKER, str(home), consumer, fault, *jobs]
         self._child = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
         assert self._child.stdout is not None
         assert self._child.stdout.readline() == b"up\n"
@@ -103,8 +103,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """Starts worker processes, and kills those that are left."""
     started: list[Process] = []
 
-    def start(*jobs: str, deed: str = "run", consumer: str = "gpu0@test:1") -> Process:
-        started.append(Process(tmp_path, *jobs, deed=deed, consumer=consumer))
+    def start(*jobs: str, fault: str = "run", consumer: str = "gpu0@test:1") -> Process:
+        started.append(Process(tmp_path, *jobs, fault=fault, consumer=consumer))
         return started[-1]
 
     yield start
@@ -307,23 +307,23 @@ def test_two_reporters_at_once_count_one_death(
         broker.close()
 
 
-@pytest.mark.parametrize("deed", ["run", "run compiled"])
-def test_the_form_that_ran_is_noted(start: Callable[..., Process], tmp_path: Path, deed: str):
+@pytest.mark.parametrize("fault", ["run", "run compiled"])
+def test_the_form_that_ran_is_noted(start: Callable[..., Process], tmp_path: Path, fault: str):
     """Once per death, in the decision log: a form that kills its process is refused by it."""
     key = DecisionKey("mlp", "1", "ab" * 32, "any machine")
     for deaths in (1, 2, 3):
-        start("mlp=1-0", "mlp=2-0", deed=deed).kill()
+        start("mlp=1-0", "mlp=2-0", fault=fault).kill()
         for _ in range(2):
             reported(tmp_path, Suspicions())
         known = DecisionLog(tmp_path).earlier(key)
-        assert ("compiled" in known) == (deaths == 3 and deed == "run compiled")
+        assert ("compiled" in known) == (deaths == 3 and fault == "run compiled")
     assert DecisionLog(tmp_path).earlier(replace(key, content_hash="cd" * 32)) == {}
 
 
 def test_a_death_that_cannot_be_noted_counts_all_the_same(start: Callable[..., Process], tmp_path: Path):
     """The jobs are suspects also when the form cannot be written down."""
     (tmp_path / "decisions").write_text("in the way")
-    process = start("mlp=1-0", "mlp=2-0", deed="run compiled")
+    process = start("mlp=1-0", "mlp=2-0", fault="run compiled")
     process.kill()
     assert reported(tmp_path, Suspicions()) == 2
     assert not process.path.exists()
@@ -342,7 +342,7 @@ def test_while_the_broker_is_away_a_death_is_kept(start: Callable[..., Process],
 
 def test_a_retired_journal_makes_no_suspects(start: Callable[..., Process], tmp_path: Path):
     """A worker is asked to stop and then killed in its forward: its jobs are not suspects."""
-    process = start("mlp=1-0", deed="retire")
+    process = start("mlp=1-0", fault="retire")
     assert not process.path.exists()
     process.kill()
     broker = Suspicions()

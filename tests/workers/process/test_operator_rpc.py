@@ -45,7 +45,7 @@ class SlowBroker(MemoryBroker):
 
     def models(self) -> list[str]:
         self.asked += 1
-        self.may_answer.wait(20)
+        self.may_answer.wait(600)
         return super().models()
 
     def workers(self) -> list[bytes]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
 from penstock.registry.package import load_package
 from penstock.workers.runtime.transformers import EncoderRuntime, slice_by_length
-from tests.servers import ROOT
+from tests.servers import ROOT, leave_out, require_module
 from tests.workers.runtime.formats import opened
 
 SAMPLES = ROOT / "models"
@@ -39,7 +39,7 @@ def minilm() -> Iterator[EncoderRuntime]:
 
 def test_minilm_equals_sentence_transformers(minilm: EncoderRuntime):
     """Embeddings agree with the reference implementation to 1e-5, long, empty and foreign text included."""
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    sentence_transformers = require_module("sentence_transformers")
     folder = load_package(SAMPLES / "minilm" / "1").source_folder()
     reference = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
     ours = minilm.run(minilm.prepare([{"text": np.array(TEXTS, object)}]))["embedding"]
@@ -152,7 +152,7 @@ def test_bf16_answers_short_and_long_texts_alike(minilm: EncoderRuntime):
     """Both kinds of attention that the form uses, with and without padding, point where fp32 does."""
     form = minilm.candidates(None).get("bf16")
     if form is None:
-        pytest.skip("this CPU has no units for bf16")
+        leave_out("this CPU has no units for bf16")
     lengths = [3, 40, 120, 125, 130, 180, 240]
     prepared = minilm.prepare([{"text": np.array(["word " * length for length in lengths], object)}])
     assert {piece.ids.shape[1] > 128 for piece in prepared.payload} == {True, False}

@@ -20,11 +20,11 @@ from penstock.workers.runtime.export import Graph, export_onnx, open_exported
 from penstock.workers.runtime.forms import Forward
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from tests.packages import write_package
-from tests.servers import ROOT, wait_until
+from tests.servers import ROOT, require_module, wait_until
 from tests.workers.levels.fake_model import Clock, served
 
-pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+require_module("onnx")
+onnxruntime = require_module("onnxruntime")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

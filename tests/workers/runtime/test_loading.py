@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -178,22 +177,17 @@ def test_each_bucket_is_warmed_up_once_at_least(models_root: Path, asked: int, f
 
 
 def test_first_job_does_not_pay_for_what_the_first_forwards_cost(models_root: Path):
-    """A model that is slow three times, as compilers and caches make it, is quick when it is ready (CF-015)."""
+    """The first forwards, in which compilers and caches take their time, are over when the model is ready (CF-015)."""
     source = """
-    import time
     forwards = []
     def build():
         def forward(inputs):
             forwards.append(1)
-            if len(forwards) <= 3:
-                time.sleep(0.3)
-            return {"y": inputs["x"]}
+            return {"y": inputs["x"] * 0 + len(forwards)}
         return forward
     """
     runtime = opened(write_package(models_root, "slow", source), warmup_requests=3)
-    begun = time.perf_counter()
-    answers(runtime, x=X)
-    assert time.perf_counter() - begun < 0.3
+    assert answers(runtime, x=X)["y"].flat[0] == 4
 
 
 def test_streaming_packages_are_not_warmed_up(models_root: Path):

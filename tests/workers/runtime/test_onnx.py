@@ -143,7 +143,7 @@ def test_missing_library_is_told_with_what_to_install(models_root: Path, monkeyp
     folder = write_onnx(models_root)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(
-        ConfigurationError, match=r"^onnxruntime is not installed\. Expected: pip install 'penstock\[onnx\]'$"
+        ConfigurationError, match=r"^onnxruntime is not installed\. Expected: pip install '\.\[onnx\]'$"
     ):
         opened(folder)
 

@@ -18,7 +18,7 @@ from penstock.workers.runtime.forms import thread_copy_of
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 from tests.packages import write_package
-from tests.servers import ROOT
+from tests.servers import ROOT, leave_out
 from tests.workers.runtime.formats import affine, answers, opened, write_pytorch
 
 SAMPLES = ROOT / "models"
@@ -109,7 +109,7 @@ def test_pytorch_package_that_builds_no_module_is_refused(models_root: Path):
 def test_device_that_is_not_there_is_refused():
     """A worker for an absent GPU says so in one line."""
     if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+        leave_out("this machine has a GPU")
     with pytest.raises(ConfigurationError, match=r"^Device 'cuda:0' cannot be used .* Expected cpu or cuda:N$"):
         open_runtime(load_package(SAMPLES / "mlp" / "1")).load("cuda:0", 1)
 

@@ -15,7 +15,8 @@ from penstock.registry.package import load_package
 from penstock.registry.package.sources import is_elsewhere, package_folder
 from penstock.registry.settings import Settings
 from penstock.workers.versions.repository import DiskRepository
-from tests.registry.package.test_sources import COMMIT, MLFLOW_WARNINGS, HubShelf
+from tests.registry.package.test_sources import COMMIT, MLFLOW_WARNINGS, HubOrigin
+from tests.servers import require_module
 from tests.workers.runtime import formats
 
 TEXT = np.array(["a pipe", "b"], object)
@@ -29,7 +30,7 @@ def test_weights_in_the_hubs_cache_answer_as_they_do_beside_their_package(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     beside = formats.write_encoder(models_root)
-    hub, _, revision = HubShelf(tmp_path / "hub").put(beside / "weights").partition("@")
+    hub, _, revision = HubOrigin(tmp_path / "hub").put(beside / "weights").partition("@")
     fetched = formats.write(
         models_root,
         "fetched",
@@ -55,7 +56,7 @@ def test_a_package_on_the_hub_is_fetched_and_answers(
     content that was uploaded; the second time nothing changes (AR-017)."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     uploaded = formats.write_torchscript(tmp_path / "uploaded")
-    reference = HubShelf(tmp_path / "hub").put(uploaded)
+    reference = HubOrigin(tmp_path / "hub").put(uploaded)
     folder = package_folder(reference, models_root)
     assert folder == package_folder(reference, models_root) == models_root / "affine" / "1"
     assert not any(path.is_symlink() for path in folder.iterdir())
@@ -70,7 +71,7 @@ def test_a_package_on_the_hub_is_fetched_and_answers(
 def test_a_package_in_mlflow_is_fetched_and_answers(models_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`runs:/...` and `models:/...` at MLFLOW_TRACKING_URI, here a store of files: what a run logged is served, and
     answers as the module did (AR-017, AR-079)."""
-    tracking = pytest.importorskip("mlflow.tracking")
+    tracking = require_module("mlflow.tracking")
     uri = (tmp_path / "store").as_uri()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     for name, value in (("DISABLE_TELEMETRY", "true"), ("ENABLE_ARTIFACTS_PROGRESS_BAR", "false")):
@@ -91,22 +92,22 @@ def test_a_package_in_mlflow_is_fetched_and_answers(models_root: Path, tmp_path:
 def _weights(hub: Path, tmp_path: Path) -> str:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text("{}")
-    return HubShelf(hub).put(tmp_path / "weights")
+    return HubOrigin(hub).put(tmp_path / "weights")
 
 
 def _pickled(hub: Path, tmp_path: Path) -> str:
     folder = formats.write_python(tmp_path / "written")
     (folder / "weights.bin").write_bytes(b"\x80")
-    return HubShelf(hub).put(folder)
+    return HubOrigin(hub).put(folder)
 
 
 def _changed(hub: Path, tmp_path: Path) -> str:
     folder = formats.write_python(tmp_path / "written")
-    reference = HubShelf(hub).put(folder)
+    reference = HubOrigin(hub).put(folder)
     package_folder(reference, tmp_path / "models")
     shutil.rmtree(hub)
     (folder / "model.py").write_text("def build(): ...\n")
-    return HubShelf(hub).put(folder)
+    return HubOrigin(hub).put(folder)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def _changed(hub: Path, tmp_path: Path) -> str:
     [
         (_weights, f"found no model.yaml, .* with source: {{hub: org/tiny, revision: {COMMIT}}}"),
         (_pickled, r"file weights\.bin: found a pickle, which can run code"),
-        (_changed, "affine/1 is there with other content, expected another version"),
+        (_changed, "affine/1 is installed with other content, expected another version"),
         (lambda *_: f"org/absent@{COMMIT}", "org/absent@012345678901 is not in the local cache of the hub"),
         (lambda *_: "org/tiny@main", "revision: found 'main', expected a commit of 40 hex digits"),
         (lambda *_: "runs:/some/package", "^MLFLOW_TRACKING_URI: missing, expected the address"),

@@ -20,6 +20,7 @@ from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.registry.tensors import decode
 from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -83,18 +84,20 @@ class Stage:
         """
         name, root = f"stage-{next(self._names)}", root or self.root
         overrides = {"queue": {"lease_s": 1.0}, "home": str(self.root.parent / name), **settings}
-        drain = Drain(
+        drain = build_drain(
             Settings.load(overrides=overrides, environ={}, cwd=self.root),
             self._make_broker(),
             [load_package(find(root, self.model).path), *others],
-            name=name,
-            device="cpu",
-            threads=1,
-            listener=NullListener(),
-            metrics=InferenceMetrics((0.1, 1.0)),
-            repository=DiskRepository(root, [root]),
-            verify=verify,
-            on_version_change=lambda *change: self.changes.append(change),
+            DrainOptions(
+                name=name,
+                device="cpu",
+                threads=1,
+                listener=NullListener(),
+                metrics=InferenceMetrics((0.1, 1.0)),
+                repository=DiskRepository(root, [root]),
+                verify=verify,
+                on_version_change=lambda *change: self.changes.append(change),
+            ),
         )
         self.drains.append(drain)
         drain.load()
@@ -140,7 +143,7 @@ class Stage:
 
     def state(self, version: str, drain: Drain | None = None) -> str:
         """Where a version is on its way into memory; empty while it was never met."""
-        return str((drain or self.drains[-1]).versions()[self.model].get(version, {"state": ""})["state"])
+        return str((drain or self.drains[-1]).lifecycle.described()[self.model].get(version, {"state": ""})["state"])
 
 
 @contextmanager
@@ -224,7 +227,7 @@ def test_a_worker_that_cannot_load_the_promoted_version_claims_nothing(stage: St
     stage.promote("1", epoch=2, content_hash="0" * 64)
     job_id = stage.submit()
     wait_until(lambda: stage.state("1") == "failed", 5, "the load fails")
-    problem = stage.drains[0].versions()[stage.model]["1"]["problem"]
+    problem = stage.drains[0].lifecycle.described()[stage.model]["1"]["problem"]
     assert "were promoted" in problem or "promoted" in problem
     job_record = stage.broker.job_record(job_id)
     assert job_record is not None
@@ -258,15 +261,15 @@ def test_loading_has_a_limit(stage: Stage):
 def test_load_and_unload_on_demand(stage: Stage):
     """What operators want is loaded without a job, and let go of; the version that answers is never unloaded."""
     drain = stage.start()
-    drain.request_load(stage.model, "1")
+    drain.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
-    drain.request_unload(stage.model, "1")
-    drain.request_unload(stage.model, "2")
+    drain.lifecycle.request_unload(stage.model, "1")
+    drain.lifecycle.request_unload(stage.model, "2")
     wait_until(lambda: stage.state("1") == "cold", 5, "the version is let go")
     assert stage.answer() == ("2", 10.0)
     assert stage.state("2") == "ready"
-    drain.request_load(stage.model, "no-such")
-    drain.request_load("../../etc", "1")
+    drain.lifecycle.request_load(stage.model, "no-such")
+    drain.lifecycle.request_load("../../etc", "1")
     assert stage.answer() == ("2", 10.0)
 
 
@@ -295,7 +298,7 @@ def test_a_decision_that_comes_late_changes_nothing(stage: Stage):
     stage.promote("1", epoch=5)
     assert stage.answer() == ("1", 1.0)
     older = Deployment(4, stage.model, "2", "0" * 64).seal()
-    drain._lifecycle.follow(drain._served[stage.model], b"4 " + older)
+    drain.lifecycle.follow(drain.lifecycle.models[stage.model], b"4 " + older)
     assert stage.answer() == ("1", 1.0)
 
 
@@ -335,7 +338,7 @@ def test_idle_workers_hear_of_a_change_within_two_seconds(stage: Stage):
 def test_a_copy_that_was_mended_on_disk_answers_in_the_end(stage: Stage):
     """Loaded before the promotion with other files under its label, it is loaded anew, never served as it was."""
     drain = stage.start()
-    drain.request_load(stage.model, "1")
+    drain.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
     source = stage.root / stage.model / "1" / "model.py"
     source.write_text(source.read_text().replace("* 1", "* 7"))
@@ -347,7 +350,7 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
     """What ends loading with other content than was promoted meanwhile does not serve."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
     drain = stage.start()
-    drain.request_load(stage.model, "0.1")
+    drain.lifecycle.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
     stage.promote("0.1", epoch=1, content_hash="ab" * 32)
     job_id = stage.submit()
@@ -360,14 +363,14 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
 def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
     """An operator who waits for it reads why it will not come; when the folder has come, it loads."""
     drain = stage.start()
-    drain.request_load(stage.model, "7")
+    drain.lifecycle.request_load(stage.model, "7")
     wait_until(lambda: stage.state("7") == "failed", 5, "the worker says that it has no such version")
     write_scale(stage.root, stage.model, "7", 70)
-    drain.request_load(stage.model, "7")
+    drain.lifecycle.request_load(stage.model, "7")
     wait_until(lambda: stage.state("7") == "ready", 5, "it is loaded")
-    drain.request_load(stage.model, "8")
+    drain.lifecycle.request_load(stage.model, "8")
     wait_until(lambda: stage.state("8") == "failed", 5, "the next")
-    drain.request_unload(stage.model, "8")
+    drain.lifecycle.request_unload(stage.model, "8")
     wait_until(lambda: stage.state("8") == "", 5, "nobody wants it any more")
 
 
@@ -375,9 +378,9 @@ def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: 
     """The operator gave up waiting: the load ends, and its memory is given back."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.4)
     drain = stage.start()
-    drain.request_load(stage.model, "0.1")
+    drain.lifecycle.request_load(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
-    drain.request_unload(stage.model, "0.1")
+    drain.lifecycle.request_unload(stage.model, "0.1")
     wait_until(lambda: stage.state("0.1") != "loading", 5, "the load ends")
     wait_until(lambda: stage.state("0.1") == "cold", 2, "it is unloaded")
 
@@ -385,7 +388,7 @@ def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: 
 def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(stage: Stage):
     """The wish may come before the worker hears of the flip; every answer of its last batches says what it was."""
     drain = stage.start()
-    drain.request_unload(stage.model, "2")
+    drain.lifecycle.request_unload(stage.model, "2")
     jobs = [stage.submit(float(number)) for number in range(40)]
     stage.promote("1", epoch=1)
     jobs += [stage.submit(float(number)) for number in range(40)]
@@ -401,7 +404,7 @@ def test_a_later_version_may_run_more_forwards_at_a_time_than_the_first(stage: S
     file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 1") + "concurrency: 3\n")
     drain = stage.start()
     assert stage.answer() == ("2", 10.0)
-    assert drain.executor.threads == 1
+    assert drain.parts.executor.threads == 1
     stage.promote("1.5", epoch=1)
     job_ids = [stage.submit(float(number)) for number in range(6)]
     wait_until(lambda: len(drain.active()) == 3, 5, "three forwards run")

@@ -93,15 +93,13 @@ def test_a_job_goes_to_the_worker_that_has_its_version(stage: Stage):
 def test_a_version_that_nobody_has_fails_the_jobs_that_name_it(stage: Stage):
     """With the versions that are served; it does not go round, and jobs beside it are answered meanwhile."""
     drains = [stage.start(root=elsewhere(stage, "1")), stage.start()]
-    begun = time.monotonic()
     job_id = stage.submit(1.0, "2")
     assert stage.result(job_id)[1] == 10.0
     job_ids = ask_for(stage, *["3"] * 5)
     assert stage.answer() == ("2", 10.0)
     for job_id in job_ids:
         assert failure_of(stage, job_id).endswith("is not served by any live worker. Expected one of: 1, 2")
-    assert time.monotonic() - begun < 5
-    assert all(drain.is_healthy() is None for drain in drains)
+    assert all(drain.unhealthy_reason() is None for drain in drains)
 
 
 def test_a_load_that_fails_here_does_not_fail_a_job_that_others_can_answer(stage: Stage):
@@ -123,7 +121,7 @@ def test_a_version_may_be_named_by_its_content_wherever_it_is(stage: Stage):
     (job_id,) = ask_for(stage, content_hash_of(package)[:12], number=4.0)
     wait_until(lambda: has_claimed(stage, without, job_id), 5, "it is claimed where version 1 is not")
     having = stage.start()
-    having.request_load(stage.model, "1")
+    having.lifecycle.request_load(stage.model, "1")
     header, value = stage.result(job_id)
     assert (header.version, value) == ("1", 4.0)
 
@@ -139,7 +137,7 @@ def test_a_job_does_not_push_out_what_a_worker_needs_while_another_has_its_versi
     assert stage.answer(1.0) == ("2", 10.0)
     wait_until(lambda: stage.state("1", full) == "cold", 5, "the other goes")
     having = stage.start()
-    having.request_load(stage.model, "1")
+    having.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1", having) == "ready", 5, "the other worker has it")
     wait_until(lambda: any(b'"is_offered": true' in each for each in stage.broker.workers()), 5, "and says so")
     time.sleep(1.1)
@@ -156,12 +154,12 @@ def test_jobs_have_nothing_loaded_that_the_operators_did_not_ask_for(stage: Stag
     stage.promote("2", epoch=1, sign=operator.sign)
     assert stage.answer() == ("2", 10.0)
     message = failure_of(stage, stage.submit(1.0, "1"))
-    assert "no operator has registered, promoted or asked for this content. Expected one of: 2" in message
+    assert "no operator has registered, promoted or requested this content. Expected one of: 2" in message
     assert stage.loads() == ["2"]
     package = load_package(find(stage.root, stage.model, "1").path)
-    drain.request_load(stage.model, "1", content_hash=content_hash_of(package))
+    drain.lifecycle.request_load(stage.model, "1", content_hash=content_hash_of(package))
     assert stage.answer(1.0, "1") == ("1", 1.0)
-    drain.request_unload(stage.model, "1")
+    drain.lifecycle.request_unload(stage.model, "1")
     wait_until(lambda: stage.state("1") == "cold", 5, "it is let go of")
     source = stage.root / stage.model / "1" / "model.py"
     good = source.read_text()
@@ -179,16 +177,16 @@ def test_jobs_have_loaded_what_operators_have_registered(stage: Stage, tmp_path:
     registered = content_hash_of(load_package(find(stage.root, stage.model, "1").path))
     write_scale(stage.root, stage.model, "1.5", 7)
     later = write_scale(stage.root.parent / "to come", stage.model, "1.7", 9)
-    drain.request_unload(stage.model, "1.7", content_hash=content_hash_of(later))
-    drain.request_unload(stage.model, "2", content_hash=registered)
-    drain.request_unload(stage.model, "1", content_hash=registered)
-    drain.request_unload(stage.model, "1.5", content_hash=registered)
+    drain.lifecycle.request_unload(stage.model, "1.7", content_hash=content_hash_of(later))
+    drain.lifecycle.request_unload(stage.model, "2", content_hash=registered)
+    drain.lifecycle.request_unload(stage.model, "1", content_hash=registered)
+    drain.lifecycle.request_unload(stage.model, "1.5", content_hash=registered)
     assert stage.answer(1.0, "1") == ("1", 1.0)
     assert "promoted" in failure_of(stage, stage.submit(1.0, "1.5")), "other content than was registered"
     shutil.copytree(stage.root.parent / "to come" / stage.model / "1.7", stage.root / stage.model / "1.7")
     assert stage.answer(1.0, "1.7") == ("1.7", 9.0)
     assert stage.answer() == ("2", 10.0)
-    assert drain._served[stage.model].versions["2"].pinned_hash != registered, "what answers is for promotions"
+    assert drain.lifecycle.models[stage.model].versions["2"].pinned_hash != registered, "what answers is for promotions"
 
 
 def test_before_a_promotion_the_disk_decides_what_jobs_may_name(stage: Stage, tmp_path: Path):
@@ -200,15 +198,14 @@ def test_before_a_promotion_the_disk_decides_what_jobs_may_name(stage: Stage, tm
 
 def test_a_job_whose_time_runs_out_while_its_version_is_loaded_ends_in_time(stage: Stage):
     """Its caller hears so at its deadline, not at the end of the load."""
-    write_scale(stage.root, stage.model, "0.1", 5, load_s=3.0)
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
     stage.start()
-    begun = time.monotonic()
     (job_id,) = ask_for(stage, "0.1", deadline_s=0.5)
     stage.result(job_id)
     job_record = stage.broker.job_record(job_id)
     assert job_record is not None
     assert job_record.state is State.EXPIRED
-    assert time.monotonic() - begun < 2.0
+    assert stage.state("0.1") == "loading"
 
 
 def test_jobs_without_a_place_are_given_back_at_a_stop(stage: Stage):
@@ -229,9 +226,7 @@ def test_a_flood_of_names_that_nobody_has_keeps_no_job_waiting(stage: Stage):
     """A thousand jobs, each naming another version: the next that names none is answered soon."""
     stage.start()
     job_ids = ask_for(stage, *(f"no-{number}" for number in range(1000)))
-    begun = time.monotonic()
     assert stage.answer() == ("2", 10.0)
-    assert time.monotonic() - begun < 3.0
     assert "not served by any live worker" in failure_of(stage, job_ids[-1])
 
 
@@ -242,12 +237,12 @@ def test_workers_that_cannot_be_asked_hold_nothing_up(stage: Stage, monkeypatch:
     def refuse() -> list[bytes]:
         raise BrokerUnavailable("The broker refuses to work: NOPERM")
 
-    read = drain._broker.workers
-    monkeypatch.setattr(drain._broker, "workers", refuse)
+    read = drain.parts.broker.workers
+    monkeypatch.setattr(drain.parts.broker, "workers", refuse)
     job_id = stage.submit(5.0, "1")
     wait_until(lambda: has_claimed(stage, drain, job_id), 5, "it is claimed")
     assert [stage.answer(float(number))[1] for number in range(5)] == [10.0 * number for number in range(5)]
-    monkeypatch.setattr(drain._broker, "workers", read)
+    monkeypatch.setattr(drain.parts.broker, "workers", read)
     stage.start()
     assert stage.result(job_id)[1] == 5.0
 

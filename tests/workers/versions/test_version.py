@@ -15,8 +15,9 @@ from penstock.registry.package import load_package
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import Array, encode
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.job import ClaimedJob
-from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
+from penstock.workers.versions.tuner import AnsweredJob
 from penstock.workers.versions.version import ServedVersion
 from tests.packages import write_double
 
@@ -68,37 +69,29 @@ def test_jobs_share_a_forward_from_level_2_on(
     spec = yaml.safe_load((folder / "model.yaml").read_text())
     (folder / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}} | package))
     model = ServedVersion(load_package(folder), InferenceConfig.model_validate(config))
-    assert (model.limits.max_rows, model.max_rows) == (rows, rows)
+    assert (model.queue.limits.max_rows, model.queue.max_rows) == (rows, rows)
     jobs = [claimed({"x": np.full((1, 4), number, np.float32)}) for number in range(3)]
     for job in jobs:
         model.fit(job)
-    model.add(jobs)
-    batch = model.batcher.next(0.0, device_idle=True)
+    model.queue.add([model.pending(job) for job in jobs])
+    batch = model.queue.batcher.next(0.0, device_idle=True)
     assert batch is not None
     assert batch.rows == min(rows, 3)
 
 
 def test_observer_learns_of_the_jobs_that_were_answered(models_root: Path):
     """It gets plain values: the rows of the batch, and ids, inputs and outputs of the jobs that did not fail."""
-    seen: list[tuple[BatchObservation, list[AnsweredJob]]] = []
-
-    class Recorder:
-        def observe(self, batch: BatchObservation) -> None:
-            seen.append((batch, list(batch.answered)))
-
     model = ServedVersion(load_package(write_double(models_root, "double")), InferenceConfig())
-    model.observer = Recorder()
     jobs = [claimed({"x": np.full((1, 4), number, np.float32)}) for number in range(2)]
     for job in jobs:
         model.fit(job)
-    model.add(jobs)
-    batch = model.batcher.next(0.0, device_idle=True)
+    model.queue.add([model.pending(job) for job in jobs])
+    batch = model.queue.batcher.next(0.0, device_idle=True)
     assert batch is not None
-    run = model.work(batch, lambda job, progress: pytest.fail("a model without streams"))
+    run = BatchRun(model, batch)
     outputs = {"y": np.ones((1, 4), np.float32)}
     run.answers = [Failure("ModelError", "a failed job"), outputs]
     run.started, run.ended = 1.0, 3.0
-    model.observe(run, 4.0)
-    ((observed, answered),) = seen
+    observed = run.observation
     assert (observed.rows, observed.seconds) == (2, 2.0)
-    assert answered == [AnsweredJob(jobs[1].header.id, jobs[1].inputs, outputs)]
+    assert list(observed.answered) == [AnsweredJob(jobs[1].header.id, jobs[1].inputs, outputs)]

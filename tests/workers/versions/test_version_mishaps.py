@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.workers.assembly import DrainOptions, build_drain
+from penstock.workers.drain import Drain
 from penstock.workers.runtime.loading import PackageRuntime
 from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
@@ -30,12 +31,35 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
+def take_turns(drain: Drain, count: int = 20) -> None:
+    """Returns when the drain's loop has turned so often."""
+    for _ in range(count):
+        has_turned = threading.Event()
+        drain.lifecycle.request(has_turned.set)
+        assert has_turned.wait(30)
+
+
+def write_gated(root: Path, model: str, version: str, gate: Path, end: str) -> None:
+    """A version whose load waits for the file `gate`, and then runs the statement `end`."""
+    source = f"""
+        import time
+        from pathlib import Path
+
+        def build():
+            while not Path({str(gate)!r}).exists():
+                time.sleep(0.01)
+            {end}
+        """
+    write_package(root, model, source, version=version)
+
+
 def test_a_wish_for_other_content_leaves_the_version_that_answers_alone(stage: Stage):
     """A promotion that is prepared where the files differ is refused with nothing changed."""
     drain = stage.start()
     assert stage.answer() == ("2", 10.0)
-    drain.request_load(stage.model, "2", content_hash="ab" * 32)
-    time.sleep(0.5)
+    drain.lifecycle.request_load(stage.model, "2", content_hash="ab" * 32)
+    take_turns(drain)
+    wait_until(lambda: not _loading_threads(stage), 30, "nothing is loaded")
     assert stage.state("2") == "ready"
     assert stage.answer() == ("2", 10.0)
 
@@ -49,9 +73,9 @@ def test_a_record_that_is_not_believed_promotes_nothing_at_a_start(stage: Stage,
     assert stage.answer() == ("1", 1.0)
     stage.drains.pop().stop(1.0)
     stage.promote("2", epoch=2)  # unsigned: whoever may write to Redis
-    stage.start(verify=verify)
+    drain = stage.start(verify=verify)
     job_id = stage.submit()
-    time.sleep(0.7)
+    take_turns(drain)
     job_record = stage.broker.job_record(job_id)
     assert job_record is not None
     assert not job_record.result, stage.result(job_id)
@@ -86,20 +110,18 @@ def test_what_ends_loading_too_late_is_closed(stage: Stage, monkeypatch: pytest.
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
     stage.start(load_timeout_s=0.3)
     stage.result(stage.submit(1.0, "0.1"))
-    wait_until(lambda: not _loading_threads(stage), 5, "the abandoned load ends")
-    time.sleep(0.6)
-    assert "0.1" in released
+    wait_until(lambda: "0.1" in released, 30, "the abandoned load ends and is closed")
 
 
 def test_a_load_that_hangs_is_not_tried_beside_itself(stage: Stage):
     """The promoted version hangs while it loads; every try leaves a thread and half a model behind."""
-    write_scale(stage.root, stage.model, "0.1", 5, load_s=8.0)
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
     drain = stage.start(load_timeout_s=0.1)
     stage.promote("0.1", epoch=1)
     for _ in range(4):
-        drain._lifecycle.request(drain._lifecycle.try_again)
-        wait_until(lambda: stage.state("0.1") == "failed", 5, "it takes too long")
-        time.sleep(0.1)
+        drain.lifecycle.request(drain.lifecycle.try_again)
+        wait_until(lambda: stage.state("0.1") == "failed", 30, "it takes too long")
+        take_turns(drain)
     assert len(_loading_threads(stage)) <= 1
 
 
@@ -108,30 +130,31 @@ def _loading_threads(stage: Stage) -> list[threading.Thread]:
 
 
 def test_jobs_that_wait_for_a_named_version_do_not_hold_up_the_one_that_answers(stage: Stage):
-    """200 jobs name a version that takes three seconds to load; others are answered meanwhile."""
-    write_scale(stage.root, stage.model, "0.1", 5, load_s=3.0)
+    """200 jobs name a version that does not end loading; others are answered meanwhile."""
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
     stage.start()
     for number in range(200):
         stage.submit(float(number), "0.1")
-    wait_until(lambda: stage.state("0.1") == "loading", 5, "the load begins")
-    begun = time.monotonic()
+    wait_until(lambda: stage.state("0.1") == "loading", 30, "the load begins")
     assert stage.answer() == ("2", 10.0)
-    assert time.monotonic() - begun < 1.5
+    assert stage.state("0.1") == "loading"
 
 
 def test_a_worker_that_loads_leaves_jobs_to_those_that_have_the_version(stage: Stage):
     """B joined after the version was prepared in A and before the flip."""
-    write_scale(stage.root, stage.model, "0.1", 5, load_s=3.0)
+    gate = stage.root.parent / "gate"
+    write_gated(stage.root, stage.model, "0.1", gate, "return lambda inputs: {'y': inputs['x'] * 5}")
+    gate.touch()
     a = stage.start()
-    a.request_load(stage.model, "0.1")
-    wait_until(lambda: stage.state("0.1", a) == "ready", 10, "A is prepared")
+    a.lifecycle.request_load(stage.model, "0.1")
+    wait_until(lambda: stage.state("0.1", a) == "ready", 30, "A is prepared")
+    gate.unlink()
     b = stage.start()
     stage.promote("0.1", epoch=1)
-    begun = time.monotonic()
     jobs = [stage.submit(float(number)) for number in range(30)]
     assert all(stage.result(job_id)[0].version == "0.1" for job_id in jobs)
-    took = time.monotonic() - begun
-    assert took < 1.5, (took, stage.state("0.1", b))
+    assert stage.state("0.1", b) != "ready"
+    gate.touch()
 
 
 def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
@@ -141,9 +164,9 @@ def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
     file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 8"))
     stage.promote("1", epoch=1)
     job_id = stage.submit()
-    wait_until(lambda: stage.state("1") in ("ready", "failed"), 5, "the load ends")
-    drain._lifecycle.request(drain._lifecycle.try_again)
-    assert stage.result(job_id)[1] == 1.0, drain.versions()[stage.model]["1"]["problem"]
+    wait_until(lambda: stage.state("1") in ("ready", "failed"), 30, "the load ends")
+    drain.lifecycle.request(drain.lifecycle.try_again)
+    assert stage.result(job_id)[1] == 1.0, drain.lifecycle.described()[stage.model]["1"]["problem"]
 
 
 def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
@@ -153,9 +176,9 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
     write_scale(stage.root, stage.model, "0.3", 100)
     (loop / "model.py").unlink()
     (loop / "model.py").symlink_to("model.py")
-    drain.request_load(stage.model, "0.3")
-    time.sleep(0.5)
-    assert drain.is_healthy() is None
+    drain.lifecycle.request_load(stage.model, "0.3")
+    take_turns(drain)
+    assert drain.unhealthy_reason() is None
     assert stage.answer() == ("2", 10.0)
 
 
@@ -169,10 +192,10 @@ def test_a_prepared_version_is_not_the_first_to_go(stage: Stage):
     drain = stage.start(model_memory_mb=35)
     assert stage.answer() == ("2", 10.0)
     assert stage.answer(1.0, "0.2")[1] == 100.0
-    drain.request_load(stage.model, "1")
-    wait_until(lambda: stage.state("1") == "ready", 5, "prepared")
+    drain.lifecycle.request_load(stage.model, "1")
+    wait_until(lambda: stage.state("1") == "ready", 30, "prepared")
     assert stage.answer(1.0, "0.1")[1] == 100.0
-    time.sleep(0.5)
+    take_turns(drain)
     assert stage.state("1") == "ready"
 
 
@@ -180,7 +203,7 @@ def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.Mo
     """A model that came after the start: the broker is away for the one call that prepares its queue."""
     drain = stage.start()
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
-    prepare = drain._broker.prepare
+    prepare = drain.parts.broker.prepare
     failures = [BrokerUnavailable("away")]
 
     def flaky(slots: list[str]) -> None:
@@ -188,10 +211,13 @@ def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.Mo
             raise failures.pop()
         prepare(slots)
 
-    monkeypatch.setattr(drain._broker, "prepare", flaky)
-    drain.request_load("another", "1")
-    time.sleep(1.0)
-    assert drain.versions()["another"]["1"]["state"] == "ready"
+    monkeypatch.setattr(drain.parts.broker, "prepare", flaky)
+    drain.lifecycle.request_load("another", "1")
+
+    def is_ready() -> bool:
+        return bool(drain.lifecycle.described().get("another", {}).get("1", {}).get("state") == "ready")
+
+    wait_until(is_ready, 30, "it is loaded")
 
 
 def test_a_follower_that_names_no_version_does_not_share_its_leaders_failure(stage: Stage):
@@ -204,11 +230,11 @@ def test_a_follower_that_names_no_version_does_not_share_its_leaders_failure(sta
     )
     yaml = stage.root / stage.model / "0.5" / "model.yaml"
     yaml.write_text(yaml.read_text() + "deterministic: true\n")
-    stage.start()
+    drain = stage.start()
     stage.promote("0.5", epoch=1)
     named, unnamed = stage.submit(1.0, "0.5"), stage.submit(1.0)
     assert isinstance(stage.result(named)[1], Failure)
-    time.sleep(0.5)
+    take_turns(drain)
     job_record = stage.broker.job_record(unnamed)
     assert job_record is not None
     assert not job_record.result
@@ -216,21 +242,20 @@ def test_a_follower_that_names_no_version_does_not_share_its_leaders_failure(sta
 
 def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(stage: Stage):
     """Every ten seconds it would take the queue hostage for as long as the load takes to fail."""
-    write_package(
-        stage.root,
-        stage.model,
-        "import time\ndef build():\n    time.sleep(1.5)\n    raise ValueError('no weights')\n",
-        version="0.5",
-    )
+    gate = stage.root.parent / "gate"
+    write_gated(stage.root, stage.model, "0.5", gate, "raise ValueError('no weights')")
+    gate.touch()
     drain = stage.start()
     stage.promote("0.5", epoch=1)
-    wait_until(lambda: stage.state("0.5") == "failed", 10, "the load fails")
-    drain._lifecycle.request(drain._lifecycle.try_again)
-    wait_until(lambda: stage.state("0.5") == "loading", 5, "it is tried again")
+    wait_until(lambda: stage.state("0.5") == "failed", 30, "the load fails")
+    gate.unlink()
+    drain.lifecycle.request(drain.lifecycle.try_again)
+    wait_until(lambda: stage.state("0.5") == "loading", 30, "it is tried again")
     stage.submit()
-    time.sleep(0.7)
+    take_turns(drain)
     assert stage.state("0.5") == "loading"
     assert drain.readiness[1]["in_memory"] == 0
+    gate.touch()
 
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "MemoryError()"])
@@ -239,27 +264,28 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
     write_package(stage.root, stage.model, f"def build():\n    raise {raised}\n", version="3")
     stage.promote("3", epoch=1)
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
-    from penstock.workers.drain import Drain
     from penstock.workers.observe.listener import NullListener
     from penstock.workers.observe.metrics import InferenceMetrics
 
-    drain = Drain(
+    drain = build_drain(
         Settings.load(environ={}, cwd=stage.root),
         stage._make_broker(),
         [load_package(find(stage.root, name).path) for name in (stage.model, "another")],
-        name="w",
-        device="cpu",
-        threads=1,
-        listener=NullListener(),
-        metrics=InferenceMetrics((0.1, 1.0)),
-        repository=DiskRepository(stage.root, [stage.root]),
+        DrainOptions(
+            name="w",
+            device="cpu",
+            threads=1,
+            listener=NullListener(),
+            metrics=InferenceMetrics((0.1, 1.0)),
+            repository=DiskRepository(stage.root, [stage.root]),
+        ),
     )
     stage.drains.append(drain)
     try:
         drain.load()
     except BaseException as error:
         pytest.fail(f"the worker does not start: {error!r}")
-    assert drain.versions()[stage.model]["3"]["state"] == "failed"
+    assert drain.lifecycle.described()[stage.model]["3"]["state"] == "failed"
 
 
 def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage, caplog: pytest.LogCaptureFixture):
@@ -283,12 +309,12 @@ def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage
     broken = write_package(stage.root, "another", "def build():\n    return lambda inputs: {'z': inputs['x']}\n")
     drain = stage.start(load_package(broken))
     assert stage.answer() == ("2", 10.0)
-    assert drain.versions()["another"]["1"]["state"] == "failed"
-    assert "z" in drain.versions()["another"]["1"]["problem"]
-    assert drain._lifecycle.claimable() == [stage.model]
+    assert drain.lifecycle.described()["another"]["1"]["state"] == "failed"
+    assert "z" in drain.lifecycle.described()["another"]["1"]["problem"]
+    assert drain.lifecycle.claimable() == [stage.model]
     (broken / "model.yaml").write_text((broken / "model.yaml").read_text().replace("name: y", "name: z"))
-    drain._lifecycle.request(drain._lifecycle.try_again)
-    wait_until(lambda: drain._lifecycle.claimable() == [stage.model, "another"], 5, "it is loaded")
+    drain.lifecycle.request(drain.lifecycle.try_again)
+    wait_until(lambda: drain.lifecycle.claimable() == [stage.model, "another"], 30, "it is loaded")
 
 
 @pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["nothing else", "the settings name it"])
@@ -310,13 +336,15 @@ def test_memory_is_given_back_once_versions_are_idle(stage: Stage):
         file.write_text(file.read_text() + "memory_mb: 10\n")
     stage.start(model_memory_mb=15)
     jobs = [stage.submit(1.0, "0.1")]
-    wait_until(lambda: stage.drains[0].active(), 5, "0.1 runs")
+    wait_until(lambda: stage.drains[0].active(), 30, "0.1 runs")
     jobs += [stage.submit(2.0, "0.1"), stage.submit(1.0, "0.2")]
     for job_id in jobs:
         stage.result(job_id)
-    time.sleep(1.0)
-    ready = [label for label in ("0.1", "0.2", "2") if stage.state(label) == "ready"]
-    assert len(ready) == 1, ready
+
+    def ready() -> list[str]:
+        return [label for label in ("0.1", "0.2", "2") if stage.state(label) == "ready"]
+
+    wait_until(lambda: len(ready()) == 1, 30, "one of them is left")
 
 
 def test_a_worker_that_starts_during_the_first_flip_leaves_the_promoted_spec(
@@ -347,7 +375,7 @@ def test_the_memory_limit_holds_from_the_start(stage: Stage):
     drain = stage.start(another, model_memory_mb=15)
 
     def ready() -> int:
-        return [stage.state("2"), drain.versions()["another"]["1"]["state"]].count("ready")
+        return [stage.state("2"), drain.lifecycle.described()["another"]["1"]["state"]].count("ready")
 
-    wait_until(lambda: ready() == 1, 5, "one of them is unloaded")
+    wait_until(lambda: ready() == 1, 30, "one of them is unloaded")
     assert stage.answer() == ("2", 10.0)

@@ -1,10 +1,10 @@
-"""Dead letters as an operator sees them: what each one is, whether it may go back, and the way back.
+"""Dead letters for operators: describe a letter, decide whether it can be replayed, replay it.
 
-    broker (letters) --> describe: header, signature, age          --> data for tables and JSON
-                     --> replay: verified as a worker would do it  --> broker, one step per letter
+    broker (letters) --> describe: header, signature, age           --> data for tables and JSON
+                     --> replay: verified by the rules of a worker  --> broker, one step per letter
 
-A letter's bytes were written by anybody: they are decoded with the envelope's own caps, and whatever does not decode
-is described by what is wrong with it.
+The bytes of a letter are untrusted. They are decoded with the size limits of the envelope, and bytes that cannot be
+decoded are described by their fault.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from penstock.registry.queues import is_job_id, is_reply_key, parse_name, parse_
 __all__ = [
     "Replayed",
     "ReplayCheck",
+    "check_replay",
     "describe",
     "find",
     "letters",
-    "moment",
-    "older_than_ms",
+    "parse_age_ms",
     "peek",
     "replay",
     "summary",
-    "verdict",
+    "utc_time",
 ]
 
 _PAGE: Final = 200
@@ -40,28 +40,28 @@ _ENTRY: Final = re.compile(r"\d{1,20}-\d{1,20}")
 _AGE: Final = re.compile(r"(\d+)([smhd])")
 _UNIT_MS: Final = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _FIXED: Final = 8
-"""Bytes before an envelope's header; see registry/envelope.py."""
+"""Bytes before the header of an envelope; see registry/envelope.py."""
 _decode: Final = msgspec.msgpack.Decoder(JobHeader).decode
 
 
 class ReplayCheck(NamedTuple):
-    """What a worker would make of a letter's bytes: the job, or None and why there is none."""
+    """Whether a worker would run the bytes of a letter: the header of the job, or None and the problem."""
 
     job: JobHeader | None
     problem: str = ""
 
 
 class Replayed(NamedTuple):
-    """One letter that was to go back: whether it did, and if not, why."""
+    """The outcome of one replay; `reason` is set when the letter stays."""
 
     entry: str
     job_id: str
-    is_back: bool
+    is_replayed: bool
     reason: str = ""
 
 
 def letters(broker: Broker, slot: str) -> Iterator[DeadLetter]:
-    """All dead letters of a model that are there now, oldest first, without their bytes."""
+    """All dead letters of a model, oldest first, without their bytes."""
     after = ""
     while page := broker.dead_letters(slot, after, _PAGE):
         yield from page
@@ -69,7 +69,7 @@ def letters(broker: Broker, slot: str) -> Iterator[DeadLetter]:
 
 
 def find(broker: Broker, slot: str, entry: str) -> DeadLetter:
-    """One letter with its bytes. Raises InvalidInput when there is none."""
+    """One letter with its bytes. Raises InvalidInput for an unknown entry."""
     letter = broker.read_dead_letter(slot, entry) if _ENTRY.fullmatch(entry) else None
     if letter is None:
         raise InvalidInput(
@@ -78,7 +78,7 @@ def find(broker: Broker, slot: str, entry: str) -> DeadLetter:
     return letter
 
 
-def older_than_ms(text: str) -> int:
+def parse_age_ms(text: str) -> int:
     """An age such as 7d, 12h, 30m or 45s, in ms. Raises InvalidInput."""
     match = _AGE.fullmatch(text)
     if match is None:
@@ -87,7 +87,7 @@ def older_than_ms(text: str) -> int:
 
 
 def peek(sealed: bytes) -> JobHeader | None:
-    """What the header of a job says, whether or not its signature holds; None when it cannot be read.
+    """The header of a job, without a check of its signature; None when it cannot be decoded.
 
     `sealed` may be cut off after the header.
     """
@@ -104,47 +104,47 @@ def peek(sealed: bytes) -> JobHeader | None:
         return None
 
 
-def verdict(letter: DeadLetter, keyring: Keyring, now_ms: float) -> ReplayCheck:
-    """Whether the letter's bytes are a job that a worker would run now, by the rules that a worker goes by."""
+def check_replay(letter: DeadLetter, keyring: Keyring, now_ms: float) -> ReplayCheck:
+    """Whether the bytes of a letter are a job that a worker would run now, by the same rules."""
     try:
         header, _ = open_job(letter.sealed, keyring)
-        _check_place(header, letter)
+        _check_queue(header, letter)
     except Corrupt as error:
-        return ReplayCheck(None, f"its bytes cannot be a job: {error}")
+        return ReplayCheck(None, f"its bytes are no valid job: {error}")
     if header.deadline_ms and now_ms > letter.accepted_ms + header.deadline_ms:
-        return ReplayCheck(None, f"its deadline has passed: {moment(letter.accepted_ms + header.deadline_ms)}")
+        return ReplayCheck(None, f"its deadline has passed: {utc_time(letter.accepted_ms + header.deadline_ms)}")
     return ReplayCheck(header)
 
 
-def _check_place(header: JobHeader, letter: DeadLetter) -> None:
+def _check_queue(header: JobHeader, letter: DeadLetter) -> None:
     slot = letter.slot
     try:
         parse_priority(header.priority)
         parse_name("tenant", header.tenant)
     except InvalidInput as error:
         raise UndecodableEnvelope(str(error)) from None
-    is_ours = header.model == slot and is_job_id(header.id, slot) and letter.job_id in ("", header.id)
-    # A record's fields are separated by line breaks.
-    is_whole = "\n" not in header.reply + header.idempotency_digest
-    if not is_ours or not is_whole or (header.reply and not is_reply_key(header.reply, slot)):
+    is_same_job = header.model == slot and is_job_id(header.id, slot) and letter.job_id in ("", header.id)
+    # Line breaks separate the fields of a record.
+    is_one_line = "\n" not in header.reply + header.idempotency_digest
+    if not is_same_job or not is_one_line or (header.reply and not is_reply_key(header.reply, slot)):
         raise BadSignature("the envelope was made for another queue")
 
 
 def describe(letter: DeadLetter, keyring: Keyring, now_ms: float) -> dict[str, Any]:
-    """A letter with its bytes, ready for JSON; never raises for what is in them."""
-    found = verdict(letter, keyring, now_ms)
-    header = found.job or peek(letter.sealed)
+    """A letter with its bytes, ready for JSON. Never raises because of the bytes."""
+    checked = check_replay(letter, keyring, now_ms)
+    header = checked.job or peek(letter.sealed)
     return {
         **summary(letter),
         "protocol": _protocol(letter.sealed),
-        "header": None if header is None else _shown(header),
+        "header": None if header is None else _header_data(header),
         "signature": _signature(letter.sealed, header, keyring),
-        "replay": "possible" if found.job else f"refused: {found.problem}",
+        "replay": "possible" if checked.job else f"refused: {checked.problem}",
     }
 
 
 def summary(letter: DeadLetter) -> dict[str, Any]:
-    """What is known without looking at the bytes, ready for JSON."""
+    """A letter without its bytes, ready for JSON."""
     return {
         "model": letter.slot,
         "entry": letter.entry,
@@ -160,8 +160,8 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
     }
 
 
-def moment(at_ms: int) -> str:
-    """A time as operators read it, in UTC; ? for what is none."""
+def utc_time(at_ms: int) -> str:
+    """A time as text, in UTC; `?` for 0 and for times out of range."""
     try:
         return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ") if at_ms else "?"
     except (OverflowError, ValueError, OSError):
@@ -181,10 +181,10 @@ def _signature(sealed: bytes, header: JobHeader | None, keyring: Keyring) -> str
         open_job(sealed, keyring)
     except Corrupt as error:
         return f"refused: {error}"
-    return f"holds: key {header.key}"
+    return f"valid: key {header.key}"
 
 
-def _shown(header: JobHeader) -> dict[str, Any]:
+def _header_data(header: JobHeader) -> dict[str, Any]:
     return {
         "id": header.id,
         "tenant": header.tenant,
@@ -198,21 +198,21 @@ def _shown(header: JobHeader) -> dict[str, Any]:
 
 
 _REFUSALS: Final = {
-    Replay.MISSING: "it is no longer among the dead letters",
-    Replay.LIVE: "its job is in the queue already",
-    Replay.SETTLED: "its job has another result by now",
-    Replay.SUPERSEDED: "its idempotency key belongs to another job by now",
+    Replay.MISSING: "the letter was replayed or deleted meanwhile",
+    Replay.LIVE: "its job is already in the queue",
+    Replay.SETTLED: "its job has another result now",
+    Replay.SUPERSEDED: "its idempotency key belongs to another job now",
 }
 
 
 def replay(broker: Broker, letter: DeadLetter, keyring: Keyring, *, job_ttl_ms: int, now_ms: float) -> Replayed:
-    """Put a letter with its bytes back under its job's own id, unless a worker could not run it.
+    """Replay a letter under the id of its job, unless a worker could not run it.
 
-    Its lifetime begins anew, its own deadline does not.
+    The lifetime of the job starts again; its deadline does not.
     """
-    found = verdict(letter, keyring, now_ms)
-    if (job := found.job) is None:
-        return Replayed(letter.entry, letter.job_id, False, found.problem)
+    checked = check_replay(letter, keyring, now_ms)
+    if (job := checked.job) is None:
+        return Replayed(letter.entry, letter.job_id, False, checked.problem)
     publication = Publication(job.id, parse_priority(job.priority), b"", job.tenant, job.reply, job.idempotency_digest)
     outcome = broker.replay(letter.slot, letter.entry, publication, job_ttl_ms, keeps_acceptance=bool(job.deadline_ms))
     return Replayed(letter.entry, job.id, outcome is Replay.REPLAYED, _REFUSALS.get(outcome, ""))

@@ -1,6 +1,6 @@
-"""A package that came from elsewhere -> `<models root>/<name>/<version>`, as its model.yaml says.
+"""A fetched package -> `<models root>/<name>/<version>`, with the name and version of its model.yaml.
 
-What is there already is left as it is, and other content under the same version is refused.
+An installed package is never changed: other content under the same version is refused.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from penstock.registry.package.inspection import PICKLES
 from penstock.registry.package.manifest import FileTree
 from penstock.registry.package.sources.base import Fetched
 
-__all__ = ["arriving", "place"]
+__all__ = ["download_folder", "install"]
 
 
 @contextmanager
-def arriving(models_root: Path) -> Iterator[Path]:
-    """A folder for what is on its way, on the file system of the models root, so that a rename places it.
+def download_folder(models_root: Path) -> Iterator[Path]:
+    """A temporary folder inside the models root: on its file system, so that a rename installs a package.
 
-    Deeper in it than models root are searched.
+    Workers do not look for packages so deep in the models root.
     """
     models_root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetched-", dir=models_root) as temporary:
         yield Path(temporary)
 
 
-def place(package: Path, models_root: Path, temporary: Path, label: str) -> Fetched:
-    """Moves the files of a package, which lie in `temporary`, to where they are served from.
+def install(package: Path, models_root: Path, temporary: Path, label: str) -> Fetched:
+    """Moves a package from the folder `temporary` to its folder in the models root.
 
-    label: how errors name the package. Raises ConfigurationError.
+    label: names the package in messages. Raises ConfigurationError.
     """
     _refuse_pickles(package, label)
     if not (package / SPEC_FILE).is_file():
@@ -48,18 +48,18 @@ def place(package: Path, models_root: Path, temporary: Path, label: str) -> Fetc
     try:
         folder.rename(target)
     except OSError:
-        # A folder with files in it is never replaced.
+        # A rename never replaces a folder that holds files.
         if not target.is_dir():
             raise
-    placed = load_package(target).manifest()
-    if placed.content_hash != fetched.content_hash:
-        raise ConfigurationError(f"{label}: {spec.reference} is there with other content, expected another version")
-    return Fetched(target, placed)
+    installed = load_package(target).manifest()
+    if installed.content_hash != fetched.content_hash:
+        raise ConfigurationError(f"{label}: {spec.reference} is installed with other content, expected another version")
+    return Fetched(target, installed)
 
 
 def _refuse_pickles(folder: Path, label: str) -> None:
     for path in FileTree(folder, label, links_within=folder).files():
-        # TorchScript files are also called .pt; their inspection tells them from checkpoints.
+        # TorchScript files also end with .pt. Their inspection refuses checkpoints.
         if path.endswith(PICKLES) and not path.endswith(".pt"):
             raise ConfigurationError(
                 f"{label}: file {shown(path)}: found a pickle, which can run code, expected a model package with "

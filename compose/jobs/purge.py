@@ -1,8 +1,8 @@
-"""Emptying a queue: every job that waits is withdrawn, and ends cancelled for whoever submitted it.
+"""The purge of a queue: every waiting job is withdrawn, and ends as cancelled for its client.
 
     waiting entries --> header --> sealed "Cancelled" result --> withdraw, a few hundred per call
 
-Results are signed: this needs the key that each job was signed with, as a worker does.
+Results are signed. As a worker does, a purge needs the key with which each job was signed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.compose.dead_letters import peek
+from penstock.compose.jobs.dead_letters import peek
 from penstock.registry.broker.base import Broker, Waiting, Withdrawal
 from penstock.registry.envelope import MAX_HEADER_BYTES, Failure, JobHeader, Keyring, ResultHeader, seal
 from penstock.registry.errors import ConfigurationError
@@ -20,7 +20,7 @@ __all__ = ["purge"]
 
 _PAGE: Final = 256
 _HEAD_BYTES: Final = MAX_HEADER_BYTES + 8
-_PURGED: Final = Failure("Cancelled", "The job was withdrawn before it ran: an operator purged its queue")
+_PURGED: Final = Failure("Cancelled", "An operator purged the queue before the job ran")
 
 
 def purge(
@@ -32,22 +32,22 @@ def purge(
     result_ttl_ms: int,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Withdraw the jobs that wait now; returns how many. Running ones go on, and what comes meanwhile stays.
+    """Withdraw the jobs that wait now; returns their number. Running jobs finish, and newer jobs stay.
 
     on_progress: called with the count so far. Raises ConfigurationError when a job was signed with a key that
-    `keyring` does not hold; that job, and those after it, then wait on.
+    `keyring` does not have; that job and those after it stay in the queue.
     """
     withdrawn = 0
-    broker.depths(slot)  # The broker's clock is known from here on.
-    begun_ms = broker.now_ms()
+    broker.depths(slot)  # The reply carries the broker's clock.
+    started_ms = broker.now_ms()
     for priority in priorities:
         after = b""
         while page := broker.waiting(slot, priority, after, _PAGE, _HEAD_BYTES):
-            here = [waiting for waiting in page if int(waiting.entry_id.partition(b"-")[0]) <= begun_ms]
-            jobs = [_withdrawal(waiting, slot, keyring) for waiting in here]
+            older = [waiting for waiting in page if int(waiting.entry_id.partition(b"-")[0]) <= started_ms]
+            jobs = [_withdrawal(waiting, slot, keyring) for waiting in older]
             withdrawn += broker.withdraw(slot, priority, jobs, result_ttl_ms)
             on_progress(withdrawn)
-            if len(here) < len(page):
+            if len(older) < len(page):
                 break
             after = page[-1].entry_id
     return withdrawn
@@ -61,11 +61,11 @@ def _withdrawal(waiting: Waiting, slot: str, keyring: Keyring) -> Withdrawal:
 
 
 def _cancelled(job: JobHeader, keyring: Keyring) -> bytes:
-    # The job's own key: its producer holds that one for certain, also in the middle of a rotation.
+    # The result is signed with the key of the job: its producer has that key, also during a rotation.
     if job.key and job.key not in keyring.ids:
         raise ConfigurationError(
-            f"The jobs are signed with key {job.key!r:.70}, which is not known here, and so must be the word that they "
-            "are withdrawn. Expected it in PENSTOCK_SIGNING_KEYS"
+            f"The jobs are signed with key {job.key!r:.70}, which is not known here, and their results must be signed "
+            "with the same key. Expected it in PENSTOCK_SIGNING_KEYS"
         )
     header = ResultHeader(id=job.id, context=job.context, error=_PURGED, key=job.key)
     return seal("result", header, b"", keyring)

@@ -1,5 +1,4 @@
-"""Dead letters as operators see them: whatever the bytes are, they are described; only what a worker would run goes
-back."""
+"""Dead letters: all bytes can be described, and only a job that a worker would run is replayed."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from penstock.compose.dead_letters import describe, older_than_ms, peek, replay
+from penstock.compose.jobs.dead_letters import describe, parse_age_ms, peek, replay
 from penstock.registry.broker.base import Claim, DeadLetter, Limits, Publication
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import PROTOCOL, JobHeader, Keyring, seal
@@ -39,8 +38,8 @@ def _letter(sealed: bytes, *, slot: str = "m", job_id: str = "", accepted_ms: in
     )
 
 
-def _dead_letter(broker: MemoryBroker, sealed: bytes) -> DeadLetter:
-    """The bytes, as a worker that could make nothing of them leaves them."""
+def _dead_lettered(broker: MemoryBroker, sealed: bytes) -> DeadLetter:
+    """The letter of bytes that a worker has dead-lettered."""
     broker.publish("m", [Publication(new_job_id("m"), Priority.NORMAL, sealed, "x")], Limits(10, 0, 1000))
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
     assert broker.dead_letter("w", delivery, "why")
@@ -52,7 +51,7 @@ def _dead_letter(broker: MemoryBroker, sealed: bytes) -> DeadLetter:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.integers(0, 300))
 def test_any_bytes_are_described(noise: bytes, is_cut: bool, position: int):
-    """Foreign, cut off or flipped: each is shown with what is wrong, as JSON, and nothing is raised."""
+    """Foreign, cut off or changed bytes are described with their fault, as JSON, without an error."""
     good = _sealed(_header())
     sealed = good[:position] + noise if is_cut else noise
     shown = describe(_letter(sealed), KEYS, NOW_S * 1000)
@@ -61,10 +60,10 @@ def test_any_bytes_are_described(noise: bytes, is_cut: bool, position: int):
 
 
 def test_signed_job_is_shown_with_its_header():
-    """What it is, whose, and that its signature holds; without the key the header is shown as a claim."""
+    """A signed job is described with its header and a valid signature; without the key only the header is shown."""
     header = _header(deadline_ms=5000)
     shown = describe(_letter(_sealed(header)), KEYS, NOW_S * 1000)
-    assert (shown["protocol"], shown["signature"], shown["replay"]) == (PROTOCOL, "holds: key k1", "possible")
+    assert (shown["protocol"], shown["signature"], shown["replay"]) == (PROTOCOL, "valid: key k1", "possible")
     assert shown["header"] == {
         "id": header.id,
         "tenant": "acme",
@@ -77,7 +76,7 @@ def test_signed_job_is_shown_with_its_header():
     }
     shown = describe(_letter(_sealed(header)), NO_KEYS, NOW_S * 1000)
     assert shown["header"]["id"] == header.id
-    assert shown["signature"].startswith("refused: signed with a key that is not known here")
+    assert shown["signature"].startswith("refused: signed with key")
     assert shown["replay"].startswith("refused: ")
 
 
@@ -89,7 +88,7 @@ def test_signed_job_is_shown_with_its_header():
         (_sealed(_header()).replace(b"PS\x01J", b"PS\x01R"), "not a job"),
         (_sealed(_header())[:-1] + b"!", "signature"),
         (_sealed(_header(key="")), "unsigned"),
-        (_sealed(_header(key="k2")), "not known here: 'k2'"),
+        (_sealed(_header(key="k2")), "key 'k2', which this process"),
         (_sealed(_header("other")), "another queue"),
         (_sealed(_header(model="other")), "another queue"),
         (_sealed(_header(reply="penstock:elsewhere")), "another queue"),
@@ -100,24 +99,24 @@ def test_signed_job_is_shown_with_its_header():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_a_job_stays(sealed: bytes, why: str):
-    """Refused with the reason, shown with it too, and still there afterwards."""
+def test_an_invalid_job_stays(sealed: bytes, why: str):
+    """The replay is refused with a reason, `describe` shows the same reason, and the letter stays."""
     broker = MemoryBroker(lambda: NOW_S)
-    letter = _dead_letter(broker, sealed)
+    letter = _dead_lettered(broker, sealed)
     outcome = replay(broker, letter, KEYS, job_ttl_ms=1000, now_ms=NOW_S * 1000)
-    assert not outcome.is_back
+    assert not outcome.is_replayed
     assert why in outcome.reason
     assert describe(letter, KEYS, NOW_S * 1000)["replay"] == f"refused: {outcome.reason}"
     assert len(broker.dead_letters("m")) == 1
     assert broker.depths("m")[Priority.NORMAL].jobs == 0
 
 
-def test_good_job_goes_back_as_itself():
-    """Under the id, tenant, reply address and priority of its signed header."""
+def test_a_valid_job_is_replayed_unchanged():
+    """It keeps the id, tenant, reply address and priority of its signed header."""
     broker = MemoryBroker(lambda: NOW_S)
     header = _header(priority="high", reply=reply_key("m", "me"), idempotency_digest="ab")
-    outcome = replay(broker, _dead_letter(broker, _sealed(header)), KEYS, job_ttl_ms=60_000, now_ms=NOW_S * 1000)
-    assert (outcome.is_back, outcome.job_id, outcome.reason) == (True, header.id, "")
+    outcome = replay(broker, _dead_lettered(broker, _sealed(header)), KEYS, job_ttl_ms=60_000, now_ms=NOW_S * 1000)
+    assert (outcome.is_replayed, outcome.job_id, outcome.reason) == (True, header.id, "")
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
     assert (delivery.priority, delivery.sealed) == (Priority.HIGH, _sealed(header))
     (job_record,) = broker.job_records([header.id])
@@ -125,30 +124,30 @@ def test_good_job_goes_back_as_itself():
     assert job_record.tenant == "acme"
 
 
-def test_expired_job_stays_and_says_so():
-    """A deadline counts from the first acceptance; before it the job goes back, with what is left of it."""
+def test_an_expired_job_stays():
+    """A deadline counts from the first acceptance: after it the job stays, before it the job is replayed."""
     now = [NOW_S]
     broker = MemoryBroker(lambda: now[0])
-    letter = _dead_letter(broker, _sealed(_header(deadline_ms=5000)))
+    letter = _dead_lettered(broker, _sealed(_header(deadline_ms=5000)))
     now[0] += 5.1
     outcome = replay(broker, letter, KEYS, job_ttl_ms=60_000, now_ms=now[0] * 1000)
-    assert not outcome.is_back
+    assert not outcome.is_replayed
     assert outcome.reason == "its deadline has passed: 2023-11-14 22:13:25Z"
     now[0] -= 1
-    assert replay(broker, letter, KEYS, job_ttl_ms=60_000, now_ms=now[0] * 1000).is_back
+    assert replay(broker, letter, KEYS, job_ttl_ms=60_000, now_ms=now[0] * 1000).is_replayed
     _, (delivery,) = broker.exchange("w", [], [Claim("m", 1, 0, 0)], 1000)
     assert delivery.accepted_ms == letter.accepted_ms == NOW_S * 1000
 
 
 def test_letter_about_another_job_is_refused():
-    """Bytes that were accepted as one job never go back as another."""
+    """Bytes that were accepted as one job are never replayed as another."""
     letter = _letter(_sealed(_header()), job_id=new_job_id("m"))
     outcome = replay(MemoryBroker(), letter, KEYS, job_ttl_ms=1000, now_ms=NOW_S * 1000)
     assert "another queue" in outcome.reason
 
 
 def test_header_is_read_from_the_beginning_alone():
-    """A purge looks at the beginning of each job only: the body may be missing, the header may not."""
+    """A purge reads only the beginning of each job: the body may be missing, the header may not."""
     header = _header()
     sealed = _sealed(header, bytes(1000))
     end = 8 + int.from_bytes(sealed[4:8], "little")
@@ -161,12 +160,12 @@ def test_header_is_read_from_the_beginning_alone():
     ("text", "ms"), [("45s", 45_000), ("30m", 1_800_000), ("12h", 43_200_000), ("7d", 604_800_000)]
 )
 def test_ages_have_units(text: str, ms: int):
-    """Seconds, minutes, hours and days."""
-    assert older_than_ms(text) == ms
+    """An age has a unit: seconds, minutes, hours or days."""
+    assert parse_age_ms(text) == ms
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "7w", "-7d", "7 d", "1.5h"])
 def test_other_ages_are_refused(text: str):
-    """The error says which are understood."""
+    """An age without a known unit is refused, and the error lists the units."""
     with pytest.raises(InvalidInput, match="Expected a number and s, m, h or d"):
-        older_than_ms(text)
+        parse_age_ms(text)

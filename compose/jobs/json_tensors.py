@@ -1,4 +1,4 @@
-"""Inputs and outputs of a job as the command reads and writes them: JSON, by the codec that the model's package names.
+"""Inputs and outputs of a job as JSON, in the format that the model's package chooses (codecs.default).
 
 --inputs {"x": [[1, 2]]} or {"x": {"dtype", "shape", "base64"}} -> read -> Client.submit
 job.result -> written by codecs.default of the model -> --json
@@ -19,19 +19,19 @@ __all__ = ["codec_of", "read", "written"]
 
 
 def read(inputs: Mapping[str, object]) -> dict[str, object]:
-    """Nested lists as they are, and tensors that say dtype and shape as arrays. Raises InvalidInput."""
+    """Nested lists unchanged; objects with dtype, shape and base64 as arrays. Raises InvalidInput."""
     return {
         name: codecs.read_array(name, value) if isinstance(value, Mapping) else value for name, value in inputs.items()
     }
 
 
 def codec_of(broker: FleetEnd, models_root: Path, model: str, version: str) -> codecs.Codec:
-    """How the package says that its outputs are to be written; an empty version is the one that answers."""
+    """The format of outputs that the package declares; an empty version is the active one."""
     return SpecCache(models_root).store(model, broker.spec(model, version), version).codecs.default
 
 
 def written(outputs: Mapping[str, Array], codec: codecs.Codec) -> dict[str, Any]:
-    """Nested lists as `json`; dtype, shape and little-endian bytes as `base64`. Raises InvalidInput for the latter."""
+    """`json`: nested lists. `base64`: dtype, shape and little-endian bytes, which may raise InvalidInput."""
     if codec == "json":
         return {name: values.tolist() for name, values in outputs.items()}
     return {name: codecs.written(values, codec) for name, values in outputs.items()}

@@ -1,4 +1,4 @@
-"""Who the operator is: the key that signs decisions, and the keys whose decisions are believed.
+"""The operator's private key, which signs decisions, and the public keys whose decisions are trusted.
 
 settings --> operator.pem, operator_public_keys --> OperatorKeys --> registry records, active versions, commands
 """
@@ -15,11 +15,11 @@ from penstock.safety.keys import OperatorKey, PublicKeys
 
 __all__ = ["OperatorKeys", "operator_keys"]
 
-_PROBE = b"is this key one of those that are believed"
+_PROBE = b"is this key one of the trusted keys"
 
 
 class OperatorKeys(NamedTuple):
-    """`sign` is None without a private key, `verify` where no key is known; `public_text` is what workers are told."""
+    """`sign` is None without a private key, `verify` without any public key; `public_text` is for the workers."""
 
     sign: Signer | None
     verify: Verifier | None
@@ -27,20 +27,20 @@ class OperatorKeys(NamedTuple):
 
 
 def operator_keys(settings: Settings, *, for_changes: bool = False) -> OperatorKeys:
-    """The keys of these settings. Without public keys in them, the operator's own is the only one that is believed.
+    """The keys of these settings. Without public keys in the settings, only the operator's own key is trusted.
 
-    for_changes: what will be written must be believed afterwards. A key is made, once, where the settings name no
-    public keys; where they do, the private key has to be there and to be one of them. Raises ConfigurationError.
+    for_changes: the key must be trusted afterwards. Without public keys in the settings, a private key is made once.
+    With public keys, the private key must exist and belong to one of them. Raises ConfigurationError.
     """
-    brought = settings.operator_public_keys
-    key = _made(settings) if for_changes and not brought else _found(settings)
-    public_text = brought or (key.public_text if key else "")
+    configured = settings.operator_public_keys
+    key = _made(settings) if for_changes and not configured else _found(settings)
+    public_text = configured or (key.public_text if key else "")
     known = PublicKeys.parse(public_text)
     if for_changes and (key is None or not known.verify(_PROBE, *key.sign(_PROBE))):
-        what = "is not there" if key is None else "is none of the operators' keys"
+        problem = "does not exist" if key is None else "is none of the operators' keys"
         raise ConfigurationError(
-            f"{settings.operator_key_file.name} {what}, and nobody would believe a decision without its signature. "
-            "Expected in PENSTOCK_OPERATOR_KEY_FILE a key of PENSTOCK_OPERATOR_PUBLIC_KEYS"
+            f"{settings.operator_key_file.name} {problem}, and decisions are trusted only with the signature of such a "
+            "key. Expected in PENSTOCK_OPERATOR_KEY_FILE a key of PENSTOCK_OPERATOR_PUBLIC_KEYS"
         )
     return OperatorKeys(key.sign if key else None, known.verify if len(known) else None, public_text)
 
@@ -57,5 +57,5 @@ def _made(settings: Settings) -> OperatorKey:
     except ConfigurationError:
         if not os.path.lexists(file):
             raise
-        # Another command of this user was quicker, or the file says itself what is wrong with it.
+        # Another command of this user made it first, or `load` raises the problem of the file.
         return OperatorKey.load(file)

@@ -1,0 +1,164 @@
+"""`penstock up`, `worker`, `bench` and `demo`: they run a stack or workers in the foreground."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.compose.terminal import as_json_option, connected, console, load_settings, print_drawn, terminable
+from penstock.registry.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from penstock.registry.settings import Settings
+
+__all__ = ["bench", "demo", "up", "worker"]
+
+_device_option = click.option("--device", help="auto, cpu, cuda or cuda:N (default: the setting, auto).")
+_models_option = click.option("--models", help="Comma-separated names (default: all under the models root).")
+
+
+@click.command()
+@_device_option
+@_models_option
+@click.option("--flower/--no-flower", default=True, help="Whether to run Flower.")
+@click.option("--flower-port", default=0, help="Flower's port on the loopback (default: any free one).")
+@click.pass_obj
+def up(environ: Mapping[str, str], device: str | None, models: str | None, flower: bool, flower_port: int) -> None:
+    """Run the embedded stack until Ctrl-C: Redis, one worker per device, Flower.
+
+    Other commands and Client.from_env() of the same user find the stack without settings.
+
+    \b
+    penstock up
+    penstock up --device cpu --models minilm
+    """
+    from penstock.compose.stack.fleet import choose
+    from penstock.compose.stack.local import LocalStack
+
+    settings = load_settings(environ, {"device": device, "worker.models": _names(models)})
+    screen = console()
+    stack = LocalStack(
+        settings,
+        choose(settings, environ),
+        environ=environ,
+        with_flower=flower,
+        flower_port=flower_port,
+        on_progress=screen.print,
+    )
+    with suppress(KeyboardInterrupt), terminable(), stack:
+        running = stack.running
+        screen.print(f"Redis    {running.redis_url}")
+        if running.flower_url:
+            screen.print(
+                f"Flower   {running.flower_url} (user {running.flower_user}, password {running.flower_password})"
+            )
+        screen.print(f"Logs     {stack.log_folder}\nCtrl-C stops everything. Waiting jobs are kept.")
+        _wait_for_interrupt(lambda: stack.has_failed)
+        if stack.has_failed:
+            raise ConfigurationError(stack.failure_reason())
+
+
+@click.command()
+@_device_option
+@_models_option
+@click.option("--index", type=click.IntRange(0), help="The number of a CPU worker, when one machine runs several.")
+@click.pass_obj
+def worker(environ: Mapping[str, str], device: str | None, models: str | None, index: int | None) -> None:
+    """Run workers, one process per device, and restart them when they crash or hang.
+
+    It needs a broker: PENSTOCK_REDIS_URL, or a stack that `penstock up` runs. After SIGTERM or Ctrl-C the running
+    batch finishes; a second signal stops at once.
+
+    \b
+    penstock worker
+    penstock worker --device cuda:0 --models minilm,mlp
+    penstock worker --device cpu --index 1
+    """
+    from penstock.compose.stack.fleet import choose, worker_program, worker_timeouts
+    from penstock.compose.stack.supervisor import Supervisor
+    from penstock.registry import logs
+
+    settings = connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
+    children = _child_environ(environ, settings)
+    logs.configure()
+    programs = [worker_program(each, settings, children, None) for each in choose(settings, environ)]
+    supervisor = Supervisor(programs, worker_timeouts(settings))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: supervisor.stop())
+    sys.exit(supervisor.run())
+
+
+@click.command()
+@click.option("--model", default="mlp", show_default=True)
+@click.option("--count", type=click.IntRange(1), default=20_000, show_default=True, help="Jobs to run at saturation.")
+@click.option("--in-flight", type=click.IntRange(1), default=256, show_default=True, help="Jobs in flight at a time.")
+@as_json_option
+@click.pass_obj
+def bench(environ: Mapping[str, str], model: str, count: int, in_flight: int, as_json: bool) -> None:
+    """Measure the running stack, or a private one when none runs: jobs/s, latency, CPU per job.
+
+    \b
+    penstock bench
+    penstock bench --model minilm --count 1000 --in-flight 64
+    """
+    from penstock.compose import bench as measuring
+
+    on_progress: Callable[[str], None] = (lambda line: None) if as_json else click.echo
+    with terminable(), measuring.stack_for(environ, model, on_progress) as settings:
+        report = measuring.measure(settings, model, count, in_flight)
+    print_drawn(report.as_json(), as_json, lambda: measuring.draw(report))
+
+
+@click.command()
+@click.option("--ask", multiple=True, metavar="TEXT", help="A question of your own; may be repeated.")
+@click.option("--count", type=click.IntRange(10), default=3_000, show_default=True, help="Docstrings to embed.")
+@click.option("--stay", is_flag=True, help="Keep the stack running until Ctrl-C, for example to see Flower.")
+@as_json_option
+@click.pass_obj
+def demo(environ: Mapping[str, str], ask: tuple[str, ...], count: int, stay: bool, as_json: bool) -> None:
+    """Embed the docstrings of your Python's standard library and search them by meaning.
+
+    It starts a private stack (Redis, a worker, Flower), needs no network, and deletes everything at the end.
+
+    \b
+    penstock demo
+    penstock demo --ask "how do I read a zip file?"
+    """
+    from penstock.compose.demo import demonstrate
+
+    screen = console(quiet=as_json)
+    wait = _wait_for_interrupt if stay else lambda: None
+    with terminable():
+        demonstration = demonstrate(screen, environ, count=count, ask=ask, stay=wait)
+    if as_json:
+        click.echo(json.dumps(demonstration.as_json()))
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return tuple(filter(None, (name.strip() for name in text.split(",")))) if text else None
+
+
+def _child_environ(environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """The environment of worker processes: the broker and the keys of these settings, which a file may name."""
+    children = {**environ, "PENSTOCK_REDIS_URL": settings.redis_url or ""}
+    if settings.signing_keys is not None:
+        children["PENSTOCK_SIGNING_KEYS"] = settings.signing_keys.get_secret_value()
+    if settings.operator_public_keys:
+        children["PENSTOCK_OPERATOR_PUBLIC_KEYS"] = settings.operator_public_keys
+    return children
+
+
+def _wait_for_interrupt(is_over: Callable[[], bool] = lambda: False) -> None:
+    """Wait for Ctrl-C, or until `is_over`."""
+    try:
+        while not is_over():
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        click.echo()

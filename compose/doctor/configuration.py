@@ -1,0 +1,78 @@
+"""Checks of the settings against each other, and of the packages under the models root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.compose.doctor.findings import Finding
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import discover, load_package
+from penstock.registry.settings import Settings
+
+__all__ = ["check_contradictions", "check_packages"]
+
+
+def check_contradictions(settings: Settings) -> Iterator[Finding]:
+    """A warning for each pair of settings that do not fit together."""
+    found = [
+        Finding("settings", "warning", what, fix)
+        for is_contradictory, what, fix in _pairs(settings)
+        if is_contradictory
+    ]
+    yield from found or [Finding("settings", "ok", "no unknown name, no contradiction")]
+
+
+def check_packages(settings: Settings) -> Iterator[Finding]:
+    """The packages under the models root: those that load, and each that does not."""
+    root = settings.inference.repo_root
+    if not root.is_dir():
+        yield Finding("models", "ok", "no models root here: this machine can submit, but it cannot run a worker")
+        return
+    names = []
+    for found in discover(root):
+        try:
+            names.append(load_package(found.path, trusted_roots=settings.trusted_roots).spec.reference)
+        except ConfigurationError as error:
+            yield Finding("models", "broken", str(error), "correct that package, or move it out of the models root")
+    yield Finding("models", "ok", f"packages that load: {', '.join(names) or 'none'}")
+
+
+def _pairs(settings: Settings) -> list[tuple[bool, str, str]]:
+    """For each pair: whether it is contradictory, the consequence, and the fix."""
+    inference = settings.inference
+    queue, batching, limit_s = inference.queue, inference.batching, inference.timeout_seconds
+    wait_ms, target_ms = batching.max_wait_ms, batching.target_latency_ms
+    rows, held = batching.max_batch_size, batching.max_queue_depth
+    modes = sorted({inference.privacy.mode, inference.cache.privacy_mode})
+    return [
+        (
+            queue.lease_s < 1,
+            f"a lease of {queue.lease_s:g} s lapses after a short delay of its worker: jobs run twice",
+            "PENSTOCK_INFERENCE_QUEUE_LEASE_S=5",
+        ),
+        (
+            queue.job_ttl_s < limit_s,
+            f"jobs live {queue.job_ttl_s:g} s, less than one forward may take ({limit_s:g} s)",
+            "PENSTOCK_INFERENCE_QUEUE_JOB_TTL_S=86400",
+        ),
+        (
+            batching.enabled and wait_ms > target_ms,
+            f"the batching delay may be {wait_ms:g} ms, more than the target latency ({target_ms:g} ms)",
+            f"PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS={target_ms / 2:g}",
+        ),
+        (
+            rows > held,
+            f"batches of {rows} rows can never fill: a worker holds {held} jobs",
+            f"PENSTOCK_INFERENCE_BATCHING_MAX_QUEUE_DEPTH={rows * 2}",
+        ),
+        (
+            bool(settings.celery_url) and settings.redis_url is None,
+            "PENSTOCK_CELERY_URL is set, but the broker of the jobs is not",
+            "PENSTOCK_REDIS_URL=redis://host:6379/0",
+        ),
+        (
+            len(modes) > 1,
+            f"two privacy modes are set ({', '.join(modes)}): the stricter one applies",
+            f"PENSTOCK_INFERENCE_CACHE_PRIVACY_MODE={inference.privacy.mode}",
+        ),
+    ]

@@ -1,0 +1,285 @@
+"""`models/<name>/<version>` -> Package: the folder of a model, found, read and checked.
+
+    folder -> load_package -> Package (ModelSpec + folder) -> Package.manifest -> a worker's runtime, the catalogue
+
+No model is loaded or executed here. An unusable package is a ConfigurationError of one line: the file relative to the
+models root, the field, the value found and the value expected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from penstock.registry.errors import ConfigurationError, UnknownModel, shown
+from penstock.registry.package.bounded_yaml import BadDocument, read_document, read_yaml
+from penstock.registry.package.hub_cache import HubSnapshot, find_snapshot
+from penstock.registry.package.inspection import (
+    declared_positions,
+    inspect_onnx,
+    inspect_safetensors,
+    inspect_torchscript,
+    inspect_transformers,
+)
+from penstock.registry.package.manifest import FileTree, Manifest, hash_files
+from penstock.registry.package.spec import SPEC_FILE, ModelSpec, first_problem
+from penstock.registry.package.spec_sections import Source
+from penstock.registry.queues import parse_name
+
+__all__ = ["Package", "PackageRef", "discover", "find", "load_package", "read_spec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A model's spec and its folder."""
+
+    spec: ModelSpec
+    folder: Path
+    spec_sha256: str = ""
+    """The hash of model.yaml when it was read. Empty: the spec was not read from a file."""
+
+    @property
+    def label(self) -> str:
+        """`name/version`, for messages."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    def entrypoint(self) -> tuple[str, str]:
+        """(dotted module inside the folder, attribute). Raises ConfigurationError without an entry point."""
+        if self.spec.entrypoint is None:
+            raise ConfigurationError(f"{_label(self.folder)}: entrypoint: missing, expected module:build")
+        module, _, attribute = self.spec.entrypoint.partition(":")
+        return module, attribute
+
+    def weights_file(self) -> Path | None:
+        """The file that `weights` names, or None. Raises ConfigurationError if the file is not in the folder."""
+        if self.spec.weights is None:
+            return None
+        file = _inside(self.folder, self.spec.weights, Path.is_file, self.label)
+        if file is None:
+            raise ConfigurationError(
+                f"{_label(self.folder)}: weights: found {self.spec.weights!r:.80}, expected a file of the package"
+            )
+        return file
+
+    def source_folder(self) -> Path:
+        """The folder of a `transformers` package's weights. Raises ConfigurationError if it does not exist."""
+        source = self.spec.source or Source()
+        folder = _inside(self._source_base().folder, source.path, Path.is_dir, self.label)
+        if folder is None:
+            raise ConfigurationError(
+                f"{_label(self.folder)}: source.path: found {source.path!r:.80}, expected a folder inside the package"
+            )
+        return folder
+
+    def limited_to(self, max_length: int) -> Package:
+        """The package with inputs limited to `max_length` and to the positions of its weights.
+
+        Raises ConfigurationError.
+        """
+        if self.spec.format == "transformers" and self.spec.batching.max_length is None:
+            # A declared limit above that of the weights is refused when they are loaded.
+            max_length = min(max_length, declared_positions(self.source_folder(), self.label) or max_length)
+        return replace(self, spec=self.spec.limited_to(max_length))
+
+    def manifest(self) -> Manifest:
+        """Reads and hashes every file of the package, and inspects its weights.
+
+        Raises ConfigurationError: `files` does not name a file or has another hash for it, model.yaml has changed
+        since it was read, or a model file has content that is not allowed.
+        """
+        manifest = hash_files(FileTree(self.folder, self.label, links_within=self.folder), self._source_tree())
+        if self.spec_sha256 and manifest.files.get(SPEC_FILE) != self.spec_sha256:
+            raise ConfigurationError(f"{self.label}: file {SPEC_FILE}: changed since it was read, expected the same")
+        _check_files(self, manifest)
+        self._inspect()
+        return manifest
+
+    def _source_base(self) -> HubSnapshot:
+        source = self.spec.source or Source()
+        if source.hub is not None and source.revision is not None:
+            return find_snapshot(source.hub, source.revision)
+        folder = self.folder if source.package is None else _installed_folder(self.folder, source.package)
+        return HubSnapshot(folder, folder)
+
+    def _source_tree(self) -> FileTree | None:
+        """The files of the weights, if they are outside the package."""
+        source = self.spec.source
+        if source is None or (source.package is None and source.hub is None):
+            return None
+        return FileTree(self.source_folder(), f"{self.label}: source", self._source_base().repository)
+
+    def _inspect(self) -> None:
+        weights = self.weights_file()
+        if self.spec.format == "transformers":
+            inspect_transformers(self.source_folder(), self.label)
+        elif weights is not None:
+            inspect = {"torchscript": inspect_torchscript, "pytorch": inspect_safetensors, "onnx": inspect_onnx}
+            inspect[self.spec.format](weights, self.label)
+
+
+class PackageRef(NamedTuple):
+    """A package folder that was not read yet."""
+
+    name: str
+    version: str
+    path: Path
+
+
+def discover(root: Path, name: str = "*") -> list[PackageRef]:
+    """The packages under a models root, or those of one model, by name and ascending version.
+
+    Raises ConfigurationError when there is no such folder.
+    """
+    try:
+        if not root.is_dir():
+            raise ConfigurationError(
+                f"Models root {root.name!r} is not a folder. Expected <name>/<version>/{SPEC_FILE} in it"
+            )
+        files = list(root.glob(f"{name}/*/{SPEC_FILE}"))
+    except OSError as error:
+        raise ConfigurationError(f"Models root {root.name!r} cannot be read ({error.strerror})") from None
+    found = [PackageRef(file.parent.parent.name, file.parent.name, file.parent) for file in files]
+    return sorted(found, key=lambda ref: (ref.name, _version_order(ref.version)))
+
+
+def find(root: Path, name: str, version: str | None = None) -> PackageRef:
+    """The package of a version of a model; of the highest version when `version` is None.
+
+    Versions are compared by their numbers, and `2.0-rc1` comes before `2.0`. Raises UnknownModel.
+    """
+    parse_name("model", name)
+    versions = discover(root, name) if root.is_dir() else []
+    matching = [ref for ref in versions if version in (None, ref.version)]
+    if not matching:
+        expected = (
+            f"Expected version: {', '.join(ref.version for ref in versions)}" if versions else "It has no package"
+        )
+        raise UnknownModel(f"Unknown model {name if version is None else f'{name}/{version}'!r:.80}. {expected}")
+    return matching[-1]
+
+
+def load_package(path: Path, trusted_roots: Sequence[Path] | None = None) -> Package:
+    """Reads and checks the package in a folder `<models root>/<name>/<version>`.
+
+    A package with code must be under one of `trusted_roots`; None: under its models root. Raises ConfigurationError.
+    """
+    folder = path.absolute()
+    if ".." in folder.parts:
+        folder = folder.resolve()
+    label = _label(folder)
+    spec, digest = _read(folder / SPEC_FILE, label)
+    for field, found, expected in (
+        ("name", spec.name, folder.parent.name),
+        ("version", spec.version, folder.name),
+    ):
+        if found != expected:
+            raise ConfigurationError(f"{label}: {field}: found {found!r:.80}, expected {expected!r} as the folder says")
+    package = Package(spec, folder, digest)
+    package.weights_file()
+    if spec.entrypoint is not None:
+        _check_entrypoint(package, [folder.parent.parent] if trusted_roots is None else trusted_roots)
+    return package
+
+
+def read_spec(file: Path, label: str) -> ModelSpec:
+    """The spec in a model.yaml at any path. `label` names it in messages. Raises ConfigurationError."""
+    return _read(file, label)[0]
+
+
+def _read(file: Path, label: str) -> tuple[ModelSpec, str]:
+    """(spec, SHA-256 of the file). Raises ConfigurationError."""
+    try:
+        text = read_document(file)
+        document: Any = read_yaml(text)
+    except OSError as error:
+        expected = ", expected it in <models root>/<name>/<version>" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigurationError(f"{label}: cannot be read ({error.strerror}){expected}") from None
+    except BadDocument as problem:
+        raise ConfigurationError(f"{label}{problem}") from None
+    if not isinstance(document, dict):
+        raise ConfigurationError(f"{label}: found {type(document).__name__}, expected a mapping of fields")
+    try:
+        return ModelSpec.model_validate(document), hashlib.sha256(text).hexdigest()
+    except ValidationError as error:
+        raise ConfigurationError(f"{label}: {first_problem(error)}") from None
+
+
+def _check_entrypoint(package: Package, trusted_roots: Sequence[Path]) -> None:
+    module, _ = package.entrypoint()
+    label = _label(package.folder)
+    file = _inside(package.folder, f"{module.replace('.', '/')}.py", Path.is_file, package.label)
+    if file is None:
+        raise ConfigurationError(
+            f"{label}: entrypoint: found {package.spec.entrypoint!r:.80}, expected a module inside the package"
+        )
+    if not any(file.is_relative_to(os.path.realpath(root)) for root in trusted_roots):
+        raise ConfigurationError(
+            f"{label}: entrypoint: the package runs code and lies outside the trusted roots, "
+            "expected it under one of PENSTOCK_TRUSTED_ROOTS"
+        )
+
+
+def _inside(folder: Path, path: str, is_there: Callable[[Path], bool], label: str) -> Path | None:
+    """The real path of a path in a folder; None if it is outside the folder or does not exist.
+
+    Raises ConfigurationError if it cannot be read.
+    """
+    # Unlike Path.resolve, this accepts links that lead in a circle: such a path does not exist.
+    real = Path(os.path.realpath(folder / path))
+    try:
+        return real if real.is_relative_to(os.path.realpath(folder)) and is_there(real) else None
+    except OSError as error:
+        raise ConfigurationError(f"{label}: {shown(path)}: cannot be read ({error.strerror})") from None
+
+
+def _installed_folder(package_folder: Path, module: str) -> Path:
+    try:
+        found = importlib.util.find_spec(module)
+    except ValueError:
+        # A module without an origin, such as __main__.
+        found = None
+    locations = (found.submodule_search_locations if found else None) or []
+    if not locations:
+        raise ConfigurationError(
+            f"{_label(package_folder)}: source.package: {module} is not installed, expected an installed Python package"
+        )
+    return Path(locations[0])
+
+
+def _check_files(package: Package, manifest: Manifest) -> None:
+    """Compares the files with those that model.yaml names. Raises ConfigurationError."""
+    expected = package.spec.files
+    if expected is None:
+        return
+    found = {path: digest for path, digest in manifest.files.items() if path != SPEC_FILE}
+    for path in sorted(expected.keys() | found.keys()):
+        if path not in found:
+            problem = "missing, expected the file that model.yaml names"
+        elif path not in expected:
+            problem = "found, expected no file that model.yaml does not name"
+        elif found[path] != expected[path]:
+            problem = f"found SHA-256 {found[path][:12]}.., expected {expected[path][:12]}.. as model.yaml says"
+        else:
+            continue
+        raise ConfigurationError(f"{_label(package.folder)}: files: {shown(path)}: {problem}")
+
+
+def _version_order(version: str) -> tuple[list[tuple[int, int, str]], bool, list[tuple[int, int, str]]]:
+    release, _, pre_release = version.partition("-")
+    return _by_number(release), not pre_release, _by_number(pre_release)
+
+
+def _by_number(text: str) -> list[tuple[int, int, str]]:
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"[0-9]+|[a-z]+", text)]
+
+
+def _label(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}/{SPEC_FILE}"

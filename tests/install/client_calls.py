@@ -1,0 +1,51 @@
+"""A program that uses every call of both clients once. It needs the base install and nothing of the tests.
+
+    PENSTOCK_REDIS_URL=... python client_calls.py MODEL LOCAL_MODEL
+
+MODEL answers `y` for `x`, both float32 (batch, 4). LOCAL_MODEL has a package under the models root and no worker.
+Prints the number of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from penstock import AsyncClient, Client, Retry
+
+ROW = [1.0, 2.0, 3.0, 4.0]
+INPUTS = {"x": [ROW]}
+
+
+def blocking(model: str, local_model: str) -> int:
+    """Every call of Client and of JobHandle."""
+    with Client.from_env() as client:
+        job = client.submit(model, INPUTS, deadline_s=60, idempotency_key="once", retry=Retry(2), priority="high")
+        answers = [job.result(60)["y"], client.job(job.id).result(60)["y"]]
+        assert job.status() == "completed"
+        assert job.info().attempt == 1
+        assert [event.type for event in job.stream()][-1] == "completed"
+        answers += [job.result(60)["y"] for job in client.submit_many(model, [INPUTS, INPUTS])]
+        answers += client.map(model, [ROW, ROW], progress=lambda count: None)
+        assert client.submit(local_model, INPUTS).cancel()
+    client.close()
+    return len(answers)
+
+
+async def on_a_loop(model: str, local_model: str) -> int:
+    """Every call of AsyncClient and of AsyncJobHandle."""
+    async with AsyncClient.from_env() as client:
+        job = await client.submit(model, INPUTS)
+        answers = [(await job.result(60))["y"], (await client.job(job.id).result(60))["y"]]
+        assert await job.status() == "completed"
+        assert (await job.info()).attempt == 1
+        assert [event.type async for event in job.stream()][-1] == "completed"
+        answers += [(await job.result(60))["y"] for job in await client.submit_many(model, [INPUTS, INPUTS])]
+        answers += await client.map(model, [ROW, ROW], progress=lambda count: None)
+        assert await (await client.submit(local_model, INPUTS)).cancel()
+    await client.aclose()
+    return len(answers)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{blocking(*sys.argv[1:]) + asyncio.run(on_a_loop(*sys.argv[1:]))}\n")

@@ -1,0 +1,34 @@
+"""`python -m tests`: every test is in one unit, and an option decides what is left out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.__main__ import units
+from tests.servers import ROOT
+
+
+def test_every_test_file_is_in_one_unit():
+    """A folder that is added belongs to the last unit by itself, and no file is run twice."""
+    covered = [
+        file
+        for unit in units()
+        for path in unit
+        for file in ([path] if path.suffix else sorted(path.rglob("test_*.py")))
+        if "__pycache__" not in file.parts
+    ]
+    assert sorted(covered) == sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize(("option", "outcome"), [("", "1 passed"), ("--no-server", "1 deselected")])
+def test_no_server_leaves_out_what_asks_for_one(option: str, outcome: str):
+    """A fixture that starts a server decides, whichever fixture asks for it."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *option.split()]
+    test = "tests/test_servers.py::test_paused_redis_answers_after_the_pause"
+    environment = {name: value for name, value in os.environ.items() if name != "CI"}
+    ended = subprocess.run([*command, test], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert outcome in ended.stdout

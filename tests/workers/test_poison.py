@@ -1,0 +1,73 @@
+"""Poison: a job that ends the process again and again becomes a dead letter, and nothing else counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.registry.broker.base import State
+from tests.packages import write_recorder
+from tests.workers.stepped import (
+    LEASE_S,
+    SteppedHarness,
+)
+
+
+def test_the_third_crash_makes_a_dead_letter(harness: SteppedHarness, models_root: Path, forward_log: Path):
+    """Alone at every further crash; after the third it is not run again: its bytes and the reason are kept, its
+    client is told, the monitor sees a failure, and its neighbours have their answers.
+    """
+    write_recorder(models_root, forward_log)
+    neighbours = harness.publish("recorder", 1, 2)
+    (poison,) = harness.publish("recorder", 666)
+    crashes = 0
+    while crashes < 3:
+        worker = harness.start_worker()
+        harness.pass_time(LEASE_S + 1)
+        worker.turn(2)
+        work = worker.begin()
+        assert work is not None
+        jobs = [item.job.header.id for item in work.batch.items]
+        if poison in jobs:
+            assert jobs == ([*neighbours, poison] if crashes == 0 else [poison])
+            harness.crash(worker)
+            crashes += 1
+        else:
+            worker.end(work)
+            harness.suspend(worker)
+            worker.drain.ask_to_stop(0.0)
+            worker.turn(2)
+    last = harness.start_worker()
+    harness.pass_time(LEASE_S + 1)
+    assert all(poison not in batch for batch in last.forwards())
+    assert (harness.state(poison), harness.answer(poison)) == (State.DEAD, "DeadLettered")
+    (letter,) = harness.broker.dead_letters("recorder")
+    assert letter.reason == "Poison: 3 worker processes died, or hung and were killed, while it ran"
+    assert (letter.job_id, letter.crashes) == (poison, 3)
+    kept = harness.broker.read_dead_letter("recorder", letter.entry)
+    assert kept is not None
+    assert b"666" not in kept.sealed
+    assert poison.encode() in kept.sealed
+    assert (poison, State.DEAD, "DeadLettered") in last.notes.ends
+    assert last.counted("penstock_dead_lettered") == 1
+    assert [harness.answer(job) for job in neighbours] == [2, 4]
+
+
+def test_drains_releases_and_lapsed_leases_count_against_nobody(
+    harness: SteppedHarness, models_root: Path, forward_log: Path
+):
+    """A worker that was told to stop and killed in its forward, and one that froze: their jobs are no suspects."""
+    write_recorder(models_root, forward_log)
+    jobs = harness.publish("recorder", 1, 2, 3)
+    told = harness.start_worker()
+    told.turn(2)
+    assert told.begin() is not None
+    told.drain.ask_to_stop(10.0)
+    harness.crash(told)
+    frozen = harness.start_worker()
+    harness.pass_time(LEASE_S + 1)
+    frozen.turn(2)
+    assert frozen.begin() is not None
+    harness.suspend(frozen)
+    worker = harness.start_worker()
+    harness.pass_time(LEASE_S + 1)
+    assert worker.forwards() == [jobs]

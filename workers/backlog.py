@@ -1,0 +1,168 @@
+"""Every job in memory that has not begun, with the reason why it waits.
+
+    pending    before the batcher of its version; a batch that waits for a model thread returns here when it is recalled
+    suspect    a process died while the job ran: it waits until it can run alone
+    delayed    between two tries of its retry policy
+    unplaced   names a version that is not here: it waits until a worker with that version is found
+
+A follower waits behind its leader (SingleFlight), so it stands in none of these.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from penstock.workers.job import ClaimedJob
+from penstock.workers.versions.version import ServedVersion
+
+__all__ = ["Backlog", "Waiting"]
+
+
+class Waiting(NamedTuple):
+    """A job that has not begun, and the version that will run it; None for an unplaced job."""
+
+    job: ClaimedJob
+    version: ServedVersion | None
+
+
+class Backlog:
+    """The I/O thread owns it; other threads may iterate over it.
+
+    versions: all versions of this worker, whose batchers hold the pending jobs.
+    """
+
+    def __init__(self, versions: deque[ServedVersion]) -> None:
+        self._versions = versions
+        self._suspects: deque[tuple[ServedVersion, ClaimedJob]] = deque()
+        self._delayed: list[tuple[float, int, ServedVersion, ClaimedJob]] = []
+        """A heap by the time at which each job is due."""
+        self._unplaced: list[ClaimedJob] = []
+        """Those for which no search was made yet."""
+        self._searched: list[ClaimedJob] = []
+        """Unplaced jobs for which a search found no worker so far."""
+        self._delays = 0
+
+    def __iter__(self) -> Iterator[ClaimedJob]:
+        """A snapshot of the jobs that could run now: all but the delayed ones."""
+        pending = [item.job for version in tuple(self._versions) for item in version.queue.batcher.pending()]
+        suspects = [job for _, job in tuple(self._suspects)]
+        return iter([*pending, *suspects, *tuple(self._unplaced), *tuple(self._searched)])
+
+    # In
+
+    def add(self, version: ServedVersion, jobs: Sequence[ClaimedJob]) -> None:
+        """These jobs are pending, in their order of arrival."""
+        version.queue.add([version.pending(job) for job in jobs])
+
+    def add_suspect(self, version: ServedVersion, job: ClaimedJob) -> None:
+        """The job must run alone."""
+        version.queue.reserve(job)
+        self._suspects.append((version, job))
+
+    def delay(self, version: ServedVersion, job: ClaimedJob, due: float) -> None:
+        """The job waits until `due`, in monotonic seconds. Meanwhile it takes no room."""
+        version.queue.release(job)
+        self._delays += 1
+        heapq.heappush(self._delayed, (due, self._delays, version, job))
+
+    def add_unplaced(self, jobs: Iterable[ClaimedJob], *, is_searched: bool = False) -> None:
+        """The version that these jobs name is not here. is_searched: no worker is known to have it."""
+        if is_searched:
+            self._searched += jobs
+        else:
+            self._unplaced += jobs
+
+    # Out
+
+    def take(
+        self, is_meant: Callable[[ClaimedJob], bool] = lambda _: True, *, with_delayed: bool = True
+    ) -> list[Waiting]:
+        """Take out all jobs that are meant, for whatever reason they wait. Their room is free afterwards."""
+        taken: list[Waiting] = []
+        for version in self._versions:
+            taken += [
+                Waiting(item.job, version) for item in version.queue.batcher.discard(lambda item: is_meant(item.job))
+            ]
+        taken += self._take_suspects(lambda _version, job: is_meant(job))
+        taken += [Waiting(job, version) for _, _, version, job in self._delayed if with_delayed and is_meant(job)]
+        taken += [Waiting(job, None) for job in (*self._unplaced, *self._searched) if is_meant(job)]
+        gone = frozenset(id(waiting.job) for waiting in taken)
+        self._delayed = [entry for entry in self._delayed if id(entry[3]) not in gone]
+        heapq.heapify(self._delayed)
+        self._unplaced = [job for job in self._unplaced if id(job) not in gone]
+        self._searched = [job for job in self._searched if id(job) not in gone]
+        for job, holder in taken:
+            if holder is not None:
+                holder.queue.release(job)
+        return taken
+
+    def take_version(self, version: ServedVersion) -> list[Waiting]:
+        """Take out the pending jobs and the suspects of one version. Their room is free afterwards."""
+        taken = [Waiting(item.job, version) for item in version.queue.batcher.discard(lambda _: True)]
+        taken += self._take_suspects(lambda holder, _job: holder is version)
+        for job, _ in taken:
+            version.queue.release(job)
+        return taken
+
+    def take_expired(self, version: ServedVersion, broker_now: float) -> list[Waiting]:
+        """Take out the pending jobs of one version whose time has passed. They keep their room until they end."""
+        late = version.queue.batcher.discard(lambda item: broker_now > item.job.expires_ms)
+        return [Waiting(item.job, version) for item in late]
+
+    def _take_suspects(self, is_meant: Callable[[ServedVersion, ClaimedJob], bool]) -> list[Waiting]:
+        if not self._suspects:
+            return []
+        taken = [Waiting(job, version) for version, job in self._suspects if is_meant(version, job)]
+        self._suspects = deque(entry for entry in self._suspects if not is_meant(*entry))
+        return taken
+
+    def take_due(self, now: float) -> list[Waiting]:
+        """Take out the delayed jobs whose pause is over."""
+        taken = []
+        while self._delayed and self._delayed[0][0] <= now:
+            _, _, version, job = heapq.heappop(self._delayed)
+            taken.append(Waiting(job, version))
+        return taken
+
+    def take_unplaced(self, *, with_searched: bool) -> list[ClaimedJob]:
+        """Take out the unplaced jobs: the new ones, or all."""
+        jobs, self._unplaced = self._unplaced, []
+        if with_searched:
+            jobs += self._searched
+            self._searched = []
+        return jobs
+
+    def pop_suspect(self) -> tuple[ServedVersion, ClaimedJob]:
+        """Take out the suspect that has waited longest. Raises IndexError without one."""
+        return self._suspects.popleft()
+
+    # Counts
+
+    @property
+    def suspects(self) -> int:
+        """Suspects that wait."""
+        return len(self._suspects)
+
+    @property
+    def delayed(self) -> int:
+        """Delayed jobs."""
+        return len(self._delayed)
+
+    @property
+    def has_unplaced(self) -> bool:
+        """Whether there are unplaced jobs."""
+        return bool(self._unplaced or self._searched)
+
+    @property
+    def searched(self) -> int:
+        """Unplaced jobs whose version no worker is known to have."""
+        return len(self._searched)
+
+    @property
+    def next_due(self) -> float:
+        """When the next delayed job is due, in monotonic seconds; infinite without one."""
+        return self._delayed[0][0] if self._delayed else inf

@@ -1,0 +1,151 @@
+"""One micro-batch on its way through a model.
+
+Scheduler -- BatchRun --> Executor: prepare, forward --> answers, one per job --> Completer
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from penstock.registry.broker.base import Held
+from penstock.registry.envelope import Failure
+from penstock.registry.tensors import Array
+from penstock.workers.batching.batcher import Batch
+from penstock.workers.batching.forward_size import ForwardSize
+from penstock.workers.job import ClaimedJob
+from penstock.workers.process.crash_journal import FormInUse, Journal, NullJournal
+from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.forms import EAGER
+from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
+from penstock.workers.versions.version import LoadedModel, ServedVersion
+
+__all__ = ["BatchRun", "JobStream", "OpenStream", "Outputs"]
+
+Outputs: TypeAlias = dict[str, Array]
+_NOTHING = ForwardSize(0, 0)
+_ONE_ROW = ForwardSize(0, 1)
+
+
+class JobStream(StreamContext, Protocol):
+    """The context of a streaming job: the entry point's view of the job, and the way of its chunks."""
+
+    def chunk(self, values: Mapping[str, Array], /) -> None:
+        """Send the values that the entry point yielded."""
+
+
+OpenStream: TypeAlias = Callable[[ClaimedJob, Callable[[], None]], JobStream]
+"""Makes the context of a job. The second argument is called whenever the job shows progress."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchRun:
+    """One micro-batch of one model version. Times are monotonic seconds.
+
+    The model is taken when the run is made: the version may be unloaded before the results are committed.
+    """
+
+    version: ServedVersion
+    batch: Batch[ClaimedJob]
+    open_stream: OpenStream | None = None
+    """For streaming models."""
+    is_as_built: bool = False
+    """Whether only the model as its author built it may run the batch; see `forward`."""
+    model: LoadedModel = field(init=False)
+    max_rows: int = field(init=False)
+    """Rows of the largest forward that was allowed when the run was made."""
+    generation: int = field(init=False)
+    """The generation of the model's form when the run was made; see Forms.generation."""
+    clock: Callable[[], float] = time.monotonic
+    journal: Journal = field(default_factory=NullJournal)
+    """The executor sets both."""
+    seat: int = 0
+    """The model thread that runs it."""
+    answers: list[Outputs | Failure] = field(default_factory=list)
+    """One per job of the batch, in order, after the run."""
+    started: float = 0.0
+    ended: float = 0.0
+    alive_at: float = 0.0
+    """The last sign of progress. The time limit of a forward counts from here."""
+    tokens: int = 0
+    padded_tokens: int = 0
+    prepared: Prepared | None = None
+    is_prepared: threading.Event | None = None
+    """Set by the prepare thread, for a batch that it prepares."""
+    misfits: list[ForwardSize] = field(default_factory=list)
+    """Forwards of this batch that did not fit the device."""
+    fitted: ForwardSize = _NOTHING
+    """The largest forward of this batch that did fit."""
+
+    def __post_init__(self) -> None:
+        self.model = self.version.model
+        self.max_rows = self.version.queue.max_rows
+        self.generation = self.version.generation
+
+    @property
+    def limit_s(self) -> float:
+        """The longest time without progress."""
+        return self.version.policy.timeout_s
+
+    @property
+    def jobs(self) -> list[ClaimedJob]:
+        """The jobs of the batch, in order."""
+        return [item.job for item in self.batch.items]
+
+    @property
+    def held(self) -> list[Held]:
+        """The jobs as the broker knows them."""
+        return [item.job.held for item in self.batch.items]
+
+    def touch(self) -> None:
+        """Show progress."""
+        self.alive_at = self.clock()
+        self.journal.touch(self.seat, self.alive_at)
+
+    def forward(self, prepared: Prepared) -> Outputs:
+        """One forward; see Runtime.run.
+
+        A job that was on the model when a process died runs on the model as its author built it: another form may
+        have ended the process.
+        """
+        forms = self.model.forms
+        if self.is_as_built and forms is not None:
+            return forms.reference(prepared)
+        return self.model.runtime.run(prepared)
+
+    @property
+    def form_in_use(self) -> FormInUse | None:
+        """The form that is about to run; None for the model as its author built it."""
+        forms = self.model.forms
+        if self.is_as_built or forms is None or (name := forms.name) == EAGER:
+            return None
+        return FormInUse(self.batch.key.model, self.model.content_hash, name)
+
+    @property
+    def observation(self) -> BatchObservation:
+        """The run as an observer of its version sees it, after the run."""
+        return BatchObservation(self.batch.rows, self.tokens, self.ended - self.started, self._answered())
+
+    def _answered(self) -> Iterator[AnsweredJob]:
+        for item, answer in zip(self.batch.items, self.answers, strict=True):
+            if not isinstance(answer, Failure):
+                yield AnsweredJob(item.job.header.id, item.job.inputs, answer)
+
+    def did_not_fit(self, rows: int, padded_tokens: int) -> None:
+        """A forward of this size was too large for the device."""
+        self.misfits.append(ForwardSize(padded_tokens, rows))
+
+    def did_fit(self, prepared: Prepared) -> None:
+        """A forward was not too large."""
+        self.fitted = max(self.fitted, ForwardSize(prepared.padded_tokens, prepared.rows))
+
+    @property
+    def too_large(self) -> ForwardSize | None:
+        """The smallest forward that did not fit, could be halved, and was larger than every forward that did fit.
+
+        None: a single job is at fault, not the size of the batch, so later batches need no cap.
+        """
+        return min((size for size in self.misfits if size > max(self.fitted, _ONE_ROW)), default=None)

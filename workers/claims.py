@@ -1,0 +1,224 @@
+"""How this worker gets jobs: one claim in every commit while there is work, one blocking claim while there is none.
+
+wanted --> exchange: commits and claims, one round trip --> deliveries
+arm    --> a blocking claim is left with the broker     --> wait: its answer wakes the I/O thread
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from penstock.registry.broker.base import Claim, Commit, CommitStatus, Delivery, WorkerEnd
+from penstock.registry.queues import Priority
+from penstock.workers.leases import LOWER_SHARE, LeasedJobs
+from penstock.workers.versions.version import ServedModel
+
+__all__ = ["AgeingReserve", "Claimer", "WakeUp"]
+
+_BLOCK_MS: Final = 1000
+_ANSWER_S: Final = 0.25
+"""A blocking claim is overdue when it has not answered for so long after its time."""
+
+
+class AgeingReserve:
+    """How many of the next jobs are kept for lower priorities: over time LOWER_SHARE of them, also one by one.
+
+    >>> share = AgeingReserve()
+    >>> sum(share.of(1) for _ in range(16))
+    2
+    """
+
+    def __init__(self) -> None:
+        self._owed = 0.0
+
+    def of(self, credit: int) -> int:
+        """The reserve within `credit`."""
+        self._owed += credit * LOWER_SHARE
+        reserved = min(int(self._owed), credit)
+        self._owed -= reserved
+        return reserved
+
+
+class WakeUp:
+    """Wakes the I/O thread out of its sleep, from any thread."""
+
+    def __init__(self) -> None:
+        self.fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not before the last thread, hung ones included, has let go of it: that thread may still ring.
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+    def ring(self) -> None:
+        """Wake the I/O thread now, or keep it from its next sleep."""
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """The I/O thread is awake."""
+        os.eventfd_read(self.fd)
+
+
+class Claimer:
+    """The claims of one consumer. The I/O thread owns it.
+
+    models: by name. most_jobs: jobs that this worker holds in memory at most. ageing_ms: after this wait a job of a
+    lower priority counts for the reserve. checkpoint: called at each point where a crash is worth testing. clock:
+    monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        broker: WorkerEnd,
+        consumer: str,
+        models: Mapping[str, ServedModel],
+        leased: LeasedJobs,
+        wake_up: WakeUp,
+        *,
+        most_jobs: int,
+        ageing_ms: int,
+        result_ttl_ms: int,
+        checkpoint: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.wake_up: Final = wake_up
+        self._broker = broker
+        self._consumer = consumer
+        self._models = models
+        self._leased = leased
+        self._most_jobs = most_jobs
+        self._ageing_ms = ageing_ms
+        self._result_ttl_ms = result_ttl_ms
+        self._checkpoint = checkpoint
+        self._clock = clock
+        self._reserve = AgeingReserve()
+        self._empty: set[str] = set()
+        """Models whose last claim found fewer jobs than it asked for."""
+        self._pollers: dict[int, select.poll] = {}
+        self.is_armed = False
+        """Whether a blocking claim is with the broker."""
+        self._armed_count = 0
+        self._armed_until = 0.0
+
+    # While there is work
+
+    def wanted(self) -> list[Claim]:
+        """What to claim now. Nothing after every queue was seen empty: the blocking claim will tell."""
+        if self.is_armed or self._is_quiet:
+            return []
+        room = self._most_jobs - len(self._leased)
+        claims = []
+        for model in self._models.values():
+            credit = min(model.free, room)
+            if credit > 0:
+                room -= credit
+                claims.append(self.claim_of(model.name, credit))
+        return claims
+
+    def claim_of(self, model: str, credit: int) -> Claim:
+        """A claim of up to `credit` jobs."""
+        return Claim(model, credit, self._reserve.of(credit), self._ageing_ms)
+
+    def exchange(
+        self, commits: Sequence[Commit], claims: Sequence[Claim]
+    ) -> tuple[Sequence[CommitStatus], list[Delivery]]:
+        """Commit and claim in one round trip. Raises BrokerUnavailable: then it is open what was done."""
+        if commits:
+            self._checkpoint("before-commit")
+        if claims:
+            self._checkpoint("before-claim")
+        statuses, deliveries = self._broker.exchange(self._consumer, commits, claims, self._result_ttl_ms)
+        if commits:
+            self._checkpoint("after-commit")
+        self._note_found({claim.slot: claim.credit for claim in claims}, deliveries)
+        return statuses, deliveries
+
+    # While there is none
+
+    def arm(self) -> None:
+        """Leave a blocking claim for all queues with the broker, once all were seen empty.
+
+        While one of them has more jobs than this worker can take, every commit carries the next claims of all.
+        """
+        if self.is_armed or not self._is_quiet:
+            return
+        room = self._most_jobs - len(self._leased)
+        slots = [name for name, model in self._models.items() if model.is_claimable]
+        if room <= 0 or not slots:
+            return
+        # The count holds for each of the queues, and several may answer at once; one job of each is always welcome.
+        share = room // (len(slots) * len(Priority))
+        count = max(1, min([share, *(self._models[slot].free for slot in slots)]))
+        self._checkpoint("before-claim")
+        self._armed_count = count
+        self._broker.arm(self._consumer, slots, count, _BLOCK_MS)
+        self.is_armed = True
+        self._armed_until = self._clock() + _BLOCK_MS / 1000 + _ANSWER_S
+
+    def wait(self, timeout_s: float) -> list[Delivery]:
+        """Sleep until the blocking claim has an answer, until `wake_up` rings, or for `timeout_s` seconds."""
+        deliveries: list[Delivery] = []
+        for fd, _ in self._poller(self._broker.fileno() if self.is_armed else -1).poll(timeout_s * 1000):
+            if fd == self.wake_up.fd:
+                self.wake_up.clear()
+            else:
+                deliveries += self._collect()
+        if self.is_armed and self._clock() >= self._armed_until:
+            deliveries += self._collect()
+        return deliveries
+
+    def _collect(self) -> list[Delivery]:
+        """The blocking claim has an answer or is overdue: on a half-open connection none may ever come."""
+        deliveries = self._broker.collect() if self._clock() < self._armed_until else self._broker.disarm()
+        self.is_armed = False
+        self._note_found(dict.fromkeys(self._models, self._armed_count), deliveries)
+        return deliveries
+
+    def disarm(self) -> list[Delivery]:
+        """Withdraw the blocking claim; returns what it had claimed."""
+        if not self.is_armed:
+            return []
+        self.is_armed = False
+        return self._broker.disarm()
+
+    def reset(self) -> None:
+        """The connection is gone, and the blocking claim with it."""
+        self._broker.drop_armed()
+        self._pollers.clear()
+        self.is_armed = False
+
+    def next_wakeup(self) -> float:
+        """When the blocking claim is overdue, in monotonic seconds."""
+        return self._armed_until
+
+    # What was found
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any model may get more jobs."""
+        return any(model.free > 0 for model in self._models.values())
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether every queue was seen empty, with room for more: time to wait instead of asking."""
+        return all(name in self._empty and model.free > 0 for name, model in self._models.items() if model.is_claimable)
+
+    def _note_found(self, asked: Mapping[str, int], deliveries: Sequence[Delivery]) -> None:
+        found = Counter(delivery.slot for delivery in deliveries)
+        for slot, credit in asked.items():
+            if found[slot] < credit:
+                self._empty.add(slot)
+            else:
+                self._empty.discard(slot)
+
+    def _poller(self, broker_fd: int) -> select.poll:
+        """What to sleep on: the wake-up descriptor and, unless it is -1, the broker's."""
+        poller = self._pollers.get(broker_fd)
+        if poller is None:
+            poller = self._pollers[broker_fd] = select.poll()
+            poller.register(self.wake_up.fd, select.POLLIN)
+            if broker_fd >= 0:
+                poller.register(broker_fd, select.POLLIN)
+        return poller
