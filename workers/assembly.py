@@ -34,10 +34,10 @@ from penstock.workers.status import StatusReporter, WorkerIdentity
 from penstock.workers.streaming import EventStream
 from penstock.workers.telemetry import BatchTelemetry
 from penstock.workers.versions.deployment_store import DeploymentStore, FileDeploymentStore, NullDeploymentStore
-from penstock.workers.versions.handover import HandOver
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.peers import Peers
+from penstock.workers.versions.placement import Placement
 from penstock.workers.versions.repository import EmptyRepository, ModelRepository
 from penstock.workers.versions.tuner import NullTuner, Tuner
 
@@ -59,7 +59,7 @@ class PartTypes:
     executor: type[Executor] = Executor
     completer: type[Completer] = Completer
     loader: type[Loader] = Loader
-    placement: type[HandOver] = HandOver
+    placement: type[Placement] = Placement
     wake_up: type[WakeUp] = WakeUp
 
 
@@ -195,7 +195,7 @@ class _Assembly:
             verify=options.verify,
             on_version_change=self._on_version_change,
             ring=self.wake_up.ring,
-            takes_any=not self.settings.worker.models,
+            accepts_new_models=not self.settings.worker.models,
             deployments=self._deployments(),
         )
 

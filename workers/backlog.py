@@ -17,9 +17,9 @@ from math import inf
 from typing import NamedTuple
 
 from penstock.workers.job import ClaimedJob
-from penstock.workers.versions.version import ServedVersion
+from penstock.workers.versions.version import ServedVersion, VersionState
 
-__all__ = ["Backlog", "Waiting"]
+__all__ = ["Backlog", "Suspect", "Waiting"]
 
 
 class Waiting(NamedTuple):
@@ -27,6 +27,13 @@ class Waiting(NamedTuple):
 
     job: ClaimedJob
     version: ServedVersion | None
+
+
+class Suspect(NamedTuple):
+    """A job that must run alone, and the version that will run it."""
+
+    job: ClaimedJob
+    version: ServedVersion
 
 
 class Backlog:
@@ -78,17 +85,15 @@ class Backlog:
 
     # Out
 
-    def take(
-        self, is_meant: Callable[[ClaimedJob], bool] = lambda _: True, *, with_delayed: bool = True
-    ) -> list[Waiting]:
+    def take(self, is_meant: Callable[[ClaimedJob], bool] = lambda _: True) -> list[Waiting]:
         """Take out all jobs that are meant, for whatever reason they wait. Their room is free afterwards."""
         taken: list[Waiting] = []
         for version in self._versions:
             taken += [
                 Waiting(item.job, version) for item in version.queue.batcher.discard(lambda item: is_meant(item.job))
             ]
-        taken += self._take_suspects(lambda _version, job: is_meant(job))
-        taken += [Waiting(job, version) for _, _, version, job in self._delayed if with_delayed and is_meant(job)]
+        taken += [Waiting(*suspect) for suspect in self._take_suspects(lambda _version, job: is_meant(job))]
+        taken += [Waiting(job, version) for _, _, version, job in self._delayed if is_meant(job)]
         taken += [Waiting(job, None) for job in (*self._unplaced, *self._searched) if is_meant(job)]
         gone = frozenset(id(waiting.job) for waiting in taken)
         self._delayed = [entry for entry in self._delayed if id(entry[3]) not in gone]
@@ -100,10 +105,31 @@ class Backlog:
                 holder.queue.release(job)
         return taken
 
+    def take_models(self, models: frozenset[str]) -> list[Waiting]:
+        """Take out the jobs of these models, except the delayed ones. Their room is free afterwards."""
+        taken: list[Waiting] = []
+        for version in [version for version in self._versions if version.name in models]:
+            taken += self.take_version(version)
+        taken += [Waiting(job, None) for job in (*self._unplaced, *self._searched) if job.delivery.slot in models]
+        self._unplaced = [job for job in self._unplaced if job.delivery.slot not in models]
+        self._searched = [job for job in self._searched if job.delivery.slot not in models]
+        return taken
+
+    def take_stranded(self) -> list[Suspect]:
+        """Take out the suspects whose version was unloaded, or failed to load, while they waited.
+
+        Their room is free afterwards. A version with suspects counts as idle, so it may be unloaded.
+        """
+        stranded = (VersionState.COLD, VersionState.FAILED)
+        taken = self._take_suspects(lambda version, _job: version.state in stranded)
+        for job, version in taken:
+            version.queue.release(job)
+        return taken
+
     def take_version(self, version: ServedVersion) -> list[Waiting]:
         """Take out the pending jobs and the suspects of one version. Their room is free afterwards."""
         taken = [Waiting(item.job, version) for item in version.queue.batcher.discard(lambda _: True)]
-        taken += self._take_suspects(lambda holder, _job: holder is version)
+        taken += [Waiting(*suspect) for suspect in self._take_suspects(lambda holder, _job: holder is version)]
         for job, _ in taken:
             version.queue.release(job)
         return taken
@@ -113,10 +139,10 @@ class Backlog:
         late = version.queue.batcher.discard(lambda item: broker_now > item.job.expires_ms)
         return [Waiting(item.job, version) for item in late]
 
-    def _take_suspects(self, is_meant: Callable[[ServedVersion, ClaimedJob], bool]) -> list[Waiting]:
+    def _take_suspects(self, is_meant: Callable[[ServedVersion, ClaimedJob], bool]) -> list[Suspect]:
         if not self._suspects:
             return []
-        taken = [Waiting(job, version) for version, job in self._suspects if is_meant(version, job)]
+        taken = [Suspect(job, version) for version, job in self._suspects if is_meant(version, job)]
         self._suspects = deque(entry for entry in self._suspects if not is_meant(*entry))
         return taken
 

@@ -1,10 +1,10 @@
 """Ended runs -> another try, or a sealed commit -> settled.
 
     collect: a run that ended -> an outcome per job
-    seal:    outcomes -> commits;  a failed try with tries left -> Retry;  followers without an answer -> Retry at once
-    settle:  the broker's answer -> what is committed leaves this worker's memory
+    seal:    outcomes -> commits;  a failed try with tries left -> NextTry;  a follower without an answer -> Rejoin
+    settle:  the broker's answer -> the committed jobs leave this worker's memory
 
-The completer decides and returns; the drain puts the jobs of each Retry where they belong.
+The drain puts the jobs of each NextTry and Rejoin where they belong.
 """
 
 from __future__ import annotations
@@ -27,25 +27,32 @@ from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.results import CANCELLED, EXPIRED, JobOutcome, commit_of
 from penstock.workers.versions.version import ServedModel, ServedVersion
 
-__all__ = ["Completer", "Retry", "Settlement"]
+__all__ = ["Completer", "NextTry", "Rejoin", "Settlement"]
 
 logger = logging.getLogger("penstock.server")
 
 
-class Retry(NamedTuple):
-    """A job that needs another route: after `pause_s` seconds for another try, or at once as a former follower."""
+class NextTry(NamedTuple):
+    """A job that failed, and that its retry policy gives another try after `pause_s` seconds."""
 
     job: ClaimedJob
     version: ServedVersion
-    pause_s: float | None
+    pause_s: float
+
+
+class Rejoin(NamedTuple):
+    """A job whose leader ended without an answer for it: it needs another leader, or a forward."""
+
+    job: ClaimedJob
+    version: ServedVersion
 
 
 class Settlement(NamedTuple):
     """One commit that the broker answered. Times are monotonic seconds."""
 
     outcomes: list[tuple[JobOutcome, State]]
-    by_run: dict[int, list[JobOutcome]]
-    """The same outcomes by the id() of their run; those without a run under id(None)."""
+    by_run: dict[BatchRun | None, list[JobOutcome]]
+    """The same outcomes by their run; None: without a run."""
     commit_s: float
     at: float
 
@@ -121,10 +128,10 @@ class Completer:
 
     # Outcomes -> commits
 
-    def seal(self) -> list[Retry]:
+    def seal(self) -> list[NextTry | Rejoin]:
         """Seal every outcome, and the same outcome for each follower; returns the jobs that go on instead."""
         outcomes, self._outcomes = self._outcomes, []
-        retries: list[Retry] = []
+        retries: list[NextTry | Rejoin] = []
         for outcome in outcomes:
             job = outcome.job
             if job.header.options.retry is not None and (pause_s := self._pause_s(outcome)) is not None:
@@ -161,7 +168,7 @@ class Completer:
         pause_s = policy.pause_s(job.tries, self._jitter())
         return pause_s if self._now_ms() + pause_s * 1000 <= job.expires_ms else None
 
-    def _try_again(self, outcome: JobOutcome, pause_s: float) -> list[Retry]:
+    def _try_again(self, outcome: JobOutcome, pause_s: float) -> list[NextTry | Rejoin]:
         job, version, failure = outcome.job, outcome.version, outcome.failure
         if failure is None or version is None:
             raise RuntimeError("a job that did not fail was to be tried again")
@@ -169,7 +176,7 @@ class Completer:
         self._metrics.retried(job.header.model)
         job.tries += 1
         # The pause may be longer than its followers can wait: they go ahead.
-        return [*_rejoining(self._flights.end(job)), Retry(job, version, pause_s)]
+        return [*_rejoining(self._flights.end(job)), NextTry(job, version, pause_s)]
 
     # Commits -> settled
 
@@ -183,20 +190,18 @@ class Completer:
         pending, self._uncommitted = self._uncommitted, []
         now = self._clock()
         settled: list[tuple[JobOutcome, State]] = []
-        by_run: defaultdict[int, list[JobOutcome]] = defaultdict(list)
+        by_run: defaultdict[BatchRun | None, list[JobOutcome]] = defaultdict(list)
         for (outcome, commit), status in zip(pending, statuses, strict=True):
             if outcome.version is not None:
                 outcome.version.queue.release(outcome.job)
             if status is CommitStatus.COMMITTED:
                 settled.append((outcome, commit.state))
-                by_run[id(outcome.run)].append(outcome)
+                by_run[outcome.run].append(outcome)
             elif status is CommitStatus.FENCED:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
         self._leased.drop([outcome.job for outcome, _ in pending])
-        for outcomes in by_run.values():
-            if (run := outcomes[0].run) is not None:
-                self._unobserved.append((run, now))
+        self._unobserved += [(run, now) for run in by_run if run is not None]
         return Settlement(settled, by_run, now - begun, now)
 
     def steer(self) -> None:
@@ -220,5 +225,5 @@ class Completer:
         self._leased.drop([outcome.job])
 
 
-def _rejoining(followers: Sequence[Waiting]) -> list[Retry]:
-    return [Retry(job, version, None) for job, version in followers if version is not None]
+def _rejoining(followers: Sequence[Waiting]) -> list[Rejoin]:
+    return [Rejoin(job, version) for job, version in followers if version is not None]

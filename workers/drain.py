@@ -6,8 +6,8 @@
       '----------- commit and claim, one round trip: Claimer <------------------------------ Completer
 
 One I/O thread takes the turns below. It does everything except loads, forwards and leases, which have threads of their
-own. The parts own their state and return values; only the drain puts a job from one part into another. Which version
-answers a job is settled when the job is claimed.
+own. The parts own their state and return values. The router says where a job goes and the drain puts it there; the
+scheduler moves it on from the backlog to the executor. Which version answers a job is settled when it is claimed.
 
 `start` runs three kinds of threads over three methods: Drain.step, Executor.begin to finish, LeaseKeeper.tick. The
 simulator calls these methods itself, under a clock of its own, and has the whole worker in one thread.
@@ -30,7 +30,7 @@ from penstock.registry.errors import BrokerUnavailable
 from penstock.workers.backlog import Backlog
 from penstock.workers.cache import AnswerCache, SingleFlight
 from penstock.workers.claims import Claimer
-from penstock.workers.completer import Completer, Retry
+from penstock.workers.completer import Completer, NextTry, Rejoin
 from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
@@ -44,8 +44,8 @@ from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route,
 from penstock.workers.scheduler import Scheduler
 from penstock.workers.status import StatusReporter
 from penstock.workers.telemetry import BatchTelemetry
-from penstock.workers.versions.handover import HandOver as Placement
 from penstock.workers.versions.lifecycle import ModelLifecycle
+from penstock.workers.versions.placement import Placement
 from penstock.workers.versions.version import ServedVersion, VersionState
 
 __all__ = ["Drain", "DrainLimits", "DrainParts", "StopSignal"]
@@ -111,7 +111,8 @@ class DrainParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainLimits:
-    """most_jobs: in memory at a time. most_delayed: a job that fails beyond these is tried again without a pause."""
+    """most_jobs: in memory at a time. most_delayed: a job that fails beyond these is tried again without a pause.
+    lease_s: a job whose worker is silent for so long goes to another worker."""
 
     most_jobs: int
     most_delayed: int
@@ -157,7 +158,7 @@ class Drain:
             lease_s=limits.lease_s,
             offered=parts.lifecycle.all_offered,
             room=self._room_to_take_over,
-            news=self._on_lease_update,
+            on_update=self._on_lease_update,
             look=parts.lifecycle.poll_records,
             report=lambda: parts.status.report(is_ready=self.readiness[0]),
             clock=clock,
@@ -278,32 +279,18 @@ class Drain:
             return
         self._resume_delayed()
         self._give_back_paused()
-        self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)  # the device comes first
-        self._exchange(self.parts.claimer.wanted())
+        self._dispatch()  # the device comes first
+        self._exchange([] if self.parts.stop.is_set else self.parts.claimer.wanted())
         self._place_unplaced()
-        self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)
-        self.parts.claimer.arm()
-        self.parts.telemetry.flush()
-        self._completer.steer()
+        self._dispatch()
+        if not self.parts.stop.is_set:
+            self.parts.claimer.arm()
+        self._tell()
         self._dead_letter_deferred()
 
     def sleep_s(self) -> float:
         """For how long there is nothing to do, unless the broker or a model thread wakes this one."""
-        parts, now = self.parts, self._clock()
-        until = parts.scheduler.next_wakeup() - now
-        is_running, is_loading = bool(parts.executor.running()), parts.lifecycle.loader.is_busy
-        if self._completer.has_work:
-            until = 0.0
-        elif parts.intake.has_deferred:
-            until = min(until, _SHORTEST_PAUSE_S if is_running else 0.0)
-        elif parts.claimer.is_armed:
-            until = min(until, parts.claimer.next_wakeup() - now)
-        elif not is_running and not is_loading and parts.lifecycle.claimable():
-            until = min(until, _IDLE_S)
-        elif is_loading or parts.claimer.has_room:
-            # Other models must not wait for the long forward of the one whose queue is full.
-            until = min(until, _LOOK_AGAIN_S)
-        return max(0.0, min(until, _TICK_S))
+        return _sleep_s(self.parts, self._clock())
 
     # Jobs from part to part
 
@@ -332,14 +319,16 @@ class Drain:
         """Put one job where its route says."""
         if isinstance(route, Answered):
             self._completer.add(route.outcome)
-        elif route is Aside.UNPLACED:
-            self._backlog.add_unplaced(self.parts.flights.end_all([job]))
-        elif route is Aside.GIVE_BACK:
-            self.parts.releaser.add([job])
         elif isinstance(route, Run):
             self._await_batch(route.version, [job])
         elif isinstance(route, Suspect):
             self._await_batch(route.version, [job], are_suspects=True)
+        elif route is Aside.UNPLACED:
+            self._backlog.add_unplaced([job])
+        elif route is Aside.GIVE_BACK:
+            self.parts.releaser.add([job])
+        elif route is not Aside.FOLLOWS:
+            raise RuntimeError(f"a route that the drain does not know: {route!r}")
 
     def _await_batch(self, version: ServedVersion, jobs: Sequence[ClaimedJob], *, are_suspects: bool = False) -> None:
         """The jobs wait for a forward of the version, which is loaded if it is not."""
@@ -353,13 +342,23 @@ class Drain:
             self._backlog.add(version, jobs)
 
     def _reroute(self, jobs: Iterable[ClaimedJob]) -> None:
-        """Their version cannot be loaded here: another worker may have it."""
-        for job in jobs:
+        """Their version cannot be loaded here: another worker may have it. Each follower goes its own way."""
+        for job in self.parts.flights.end_all(jobs):
             self._put(job, Aside.UNPLACED if job.header.version else Aside.GIVE_BACK)
+
+    def _dispatch(self) -> None:
+        for job, version in self._backlog.take_stranded():
+            self._put(job, Suspect(version))
+        self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)
+
+    def _tell(self) -> None:
+        """Report what was settled, and let it steer the next batches."""
+        self.parts.telemetry.flush()
+        self._completer.steer()
 
     def _exchange(self, claims: Sequence[Claim]) -> None:
         """Commit what has ended, and claim: one round trip."""
-        self._go_on(self._completer.seal())
+        self._apply_retries(self._completer.seal())
         commits = self._completer.commits
         if not (commits or claims):
             return
@@ -369,11 +368,13 @@ class Drain:
             self.parts.telemetry.add(self._completer.settle(statuses, begun))
         self._admit(deliveries)
 
-    def _go_on(self, retries: Iterable[Retry]) -> None:
-        for job, version, pause_s in retries:
-            if pause_s is None:
+    def _apply_retries(self, retries: Iterable[NextTry | Rejoin]) -> None:
+        for retry in retries:
+            job, version = retry.job, retry.version
+            if isinstance(retry, Rejoin):
                 self._put(job, self.parts.router.rejoin(job, version))
                 continue
+            pause_s = retry.pause_s
             if self._backlog.delayed >= self._limits.most_delayed:
                 # Too many wait already: they would keep out jobs that have not failed.
                 pause_s = 0.0
@@ -477,7 +478,7 @@ class Drain:
         if paused := self.parts.status.paused:
             if any(run.batch.key.model in paused for run in self.parts.executor.waiting()):
                 self.parts.scheduler.recall_all()
-            unbegun = self._backlog.take(lambda job: job.delivery.slot in paused, with_delayed=False)
+            unbegun = self._backlog.take_models(paused)
             self.parts.releaser.add(job for job, _ in unbegun)
         self.parts.releaser.flush()
 
@@ -485,7 +486,7 @@ class Drain:
         """A forward hangs, or the device is lost: commit what has ended, and give the rest to other workers."""
         self._give_back_unbegun()
         self._exchange([])
-        self.parts.telemetry.flush()
+        self._tell()
 
     def _wind_up(self) -> bool:
         """Let running batches finish within the grace period, and give everything else back; whether any still runs."""
@@ -494,7 +495,7 @@ class Drain:
         may_finish = bool(self.parts.executor.running()) and not self.parts.stop.is_over()
         self._completer.collect(self.parts.executor.take_done())
         self._exchange([])
-        self.parts.telemetry.flush()
+        self._tell()
         if may_finish:
             return True
         running = [item.job for run in self.parts.executor.running() for item in run.batch.items]
@@ -523,3 +524,20 @@ def _fault_of_thread(name: str, is_alive: bool, silent_s: float) -> str | None:
     if not is_alive:
         return f"the {name} thread has died"
     return f"the {name} thread hangs" if silent_s > _STUCK_S else None
+
+
+def _sleep_s(parts: DrainParts, now: float) -> float:
+    until = parts.scheduler.next_wakeup() - now
+    is_running, is_loading = bool(parts.executor.running()), parts.lifecycle.loader.is_busy
+    if parts.completer.has_work:
+        until = 0.0
+    elif parts.intake.has_deferred:
+        until = min(until, _SHORTEST_PAUSE_S if is_running else 0.0)
+    elif parts.claimer.is_armed:
+        until = min(until, parts.claimer.next_wakeup() - now)
+    elif not is_running and not is_loading and parts.lifecycle.claimable():
+        until = min(until, _IDLE_S)
+    elif is_loading or parts.claimer.has_room:
+        # Other models must not wait for the long forward of the one whose queue is full.
+        until = min(until, _LOOK_AGAIN_S)
+    return max(0.0, min(until, _TICK_S))

@@ -1,11 +1,11 @@
-"""What a worker holds and how it keeps it: the share of lower priorities, and the leases.
+"""The jobs in a worker's memory, and the leases on them.
 
     drain (I/O thread) -- takes, drops --> LeasedJobs <-- renews -- LeaseKeeper (a thread of its own)
                        <-- lost, cancelled, taken over, handed over --'
 
-Leases are renewed for the ids in memory only: a job that was claimed but never arrived here lapses and comes back.
-After a gap in its view of the broker a worker waits one lease before it takes over anything: the living ones, who
-could not renew either, come first.
+Only leases on jobs in memory are renewed: if a claimed job never arrived here, its lease lapses and it is delivered
+again. If the broker was silent for a while, a worker waits one lease before it takes over jobs: the other live workers
+could not renew either, and they renew first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock.workers.job import ClaimedJob
 __all__ = ["LOWER_SHARE", "LeaseKeeper", "LeaseUpdate", "LeasedJobs"]
 
 LOWER_SHARE: Final = 1 / 8
-"""The share of claims that is kept for a lower priority which has waited too long."""
+"""The share of claims that is reserved for lower priorities that have waited too long."""
 _RELEASED_MS: Final = 3_600_000
-"""Jobs that were released look idle for a day; no lease that lapsed by itself is left alone for an hour."""
-
+"""Released jobs look idle for a day. A lease that lapsed by itself never stays idle for an hour."""
 _OUT_OF_TOUCH_S: Final = 3.0
+"""After this time without an answer the broker counts as away."""
 
 logger = logging.getLogger("penstock.server")
 
@@ -36,26 +36,26 @@ class LeasedJobs:
     """The jobs in this worker's memory, by entry. Thread-safe."""
 
     def __init__(self) -> None:
-        # Entry ids are their stream's own: only with slot and priority do they name one job.
+        # An entry id is unique in its stream: only slot, priority and entry id together name one job.
         self._held: dict[tuple[str, int, bytes], ClaimedJob] = {}
         self._lock = threading.Lock()
 
     def take(self, jobs: Sequence[ClaimedJob]) -> None:
-        """These jobs are in memory now."""
+        """Note that these jobs are in memory now."""
         with self._lock:
             for job in jobs:
                 delivery = job.delivery
                 self._held[delivery.slot, delivery.priority, delivery.entry_id] = job
 
     def drop(self, jobs: Sequence[ClaimedJob]) -> None:
-        """These jobs are no longer our business."""
+        """Note that these jobs are not in memory any more."""
         with self._lock:
             for job in jobs:
                 delivery = job.delivery
                 self._held.pop((delivery.slot, delivery.priority, delivery.entry_id), None)
 
     def snapshot(self) -> list[Held]:
-        """The jobs held at this moment."""
+        """The jobs in memory now."""
         with self._lock:
             jobs = list(self._held.values())
         return [job.held for job in jobs]
@@ -65,19 +65,18 @@ class LeasedJobs:
 
 
 class LeaseUpdate(NamedTuple):
-    """What the lease keeper found out: job entries lost, jobs to stop, jobs taken over from others."""
+    """Changes that the lease keeper found: lost entries, cancelled jobs, and jobs taken over from other workers."""
 
     renewal: Renewal
     taken_over: list[Delivery]
 
 
 class LeaseKeeper:
-    """Renews leases, takes over lapsed ones and jobs that others hand over, and calls `report` once a second: a thread
-    of its own over `tick`.
+    """Renews leases, takes over lapsed ones and handed-over jobs, and calls `report` once a second, on its own thread.
 
-    slots: the models to take over jobs of. offered: by model, the versions whose jobs others may hand over, and how
-    many of each. news: called with what was found, on this thread. look: called before each look for such jobs. room:
-    how many jobs may be taken over now. clock: monotonic seconds.
+    slots: the models whose jobs may be taken over. offered: by model, the versions for which jobs may be handed over to
+    this worker, with their number. room: the number of jobs that may be taken over now. on_update: called with each
+    update, on this thread. look: called before each search for jobs to take over. clock: monotonic seconds.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class LeaseKeeper:
         lease_s: float,
         offered: Callable[[], Mapping[str, Mapping[str, int]]],
         room: Callable[[], int],
-        news: Callable[[LeaseUpdate], None],
+        on_update: Callable[[LeaseUpdate], None],
         look: Callable[[], None],
         report: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +101,7 @@ class LeaseKeeper:
         self._lease_s = lease_s
         self._offered = offered
         self._room = room
-        self._news = news
+        self._on_update = on_update
         self._look = look
         self._report = report
         self._clock = clock
@@ -113,11 +112,11 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ends; what is held is no longer renewed."""
+        """End the thread: no lease is renewed any more."""
         self._is_stopping.set()
         self._thread.join(timeout_s)
 
@@ -127,11 +126,11 @@ class LeaseKeeper:
 
     @property
     def is_in_touch(self) -> bool:
-        """Whether the broker answered lately."""
+        """Whether the broker has answered in the last seconds."""
         return self._clock() - self._last_contact < _OUT_OF_TOUCH_S
 
     def tick(self) -> float:
-        """Does what is due, and says for how many seconds nothing will be."""
+        """Do the steps that are due; returns the seconds until the next one."""
         renew_every, look_every = self._lease_s / 3, min(0.5, self._lease_s / 4)
         now = self.ticked = self._clock()
         try:
@@ -157,7 +156,7 @@ class LeaseKeeper:
             self._is_stopping.wait(self.tick())
 
     def _note_contact(self) -> None:
-        """The broker has answered. The first answer after a gap comes before anybody is taken over from."""
+        """Note that the broker has answered. After a gap, the next take-over is one lease later."""
         now = self._clock()
         if self._is_after_gap:
             self._may_take_over_at = now + self._lease_s
@@ -165,7 +164,7 @@ class LeaseKeeper:
 
     @property
     def _is_after_gap(self) -> bool:
-        """Whether the broker has been silent for so long that the living may not have renewed, either."""
+        """Whether the broker was silent for so long that other live workers may not have renewed their leases."""
         return self._clock() - self._last_contact > self._lease_s / 2
 
     def _renew(self) -> None:
@@ -175,29 +174,29 @@ class LeaseKeeper:
         renewal = self._broker.renew(self._consumer, held)
         self._note_contact()
         if renewal.lost or renewal.cancelled:
-            self._news(LeaseUpdate(renewal, []))
+            self._on_update(LeaseUpdate(renewal, []))
 
     def _take_over(self) -> None:
         for slot in self._slots():
             if (room := self._room()) <= 0:
                 return
-            # This very call may be the first to be answered after a gap.
+            # Checked for each call: this one may be the first that is answered after a gap.
             may_take_over = self._clock() >= self._may_take_over_at and not self._is_after_gap
             lease_ms = int(self._lease_s * 1000) if may_take_over else _RELEASED_MS
             found = self._broker.take_over(self._consumer, slot, lease_ms, room)
             self._note_contact()
             if found:
                 logger.info("jobs taken over", extra={"model": slot, "jobs": len(found)})
-                self._news(LeaseUpdate(_NOTHING, found))
+                self._on_update(LeaseUpdate(_NOTHING, found))
 
     def _adopt(self) -> None:
-        """Also while nothing is claimed, because what answers is being loaded: this keeps in touch with the broker."""
+        """Take over handed-over jobs. Runs also while no model is claimable, to stay in touch with the broker."""
         for slot, offered in self._offered().items():
             if (room := min(self._room(), sum(offered.values()))) > 0:
                 found = self._broker.adopt(self._consumer, slot, list(offered), room)
                 self._note_contact()
                 if found:
-                    self._news(LeaseUpdate(_NOTHING, found))
+                    self._on_update(LeaseUpdate(_NOTHING, found))
 
 
 _NOTHING: Final = Renewal(frozenset(), frozenset())

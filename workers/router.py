@@ -1,12 +1,11 @@
 """A claimed job -> the way it goes.
 
-    expired, revoked, invalid --> Answered          an equal job leads --> Follows
+    expired, revoked, invalid --> Answered          an equal job leads --> Aside.FOLLOWS
     cached answer             --> Answered          a version is here  --> Run, or Suspect: alone
-    its version is not here   --> Unplaced, HandOver, GiveBack
+    its version is not here   --> Aside.UNPLACED, HandOver, Aside.GIVE_BACK
 
-The router decides and holds no job; the drain puts each job where its route says. Which version answers a job is
-settled here, at the claim: the claim carries the record of the active version, so a promotion holds for the very next
-job.
+The drain puts each job where its route says; only a follower is kept here, in SingleFlight. Which version answers a job
+is settled at the claim: the claim carries the record of the active version, so a promotion holds for the very next job.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, JobOutcome
-from penstock.workers.versions.handover import HandOver as Placement
 from penstock.workers.versions.lifecycle import ModelLifecycle
+from penstock.workers.versions.placement import Placement
 from penstock.workers.versions.version import ServedModel, ServedVersion
 
 __all__ = [
@@ -119,7 +118,7 @@ class JobRouter:
         return Aside.UNPLACED if job.header.version else Aside.GIVE_BACK
 
     def place(self, job: ClaimedJob, broker_now: float, *, waiting: int) -> Route:
-        """The way of an unplaced job. UNPLACED: it goes on waiting. waiting: see HandOver.find."""
+        """The way of an unplaced job. UNPLACED: it goes on waiting. waiting: see Placement.find."""
         if broker_now > job.expires_ms:
             return _refused(job, EXPIRED)
         if job.is_lost or job.is_cancelled:
@@ -146,7 +145,7 @@ class JobRouter:
         return _forward_of(follower, version)
 
     def find_elsewhere(self, job: ClaimedJob, *, waiting: int) -> ServedVersion | str | Failure | None:
-        """The worker for a job that names a version; see HandOver.find."""
+        """The worker for a job that names a version; see Placement.find."""
         return self._placement.find(job, waiting=waiting)
 
     # Which version
@@ -177,7 +176,7 @@ class JobRouter:
             version.fit(job)
         except InvalidInput as error:
             # The client checked the job against another spec than the one that is served now.
-            return _refused(job, Failure("ModelError", f"InvalidInput: {error}"), version)
+            return _refused(job, Failure("ModelError", f"InvalidInput: {error}"))
         if not job.is_suspect and (version.policy.cache_ttl_s or version.policy.shares_flights):
             tenant = job.header.tenant if self._isolates_tenants else ""
             job.digest = key_of(job.header, job.delivery.sealed, version.label, tenant=tenant)

@@ -1,4 +1,4 @@
-"""The context of one streaming job: chunks and progress on their way to its event stream."""
+"""The context of one streaming job: publishes its chunks and its progress as events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RETRY_S = 0.2
 
 
 class EventStream:
-    """Sends a running job's events as its lease holder; see StreamContext for what an entry point may use.
+    """Sends the events of a running job while its lease is held. An entry point uses it as a StreamContext.
 
-    While the broker is away an event waits, and the entry point with it. Once the lease is lost nothing is sent any
-    more and `is_cancelled` turns true: the job runs elsewhere.
+    While the broker is away, the entry point waits. After the lease was lost, no event is sent and `is_cancelled` is
+    true: the job runs elsewhere. touch: called while an event waits. may_wait: whether it may go on waiting.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EventStream:
 
     @property
     def tenant(self) -> str:
-        """Whose job it is."""
+        """The tenant of the job."""
         return self._job.header.tenant
 
     @property
@@ -58,13 +58,13 @@ class EventStream:
         return self._job.is_cancelled or self._job.is_lost
 
     def progress(self, fraction: float) -> None:
-        """Tells subscribers how far the job is. Raises InvalidInput outside 0 to 1."""
+        """Send the progress to subscribers. Raises InvalidInput outside 0 to 1."""
         if not 0 <= fraction <= 1:
             raise InvalidInput(f"progress is {fraction!r:.40}. Expected a number from 0 to 1")
         self._emit("progress", fraction=float(fraction))
 
     def chunk(self, values: Mapping[str, Array]) -> None:
-        """Sends what the entry point yielded."""
+        """Send values that the entry point yielded."""
         self._emit("chunk", values=values)
 
     def _emit(self, kind: str, *, values: Mapping[str, Array] | None = None, fraction: float | None = None) -> None:
@@ -74,7 +74,7 @@ class EventStream:
         )
         event = Event(kind, seal("event", header, body, self._keyring))
         while not self._job.is_lost:
-            # Waiting for the broker is not the model's fault.
+            # The time limit of the forward does not count this wait.
             self._touch()
             try:
                 last = self._broker.emit(self._consumer, self._job.held, [event], self._ttl_ms, after=self._last)

@@ -56,8 +56,8 @@ class BatchTelemetry:
         ended = [_ended(outcome, state, now) for outcome, state in settlement.outcomes]
         self._listener.finished(ended, time.time())
         self._count(ended)
-        for outcomes in settlement.by_run.values():
-            if (run := outcomes[0].run) is not None:
+        for run, outcomes in settlement.by_run.items():
+            if run is not None:
                 self._report_batch(run, outcomes, settlement.commit_s, now)
             else:
                 self._report_cached([outcome for outcome in outcomes if outcome.how == "cached"], now)

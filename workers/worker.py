@@ -295,7 +295,7 @@ def _open_drain(
 ) -> Drain:
     """The drain, its journal, and the probe that shows its readiness: the probe listens before there is a drain."""
     repository = DiskRepository.of(settings)
-    packages = repository.answering(settings)
+    packages = repository.initial_packages(settings)
     readiness = _DrainReadiness()
     probe = _open_probe(settings, device, metrics, readiness, closing)
     readiness.drain = build_drain(

@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 from penstock.compose.commands.promotion import demote, promote, register, rollback, sign, sync
+from penstock.compose.commands.registry_access import RegistryAccess
 from penstock.compose.commands.serving import compile_model, levels, load, unload
-from penstock.compose.rollout.access import RegistryAccess
 from penstock.compose.terminal import as_json_option, print_data, print_drawn
 from penstock.registry.errors import UnknownModel
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.compose.commands.options import prepare_option, reason_option, timeout_option
-from penstock.compose.rollout.access import RegistryAccess
+from penstock.compose.commands.registry_access import RegistryAccess
 from penstock.compose.terminal import as_json_option, print_data
 from penstock.registry.errors import ConfigurationError, InvalidInput, shown
 

@@ -8,7 +8,7 @@ from typing import Literal
 import click
 
 from penstock.compose.commands.options import timeout_option, worker_option
-from penstock.compose.rollout.access import RegistryAccess
+from penstock.compose.commands.registry_access import RegistryAccess
 from penstock.compose.terminal import as_json_option, print_data, print_drawn
 from penstock.registry.errors import ModelNotReady
 

@@ -169,14 +169,14 @@ class SteppedDrain(Drain):
         """The double in the place of what the packages would build."""
         lifecycle = self.lifecycle
         for name, active in self.parts.broker.actives(list(lifecycle.models)).items():
-            lifecycle._follow_at_start(lifecycle.models[name], active)
+            lifecycle.follow_at_start(lifecycle.models[name], active)
         for model in lifecycle.models.values():
             assert model.active is not None
             _put_in_place(model.active, self._double)
             model.active.has_loaded()
             self.parts.executor.grow(model.active.policy.concurrency)
-            for label in lifecycle._repository.labels(model.name):
-                lifecycle.resolve(model, label)
+            for label in lifecycle.table.labels(model.name):
+                lifecycle.table.resolve(model, label)
         self._note_offered()
 
     def step(self, longest_wait_s: float = 0.0) -> float | None:

@@ -27,6 +27,7 @@ from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
 from tests.servers import RedisServer, wait_until
+from tests.workers.stepped import SteppedHarness
 
 ROOMY = Limits(100_000, 0, 60_000)
 UNSIGNED = Keyring.parse(None)
@@ -358,3 +359,15 @@ def test_jobs_of_a_model_with_chance_in_it_run_each(start: StartDrain, models_ro
     for job_id in harness.publish(slot, *[7] * 5):
         assert harness.result(job_id)[1] == 14
     assert [number for rows in recorded_forwards(forward_log) for number in rows].count(7) == 5
+
+
+def test_a_stop_in_the_middle_of_a_turn_claims_nothing(harness: SteppedHarness, models_root: Path):
+    """The rest of that turn sends neither a claim nor a blocking claim: the job waits for another worker."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    worker.drain.lifecycle.request(lambda: worker.drain.ask_to_stop(10.0))
+    (job,) = harness.publish("double", 1)
+    worker.turn(3)
+    assert worker.drain.reserved() == worker.drain.active() == []
+    successor = harness.start_worker()
+    assert successor.forward() == [job]

@@ -18,6 +18,7 @@ from penstock.workers.runtime.base import Prepared, Runtime
 from penstock.workers.runtime.forms import Forms, Forward
 from tests.flow.conftest import amend
 from tests.packages import write_double, write_recorder
+from tests.servers import wait_until
 from tests.workers.stepped import (
     LEASE_S,
     LIMITS,
@@ -232,3 +233,28 @@ def test_a_suspect_that_waits_may_still_come_to_another_end(
         assert harness.answer(job) == 14
     elif fate != "lost":
         assert worker.drain.readiness[1]["in_memory"] == 0
+
+
+def test_a_suspect_whose_version_was_unloaded_meanwhile_has_it_loaded_again(harness: SteppedHarness, models_root: Path):
+    """A version with suspects counts as idle, so memory pressure may unload it: the suspect brings it back."""
+    write_double(models_root)
+    write_double(models_root, "other")
+    (job,) = crashed(harness, "double", [7])
+    worker = harness.start_worker()
+    harness.publish("other", 1)
+    worker.turn(2)
+    busy = worker.begin()
+    assert busy is not None
+    worker.drain.leases.tick()
+    harness.pass_time(LEASE_S + 1)
+    assert [header.id for header in worker.drain.reserved()] == [job]
+    version = worker.drain.lifecycle.models["double"].active
+    assert version is not None
+    worker.drain.lifecycle._unload(version)
+    worker.end(busy)
+
+    def is_answered() -> bool:
+        worker.forwards()
+        return harness.state(job) is State.COMPLETED
+
+    wait_until(is_answered, 30, "the suspect is answered")

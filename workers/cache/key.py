@@ -1,4 +1,4 @@
-"""What equal jobs share."""
+"""The key under which equal jobs share one answer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["key_of"]
 
 
 def key_of(header: JobHeader, sealed: bytes, label: str, *, tenant: str) -> bytes:
-    """The key of an answer, 16 bytes: equal for jobs that ask the same of the version called `label`.
+    """The key of an answer, 16 bytes: equal for jobs with equal inputs and options for the version with this label.
 
-    sealed: the envelope of the job whose header that is; its body counts, its signature does not. tenant: whose the
-    answer is; empty where all may have it.
+    sealed: the envelope of the job with this header; the key covers its body and not its signature. tenant: the owner
+    of the answer; empty if all tenants share it.
     """
     asked = (tenant, header.model, label, header.content, header.options.outputs)
     digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)

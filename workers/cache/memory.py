@@ -1,4 +1,4 @@
-"""The tier in this process's memory: least recently used, with a lifetime, bounded in entries and in bytes."""
+"""The cache in this process's memory: least recently used, with a lifetime, bounded in entries and in bytes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from penstock.workers.results import EncodedOutputs
 __all__ = ["L1Cache"]
 
 _ENTRY_BYTES: Final = 1024
-"""What an entry takes besides its outputs: the key, and its places in the order of use and of ends."""
+"""The memory of an entry besides its outputs: the key, and its places in the order of use and in the heap."""
 _TENSOR_BYTES: Final = 256
-"""What the description of an output takes."""
+"""The memory of the description of an output."""
 _FEW: Final = 64
 
 
 class L1Cache:
-    """Answers by the digest of what was asked. For any thread.
+    """Answers by their key; see key_of. For any thread.
 
-    max_entries, max_bytes: what has expired leaves first, then what was not asked for longest; an answer of more than
-    an eighth of all bytes is not kept. clock: monotonic seconds.
+    max_entries, max_bytes: beyond these, expired entries leave first, then the least recently used ones. An answer
+    larger than an eighth of max_bytes is not cached. clock: monotonic seconds.
 
     Attributes:
-        evicted: how many have left for want of room.
+        evicted: the number of entries that left before they expired.
     """
 
     def __init__(self, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class L1Cache:
         self._clock = clock
         self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float]] = OrderedDict()
         self._ends: list[tuple[float, bytes]] = []
-        """A heap of when entries expire; some of them are gone, or were written anew."""
+        """A heap of the times at which entries expire; it may also hold removed and replaced entries."""
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -46,11 +46,11 @@ class L1Cache:
 
     @property
     def nbytes(self) -> int:
-        """What the entries take, in bytes."""
+        """The memory of all entries, in bytes."""
         return self._nbytes
 
     def get(self, key: bytes) -> EncodedOutputs | None:
-        """The answer that is kept under `key`, if its time is not over."""
+        """The answer under `key`, if it has not expired."""
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -62,7 +62,7 @@ class L1Cache:
             return found[0]
 
     def put(self, key: bytes, answer: EncodedOutputs, ttl_s: float) -> None:
-        """Keeps an answer for `ttl_s` seconds, in the place of what was kept under `key`."""
+        """Cache an answer for `ttl_s` seconds; it replaces an earlier answer under `key`."""
         size = _size_of(answer)
         with self._lock:
             now = self._clock()
@@ -82,12 +82,12 @@ class L1Cache:
                 heapq.heapify(self._ends)
 
     def expire(self) -> None:
-        """Drops what has expired; nobody may ask for it any more."""
+        """Remove expired entries, also those that no job asks for."""
         with self._lock:
             self._expire(self._clock())
 
     def forget(self, content_hash: str) -> int:
-        """Drops every answer of this content; returns how many there were."""
+        """Remove every answer of this content; returns their number."""
         with self._lock:
             old = [key for key, (answer, _) in self._entries.items() if answer.content_hash == content_hash]
             for key in old:

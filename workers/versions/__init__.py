@@ -1,4 +1,4 @@
-"""The versions of models in one worker: which ones it has, which one answers, and how they are loaded."""
+"""The versions of models in one worker: which it has, which is active, and how they are loaded."""
 
 from __future__ import annotations
 

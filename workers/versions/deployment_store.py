@@ -1,10 +1,10 @@
-"""The last decision about each model that was obeyed on this machine, in files that outlive its workers and its broker.
+"""The last decision about each model that this machine followed, in files that outlive its workers and its broker.
 
-    claim -- believed --> the worker obeys it -- keep, about once a second --> deployments/<model>.active under the home
-    start --> last --> a broker that has an older decision, or none, does not take the worker back
+    claim -- accepted --> the worker follows it -- keep, about once a second --> deployments/<model>.active in the home
+    start -- last --> the worker ignores an older decision of the broker
 
-For signed decisions only, and each is verified again when it is read: with another operator's key in the place of
-the old one, and equally without the files, everything begins anew.
+Only signed decisions are kept, and each is verified again when it is read. Without the files, or after the operator's
+key was replaced, the worker accepts the broker's decision.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ logger = logging.getLogger("penstock.server")
 
 
 class DeploymentStore(Protocol):
-    """The last decisions, as deliveries bring them along: `<epoch> <record>`."""
+    """The last decisions, in the form in which deliveries carry them: `<epoch> <record>`."""
 
     def last(self, model: str) -> bytes:
-        """What was kept last, if it is to be believed; empty for nothing."""
+        """The decision that was kept last, if it is valid; empty for none."""
 
     def keep(self, model: str, active: bytes) -> None:
-        """Keep a decision that was believed, unless a later one is there. Does not wait for anybody; raises OSError."""
+        """Keep an accepted decision, unless a later one is kept. Waits for no other process. Raises OSError."""
 
 
 class NullDeploymentStore:
-    """Where decisions are not signed: whoever may write to the broker decides anyway."""
+    """For decisions without signatures: every process that may write to the broker may decide."""
 
     def last(self, model: str) -> bytes:
-        """Nothing."""
+        """Empty."""
         return b""
 
     def keep(self, model: str, active: bytes) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""
 
 
 class FileDeploymentStore:
-    """One file per model in `folder`, mode 0600, for all workers of this machine."""
+    """One file for each model in `folder`, mode 0600, for all workers of this machine."""
 
     def __init__(self, folder: Path, verify: Verifier) -> None:
         self._folder = folder
         self._verify = verify
 
     def last(self, model: str) -> bytes:
-        """See DeploymentStore.last. Unreadable files, and records without a trusted signature, count as none."""
+        """See DeploymentStore.last. An unreadable file and a record without a trusted signature count as none."""
         try:
             active = _read(self._folder / f"{model}{_SUFFIX}")
             Deployment.open(active, model, self._verify)
         except FileNotFoundError:
             return b""
         except (OSError, Corrupt) as error:
-            logger.warning("the decision that was obeyed last is not known: %s", error, extra={"model": model})
+            logger.warning("the last followed decision cannot be read: %s", error, extra={"model": model})
             return b""
         return active
 
@@ -80,12 +80,12 @@ class FileDeploymentStore:
 
 
 def epoch_of(active: bytes) -> int:
-    """The epoch of a decision that was believed; -1 for none."""
+    """The epoch of an accepted decision; -1 for none."""
     return int(active.partition(b" ")[0] or -1)
 
 
 def _read(path: Path) -> bytes:
-    # A pipe in its place would hang the start, a device might never end.
+    # A pipe in its place would block the start; reading a device might never end.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path.name} is not a file")
@@ -93,11 +93,11 @@ def _read(path: Path) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """The file is the old one or the new one. Only whoever has the lock writes here."""
+    """Replace the file in one step. Only the holder of the lock calls this."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        # Not synced: leases are not to wait for a disk, and a power failure only makes this machine forget.
+        # Not synced: the lease thread must not wait for a disk. After a power failure the decision may be lost.
         file.write(data)
     os.replace(partial, path)
 
@@ -106,7 +106,7 @@ def _replace(path: Path, data: bytes) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Nor are they to wait for another worker, who may be frozen: the caller tries again.
+        # Nor must it wait for another worker, which may be frozen: the caller tries again.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:

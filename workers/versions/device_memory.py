@@ -1,6 +1,6 @@
-"""What forwards take of a GPU's memory: the probe of workers/batching/calibrate.py. torch is imported when it is read.
+"""The GPU memory that forwards need: the probe of workers/batching/calibrate.py. A reading imports torch.
 
-largest rows that a batch may hold -> forward -> what torch reserved at its peak + what else is in use on the device
+the largest rows of a batch -> forward -> peak of the memory that torch reserved + other memory in use on the device
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 __all__ = ["forward_probe", "largest_example", "peak_used_bytes", "total_bytes"]
 
 _SPECIAL_TOKENS = 2
-"""What a tokenizer puts around a text."""
+"""Tokens that a tokenizer adds around a text."""
 
 
 def total_bytes(device: str) -> int:
-    """All memory of `cuda[:n]`, in use or not."""
+    """The whole memory of `cuda[:n]`."""
     import torch
 
     return int(torch.cuda.mem_get_info(torch.device(device))[1])
 
 
 def forward_probe(runtime: Runtime, device: str, concurrency: int = 1) -> Callable[[int], MemoryReading]:
-    """Runs a loaded model on its largest rows. concurrency: so many forwards may run at the same time."""
+    """A probe that runs a loaded model on its largest rows. concurrency: the number of simultaneous forwards."""
 
     def probe(rows: int) -> MemoryReading:
         jobs = [largest_example(runtime, rows)]
@@ -42,8 +42,11 @@ def forward_probe(runtime: Runtime, device: str, concurrency: int = 1) -> Callab
 
 
 def largest_example(runtime: Runtime, rows: int) -> dict[str, Array]:
-    """Inputs as long as the package allows, or its weights where it says nothing; free dimensions that neither limits
-    are as in the warm-up, and longer ones are what the splitting of batches is for."""
+    """Inputs of the longest length that the package allows, or else its weights.
+
+    A free dimension without a limit is as large as in the warm-up. For longer inputs, batches are split after an
+    out-of-memory error.
+    """
     spec = runtime.spec
     batching = spec.batching
     longest = batching.max_length or 0
@@ -51,7 +54,7 @@ def largest_example(runtime: Runtime, rows: int) -> dict[str, Array]:
         longest = runtime.length({tensor.name: np.array(["a" * 100_000], object) for tensor in spec.inputs})
     example = spec.signature.example(rows, longest) if longest else spec.signature.example(rows)
     if spec.format == "transformers" and longest:
-        # One word is one token or a few; a text of one letter only may be a single one, however long.
+        # A word is at least one token; a long text of one repeated letter may be a single token.
         text = " ".join(["a"] * max(1, longest - _SPECIAL_TOKENS))
         texts = {tensor.name for tensor in spec.inputs if tensor.dtype == STRING}
         example |= {name: np.full(values.shape, text, object) for name, values in example.items() if name in texts}
@@ -59,9 +62,9 @@ def largest_example(runtime: Runtime, rows: int) -> dict[str, Array]:
 
 
 def peak_used_bytes(device: str, forward: Callable[[], object], concurrency: int = 1) -> int | None:
-    """The most that is in use on the device while `forward` runs, `concurrency` times at once; None: it did not fit.
+    """The peak of the memory in use on the device while `concurrency` forwards run; None: they did not fit.
 
-    Includes what CUDA's context, libraries and other processes hold.
+    Includes the memory of CUDA's context, of libraries and of other processes.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Who else has a version that is not to be had here, as the live workers say it in their reports.
+"""Which other workers have a version that is not here, according to the reports of the live workers.
 
     a job names a version --> label_of: the label under which another worker has it, or may load it for the job
-                          `-> is_nowhere: nobody has it, and not only since a moment ago
+                          `-> is_nowhere: no worker has had it for some seconds
 
-Reports are read at most once a second, and only while some job asks for one.
+Reports are read at most once a second, and only while a job waits for a version.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = logging.getLogger("penstock.server")
 
 _LOOK_EVERY_S: Final = 1.0
 _SURE_AFTER_S: Final = 3.0
-"""A worker reports once a second, and after an outage of the broker it may take two to come back."""
+"""A worker reports once a second. After an outage of the broker its next report may take two seconds."""
 _UNWATCHED_S: Final = 2.5
-"""After so long without a look, what was missing before says nothing."""
+"""After this time without a reading, the earlier searches do not count."""
 _MOST_REMEMBERED: Final = 1000
 
 
@@ -47,7 +47,7 @@ _decode: Final = msgspec.json.Decoder(_Report).decode
 
 
 class Peers:
-    """The workers of this broker but the one called `worker`. One thread's. clock: monotonic seconds."""
+    """All workers of this broker except `worker`. The I/O thread owns it. clock: monotonic seconds."""
 
     def __init__(self, broker: Broker, worker: str, clock: Callable[[], float]) -> None:
         self._broker = broker
@@ -57,11 +57,13 @@ class Peers:
         self._offered: dict[str, dict[str, set[str]]] = {}
         """Model -> label -> content hashes."""
         self._missing: dict[tuple[str, str], float] = {}
-        """What was asked for and nobody had, and since when."""
+        """Versions that no worker had, and the time of the first search."""
 
     def look(self) -> None:
-        """Reads the reports, unless that was a moment ago. While they cannot be read nobody is known to have anything,
-        and nothing is sure to be nowhere."""
+        """Read the reports, at most once a second.
+
+        While they cannot be read, no version is known to be at another worker, and none is known to be nowhere.
+        """
         now = self._clock()
         if now - self._looked < _LOOK_EVERY_S:
             return
@@ -72,8 +74,8 @@ class Peers:
         try:
             reports = [_opened(report) for report in self._broker.workers()]
         except BrokerUnavailable as error:
-            # Not the caller's end: a worker that may not read them goes on with all other jobs.
-            logger.warning("other workers cannot be asked what they have: %s", error)
+            # A worker without the right to read reports goes on with all other jobs.
+            logger.warning("the reports of other workers cannot be read: %s", error)
             self._missing.clear()
             return
         for report in reports:
@@ -97,7 +99,7 @@ class Peers:
         return ""
 
     def label_of(self, model: str, wanted: str) -> str:
-        """The label of the version that a job calls `wanted`, where another worker would answer it; else empty."""
+        """The label of the version that a job calls `wanted`, if another worker offers it; else empty."""
         if label := self._find(model, wanted):
             return label
         if len(self._missing) >= _MOST_REMEMBERED:
@@ -106,11 +108,11 @@ class Peers:
         return ""
 
     def is_nowhere(self, model: str, wanted: str) -> bool:
-        """Whether `label_of` has found nobody for so long that no live worker has it."""
+        """Whether `label_of` has found no worker for so long that no live worker has the version."""
         return self._clock() - self._missing.get((model, wanted), inf) >= _SURE_AFTER_S
 
     def labels(self, model: str) -> set[str]:
-        """What of a model other workers have, or may load for a job."""
+        """The versions of a model that other workers have, or may load for a job."""
         return set(self._offered.get(model, ()))
 
 
@@ -118,6 +120,6 @@ def _opened(report: bytes) -> _Report:
     try:
         return _decode(report)
     except msgspec.MsgspecError:
-        # Whoever may write to the broker may have written it.
+        # Any client of the broker may write a report.
         logger.warning("a worker's report cannot be read")
         return _Report()

@@ -1,12 +1,12 @@
-"""Wanted and loaded versions, brought together: what operators want lies in Redis, and every worker sweeps for it.
+"""Loads the versions that operators requested in Redis, and unloads those that they released.
 
-    operator -- want, unwant --> `<prefix>:wanted`, a signed record per version
-    worker   -- Reconciler.sweep, every few seconds --> loads what is new there, lets go of what is not wanted any more
-             -- `<prefix>:loaded`, what it has --> whoever looks
+    operator -- put --> `<prefix>:wanted`, a signed record for each version
+    worker   -- Reconciler.sweep, every few seconds --> loads newly requested versions, unloads released ones
+             -- report --> `<prefix>:loaded`, the versions of this worker, for operators
 
-A record is acted on once, when it is new: a version that cannot be loaded is not tried for ever, and asking again
-writes a new record. A store that is away or was emptied unloads nothing that answers jobs. Without a store each
-worker keeps its own state, and is told by control commands what to load.
+Each record is followed once. After a failed load the operator requests the version again, which writes a new record.
+A store that is away or was emptied unloads no active version. Without a store, each worker loads the versions that
+control commands name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.registry.signed import Verifier
 __all__ = ["ReconcilerTarget", "Reconciler"]
 
 _LEAVE_S: Final = 1.0
-"""How long a store that does not answer may keep a worker from its end."""
+"""The longest time for which a silent store delays the end of a worker."""
 
 logger = logging.getLogger("penstock.server")
 
@@ -32,20 +32,20 @@ class ReconcilerTarget(Protocol):
     """A worker, as the reconciler sees it."""
 
     def may_serve(self, name: str) -> bool:
-        """Whether the model is one that this worker serves."""
+        """Whether this worker serves the model."""
 
     def request_load(self, name: str, label: str, *, content_hash: str = "") -> None:
         """Load a version and keep it."""
 
     def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
-        """Unload a version once it is idle, unless it answers; jobs that name it may have this content loaded."""
+        """Unload a version once it is idle and not active; jobs that name it may have this content loaded."""
 
     def described(self) -> Mapping[str, object]:
-        """What is loaded here, as plain data."""
+        """The versions of this worker, as plain data."""
 
 
 class Reconciler:
-    """Sweeps every `interval_s` seconds, on a thread of its own, or when nudged."""
+    """Sweeps every `interval_s` seconds and when nudged, on its own thread."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class Reconciler:
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
-        """Begins with a sweep."""
+        """Start the thread, which begins with a sweep."""
         self._thread.start()
 
     def ask_to_stop(self) -> None:
-        """Begins no further sweep; does not wait for the one that is under way."""
+        """Begin no further sweep; does not wait for the current one."""
         self._is_stopping = True
         self._is_nudged.set()
 
     def stop(self) -> None:
-        """Ends, and takes back what it had reported, unless the store does not answer."""
+        """End the thread and withdraw its report, unless the store does not answer."""
         self.ask_to_stop()
         if self._thread.ident is not None:
             self._thread.join(_LEAVE_S)
@@ -88,7 +88,7 @@ class Reconciler:
         self._is_nudged.set()
 
     def sweep(self) -> None:
-        """Act on what is new, then say what is loaded. Raises BrokerUnavailable, and then nothing was unloaded."""
+        """Follow the new records, then report. Raises BrokerUnavailable before any version is unloaded."""
         desired = self._store.desired()
         for reference, record in desired.items():
             if self._followed.get(reference) != record:
@@ -100,7 +100,7 @@ class Reconciler:
         try:
             desired_version = DesiredVersion.open(record, self._verify)
         except Corrupt as error:
-            logger.error("a wanted version is not believed: %s", error, extra={"reference": reference[:160]})
+            logger.error("a requested version is refused: %s", error, extra={"reference": reference[:160]})
             return
         if desired_version.reference != reference or not self._target.may_serve(desired_version.model):
             return
@@ -117,7 +117,7 @@ class Reconciler:
         while not self._is_stopping:
             self._try(self.sweep, "models are not reconciled")
             self._is_nudged.wait(self._interval_s)
-            # Afterwards, or the nudge of a stop that came meanwhile would be lost.
+            # After the wait, so that the nudge of a stop during the sweep is not lost.
             self._is_nudged.clear()
         self._try(lambda: self._store.withdraw(self._worker), "the report of loaded models stays")
         self._store.close()

@@ -1,7 +1,7 @@
 """Where a worker finds versions of its models: under its models root.
 
-start -- answering --> the version of each model that answers until another is promoted
-a job or an operator names a version -- package --> it, or why it is not to be had
+start -- initial_packages --> the version of each model that is active until another version is promoted
+a job or an operator names a version -- package --> its package, or an error that says why there is none
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ModelRepository", "DiskRepository", "EmptyRepository"]
 logger = logging.getLogger("penstock.server")
 
 _REMEMBERED_S: Final = 2.0
-"""How long a broken package is not read again, while its model.yaml is the same: jobs that name it come in floods."""
+"""While its model.yaml is unchanged, a broken package is read again only after this time: many jobs may name it."""
 _MOST_REMEMBERED: Final = 1000
 
 
@@ -39,7 +39,7 @@ class ModelRepository(Protocol):
 
 
 class _State(NamedTuple):
-    """What tells a file that was written or replaced from the one before."""
+    """Differs after a file was written or replaced."""
 
     inode: int
     size: int
@@ -53,7 +53,7 @@ class _State(NamedTuple):
 
 
 class _Broken(NamedTuple):
-    """Why the package with this model.yaml could not be read, and until when nobody tries again."""
+    """Why the package with this model.yaml could not be read, and the time of the next try."""
 
     state: _State
     problem: str
@@ -71,7 +71,7 @@ class DiskRepository:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_length: what no input's length may exceed, whatever its package says; None: no such limit.
+        """max_length: the longest input of any model, even if its package allows more; None: no such limit.
 
         clock: monotonic seconds.
         """
@@ -87,11 +87,12 @@ class DiskRepository:
         inference = settings.inference
         return cls(inference.repo_root, settings.trusted_roots, inference.safeguards.max_sequence_length)
 
-    def answering(self, settings: Settings) -> list[Package]:
-        """Of every model that a worker is to serve, the version that the settings name, or the highest valid one.
+    def initial_packages(self, settings: Settings) -> list[Package]:
+        """For every model that a worker serves, the version that the settings name, or the highest valid one.
 
-        In search of the highest, drafts and half-made copies are passed over, and so is a model that has nothing else
-        unless the settings name it. Raises ConfigurationError for what they name, and when nothing is left.
+        The search for the highest version passes over drafts and unfinished copies. A model without a valid version is
+        left out if the settings do not name it. Raises ConfigurationError if a model or version that the settings name
+        is not valid, and if no model is left.
         """
         lying = {name: list(versions) for name, versions in groupby(discover(self._root), key=attrgetter("name"))}
         named, version = settings.worker.models, settings.inference.model_version
@@ -107,7 +108,7 @@ class DiskRepository:
         return self._valid(list(lying.values()))
 
     def package(self, name: str, label: str) -> Package:
-        """See ModelRepository.package. A miss costs a look at one file, however many packages there are."""
+        """See ModelRepository.package. A miss reads the state of one file, whatever the number of packages."""
         reference = f"{parse_name('model', name)}/{parse_name('version', label)}"
         folder, now = self._root / name / label, self._clock()
         state = _state_of_spec(folder, reference)
@@ -123,7 +124,7 @@ class DiskRepository:
             raise
 
     def labels(self, name: str) -> list[str]:
-        """See ModelRepository.labels; none while the models root is away."""
+        """See ModelRepository.labels; none while the models root cannot be read."""
         try:
             return [found.version for found in discover(self._root, parse_name("model", name))]
         except ConfigurationError as error:
@@ -131,7 +132,7 @@ class DiskRepository:
             return []
 
     def _valid(self, models: Sequence[Sequence[PackageRef]]) -> list[Package]:
-        """Of every model that has a valid version, the highest one. Raises ConfigurationError when none has."""
+        """The highest valid version of each model that has one. Raises ConfigurationError if no model has one."""
         packages: list[Package] = []
         problems: list[ConfigurationError] = []
         for versions in models:
@@ -145,7 +146,7 @@ class DiskRepository:
         return packages
 
     def _highest(self, versions: Sequence[PackageRef]) -> Package:
-        """The last that is valid. Raises ConfigurationError for the last one where none is."""
+        """The last valid version. If none is valid, raises the ConfigurationError of the last version."""
         problems: list[ConfigurationError] = []
         for found in reversed(versions):
             try:
@@ -171,11 +172,11 @@ def _state_of_spec(folder: Path, reference: str) -> _State:
 
 
 class EmptyRepository:
-    """No packages but those that the worker was given."""
+    """For a worker without a models root: it serves only the packages that it was started with."""
 
     def package(self, name: str, label: str) -> Package:
         """Raises UnknownModel."""
-        raise UnknownModel(f"Unknown model {f'{name}/{label}'!r:.80}. Expected a version that this worker was given")
+        raise UnknownModel(f"Unknown model {f'{name}/{label}'!r:.80}. Expected a package of this worker")
 
     def labels(self, name: str) -> list[str]:
         """None."""

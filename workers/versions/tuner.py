@@ -16,7 +16,7 @@ __all__ = ["AnsweredJob", "BatchObservation", "NullTuner", "Observer", "Tuner"]
 
 
 class AnsweredJob(NamedTuple):
-    """One job of a batch with the outputs that it was given."""
+    """One answered job of a batch, with its outputs."""
 
     job_id: str
     inputs: Mapping[str, Array]
@@ -24,7 +24,7 @@ class AnsweredJob(NamedTuple):
 
 
 class BatchObservation(NamedTuple):
-    """What one batch cost. `seconds`: its forward, preparing included."""
+    """The size and the time of one batch. seconds: its forward with the preparation."""
 
     rows: int
     tokens: int
@@ -37,7 +37,7 @@ class Observer(Protocol):
     """Learns from the batches of one loaded version."""
 
     def observe(self, batch: BatchObservation) -> None:
-        """Takes in one batch. Takes microseconds, because the thread that claims and commits calls it."""
+        """Note one batch, within microseconds: the thread that claims and commits calls this."""
 
 
 class Tuner(Protocol):
@@ -47,7 +47,7 @@ class Tuner(Protocol):
         """A version was loaded; its batches have at most `max_rows` rows. Returns the observer of its batches."""
 
     def detach(self, key: Hashable) -> None:
-        """The version is about to be unloaded."""
+        """The version will be unloaded now."""
 
     def report(self) -> dict[str, list[dict[str, Any]]]:
         """Model -> an entry for each attached version, as plain data."""

@@ -40,7 +40,7 @@ def is_name_of(name: str, label: str, content_hash: str) -> bool:
 
 
 class VersionState(Enum):
-    """Where a version is on its way into memory."""
+    """The state of a version between disk and memory."""
 
     COLD = "cold"
     LOADING = "loading"
@@ -52,13 +52,13 @@ _CLAIMABLE: Final = (VersionState.READY, VersionState.COLD)
 
 
 class LoadedModel(NamedTuple):
-    """What a forward needs of a version: it stays valid for a run whose version is unloaded meanwhile."""
+    """The parts of a version that a forward needs; they stay valid for a run if the version is unloaded meanwhile."""
 
     runtime: Runtime
     content_hash: str
     """SHA-256 of the loaded files; empty: nothing is loaded."""
     forms: Forms | None
-    """The forms of a model that has others than the one that its author built."""
+    """The forms of a model that has other forms than the one that its author built."""
 
 
 class ServedVersion:
@@ -78,7 +78,7 @@ class ServedVersion:
         self.runtime: Runtime = self._open()
         self.model = LoadedModel(self.runtime, "", None)
         self.observer: Observer | None = None
-        """Hears of every committed batch while the version is loaded."""
+        """Observes every committed batch while the version is loaded."""
         self.state = VersionState.COLD
         self.problem = ""
         """Why the version could not be loaded."""
@@ -160,7 +160,7 @@ class ServedVersion:
 
     @property
     def is_approved(self) -> bool:
-        """Whether operators promoted the version, or asked for it to be loaded, with this content if they named one."""
+        """Whether operators promoted, registered or requested the version, with this content if they named one."""
         return bool(self.pinned_hash) or self.is_wanted
 
     @property
@@ -175,8 +175,8 @@ class ServedVersion:
     def fit(self, job: ClaimedJob) -> None:
         """Check a job against the signature that is served, and count its rows. Raises InvalidInput.
 
-        Where the signature holds nothing but shapes, a job that is described like the one before needs no second
-        check: the client has checked its values, and a NaN harms no other job.
+        If the signature holds only shapes, a job with the same description as the one before needs no second check:
+        the client has checked its values, and a NaN harms no other job.
         """
         content, rows = self._last_fit
         if job.header.content == content:
@@ -192,7 +192,7 @@ class ServedVersion:
             self.runtime.check(job.inputs)
 
     def misfits(self) -> list[tuple[ClaimedJob, InvalidInput]]:
-        """Take out the pending jobs that only the loaded model itself finds too long."""
+        """Remove the pending jobs that are too long; only the loaded model can find them."""
         found: list[tuple[ClaimedJob, InvalidInput]] = []
 
         def is_too_long(item: Pending[ClaimedJob]) -> bool:

@@ -1,4 +1,4 @@
-"""Answers that are kept: an equal job needs no forward, and never gets what another model, tenant or form said."""
+"""Cached answers: an equal job needs no forward, and never gets an answer of another model, tenant or form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["connect", "start"]
 
 @pytest.fixture
 def forward_log(tmp_path: Path, models_root: Path, slot: str) -> Path:
-    """Where a model notes every row of its forwards."""
+    """The file in which a model notes every row of its forwards."""
     write_recorder(models_root, tmp_path / "forward_log", slot)
     return tmp_path / "forward_log"
 
@@ -40,7 +40,7 @@ def _times_run(forward_log: Path, number: float) -> int:
 
 
 def _ask(harness: DrainHarness, slot: str, number: float, **how: Any) -> ResultHeader:
-    """One job, to its end; the answer is always the model's."""
+    """Run one job to its end, and check its answer; returns the result header."""
     (job_id,) = harness.publish(slot, number, **how)
     header, answer = harness.result(job_id)
     assert answer == 2 * number
@@ -48,7 +48,7 @@ def _ask(harness: DrainHarness, slot: str, number: float, **how: Any) -> ResultH
 
 
 def test_equal_job_needs_no_forward(start: StartDrain, forward_log: Path, slot: str):
-    """Its result says so, and which content answered; other numbers are other jobs (SH-004, CF-017, CX-006)."""
+    """Its result is marked as cached and names the content; other inputs need a forward (SH-004, CF-017, CX-006)."""
     harness = start()
     first, second, other = (_ask(harness, slot, number) for number in (7, 7, 8))
     assert (_times_run(forward_log, 7), _times_run(forward_log, 8)) == (1, 1)
@@ -59,7 +59,8 @@ def test_equal_job_needs_no_forward(start: StartDrain, forward_log: Path, slot: 
     assert len(second.content_hash) == 64
     wait_until(lambda: harness.counted("penstock_cache_hits") == 1, 5, "the hit is counted")
     assert harness.counted("penstock_cache_misses") == 2
-    assert harness.metrics.snapshot()["models"][slot]["outcomes"] == {"completed": 3}
+    outcomes = {"completed": 3}
+    wait_until(lambda: harness.metrics.snapshot()["models"][slot]["outcomes"] == outcomes, 5, "the jobs are counted")
     assert harness.metrics.snapshot()["models"][slot]["jobs"] == 3
     wait_until(lambda: harness.counted("penstock_cache_entries") == 2, 5, "the entries are counted")
 
@@ -74,10 +75,10 @@ def test_equal_job_needs_no_forward(start: StartDrain, forward_log: Path, slot: 
     ],
     ids=["cache.enabled", "enabled", "chance", "cache_ttl_s"],
 )
-def test_nothing_is_kept_where_it_is_not_wanted(
+def test_answers_are_not_cached_where_caching_is_off(
     start: StartDrain, models_root: Path, forward_log: Path, slot: str, settings: dict[str, Any], model: str
 ):
-    """By setting or by model: the model runs every time and nothing is counted (CF-003, CF-017, AR-023)."""
+    """By setting or by model: the model runs every time and no lookup is counted (CF-003, CF-017, AR-023)."""
     _configure(models_root, slot, model)
     harness = start(**settings)
     assert not any(_ask(harness, slot, 7).is_cached for _ in range(3))
@@ -87,8 +88,8 @@ def test_nothing_is_kept_where_it_is_not_wanted(
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_tenants_share_nothing_unless_they_may(start: StartDrain, forward_log: Path, slot: str, isolated: bool):
-    """The same input of two tenants: two forwards, or one (CF-024)."""
+def test_tenants_share_answers_only_if_allowed(start: StartDrain, forward_log: Path, slot: str, isolated: bool):
+    """The same input of two tenants needs two forwards, or one without isolation (CF-024)."""
     harness = start(privacy={"cache_tenant_isolation": isolated})
     _ask(harness, slot, 7)
     other = JobBuilder(tenant="umbrella", keyring=UNSIGNED, max_bytes=1 << 20)
@@ -99,8 +100,8 @@ def test_tenants_share_nothing_unless_they_may(start: StartDrain, forward_log: P
     assert _times_run(forward_log, 7) == (2 if isolated else 1)
 
 
-def test_failures_are_not_kept(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
-    """Neither an exception nor a number that is none: the next try is a forward (DESIGN: never cached)."""
+def test_failures_are_not_cached(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
+    """After an exception and after a NaN the next equal job has its own forward."""
     source = f"""
 from pathlib import Path
 
@@ -128,8 +129,8 @@ def build():
     assert [_ask(harness, slot, 7).is_cached for _ in range(2)] == [False, True]
 
 
-def test_an_answer_of_another_form_is_none(start: StartDrain, models_root: Path, slot: str):
-    """What a form said is not said again once another form answers: it may have been given up for what it said."""
+def test_an_answer_of_another_form_is_not_given(start: StartDrain, models_root: Path, slot: str):
+    """After a change of form its cached answers are not given: the form may have been dropped for wrong answers."""
     write_pytorch(models_root, name=slot)
     harness = start()
 
@@ -148,8 +149,8 @@ def test_an_answer_of_another_form_is_none(start: StartDrain, models_root: Path,
     assert not is_cached()
 
 
-def test_least_used_answers_leave(start: StartDrain, forward_log: Path, slot: str):
-    """The setting bounds the entries (CF-018)."""
+def test_least_recently_used_answers_leave(start: StartDrain, forward_log: Path, slot: str):
+    """The setting bounds the number of entries (CF-018)."""
     harness = start(cache={"l1_size": 3})
     for number in (1, 2, 3, 1, 4):
         _ask(harness, slot, number)
@@ -170,7 +171,7 @@ def _kept(drain: Drain) -> int:
 
 
 def test_a_change_of_version_empties_every_workers_cache(stage: Stage):
-    """Three workers, one signal each; nobody gets the old version's answer (AR-018, AR-080)."""
+    """Three workers get one signal each; no job gets the old version's answer (AR-018, AR-080)."""
     drains = [stage.start() for _ in range(3)]
     numbers = [float(number) for number in range(1, 4)]
 
@@ -179,7 +180,7 @@ def test_a_change_of_version_empties_every_workers_cache(stage: Stage):
             assert stage.answer(number) == ("2", 10 * number)
         return all(_kept(drain) for drain in drains)
 
-    wait_until(all_have_some, 20, "every worker keeps answers")
+    wait_until(all_have_some, 20, "every worker has cached answers")
     stage.promote("1", epoch=1)
     wait_until(lambda: not any(map(_kept, drains)), 30, "the caches are empty")
     for _ in range(3):
@@ -188,8 +189,8 @@ def test_a_change_of_version_empties_every_workers_cache(stage: Stage):
     assert len({old for _, old, _ in stage.changes}) == 1
 
 
-def test_other_content_under_the_same_label_is_asked_anew(stage: Stage):
-    """One byte changed is another version, whatever it is called (AR-018)."""
+def test_other_content_under_the_same_label_has_its_own_answers(stage: Stage):
+    """One changed byte makes other content, also under the same label (AR-018)."""
     drain = stage.start()
     assert [stage.answer(3.0) for _ in range(2)] == [("2", 30.0)] * 2
     first, _ = stage.result(stage.submit(3.0))
@@ -203,8 +204,8 @@ def test_other_content_under_the_same_label_is_asked_anew(stage: Stage):
     assert drain.unhealthy_reason() is None
 
 
-def test_a_version_that_jobs_name_has_answers_of_its_own(stage: Stage):
-    """Beside those of the version that answers."""
+def test_a_named_version_has_its_own_answers(stage: Stage):
+    """They are cached beside those of the active version."""
     stage.start()
     for _ in range(2):
         assert [stage.answer(3.0, version) for version in ("1", "2")] == [("1", 3.0), ("2", 30.0)]
@@ -212,14 +213,14 @@ def test_a_version_that_jobs_name_has_answers_of_its_own(stage: Stage):
 
 
 def _unload(stage: Stage, drain: Drain, label: str) -> None:
-    """As the limit of memory does."""
+    """Unload a version, as the memory limit does."""
     (version,) = [version for version in drain.lifecycle.turns if version.label == label]
     drain.lifecycle.request(lambda: drain.lifecycle._unload(version))
     wait_until(lambda: stage.state(label, drain) == "cold", 5, "it is unloaded")
 
 
-def test_other_content_of_a_version_that_jobs_name(stage: Stage):
-    """It was unloaded and came back with other files; no promotion told anybody (AR-018)."""
+def test_other_content_of_a_named_version_has_its_own_answers(stage: Stage):
+    """The version is unloaded and loaded again with other files, without a promotion (AR-018)."""
     drain = stage.start()
     assert [stage.answer(3.0, "1") for _ in range(2)] == [("1", 3.0)] * 2
     _unload(stage, drain, "1")
@@ -229,8 +230,8 @@ def test_other_content_of_a_version_that_jobs_name(stage: Stage):
     assert stage.answer(3.0, "1") == ("1", 21.0)
 
 
-def test_what_ran_during_a_change_is_not_kept(stage: Stage):
-    """The former version ends its batch after the other one has begun to answer (AR-080)."""
+def test_answers_of_the_former_version_are_not_cached(stage: Stage):
+    """The former version ends its batch after the other one became active (AR-080)."""
     write_scale(stage.root, stage.model, "3", 100, forward_s=0.6)
     drain = stage.start()
     before = stage.submit(3.0)
@@ -242,8 +243,8 @@ def test_what_ran_during_a_change_is_not_kept(stage: Stage):
     assert {answer.content_hash for answer, _ in drain.parts.answers.memory._entries.values()} == {stage.changes[0][2]}
 
 
-def test_the_former_version_was_unloaded(stage: Stage):
-    """Its answers go all the same, and those who ask to be told hear which content answered before (AR-080)."""
+def test_an_unloaded_former_version_loses_its_answers(stage: Stage):
+    """Its answers are removed, and the change names the content that was active before (AR-080)."""
     drain = stage.start(preload=False)
     assert [stage.answer(3.0) for _ in range(2)] == [("2", 30.0)] * 2
     _unload(stage, drain, "2")

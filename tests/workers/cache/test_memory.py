@@ -1,4 +1,4 @@
-"""The tier in memory: what is kept, for how long, and what leaves first (CF-018, CF-019, AR-030, AR-057)."""
+"""The cache in memory: its entries, their lifetime, and which leave first (CF-018, CF-019, AR-030, AR-057)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Clock:
 
 
 def test_least_recently_used_leaves_first():
-    """Reading counts as use, and so does writing anew (CF-018)."""
+    """Reading and writing an entry both count as use (CF-018)."""
     cache = L1Cache(3, _ROOM)
     for key in (b"1", b"2", b"3"):
         cache.put(key, _answer(key), 60)
@@ -43,8 +43,8 @@ def test_least_recently_used_leaves_first():
     assert (len(cache), cache.evicted) == (3, 1)
 
 
-def test_what_expired_is_not_served():
-    """Neither a moment after its end, nor at it; being asked for does not prolong it (CF-019)."""
+def test_expired_entries_are_not_served():
+    """An entry ends exactly at its time, and reading it does not prolong it (CF-019)."""
     clock = _Clock()
     cache = L1Cache(10, _ROOM, clock)
     cache.put(b"short", _answer(), 5)
@@ -57,8 +57,8 @@ def test_what_expired_is_not_served():
     assert (len(cache), cache.nbytes, cache.evicted) == (1, _size_of(_answer()), 0)
 
 
-def test_what_expired_leaves_first():
-    """Unasked, and before anything that lives leaves for want of room."""
+def test_expired_entries_leave_first():
+    """A write removes them before any entry that has not expired."""
     clock = _Clock()
     cache = L1Cache(3, _ROOM, clock)
     cache.put(b"long", _answer(), 86_400)
@@ -73,8 +73,8 @@ def test_what_expired_leaves_first():
     assert len(cache) == 1
 
 
-def test_what_left_or_was_written_anew_leaves_no_trace():
-    """The list of ends does not outgrow the entries."""
+def test_removed_and_replaced_entries_do_not_fill_the_heap():
+    """The heap of expiry times stays in proportion to the entries."""
     cache = L1Cache(10, _ROOM)
     for number in range(10_000):
         cache.put(str(number % 1000).encode(), _answer(), 86_400)
@@ -83,7 +83,7 @@ def test_what_left_or_was_written_anew_leaves_no_trace():
 
 
 def test_bytes_are_bounded():
-    """Large answers leave before the number of entries is reached; one that is larger than its share is not kept."""
+    """Large answers leave before the number of entries is reached; an answer beyond its share is not cached."""
     cache = L1Cache(1000, 100_000)
     for key in range(100):
         cache.put(str(key).encode(), _answer(bytes(10_000)), 60)
@@ -94,11 +94,11 @@ def test_bytes_are_bounded():
     assert cache.get(b"huge") is None
     assert len(cache) == held
     cache.put(b"99", _answer(bytes(20_000)), 60)
-    assert cache.get(b"99") is None, "what it was before is not the answer any more"
+    assert cache.get(b"99") is None, "the replaced answer is gone"
 
 
 def test_one_content_is_forgotten():
-    """All its answers at once, and no other's (AR-080)."""
+    """All answers of this content are removed, and no others (AR-080)."""
     cache = L1Cache(100, _ROOM)
     for number in range(10):
         cache.put(bytes([number]), _answer(content_hash="ab"[number % 2] * 64), 60)
@@ -112,8 +112,8 @@ _Step = st.tuples(st.sampled_from(["get", "put", "wait"]), st.integers(0, 6), st
 
 
 @given(st.lists(_Step, max_size=60), st.integers(1, 4))
-def test_it_does_what_a_plain_dictionary_would(steps: list[tuple[str, int, int]], capacity: int):
-    """Against the obvious way to write it (AR-030)."""
+def test_it_behaves_like_a_plain_dictionary(steps: list[tuple[str, int, int]], capacity: int):
+    """It agrees with a simple implementation on random steps (AR-030)."""
     clock = _Clock()
     cache = L1Cache(capacity, _ROOM, clock)
     oracle: OrderedDict[bytes, tuple[EncodedOutputs, float]] = OrderedDict()
@@ -138,8 +138,8 @@ def test_it_does_what_a_plain_dictionary_would(steps: list[tuple[str, int, int]]
     assert cache.nbytes == sum(_size_of(answer) for answer, _ in oracle.values())
 
 
-def test_threads_do_not_spoil_it():
-    """Eight at once, 100,000 steps each: no answer under another's key, no bound broken (AR-057)."""
+def test_threads_do_not_corrupt_it():
+    """Eight threads with 100,000 steps each: no answer under another key, no bound exceeded (AR-057)."""
     cache = L1Cache(500, 700_000)
     wrong: list[bytes] = []
 
@@ -169,7 +169,7 @@ def test_threads_do_not_spoil_it():
 
 
 def test_memory_stays_within_its_bound():
-    """What its own count says is at least what Python takes for the entries (CF-018)."""
+    """Its own count is at least the memory that Python uses for the entries (CF-018)."""
     cache = L1Cache(10_000, 1 << 28)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -182,8 +182,8 @@ def test_memory_stays_within_its_bound():
     assert taken <= cache.nbytes <= 2 * taken
 
 
-def test_many_outputs_count_as_what_they_take():
-    """The descriptions of 64 small tensors are larger than their numbers."""
+def test_many_outputs_count_with_their_memory():
+    """The descriptions of 64 small tensors are larger than their values."""
     outputs = {f"output_{number}": np.zeros((1, 1, 1), np.uint8) for number in range(64)}
     cache = L1Cache(1_000_000, 4 << 20)
     tracemalloc.start()

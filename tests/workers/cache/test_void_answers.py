@@ -1,4 +1,4 @@
-"""Answers that must not be kept, or not be given any more, under a clock and threads that are the test's."""
+"""Answers that must not be cached or not be given any more; the test steps the clock and the threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _expected(number: float) -> float:
 
 
 def _positive() -> float:
-    """A number that the model answers with a positive one, and three times its opposite with a negative one."""
+    """A number with a positive answer, whose negative triple has a negative answer."""
     number = 7.0 if _expected(7) > 0 else -7.0
     assert _expected(number) > 0 > _expected(-3 * number)
     return number
@@ -49,8 +49,8 @@ def _wrong(forms: Forms, *, most_rows: int = 100) -> object:
     return forward
 
 
-def _runs_anew(harness: SteppedHarness, worker: SteppedWorker, number: float) -> bool:
-    """Whether a job has a forward, and the model's answer."""
+def _needs_forward(harness: SteppedHarness, worker: SteppedWorker, number: float) -> bool:
+    """Whether a job needs a forward; checks its answer."""
     (job_id,) = harness.publish("m", number)
     harness.pass_time(0.5)
     has_run = bool(worker.forwards())
@@ -58,8 +58,8 @@ def _runs_anew(harness: SteppedHarness, worker: SteppedWorker, number: float) ->
     return has_run
 
 
-def test_what_a_form_said_before_another_thread_gave_it_up(harness: SteppedHarness, models_root: Path):
-    """Made while the model answered as built, run by a form, and committed when that was given up."""
+def test_an_answer_of_a_form_that_another_thread_dropped_is_not_cached(harness: SteppedHarness, models_root: Path):
+    """The batch is formed in the eager form, run by another form, and committed after that form was dropped."""
     write_pytorch(models_root, name="m", concurrency=2)
     worker = harness.start_worker()
     forms, number = _forms(worker), _positive()
@@ -77,12 +77,12 @@ def test_what_a_form_said_before_another_thread_gave_it_up(harness: SteppedHarne
         assert work is not None
         worker.drain.parts.executor.finish(seat, work)
     worker.turn(3)
-    assert _runs_anew(harness, worker, number)
-    assert not _runs_anew(harness, worker, number)
+    assert _needs_forward(harness, worker, number)
+    assert not _needs_forward(harness, worker, number)
 
 
-def test_what_a_form_said_before_its_batch_gave_it_up(harness: SteppedHarness, models_root: Path):
-    """A batch that is halved for want of memory: the form answers the first half, and fails at the second."""
+def test_an_answer_of_a_form_that_failed_in_the_same_batch_is_not_cached(harness: SteppedHarness, models_root: Path):
+    """A batch is halved after an out-of-memory error: the form answers the first half and fails at the second."""
     write_pytorch(models_root, name="m")
     worker = harness.start_worker()
     forms, number = _forms(worker), _positive()
@@ -100,11 +100,11 @@ def test_what_a_form_said_before_its_batch_gave_it_up(harness: SteppedHarness, m
     assert len(halved.batch.items) == 2
     worker.end(halved)
     assert forms.name == "eager"
-    assert _runs_anew(harness, worker, number)
+    assert _needs_forward(harness, worker, number)
 
 
-def test_what_a_form_said_that_was_built_anew(harness: SteppedHarness, models_root: Path):
-    """The same name is not the same form."""
+def test_an_answer_of_a_rebuilt_form_is_not_given(harness: SteppedHarness, models_root: Path):
+    """A rebuilt form with the same name is another form."""
     write_pytorch(models_root, name="m")
     worker = harness.start_worker()
     forms = _forms(worker)
@@ -114,11 +114,11 @@ def test_what_a_form_said_that_was_built_anew(harness: SteppedHarness, models_ro
     assert harness.answer(job_id) == pytest.approx(_expected(_positive()) + 1000, abs=1e-2)
     forms.reset("it was wrong")
     forms.use("int8", forms.reference)
-    assert _runs_anew(harness, worker, _positive())
+    assert _needs_forward(harness, worker, _positive())
 
 
-def test_what_a_form_said_before_the_model_was_loaded_anew(harness: SteppedHarness, models_root: Path):
-    """Made while the model answered as built, run by a form; then the model comes back as built."""
+def test_an_answer_of_a_form_is_not_given_after_a_reload(harness: SteppedHarness, models_root: Path):
+    """The batch is formed in the eager form and run by another form; then the model is loaded again."""
     write_pytorch(models_root, name="m")
     worker = harness.start_worker()
     forms, number = _forms(worker), _positive()
@@ -136,21 +136,21 @@ def test_what_a_form_said_before_the_model_was_loaded_anew(harness: SteppedHarne
         worker.turn()
         return version.is_ready
 
-    wait_until(is_loaded, 10, "it is loaded anew")
+    wait_until(is_loaded, 10, "it is loaded again")
     worker.forwards()
-    assert _runs_anew(harness, worker, number)
+    assert _needs_forward(harness, worker, number)
 
 
 @pytest.fixture
 def lasting(models_root: Path) -> str:
-    """A model whose answers last ten seconds, whatever the setting says."""
+    """A model whose answers are cached for ten seconds, whatever the setting says."""
     file = write_double(models_root) / "model.yaml"
     file.write_text(file.read_text() + "policy:\n  default:\n    cache_ttl_s: 10\n")
     return "double"
 
 
 def test_an_answer_lives_as_long_as_its_model_says(harness: SteppedHarness, lasting: str):
-    """The model's lifetime goes before the setting's, and being given does not prolong it (AR-023, CF-019)."""
+    """The model's lifetime replaces the setting's, and a hit does not prolong it (AR-023, CF-019)."""
     worker = harness.start_worker()
     forwards = []
     for _ in range(6):
@@ -162,7 +162,7 @@ def test_an_answer_lives_as_long_as_its_model_says(harness: SteppedHarness, last
 
 
 def test_an_answer_leaves_memory_when_it_expires(harness: SteppedHarness, lasting: str):
-    """Also when nobody asks for it again."""
+    """It leaves also without another equal job."""
     worker = harness.start_worker()
     harness.publish(lasting, *range(20))
     worker.forwards()
@@ -174,8 +174,8 @@ def test_an_answer_leaves_memory_when_it_expires(harness: SteppedHarness, lastin
     assert worker.counted("penstock_cache_evicted") == 0
 
 
-def test_a_paused_model_answers_nobody(harness: SteppedHarness, models_root: Path):
-    """What a claim brings that was under way when the model was paused goes back, known or not."""
+def test_a_paused_model_answers_no_job(harness: SteppedHarness, models_root: Path):
+    """Jobs of a claim that began before the pause are released, also those with a cached answer."""
     write_double(models_root)
     worker = harness.start_worker()
     harness.publish("double", 7)
@@ -190,8 +190,8 @@ def test_a_paused_model_answers_nobody(harness: SteppedHarness, models_root: Pat
     assert [harness.state(job_id) for job_id in jobs] == [State.QUEUED] * 2
 
 
-def test_those_who_watch_hear_of_a_start(harness: SteppedHarness, models_root: Path, monkeypatch: pytest.MonkeyPatch):
-    """Received, started, succeeded: of jobs that need no forward of their own, too."""
+def test_listeners_are_told_of_a_start(harness: SteppedHarness, models_root: Path, monkeypatch: pytest.MonkeyPatch):
+    """A start is reported also for jobs without their own forward."""
     write_double(models_root)
     worker = harness.start_worker()
     started: list[str] = []
@@ -204,8 +204,8 @@ def test_those_who_watch_hear_of_a_start(harness: SteppedHarness, models_root: P
     assert sorted(started) == sorted(jobs)
 
 
-def test_streams_of_kept_answers_have_no_start(harness: SteppedHarness, models_root: Path):
-    """No forward was begun for them."""
+def test_streams_of_cached_answers_have_no_start(harness: SteppedHarness, models_root: Path):
+    """No forward began for these jobs."""
     write_double(models_root)
     worker = harness.start_worker()
     jobs = harness.publish("double", 7)
@@ -216,8 +216,8 @@ def test_streams_of_kept_answers_have_no_start(harness: SteppedHarness, models_r
     assert [(outcome.info().is_cached, outcome.has_run) for outcome in outcomes] == [(False, True), (True, False)]
 
 
-def test_the_retry_policy_asks_no_other_question(harness: SteppedHarness, models_root: Path):
-    """A kept answer will do, whatever was to happen had there been a failure; a failure is not shared with others."""
+def test_the_retry_policy_is_no_part_of_the_key(harness: SteppedHarness, models_root: Path):
+    """A cached answer serves jobs with any retry policy; jobs with other policies do not share a failing forward."""
     write_double(models_root)
     worker = harness.start_worker()
     harness.publish("double", 7)
@@ -231,12 +231,12 @@ def test_the_retry_policy_asks_no_other_question(harness: SteppedHarness, models
 
 @pytest.fixture
 def hiding(models_root: Path) -> Iterator[SteppedHarness]:
-    """A harness that keeps nothing of what was asked but digests."""
+    """A harness that keeps only digests of inputs."""
     yield from open_harness(models_root, privacy={"mode": "hashes_only"})
 
 
-def test_text_is_not_kept_where_inputs_must_not_be(hiding: SteppedHarness, models_root: Path):
-    """It may repeat what was asked (CF-031); numbers are kept as ever."""
+def test_text_outputs_are_not_cached_where_inputs_must_not_be_kept(hiding: SteppedHarness, models_root: Path):
+    """A text may repeat its input (CF-031); numbers are cached as usual."""
     source = (
         "import numpy as np\ndef build():\n    return lambda inputs: {'y': inputs['x'].astype(str).astype(object)}\n"
     )

@@ -1,4 +1,4 @@
-"""What a machine remembers of the decisions that its workers have obeyed, and what a restart makes of it (S0.1)."""
+"""The decisions that a machine remembers, and how a restarted worker uses them (S0.1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.workers.versions.test_lifecycle import Stage, two_versions
 
 @pytest.fixture
 def operator(tmp_path: Path) -> OperatorKey:
-    """Whose decisions count."""
+    """The operator whose decisions count."""
     return OperatorKey.generate(tmp_path / "operator.pem")
 
 
@@ -33,12 +33,12 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def trust(*operators: OperatorKey) -> Verifier:
-    """The signatures of these."""
+    """A verifier that trusts these operators."""
     return PublicKeys.parse(",".join(each.public_text for each in operators)).verify
 
 
 def put_back(stage: Stage, *decision: object) -> None:
-    """What whoever may write to the broker can do: any record in the place of the one that is there, or none."""
+    """Replace the broker's record by any other, or remove it, as each client of the broker can."""
     activated = stage.broker._state.activated  # type: ignore[attr-defined]
     activated.pop(stage.model, None)
     if decision:
@@ -46,27 +46,27 @@ def put_back(stage: Stage, *decision: object) -> None:
 
 
 def restarted(stage: Stage, verify: Verifier) -> None:
-    """The worker of this machine ends, and begins again."""
+    """Stop the worker of this machine, and start it again."""
     if stage.drains:
         stage.drains.pop().stop(1.0)
     stage.start(verify=verify, home=str(home_of(stage)))
 
 
 def home_of(stage: Stage) -> Path:
-    """Of every worker here."""
+    """The home of all workers of this machine."""
     return stage.root.parent / "home"
 
 
 def deployments(stage: Stage, epoch: int) -> Path:
-    """The file, once it has the decision of that epoch."""
+    """Wait until the file has the decision of that epoch; returns the file."""
     file = home_of(stage) / "deployments" / f"{stage.model}.active"
     wait_until(lambda: file.exists() and epoch_of(file.read_bytes()) == epoch, 5, "the decision is remembered")
     return file
 
 
 @pytest.mark.parametrize("how", ["an older record", "no record", "garbage"])
-def test_a_restarted_worker_goes_on_with_the_last_decision(stage: Stage, operator: OperatorKey, how: str):
-    """Whatever somebody has put in its place in the broker, until a later decision is made."""
+def test_a_restarted_worker_follows_the_last_decision(stage: Stage, operator: OperatorKey, how: str):
+    """It ignores an older record, a missing record and garbage in the broker until a later decision comes."""
     verify = trust(operator)
     stage.promote("2", epoch=6, sign=operator.sign)
     old = stage.broker._state.activated[stage.model]  # type: ignore[attr-defined]
@@ -83,15 +83,15 @@ def test_a_restarted_worker_goes_on_with_the_last_decision(stage: Stage, operato
     deployments(stage, 8)
 
 
-def test_operators_may_begin_anew(stage: Stage, operator: OperatorKey, tmp_path: Path):
-    """A new registry begins with epoch 1: believed with another key in place of the old one, or without the file."""
+def test_operators_may_start_again(stage: Stage, operator: OperatorKey, tmp_path: Path):
+    """A new registry begins with epoch 1: it is accepted after the key was replaced or the file was removed."""
     stage.promote("1", epoch=7, sign=operator.sign)
     restarted(stage, trust(operator))
     file = deployments(stage, 7)
     put_back(stage)
     stage.promote("2", epoch=1, sign=operator.sign)
     restarted(stage, trust(operator))
-    assert stage.answer() == ("1", 1.0), "it might be a replay"
+    assert stage.answer() == ("1", 1.0), "the new decision could be a replay"
     other = OperatorKey.generate(tmp_path / "other.pem")
     put_back(stage)
     stage.promote("2", epoch=1, sign=other.sign)
@@ -106,8 +106,8 @@ def test_operators_may_begin_anew(stage: Stage, operator: OperatorKey, tmp_path:
     assert stage.answer() == ("1", 1.0)
 
 
-def test_a_file_holds_the_latest_decision_whoever_writes_last(tmp_path: Path, operator: OperatorKey):
-    """Two workers of a machine, one of them late; for the owner's eyes only, and nothing half-written is left."""
+def test_a_file_holds_the_latest_decision_in_any_order_of_writes(tmp_path: Path, operator: OperatorKey):
+    """Two workers of a machine write, the later one an older decision; only the owner may read the file."""
     first, second = (FileDeploymentStore(tmp_path / "deployments", trust(operator)) for _ in range(2))
     assert first.last("model") == b""
     later, earlier = (active_of(operator, epoch) for epoch in (12, 3))
@@ -119,19 +119,19 @@ def test_a_file_holds_the_latest_decision_whoever_writes_last(tmp_path: Path, op
 
 
 def active_of(operator: OperatorKey, epoch: int) -> bytes:
-    """As a delivery brings it."""
+    """The record as a delivery carries it."""
     return b"%d %s" % (epoch, Deployment(epoch, "model", "1", "ab" * 32).seal(operator.sign))
 
 
-@pytest.mark.parametrize("what", ["nothing", "rubbish", "another model's", "a stranger's", "a pipe", "a folder"])
-def test_what_is_no_decision_of_an_operator_counts_as_nothing(tmp_path: Path, operator: OperatorKey, what: str):
-    """Neither does it keep a worker from starting."""
+@pytest.mark.parametrize("what", ["empty", "garbage", "another model's", "a stranger's", "a pipe", "a folder"])
+def test_an_invalid_file_counts_as_no_decision(tmp_path: Path, operator: OperatorKey, what: str):
+    """An invalid file raises no error at the start."""
     files = FileDeploymentStore(tmp_path, trust(operator))
     path = tmp_path / "model.active"
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
     contents = {
-        "nothing": b"",
-        "rubbish": os.urandom(20_000),
+        "empty": b"",
+        "garbage": os.urandom(20_000),
         "another model's": active_of(operator, 3).replace(b'"model":"model"', b'"model":"other"'),
         "a stranger's": active_of(stranger, 3),
     }
@@ -144,22 +144,22 @@ def test_what_is_no_decision_of_an_operator_counts_as_nothing(tmp_path: Path, op
     assert files.last("model") == b""
 
 
-def test_a_home_that_cannot_be_written_stops_nobody(stage: Stage, operator: OperatorKey, caplog):
-    """The worker serves, follows promotions, and says once that it will have forgotten them."""
+def test_a_home_that_cannot_be_written_stops_no_worker(stage: Stage, operator: OperatorKey, caplog):
+    """The worker serves and follows promotions; it logs once that it will forget them."""
     home_of(stage).mkdir()
     (home_of(stage) / "deployments").write_text("in its place")
     restarted(stage, trust(operator))
     for epoch, version in enumerate(("1", "2"), 1):
         stage.promote(version, epoch=epoch, sign=operator.sign)
         assert stage.answer()[0] == version
-    said = "will be forgotten"
-    wait_until(lambda: said in caplog.text, 5, "it says so")
+    logged = "will be forgotten"
+    wait_until(lambda: logged in caplog.text, 5, "it is logged")
     time.sleep(1.2)
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count(logged) == 1
 
 
 def test_unsigned_decisions_are_not_remembered(stage: Stage):
-    """Where anybody may decide, the broker's word is the last one."""
+    """Without signatures a restarted worker follows the broker alone."""
     stage.promote("1", epoch=7)
     stage.start(home=str(home_of(stage)))
     assert stage.answer() == ("1", 1.0)
@@ -170,10 +170,8 @@ def test_unsigned_decisions_are_not_remembered(stage: Stage):
     assert not (home_of(stage) / "deployments").exists()
 
 
-def test_a_key_that_is_not_trusted_any_more_does_not_count_against_those_that_are(
-    tmp_path: Path, operator: OperatorKey
-):
-    """Its last decision is written over by the first of another, whatever its epoch."""
+def test_the_decision_of_an_untrusted_key_is_replaced(tmp_path: Path, operator: OperatorKey):
+    """After a key lost its trust, the first decision of another key replaces its last one, whatever the epochs."""
     other = OperatorKey.generate(tmp_path / "other.pem")
     FileDeploymentStore(tmp_path, trust(operator)).keep("model", active_of(operator, 9))
     both, only_other = (FileDeploymentStore(tmp_path, trust(*keys)) for keys in ((operator, other), (other,)))

@@ -1,4 +1,4 @@
-"""The rows that calibration runs: as large as a job's may be. What they take of a GPU: tests/benchmarks/gpu.py."""
+"""The rows that calibration runs: as large as those of any job. For GPU memory see tests/benchmarks/gpu.py."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def free_extent(root: Path, **batching: object) -> Runtime:
 
 
 def test_free_dimensions_are_as_long_as_the_package_allows(models_root: Path):
-    """What a job of the longest input takes is what must fit, not what a short one takes."""
+    """The longest input of a job must fit into memory."""
     runtime = free_extent(models_root, length_input="x", max_length=77)
     assert largest_example(runtime, 3)["x"].shape == (3, 77)
 
 
 def test_without_any_limit_the_example_is_the_warm_ups(models_root: Path):
-    """What nobody limits cannot be filled."""
+    """A dimension without a limit has the length of the warm-up."""
     runtime = free_extent(models_root)
     assert largest_example(runtime, 3)["x"].shape == runtime.spec.signature.example(3)["x"].shape
 
 
 def test_texts_are_as_many_tokens_as_the_model_reads():
-    """A sentence encoder is probed with texts that fill what it reads of one, in every row: neither less nor more."""
+    """Every text of the probe has exactly as many tokens as the sentence encoder reads."""
     models = ROOT / "models"
     package = load_package(models / "minilm" / "1", (models,))
     texts = largest_example(open_runtime(package), 2)["text"].tolist()

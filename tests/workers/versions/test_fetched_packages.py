@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub's cache and from MLflow, from where they were put to their answers."""
+"""Models from the cache of the Hugging Face hub and from MLflow, from their source to their answers."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def _changed(hub: Path, tmp_path: Path) -> str:
         (lambda *_: "models:/some/1", "^MLFLOW_TRACKING_URI: missing, expected the address"),
     ],
 )
-def test_what_cannot_be_fetched_is_one_line_and_leaves_nothing(
+def test_a_failed_fetch_is_one_line_and_leaves_no_files(
     make: Callable[[Path, Path], Any], text: str, models_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What was found, what was expected, and no half of a package in the models root."""
+    """The error says what was found and expected, and the models root stays unchanged."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     reference = make(tmp_path / "hub", tmp_path)

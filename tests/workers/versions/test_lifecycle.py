@@ -1,4 +1,4 @@
-"""Versions of one model side by side in one drain: which answers, how it changes, and what is loaded."""
+"""Versions of one model side by side in one drain: which is active, how it changes, and which are loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _numbers = itertools.count()
 def write_scale(
     root: Path, model: str, version: str, factor: float, *, load_s: float = 0.0, forward_s: float = 0.0
 ) -> Package:
-    """Answers factor * x; notes every load as a line in `<root>/../loads`."""
+    """A version that answers factor * x, and adds a line to `<root>/../loads` at every load."""
     folder = write_package(
         root,
         model,
@@ -78,9 +78,9 @@ class Stage:
     def start(
         self, *others: Package, verify: Verifier | None = None, root: Path | None = None, **settings: Any
     ) -> Drain:
-        """A drain that serves the highest version on disk, and other models; under a home of its own, if none is set.
+        """Start a drain that serves the highest version on disk, and other models; without a set home it has its own.
 
-        root: its models root, where that is another.
+        root: its models root, if it is not the one of the stage.
         """
         name, root = f"stage-{next(self._names)}", root or self.root
         overrides = {"queue": {"lease_s": 1.0}, "home": str(self.root.parent / name), **settings}
@@ -110,7 +110,7 @@ class Stage:
         return file.read_text().split() if file.exists() else []
 
     def submit(self, number: float = 1.0, version: str = "") -> str:
-        """One job; its id."""
+        """Submit one job; returns its id."""
         spec = load_package(find(self.root, self.model, version or None).path).spec
         options = SubmitOptions(version=version)
         job: Publication = self._builder.build(spec, {"x": [[number, 0, 0, 0]]}, options)
@@ -119,7 +119,7 @@ class Stage:
         return job.job_id
 
     def result(self, job_id: str) -> tuple[ResultHeader, float | Failure]:
-        """How the job ended, once it has: its header, and the first number of `y` or the failure."""
+        """Wait for the end of the job; returns its header, and the first number of `y` or the failure."""
 
         def sealed() -> bytes:
             job_record = self.broker.job_record(job_id)
@@ -129,12 +129,12 @@ class Stage:
         return header, header.error or float(decode(header.content, body)["y"][0, 0])
 
     def answer(self, number: float = 1.0, version: str = "") -> tuple[str, float | Failure]:
-        """The version that answers now, and how."""
+        """Submit one job; returns the version that answered it, and its answer."""
         header, value = self.result(self.submit(number, version))
         return header.version, value
 
     def promote(self, version: str, epoch: int, *, content_hash: str = "", sign: Any = None) -> bytes:
-        """Makes a version the one that answers."""
+        """Make a version the active one."""
         package = load_package(find(self.root, self.model, version).path)
         content_hash = content_hash or package.manifest().content_hash
         record = Deployment(epoch, self.model, version, content_hash).seal(sign)
@@ -142,13 +142,13 @@ class Stage:
         return record
 
     def state(self, version: str, drain: Drain | None = None) -> str:
-        """Where a version is on its way into memory; empty while it was never met."""
+        """The load state of a version; empty while the worker does not know it."""
         return str((drain or self.drains[-1]).lifecycle.described()[self.model].get(version, {"state": ""})["state"])
 
 
 @contextmanager
 def two_versions(folder: Path, connect: Connect) -> Iterator[Stage]:
-    """Versions 1 (x) and 2 (10 x) of a model below a folder; the drains that were started end with the block."""
+    """Versions 1 (x) and 2 (10 x) of a model in a folder; the block ends the drains that were started."""
     root = folder / "models"
     root.mkdir()
     stage = Stage(root, connect(), connect)
@@ -166,8 +166,8 @@ def stage(connect: Connect, tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
-def test_highest_version_answers_until_one_is_promoted(stage: Stage):
-    """Then that one, from the next claim on; each result says which version, with its content hash (IN-001, AR-022)."""
+def test_highest_version_is_active_until_one_is_promoted(stage: Stage):
+    """From the next claim on, the promoted version answers; each result names it and its content (IN-001, AR-022)."""
     stage.start()
     assert stage.answer() == ("2", 10.0)
     stage.promote("1", epoch=1)
@@ -181,7 +181,7 @@ def test_highest_version_answers_until_one_is_promoted(stage: Stage):
 
 
 def test_versions_answer_side_by_side(stage: Stage):
-    """A job that names a version has that one's answer, loaded at its first job (IN-001, IN-014)."""
+    """A job that names a version gets its answer; the version is loaded for its first job (IN-001, IN-014)."""
     stage.start()
     wait_until(lambda: stage.broker.spec(stage.model, "1"), 5, "the spec of the other version")
     assert (stage.answer(2.0, "1"), stage.answer(2.0, "2"), stage.answer(2.0)) == (("1", 2.0), ("2", 20.0), ("2", 20.0))
@@ -209,7 +209,7 @@ def test_nothing_is_loaded_at_start_without_preload(stage: Stage):
 
 
 def test_jobs_wait_for_a_version_that_is_being_loaded(stage: Stage):
-    """The flip came before this worker had the version: its jobs wait for it, and none gets the old one's answer."""
+    """The version is promoted before this worker has loaded it: its jobs wait, and no job gets the old answer."""
     write_scale(stage.root, stage.model, "3", 100, load_s=0.5)
     stage.promote("2", epoch=1)
     drain = stage.start()
@@ -221,7 +221,7 @@ def test_jobs_wait_for_a_version_that_is_being_loaded(stage: Stage):
 
 
 def test_a_worker_that_cannot_load_the_promoted_version_claims_nothing(stage: Stage):
-    """Its jobs go back to the queue and are answered by a worker that can; other content is never executed."""
+    """Its jobs return to the queue for a worker that can load it; other content is never executed."""
     stage.promote("2", epoch=1)
     stage.start()
     stage.promote("1", epoch=2, content_hash="0" * 64)
@@ -238,7 +238,7 @@ def test_a_worker_that_cannot_load_the_promoted_version_claims_nothing(stage: St
 
 
 def test_a_version_that_cannot_be_loaded_fails_the_jobs_that_name_it(stage: Stage):
-    """One clear error each; the others go on (bad input)."""
+    """Each of these jobs ends with one clear error; other jobs are answered (bad input)."""
     write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="0.5")
     stage.start()
     header, failure = stage.result(stage.submit(1.0, "0.5"))
@@ -250,7 +250,7 @@ def test_a_version_that_cannot_be_loaded_fails_the_jobs_that_name_it(stage: Stag
 
 
 def test_loading_has_a_limit(stage: Stage):
-    """A load that takes too long has failed, and what it ends with is thrown away (CX-026)."""
+    """A load beyond the time limit has failed, and its result is discarded (CX-026)."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=2.0)
     stage.start(load_timeout_s=0.3)
     _, failure = stage.result(stage.submit(1.0, "0.1"))
@@ -259,13 +259,13 @@ def test_loading_has_a_limit(stage: Stage):
 
 
 def test_load_and_unload_on_demand(stage: Stage):
-    """What operators want is loaded without a job, and let go of; the version that answers is never unloaded."""
+    """Requested versions are loaded without a job and unloaded on request; the active version is never unloaded."""
     drain = stage.start()
     drain.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
     drain.lifecycle.request_unload(stage.model, "1")
     drain.lifecycle.request_unload(stage.model, "2")
-    wait_until(lambda: stage.state("1") == "cold", 5, "the version is let go")
+    wait_until(lambda: stage.state("1") == "cold", 5, "the version is unloaded")
     assert stage.answer() == ("2", 10.0)
     assert stage.state("2") == "ready"
     drain.lifecycle.request_load(stage.model, "no-such")
@@ -274,7 +274,7 @@ def test_load_and_unload_on_demand(stage: Stage):
 
 
 def test_the_least_recently_used_version_goes_when_memory_is_short(stage: Stage):
-    """Room for two of three: the third load unloads the one whose last batch is longest ago, never a busy one."""
+    """Memory holds two of three versions: the third load unloads the least recently used one, never a busy one."""
     for version in ("1", "2", "3"):
         folder = stage.root / stage.model / version
         if not folder.exists():
@@ -288,12 +288,12 @@ def test_the_least_recently_used_version_goes_when_memory_is_short(stage: Stage)
     wait_until(lambda: stage.state("1") == "cold", 5, "the least recently used is unloaded")
     assert (stage.state("2"), stage.state("3")) == ("ready", "ready")
     assert stage.answer(1.0, "1")[1] == 1.0
-    wait_until(lambda: stage.state("2") == "cold", 5, "the next goes, and not the one that answers")
+    wait_until(lambda: stage.state("2") == "cold", 5, "the next is unloaded, and the active version stays")
     assert stage.state("3") == "ready"
 
 
-def test_a_decision_that_comes_late_changes_nothing(stage: Stage):
-    """A worker never goes back to an older epoch, whatever lies in the broker."""
+def test_a_late_decision_changes_nothing(stage: Stage):
+    """A worker never returns to an older epoch, whatever record is in the broker."""
     drain = stage.start()
     stage.promote("1", epoch=5)
     assert stage.answer() == ("1", 1.0)
@@ -303,7 +303,7 @@ def test_a_decision_that_comes_late_changes_nothing(stage: Stage):
 
 
 def test_only_the_operators_decide(stage: Stage, tmp_path: Path):
-    """With a public key set, unsigned and foreign records are not believed, and what was served goes on (S0.1)."""
+    """With a public key set, unsigned and foreign records are refused, and the active version stays (S0.1)."""
     operator = OperatorKey.generate(tmp_path / "operator.pem")
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
     stage.start(verify=PublicKeys.parse(operator.public_text).verify)
@@ -315,19 +315,19 @@ def test_only_the_operators_decide(stage: Stage, tmp_path: Path):
     assert stage.answer() == ("1", 1.0)
 
 
-def test_a_pinned_version_answers_whatever_is_promoted(stage: Stage):
-    """model_version names one; `latest` would follow the promotion (CX-014)."""
+def test_a_pinned_version_stays_active_whatever_is_promoted(stage: Stage):
+    """A worker with a version in `model_version` follows no promotion; with `latest` it would (CX-014)."""
     stage.start(model_version="2")
     stage.promote("1", epoch=1)
     assert stage.answer() == ("2", 10.0)
 
 
-def test_idle_workers_hear_of_a_change_within_two_seconds(stage: Stage):
-    """Caches of the old version are told at once, job or not, and once (AR-018, AR-080)."""
+def test_idle_workers_follow_a_change_within_two_seconds(stage: Stage):
+    """Each worker reports the change once, also without a job (AR-018, AR-080)."""
     for _ in range(3):
         stage.start()
     stage.promote("1", epoch=1)
-    wait_until(lambda: len(stage.changes) == 3, 2, "every worker hears of it")
+    wait_until(lambda: len(stage.changes) == 3, 2, "every worker reports it")
     old = load_package(find(stage.root, stage.model, "2").path).manifest().content_hash
     new = load_package(find(stage.root, stage.model, "1").path).manifest().content_hash
     assert stage.changes == [(stage.model, old, new)] * 3
@@ -335,8 +335,8 @@ def test_idle_workers_hear_of_a_change_within_two_seconds(stage: Stage):
     assert len(stage.changes) == 3
 
 
-def test_a_copy_that_was_mended_on_disk_answers_in_the_end(stage: Stage):
-    """Loaded before the promotion with other files under its label, it is loaded anew, never served as it was."""
+def test_a_copy_that_was_repaired_on_disk_is_loaded_again(stage: Stage):
+    """It was loaded with other files before its promotion: it is loaded again, and the old content never answers."""
     drain = stage.start()
     drain.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
@@ -346,8 +346,8 @@ def test_a_copy_that_was_mended_on_disk_answers_in_the_end(stage: Stage):
     assert stage.answer() == ("1", 7.0)
 
 
-def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage):
-    """What ends loading with other content than was promoted meanwhile does not serve."""
+def test_other_content_that_loads_during_a_promotion_is_not_served(stage: Stage):
+    """The promotion comes during the load: the loaded content is not the promoted content, and the load fails."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
     drain = stage.start()
     drain.lifecycle.request_load(stage.model, "0.1")
@@ -360,8 +360,8 @@ def test_a_promise_that_is_made_while_another_copy_is_loaded_holds(stage: Stage)
     assert job_record.state is State.QUEUED
 
 
-def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
-    """An operator who waits for it reads why it will not come; when the folder has come, it loads."""
+def test_a_requested_version_that_is_not_found_is_reported(stage: Stage):
+    """The operator reads why it is not found; after its folder was added, a new request loads it."""
     drain = stage.start()
     drain.lifecycle.request_load(stage.model, "7")
     wait_until(lambda: stage.state("7") == "failed", 5, "the worker says that it has no such version")
@@ -371,11 +371,11 @@ def test_what_is_wanted_and_missing_is_said_so(stage: Stage):
     drain.lifecycle.request_load(stage.model, "8")
     wait_until(lambda: stage.state("8") == "failed", 5, "the next")
     drain.lifecycle.request_unload(stage.model, "8")
-    wait_until(lambda: stage.state("8") == "", 5, "nobody wants it any more")
+    wait_until(lambda: stage.state("8") == "", 5, "the request is withdrawn")
 
 
-def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: Stage):
-    """The operator gave up waiting: the load ends, and its memory is given back."""
+def test_a_version_that_is_released_during_its_load_is_unloaded_afterwards(stage: Stage):
+    """The operator withdraws the request: the load ends, and the version is unloaded."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=0.4)
     drain = stage.start()
     drain.lifecycle.request_load(stage.model, "0.1")
@@ -385,8 +385,8 @@ def test_a_version_that_is_let_go_of_while_it_is_loaded_goes_when_it_has(stage: 
     wait_until(lambda: stage.state("0.1") == "cold", 2, "it is unloaded")
 
 
-def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(stage: Stage):
-    """The wish may come before the worker hears of the flip; every answer of its last batches says what it was."""
+def test_a_version_that_is_released_while_active_is_unloaded_after_the_next_promotion(stage: Stage):
+    """The request may come before the promotion; each of its last results still names its version and content."""
     drain = stage.start()
     drain.lifecycle.request_unload(stage.model, "2")
     jobs = [stage.submit(float(number)) for number in range(40)]
@@ -398,7 +398,7 @@ def test_a_version_that_is_let_go_of_while_it_answers_goes_when_another_does(sta
 
 
 def test_a_later_version_may_run_more_forwards_at_a_time_than_the_first(stage: Stage):
-    """Its `concurrency` holds from its promotion on, and the older version keeps its own."""
+    """Its `concurrency` holds from its promotion on; the older version keeps its own."""
     write_scale(stage.root, stage.model, "1.5", 100, forward_s=0.4)
     file = stage.root / stage.model / "1.5" / "model.yaml"
     file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 1") + "concurrency: 3\n")

@@ -1,4 +1,4 @@
-"""Jobs that name a version which the worker that claimed them has not: they go where it is, or end with a reason."""
+"""Jobs that name a version which their worker does not have: another worker answers them, or they fail."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 @pytest.fixture
 def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers soon believe that nobody has a version."""
+    """Workers decide after a shorter time that no worker has a version."""
     monkeypatch.setattr(peers, "_SURE_AFTER_S", 0.6)
 
 
 def elsewhere(stage: Stage, *without: str) -> Path:
-    """The models root of another machine, which has not got these versions."""
+    """The models root of another machine, without these versions."""
     root = stage.root.parent / "elsewhere"
     shutil.copytree(stage.root, root)
     for version in without:
@@ -48,7 +48,7 @@ def elsewhere(stage: Stage, *without: str) -> Path:
 
 
 def ask_for(stage: Stage, *versions: str, number: float = 1.0, deadline_s: float | None = None) -> list[str]:
-    """A job for each version that it names, whoever may have that."""
+    """Submit a job for each named version, also for versions that no worker has; returns the ids."""
     known = load_package(find(stage.root, stage.model).path).spec
     jobs = []
     for version in versions:
@@ -60,25 +60,25 @@ def ask_for(stage: Stage, *versions: str, number: float = 1.0, deadline_s: float
 
 
 def failure_of(stage: Stage, job_id: str) -> str:
-    """What a job failed with."""
+    """The message of the job's failure."""
     _, failure = stage.result(job_id)
     assert isinstance(failure, Failure)
     return failure.message
 
 
 def has_claimed(stage: Stage, drain: Drain, job_id: str) -> bool:
-    """Whether the job is in that worker's memory."""
+    """Whether the job is claimed and the worker has jobs in memory."""
     job_record = stage.broker.job_record(job_id)
     return bool(job_record and job_record.is_claimed and drain.readiness[1]["in_memory"])
 
 
 def content_hash_of(package: Package) -> str:
-    """What a promotion of it names."""
+    """The content hash that a promotion of the package names."""
     return package.manifest().content_hash
 
 
 def test_a_job_goes_to_the_worker_that_has_its_version(stage: Stage):
-    """Claimed by one that has not, it is answered by one that has, and no attempt is counted (IN-001)."""
+    """A worker without the version claims it and hands it over; the hand-over counts as no attempt (IN-001)."""
     without = stage.start(root=elsewhere(stage, "1"))
     job_ids = [stage.submit(float(number), "1") for number in range(30)]
     wait_until(lambda: has_claimed(stage, without, job_ids[-1]), 5, "they are claimed where version 1 is not")
@@ -90,8 +90,8 @@ def test_a_job_goes_to_the_worker_that_has_its_version(stage: Stage):
 
 
 @pytest.mark.usefixtures("soon_sure")
-def test_a_version_that_nobody_has_fails_the_jobs_that_name_it(stage: Stage):
-    """With the versions that are served; it does not go round, and jobs beside it are answered meanwhile."""
+def test_a_version_that_no_worker_has_fails_the_jobs_that_name_it(stage: Stage):
+    """The failure lists the served versions; the jobs do not circulate, and other jobs are answered meanwhile."""
     drains = [stage.start(root=elsewhere(stage, "1")), stage.start()]
     job_id = stage.submit(1.0, "2")
     assert stage.result(job_id)[1] == 10.0
@@ -103,7 +103,7 @@ def test_a_version_that_nobody_has_fails_the_jobs_that_name_it(stage: Stage):
 
 
 def test_a_load_that_fails_here_does_not_fail_a_job_that_others_can_answer(stage: Stage):
-    """A broken copy on one machine: its jobs go to the other."""
+    """One machine has a broken copy: its jobs go to the other machine."""
     root = elsewhere(stage, "1")
     write_package(root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="1")
     broken = stage.start(root=root)
@@ -115,7 +115,7 @@ def test_a_load_that_fails_here_does_not_fail_a_job_that_others_can_answer(stage
 
 
 def test_a_version_may_be_named_by_its_content_wherever_it_is(stage: Stage):
-    """The beginning of the hash of a version that only another worker has loaded."""
+    """A job may name the first digits of the content hash of a version that only another worker has loaded."""
     without = stage.start(root=elsewhere(stage, "1"))
     package = load_package(find(stage.root, stage.model, "1").path)
     (job_id,) = ask_for(stage, content_hash_of(package)[:12], number=4.0)
@@ -126,20 +126,20 @@ def test_a_version_may_be_named_by_its_content_wherever_it_is(stage: Stage):
     assert (header.version, value) == ("1", 4.0)
 
 
-def test_a_job_does_not_push_out_what_a_worker_needs_while_another_has_its_version(stage: Stage):
-    """model_memory_mb: there is no room beside the version that answers, and the job goes where it is loaded."""
+def test_a_job_unloads_no_active_version_while_another_worker_has_its_version(stage: Stage):
+    """Memory holds only the active version: a job for another version goes to the worker that has it loaded."""
     for version in ("1", "2"):
         file = stage.root / stage.model / version / "model.yaml"
         file.write_text(file.read_text() + "memory_mb: 10\n")
     full = stage.start(model_memory_mb=15)
-    assert stage.answer(1.0, "1") == ("1", 1.0), "alone it makes room"
-    wait_until(lambda: stage.state("1", full) == "cold" or stage.state("2", full) == "cold", 5, "one goes")
+    assert stage.answer(1.0, "1") == ("1", 1.0), "without another worker it is loaded"
+    wait_until(lambda: stage.state("1", full) == "cold" or stage.state("2", full) == "cold", 5, "one is unloaded")
     assert stage.answer(1.0) == ("2", 10.0)
-    wait_until(lambda: stage.state("1", full) == "cold", 5, "the other goes")
+    wait_until(lambda: stage.state("1", full) == "cold", 5, "the other is unloaded")
     having = stage.start()
     having.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1", having) == "ready", 5, "the other worker has it")
-    wait_until(lambda: any(b'"is_offered": true' in each for each in stage.broker.workers()), 5, "and says so")
+    wait_until(lambda: any(b'"is_offered": true' in each for each in stage.broker.workers()), 5, "and reports it")
     time.sleep(1.1)
     workers = {stage.result(stage.submit(1.0, "1"))[0].worker for _ in range(10)}
     assert workers == {having.name}
@@ -147,8 +147,8 @@ def test_a_job_does_not_push_out_what_a_worker_needs_while_another_has_its_versi
 
 
 @pytest.mark.usefixtures("soon_sure")
-def test_jobs_have_nothing_loaded_that_the_operators_did_not_ask_for(stage: Stage, tmp_path: Path):
-    """They sign, and have promoted a version: another that lies on the disk is theirs to load (S0.1)."""
+def test_jobs_load_only_content_that_operators_approved(stage: Stage, tmp_path: Path):
+    """After a signed promotion, a job cannot load another version on disk before an operator requests it (S0.1)."""
     operator = OperatorKey.generate(tmp_path / "operator.pem")
     drain = stage.start(verify=PublicKeys.parse(operator.public_text).verify)
     stage.promote("2", epoch=1, sign=operator.sign)
@@ -160,17 +160,17 @@ def test_jobs_have_nothing_loaded_that_the_operators_did_not_ask_for(stage: Stag
     drain.lifecycle.request_load(stage.model, "1", content_hash=content_hash_of(package))
     assert stage.answer(1.0, "1") == ("1", 1.0)
     drain.lifecycle.request_unload(stage.model, "1")
-    wait_until(lambda: stage.state("1") == "cold", 5, "it is let go of")
+    wait_until(lambda: stage.state("1") == "cold", 5, "it is unloaded")
     source = stage.root / stage.model / "1" / "model.py"
     good = source.read_text()
     source.write_text(good.replace("* 1", "* 7"))
-    assert "promoted" in failure_of(stage, stage.submit(1.0, "1")), "other content under its name"
+    assert "promoted" in failure_of(stage, stage.submit(1.0, "1")), "other content under its label"
     source.write_text(good)
 
 
 @pytest.mark.usefixtures("soon_sure")
-def test_jobs_have_loaded_what_operators_have_registered(stage: Stage, tmp_path: Path):
-    """By content, wanted or not: a worker that has just started knows of it by the same record (S0.1)."""
+def test_jobs_load_content_that_operators_registered(stage: Stage, tmp_path: Path):
+    """Registered content may be loaded for jobs, requested or not; its files may come after the record (S0.1)."""
     operator = OperatorKey.generate(tmp_path / "operator.pem")
     stage.promote("2", epoch=1, sign=operator.sign)
     drain = stage.start(verify=PublicKeys.parse(operator.public_text).verify)
@@ -182,22 +182,24 @@ def test_jobs_have_loaded_what_operators_have_registered(stage: Stage, tmp_path:
     drain.lifecycle.request_unload(stage.model, "1", content_hash=registered)
     drain.lifecycle.request_unload(stage.model, "1.5", content_hash=registered)
     assert stage.answer(1.0, "1") == ("1", 1.0)
-    assert "promoted" in failure_of(stage, stage.submit(1.0, "1.5")), "other content than was registered"
+    assert "promoted" in failure_of(stage, stage.submit(1.0, "1.5")), "not the registered content"
     shutil.copytree(stage.root.parent / "to come" / stage.model / "1.7", stage.root / stage.model / "1.7")
     assert stage.answer(1.0, "1.7") == ("1.7", 9.0)
     assert stage.answer() == ("2", 10.0)
-    assert drain.lifecycle.models[stage.model].versions["2"].pinned_hash != registered, "what answers is for promotions"
+    assert drain.lifecycle.models[stage.model].versions["2"].pinned_hash != registered, (
+        "only a promotion changes the active version"
+    )
 
 
-def test_before_a_promotion_the_disk_decides_what_jobs_may_name(stage: Stage, tmp_path: Path):
-    """As it decides what answers, also where operators sign."""
+def test_before_a_promotion_jobs_may_name_every_version_on_disk(stage: Stage, tmp_path: Path):
+    """This holds also where operators sign."""
     operator = OperatorKey.generate(tmp_path / "operator.pem")
     stage.start(verify=PublicKeys.parse(operator.public_text).verify)
     assert stage.answer(1.0, "1") == ("1", 1.0)
 
 
-def test_a_job_whose_time_runs_out_while_its_version_is_loaded_ends_in_time(stage: Stage):
-    """Its caller hears so at its deadline, not at the end of the load."""
+def test_a_job_whose_deadline_passes_while_its_version_loads_ends_in_time(stage: Stage):
+    """It expires at its deadline, not at the end of the load."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
     stage.start()
     (job_id,) = ask_for(stage, "0.1", deadline_s=0.5)
@@ -208,8 +210,8 @@ def test_a_job_whose_time_runs_out_while_its_version_is_loaded_ends_in_time(stag
     assert stage.state("0.1") == "loading"
 
 
-def test_jobs_without_a_place_are_given_back_at_a_stop(stage: Stage):
-    """They wait to hear of a worker that has their version; another will find them at once."""
+def test_unplaced_jobs_are_released_at_a_stop(stage: Stage):
+    """They wait for a worker that has their version; after the stop another worker claims them at once."""
     drain = stage.start(root=elsewhere(stage, "1"))
     job_id = stage.submit(5.0, "1")
     wait_until(lambda: has_claimed(stage, drain, job_id), 5, "it is claimed")
@@ -222,16 +224,16 @@ def test_jobs_without_a_place_are_given_back_at_a_stop(stage: Stage):
 
 
 @pytest.mark.usefixtures("soon_sure")
-def test_a_flood_of_names_that_nobody_has_keeps_no_job_waiting(stage: Stage):
-    """A thousand jobs, each naming another version: the next that names none is answered soon."""
+def test_a_flood_of_unknown_versions_delays_no_other_job(stage: Stage):
+    """A thousand jobs each name another unknown version: a job that names none is answered soon."""
     stage.start()
     job_ids = ask_for(stage, *(f"no-{number}" for number in range(1000)))
     assert stage.answer() == ("2", 10.0)
     assert "not served by any live worker" in failure_of(stage, job_ids[-1])
 
 
-def test_workers_that_cannot_be_asked_hold_nothing_up(stage: Stage, monkeypatch: pytest.MonkeyPatch):
-    """Reports that may not be read: the jobs that need them wait, and all others are answered."""
+def test_unreadable_reports_delay_no_other_job(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    """The worker may not read reports: the jobs that need them wait, and all other jobs are answered."""
     drain = stage.start(root=elsewhere(stage, "1"))
 
     def refuse() -> list[bytes]:
@@ -247,8 +249,8 @@ def test_workers_that_cannot_be_asked_hold_nothing_up(stage: Stage, monkeypatch:
     assert stage.result(job_id)[1] == 5.0
 
 
-def test_reports_that_are_none_are_passed_over(stage: Stage):
-    """Whoever may write to the broker may write one: no worker falls over it."""
+def test_invalid_reports_are_skipped(stage: Stage):
+    """Any client of the broker may write a report: an invalid one harms no worker."""
     for number, report in enumerate((b"{", b"[]", b'{"versions": 3}', b'{"versions": {"m": {"1": null}}}', b"\xff")):
         stage.broker.report(f"stranger-{number}", report, 60_000)
     stage.start(root=elsewhere(stage, "1"))
@@ -258,8 +260,8 @@ def test_reports_that_are_none_are_passed_over(stage: Stage):
     assert (header.worker, value) == (having.name, 5.0)
 
 
-def test_a_worker_without_the_version_that_answers_has_the_others(stage: Stage, tmp_path: Path):
-    """It serves other models, claims nothing of this one, and takes what others hand over for versions that it has."""
+def test_a_worker_without_the_active_version_offers_its_other_versions(stage: Stage, tmp_path: Path):
+    """It serves other models, claims no jobs of this one, and takes over jobs that name the versions it has."""
     other = tmp_path / "other"
     content_hash = write_scale(other, stage.model, "1", 5).manifest().content_hash
     stage.promote("1", epoch=1, content_hash=content_hash)

@@ -1,4 +1,4 @@
-"""A model in a worker: which jobs fit it."""
+"""A version in a worker: which jobs it accepts, and the size of its batches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def claimed(inputs: dict[str, Array]) -> ClaimedJob:
     return ClaimedJob(Delivery("double", Priority.NORMAL, b"1-1", b""), header, inputs, 0, 0.0, 0.0, 0)
 
 
-def test_only_a_job_shaped_like_the_one_before_skips_the_check(models_root: Path):
-    """The first is checked, its likes are counted like it, and whatever differs, also nothing at all, is refused."""
+def test_only_a_job_with_the_shapes_of_the_one_before_skips_the_check(models_root: Path):
+    """The first job is checked, later jobs with its shapes are not; other shapes and missing inputs are refused."""
     model = ServedVersion(load_package(write_double(models_root, "double")), InferenceConfig())
     with pytest.raises(InvalidInput, match="Missing required"):
         model.fit(claimed({}))
@@ -63,8 +63,8 @@ def test_only_a_job_shaped_like_the_one_before_skips_the_check(models_root: Path
 def test_jobs_share_a_forward_from_level_2_on(
     models_root: Path, config: dict[str, object], package: dict[str, object], rows: int
 ):
-    """At the levels 0 and 1, whichever of the setting and the package is lower, each job has a forward of its own; from
-    2 on the package's size counts, else the setting's, else 32 (CF-004)."""
+    """At the levels 0 and 1 each job has its own forward; the lower level of setting and package counts. From
+    level 2 on the batch size is the package's, else the setting's, else 32 (CF-004)."""
     folder = write_double(models_root, "double")
     spec = yaml.safe_load((folder / "model.yaml").read_text())
     (folder / "model.yaml").write_text(yaml.safe_dump(spec | {"batching": {}} | package))
@@ -79,7 +79,7 @@ def test_jobs_share_a_forward_from_level_2_on(
     assert batch.rows == min(rows, 3)
 
 
-def test_observer_learns_of_the_jobs_that_were_answered(models_root: Path):
+def test_observer_gets_the_answered_jobs(models_root: Path):
     """It gets plain values: the rows of the batch, and ids, inputs and outputs of the jobs that did not fail."""
     model = ServedVersion(load_package(write_double(models_root, "double")), InferenceConfig())
     jobs = [claimed({"x": np.full((1, 4), number, np.float32)}) for number in range(2)]

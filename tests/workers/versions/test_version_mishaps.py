@@ -1,4 +1,4 @@
-"""Versions in bad company: other content, hanging loads, hostile records, floods, operators in each other's way."""
+"""Faults around versions: other content, hanging loads, hostile records, floods, conflicting operators."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def write_gated(root: Path, model: str, version: str, gate: Path, end: str) -> N
     write_package(root, model, source, version=version)
 
 
-def test_a_wish_for_other_content_leaves_the_version_that_answers_alone(stage: Stage):
-    """A promotion that is prepared where the files differ is refused with nothing changed."""
+def test_a_request_for_other_content_leaves_the_active_version_alone(stage: Stage):
+    """A promotion is prepared where the files differ: the worker changes nothing."""
     drain = stage.start()
     assert stage.answer() == ("2", 10.0)
     drain.lifecycle.request_load(stage.model, "2", content_hash="ab" * 32)
@@ -64,15 +64,15 @@ def test_a_wish_for_other_content_leaves_the_version_that_answers_alone(stage: S
     assert stage.answer() == ("2", 10.0)
 
 
-def test_a_record_that_is_not_believed_promotes_nothing_at_a_start(stage: Stage, tmp_path: Path):
-    """Garbage over the signed record: a worker that starts then must not fall back to the highest version on disk."""
+def test_a_refused_record_promotes_nothing_at_a_start(stage: Stage, tmp_path: Path):
+    """An unsigned record replaces the signed one: a worker that starts must not use the highest version on disk."""
     operator = OperatorKey.generate(tmp_path / "operator.pem")
     verify = PublicKeys.parse(operator.public_text).verify
     stage.promote("1", epoch=1, sign=operator.sign)
     stage.start(verify=verify)
     assert stage.answer() == ("1", 1.0)
     stage.drains.pop().stop(1.0)
-    stage.promote("2", epoch=2)  # unsigned: whoever may write to Redis
+    stage.promote("2", epoch=2)  # unsigned: any client of Redis may write it
     drain = stage.start(verify=verify)
     job_id = stage.submit()
     take_turns(drain)
@@ -81,8 +81,8 @@ def test_a_record_that_is_not_believed_promotes_nothing_at_a_start(stage: Stage,
     assert not job_record.result, stage.result(job_id)
 
 
-def test_a_worker_that_starts_beside_a_record_it_does_not_believe_leaves_the_spec_alone(stage: Stage, tmp_path: Path):
-    """Clients go on checking jobs against the version that was promoted."""
+def test_a_worker_that_refuses_the_record_at_its_start_leaves_the_spec_alone(stage: Stage, tmp_path: Path):
+    """Clients still check jobs against the promoted version."""
     operator = OperatorKey.generate(tmp_path / "operator.pem")
     stage.promote("1", epoch=1, sign=operator.sign)
     stranger = OperatorKey.generate(tmp_path / "stranger.pem")
@@ -90,15 +90,15 @@ def test_a_worker_that_starts_beside_a_record_it_does_not_believe_leaves_the_spe
     assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "1"
 
 
-def test_a_pinned_worker_does_not_announce_its_version_as_the_one_that_answers(stage: Stage):
-    """Its own version is its own affair: clients keep the spec of the promoted one."""
+def test_a_pinned_worker_does_not_announce_its_version_as_the_active_one(stage: Stage):
+    """Clients keep the spec of the promoted version."""
     stage.promote("1", epoch=1)
     stage.start(model_version="2")
     assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "1"
 
 
-def test_what_ends_loading_too_late_is_closed(stage: Stage, monkeypatch: pytest.MonkeyPatch):
-    """An abandoned load must not keep its weights until somebody loads something else."""
+def test_a_runtime_that_loads_too_late_is_closed(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    """An abandoned load must release its weights when it ends, not at the next load."""
     released: list[str] = []
     close = PackageRuntime.close
 
@@ -129,7 +129,7 @@ def _loading_threads(stage: Stage) -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith(f"load {stage.model}")]
 
 
-def test_jobs_that_wait_for_a_named_version_do_not_hold_up_the_one_that_answers(stage: Stage):
+def test_jobs_that_wait_for_a_named_version_do_not_delay_the_active_one(stage: Stage):
     """200 jobs name a version that does not end loading; others are answered meanwhile."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
     stage.start()
@@ -140,8 +140,8 @@ def test_jobs_that_wait_for_a_named_version_do_not_hold_up_the_one_that_answers(
     assert stage.state("0.1") == "loading"
 
 
-def test_a_worker_that_loads_leaves_jobs_to_those_that_have_the_version(stage: Stage):
-    """B joined after the version was prepared in A and before the flip."""
+def test_a_worker_that_loads_leaves_jobs_to_workers_that_have_the_version(stage: Stage):
+    """Worker B starts after A was prepared and before the promotion: A answers while B loads."""
     gate = stage.root.parent / "gate"
     write_gated(stage.root, stage.model, "0.1", gate, "return lambda inputs: {'y': inputs['x'] * 5}")
     gate.touch()
@@ -157,8 +157,8 @@ def test_a_worker_that_loads_leaves_jobs_to_those_that_have_the_version(stage: S
     gate.touch()
 
 
-def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
-    """Every version under the root is met at the start; its model.yaml is mended before it is promoted."""
+def test_a_model_yaml_that_was_repaired_on_disk_is_read_again(stage: Stage):
+    """Every version under the root is read at the start; its model.yaml changes before its promotion."""
     drain = stage.start()
     file = stage.root / stage.model / "1" / "model.yaml"
     file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 8"))
@@ -170,7 +170,7 @@ def test_a_model_yaml_that_was_mended_on_disk_is_read_again(stage: Stage):
 
 
 def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
-    """A link that points at itself is a broken package, and no more."""
+    """A link to itself only makes its package invalid."""
     drain = stage.start()
     loop = stage.root / stage.model / "0.3"
     write_scale(stage.root, stage.model, "0.3", 100)
@@ -182,8 +182,8 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
     assert stage.answer() == ("2", 10.0)
 
 
-def test_a_prepared_version_is_not_the_first_to_go(stage: Stage):
-    """model_memory_mb: prepared a moment ago, about to be promoted; another load unloads it."""
+def test_a_prepared_version_is_not_unloaded_first(stage: Stage):
+    """With a memory limit, another load unloads other versions before the one that was prepared for a promotion."""
     for version in ("0.1", "0.2"):
         write_scale(stage.root, stage.model, version, 100)
     for version in ("0.1", "0.2", "1", "2"):
@@ -199,8 +199,8 @@ def test_a_prepared_version_is_not_the_first_to_go(stage: Stage):
     assert stage.state("1") == "ready"
 
 
-def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.MonkeyPatch):
-    """A model that came after the start: the broker is away for the one call that prepares its queue."""
+def test_a_request_survives_an_outage_of_the_broker(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    """A model is added after the start: the broker is away for the one call that prepares its queue."""
     drain = stage.start()
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
     prepare = drain.parts.broker.prepare
@@ -220,28 +220,26 @@ def test_a_wish_is_not_lost_with_the_broker(stage: Stage, monkeypatch: pytest.Mo
     wait_until(is_ready, 30, "it is loaded")
 
 
-def test_a_follower_that_names_no_version_does_not_share_its_leaders_failure(stage: Stage):
-    """The promoted version cannot be loaded here: who names it fails, who does not is for another worker."""
-    write_package(
-        stage.root,
-        stage.model,
-        "import time\ndef build():\n    time.sleep(0.7)\n    raise ValueError('no weights')\n",
-        version="0.5",
-    )
+@pytest.mark.parametrize("is_leader_named", [True, False])
+def test_each_follower_goes_its_own_way_when_a_load_fails(stage: Stage, is_leader_named: bool):
+    """The active version cannot be loaded here: of two equal jobs the one that names it fails, the other is given back
+    for other workers, whichever of them leads."""
+    write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="0.5")
     yaml = stage.root / stage.model / "0.5" / "model.yaml"
     yaml.write_text(yaml.read_text() + "deterministic: true\n")
-    drain = stage.start()
     stage.promote("0.5", epoch=1)
-    named, unnamed = stage.submit(1.0, "0.5"), stage.submit(1.0)
-    assert isinstance(stage.result(named)[1], Failure)
+    names = ["0.5", ""] if is_leader_named else ["", "0.5"]
+    jobs = {name: stage.submit(1.0, name) for name in names}
+    drain = stage.start(preload=False)
+    assert isinstance(stage.result(jobs["0.5"])[1], Failure)
     take_turns(drain)
-    job_record = stage.broker.job_record(unnamed)
+    job_record = stage.broker.job_record(jobs[""])
     assert job_record is not None
     assert not job_record.result
 
 
 def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(stage: Stage):
-    """Every ten seconds it would take the queue hostage for as long as the load takes to fail."""
+    """Otherwise its jobs would be blocked for the time of each failing load."""
     gate = stage.root.parent / "gate"
     write_gated(stage.root, stage.model, "0.5", gate, "raise ValueError('no weights')")
     gate.touch()
@@ -260,7 +258,7 @@ def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(sta
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "MemoryError()"])
 def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_served(stage: Stage, raised: str):
-    """SystemExit and MemoryError, too, are only that version's failure."""
+    """Also SystemExit and MemoryError fail only that version."""
     write_package(stage.root, stage.model, f"def build():\n    raise {raised}\n", version="3")
     stage.promote("3", epoch=1)
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
@@ -289,7 +287,7 @@ def test_whatever_a_promoted_package_raises_at_the_start_the_other_models_are_se
 
 
 def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage, caplog: pytest.LogCaptureFixture):
-    """One raises, one answers in another shape, one hangs: the highest that loads answers, as before the restart."""
+    """One raises, one has another output, one hangs: the highest version that loads is active."""
     write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="3")
     write_package(stage.root, stage.model, "def build():\n    return lambda x: {'y': x['x'][:, :2]}\n", version="4")
     write_scale(stage.root, stage.model, "5", 100, load_s=0.6)
@@ -304,8 +302,8 @@ def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage,
     assert stage.answer() == ("3", 3.0)
 
 
-def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage):
-    """Nothing of it is claimed, the other models are served, and once it is mended it is."""
+def test_a_model_without_a_loadable_version_does_not_affect_other_models(stage: Stage):
+    """The worker claims none of its jobs and serves the other models; after a repair it serves this one, too."""
     broken = write_package(stage.root, "another", "def build():\n    return lambda inputs: {'z': inputs['x']}\n")
     drain = stage.start(load_package(broken))
     assert stage.answer() == ("2", 10.0)
@@ -317,9 +315,9 @@ def test_a_model_of_which_nothing_can_be_loaded_takes_no_other_down(stage: Stage
     wait_until(lambda: drain.lifecycle.claimable() == [stage.model, "another"], 30, "it is loaded")
 
 
-@pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["nothing else", "the settings name it"])
-def test_a_worker_without_what_it_was_asked_for_does_not_start(stage: Stage, settings: dict[str, Any]):
-    """No model at all can be loaded, or the settings name the version that cannot: a configuration to mend."""
+@pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["no other version", "the settings name it"])
+def test_a_worker_that_can_serve_no_model_does_not_start(stage: Stage, settings: dict[str, Any]):
+    """No model can be loaded, or the settings name a version that cannot: the start is a configuration error."""
     write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="3")
     for label in () if settings else ("1", "2"):
         (stage.root / stage.model / label / "model.py").write_text("def build():\n    raise ValueError('none')\n")
@@ -327,8 +325,8 @@ def test_a_worker_without_what_it_was_asked_for_does_not_start(stage: Stage, set
         stage.start(**settings)
 
 
-def test_memory_is_given_back_once_versions_are_idle(stage: Stage):
-    """Both older versions had work at the moment the third was loaded; afterwards nobody looks again."""
+def test_memory_is_freed_once_versions_are_idle(stage: Stage):
+    """Both older versions have jobs when the third one exceeds the limit: they are unloaded after their jobs."""
     for version in ("0.1", "0.2", "2"):
         if version != "2":
             write_scale(stage.root, stage.model, version, 100, forward_s=0.8 if version == "0.1" else 0.0)
@@ -350,7 +348,7 @@ def test_memory_is_given_back_once_versions_are_idle(stage: Stage):
 def test_a_worker_that_starts_during_the_first_flip_leaves_the_promoted_spec(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ):
-    """It has read that nothing was promoted, then the flip comes, then it announces what it had found on disk."""
+    """It reads that no version is promoted; a promotion follows, and then the worker announces the version on disk."""
     end = type(stage.broker)
     actives = end.actives
     flips: list[bytes] = []
@@ -367,7 +365,7 @@ def test_a_worker_that_starts_during_the_first_flip_leaves_the_promoted_spec(
 
 
 def test_the_memory_limit_holds_from_the_start(stage: Stage):
-    """Two models that are loaded at the start and do not both fit: one goes, and comes back for its next job."""
+    """Two models are loaded at the start and exceed the limit: one is unloaded, and loaded again for its next job."""
     write_package(stage.root, "another", "def build():\n    return lambda inputs: {'y': inputs['x']}\n")
     for folder in (stage.root / stage.model / "2", stage.root / "another" / "1"):
         (folder / "model.yaml").write_text((folder / "model.yaml").read_text() + "memory_mb: 10\n")

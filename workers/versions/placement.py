@@ -1,9 +1,9 @@
-"""Where a job goes that names a version which is not here.
+"""Finds the worker for a job that names a version, if the version is not here.
 
-find --> a version    it is here after all, or can be loaded beside the others
-     |-> a label      another worker has it under this label; or this worker has it, without room
+find --> a version    it is here now, or can be loaded here
+     |-> a label      another worker has it under this label; or this worker has it and its queue is full
      |-> a failure    no live worker has it
-     '-> None         no worker is known to have it, but not for long enough to be sure: the job waits
+     '-> None         no worker has reported it so far; until the search has lasted long enough, the job waits
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.version import ServedVersion, VersionState
 
-__all__ = ["HandOver"]
+__all__ = ["Placement"]
 
 _LOOK_AGAIN_S: Final = 0.25
-"""Between two searches for jobs whose version no worker is known to have."""
+"""Between two searches for the versions of waiting jobs."""
 
 
-class HandOver:
+class Placement:
     """Decides where jobs go; it holds none. The I/O thread owns it.
 
     most_waiting: further jobs fail at once while more than these wait. clock: monotonic seconds.
@@ -39,7 +39,7 @@ class HandOver:
         self._search_at = 0.0
 
     def look(self) -> bool:
-        """Read what other workers have; returns whether to search for those jobs again that wait."""
+        """Read the reports of other workers; returns whether to search again for the waiting jobs."""
         self._peers.look()
         if (now := self._clock()) < self._search_at:
             return False
@@ -56,7 +56,7 @@ class HandOver:
         if label := self._peers.label_of(name, named):
             return label
         if version is not None and version.state is VersionState.COLD and self._lifecycle.may_be_loaded(version):
-            # Only memory speaks against it, and the version that was not used for longest can make room.
+            # Only memory is missing: the least recently used version can be unloaded.
             return version
         if self._peers.is_nowhere(name, named) or waiting > self._most_waiting:
             return self.not_served(job)
