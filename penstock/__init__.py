@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.producers.async_client import AsyncClient, AsyncJobHandle
     from penstock.producers.client import Client, JobHandle
-    from penstock.producers.replies import JobEvent, JobInfo
+    from penstock.producers.events import EventType, JobEvent
+    from penstock.producers.job_state import JobInfo, JobStatus
     from penstock.registry.envelope import Retry
     from penstock.registry.errors import (
         BadSignature,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         UnknownJob,
         UnknownModel,
     )
+    from penstock.registry.queues import PriorityName
 
 __all__ = [
     "AsyncClient",
@@ -64,6 +66,7 @@ __all__ = [
     "Corrupt",
     "DeadLettered",
     "DeadlineExceeded",
+    "EventType",
     "Expired",
     "Forbidden",
     "IdempotencyConflict",
@@ -72,11 +75,13 @@ __all__ = [
     "JobFailed",
     "JobHandle",
     "JobInfo",
+    "JobStatus",
     "ModelError",
     "ModelNotReady",
     "NonFiniteOutput",
     "OutOfMemory",
     "PenstockError",
+    "PriorityName",
     "QueueFull",
     "RegistryUnavailable",
     "Rejected",
@@ -97,9 +102,12 @@ _MODULES = {
     "AsyncClient": "penstock.producers.async_client",
     "AsyncJobHandle": "penstock.producers.async_client",
     "Client": "penstock.producers.client",
-    "JobEvent": "penstock.producers.replies",
-    "JobInfo": "penstock.producers.replies",
+    "EventType": "penstock.producers.events",
+    "JobEvent": "penstock.producers.events",
     "JobHandle": "penstock.producers.client",
+    "JobInfo": "penstock.producers.job_state",
+    "JobStatus": "penstock.producers.job_state",
+    "PriorityName": "penstock.registry.queues",
     "Retry": "penstock.registry.envelope",
 }
 """The module of each name; a name that is missing here is an error class."""

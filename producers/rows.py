@@ -1,61 +1,158 @@
-"""`map`'s view of a model: one item in, one row out, and how far it has come."""
+"""`map` without I/O: one item in, one row out; a bounded number of jobs in flight; progress.
+
+items -> MapRun.next_items -> [client submits] -> MapRun.submitted -> oldest -> [client waits] -> results in order
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
-from penstock.registry.errors import InvalidInput
+from penstock.producers.job_state import HandleCore, Outcome
+from penstock.producers.submission import with_keys
+from penstock.registry.errors import ConfigurationError, InvalidInput, JobFailed
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
-__all__ = ["RowShape", "Tracker"]
+__all__ = ["MAP_WINDOW", "MapOrder", "MapRun", "OnError", "RowShape", "Tracker"]
+
+OnError: TypeAlias = Literal["raise", "return"]
+MAP_WINDOW: Final = 512
+"""Jobs in flight of one `map`, unless the caller chooses."""
+Handle = TypeVar("Handle", bound=HandleCore)
 
 
 class RowShape:
     """How an item becomes inputs, and outputs become a row."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, requested: Sequence[str] = ()) -> None:
         required = [tensor.name for tensor in spec.inputs if not tensor.optional]
+        outputs = spec.signature.select_outputs(requested)
         self._only_input = required[0] if len(required) == 1 else None
-        self._only_output = spec.outputs[0].name if len(spec.outputs) == 1 else None
+        self._only_output = outputs[0] if len(outputs) == 1 else None
         self._model = spec.name
 
     def inputs(self, item: Any) -> Mapping[str, object]:
-        """The inputs of an item: itself when it is a mapping, else one row of the model's only required input."""
-        if isinstance(item, Mapping):
-            return item
+        """The inputs of an item that is one row of the model's only required input."""
         if self._only_input is None:
             raise InvalidInput(f"Model {self._model} has several inputs. Expected items that are mappings")
         return {self._only_input: item[None] if hasattr(item, "__array__") else [item]}
 
     def row(self, outputs: dict[str, Array]) -> Any:
-        """The only row of a job's outputs; of one output alone where the model has just that."""
+        """The first row of each output by name. One requested output gives its row alone."""
         if self._only_output is not None and len(outputs) == 1:
             return outputs[self._only_output][0]
         return {name: values[0] for name, values in outputs.items()}
 
-    @staticmethod
-    def take(source: Iterator[Any], count: int) -> list[Any]:
-        """The next items, at most `count`."""
-        return list(islice(source, count))
+
+class MapOrder(NamedTuple):
+    """The arguments of `map` beside the options of its jobs.
+
+    keys: an idempotency key for each item. window: the largest number of jobs in flight.
+    """
+
+    items: Iterable[Any]
+    keys: Iterable[str | None] | None
+    progress: bool | Callable[[int], None]
+    on_error: OnError
+    window: int
+
+
+class MapRun(Generic[Handle]):
+    """One `map` under way: which items to submit next, and the results so far. Entering it shows the progress."""
+
+    def __init__(self, shape: RowShape, order: MapOrder) -> None:
+        self.results: list[Any] = []
+        self.count = 0
+        """Items that were submitted."""
+        self._shape = shape
+        self._source = with_keys(order.items, order.keys)
+        self._window = order.window
+        self._chunk = max(1, order.window // 4)
+        self._returns_errors = _returns_errors(order.on_error)
+        self._in_flight: deque[tuple[Handle, bool]] = deque()
+        self._is_exhausted = False
+        self._taken: list[bool] = []
+        """For each item of the chunk at hand, whether it is a mapping of whole inputs."""
+        self._tracker = Tracker(order.progress, order.items)
+        self._advance: Callable[[int], None] | None = None
+
+    def __enter__(self) -> Self:
+        self._advance = self._tracker.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tracker.__exit__(kind, error, trace)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no item is left and every submitted one has its result."""
+        return self._is_exhausted and not self._in_flight
+
+    def next_items(self) -> list[tuple[Mapping[str, object], str | None]]:
+        """Inputs and idempotency keys to submit now. Empty when the window is full or no item is left."""
+        if self._is_exhausted or len(self._in_flight) > self._window - self._chunk:
+            return []
+        taken = list(islice(self._source, self._chunk))
+        self._is_exhausted = not taken
+        self._taken = [isinstance(item, Mapping) for item, _ in taken]
+        return [
+            (item if is_whole else self._shape.inputs(item), key)
+            for (item, key), is_whole in zip(taken, self._taken, strict=True)
+        ]
+
+    def due(self) -> list[Handle]:
+        """The oldest jobs, whose results make room for the next items; all jobs when no item is left."""
+        count = len(self._in_flight) - (0 if self._is_exhausted else self._window - self._chunk)
+        return [handle for handle, _ in islice(self._in_flight, max(0, count))]
+
+    def submitted(self, handles: Sequence[Handle]) -> None:
+        """Takes the handles of the last chunk, in its order."""
+        self._in_flight.extend(zip(handles, self._taken, strict=True))
+        self.count += len(handles)
+
+    def complete(self, outcome: Outcome) -> None:
+        """Takes the outcome of the oldest job. A failure is raised, or kept in the place of the result."""
+        _, is_whole = self._in_flight.popleft()
+        try:
+            outputs = outcome.outputs()
+            self.results.append(outputs if is_whole else self._shape.row(outputs))
+        except JobFailed as failure:
+            if not self._returns_errors:
+                raise
+            self.results.append(failure)
+        if self._advance is not None:
+            self._advance(len(self.results))
+
+    def unfinished(self) -> list[Handle]:
+        """The jobs in flight that this `map` began. An earlier job with the same idempotency key is not among them."""
+        return [handle for handle, _ in self._in_flight if handle._state.awaits_reply]
+
+
+def _returns_errors(on_error: OnError) -> bool:
+    if on_error not in ("raise", "return"):
+        raise ConfigurationError(f"on_error is {on_error!r:.80}. Expected 'raise' or 'return'")
+    return on_error == "return"
 
 
 class Tracker:
-    """Entered, gives what to call with the count of finished items: a bar's update, the caller's own, or nothing."""
+    """Entering it gives the function that takes the count of finished items, or None without progress."""
 
-    def __init__(self, wish: bool | Callable[[int], None], items: Iterable[Any]) -> None:
-        self._wish = wish
+    def __init__(self, progress: bool | Callable[[int], None], items: Iterable[Any]) -> None:
+        self._progress = progress
         self._total = len(items) if isinstance(items, Sequence) else None
         self._bar: Any = None
 
-    def __enter__(self) -> Callable[[int], None]:
-        if callable(self._wish):
-            return self._wish
-        if not self._wish:
-            return lambda _: None
+    def __enter__(self) -> Callable[[int], None] | None:
+        if callable(self._progress):
+            return self._progress
+        if not self._progress:
+            return None
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 

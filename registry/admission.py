@@ -2,9 +2,8 @@
 
     inputs -> signature (names, dtypes, shapes, ranges) -> bytes (cap) -> header -> seal -> Publication
 
-Every door admits jobs through this: the clients, and the lane of tasks that come through Celery. The idempotency
-fingerprint covers model, version and inputs; deadline and priority may differ between two attempts at the same
-request.
+Every endpoint admits jobs through this module: both clients, and the endpoint for Celery tasks. The idempotency
+fingerprint covers model, version and inputs. Deadline and priority may differ between two attempts at one request.
 """
 
 from __future__ import annotations
@@ -12,51 +11,94 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
 from penstock.registry.package import ModelSpec, find, load_package
-from penstock.registry.queues import new_job_id, parse_name, parse_priority
+from penstock.registry.queues import Priority, PriorityName, new_job_id, parse_name, parse_priority
 from penstock.registry.settings import QueueConfig, Settings
-from penstock.registry.tensors import encode, encoded_size
+from penstock.registry.tensors import Tensor, encode, encoded_size
 
-__all__ = ["JobBuilder", "SpecCache", "limits_of"]
+__all__ = ["JobBuilder", "SpecCache", "SubmitOptions", "limits_of"]
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_DEADLINE_S: Final = 366 * 86_400
 _KEEP_SPEC_S: Final = 1.0
 _MOST_SPECS: Final = 10_000
-_PLAIN: Final = Options()
+_NO_OPTIONS: Final = Options()
 _MAX_ATTEMPTS: Final = 100
 _MAX_PAUSE_S: Final = 3600
 
 
 def limits_of(queue: QueueConfig) -> Limits:
-    """Admission as the settings have it."""
+    """The admission limits of the settings."""
     return Limits(queue.max_depth, queue.tenant_max_in_flight, int(queue.job_ttl_s * 1000))
 
 
-class SpecCache:
-    """Specs as the broker has them, believed for a second; without one, the package under the models root.
+class SubmitOptions(msgspec.Struct, frozen=True, gc=False):
+    """What a producer may say of a job beside its inputs. One set serves `submit`, `submit_many` and `map`.
 
-    A version that a caller names has a spec of its own.
+    deadline_s: seconds from acceptance. None means no deadline.
+    tenant, version: None means the client's tenant and the active version.
+    outputs: the names of the requested outputs. Empty means all.
+    retry: None means that the first failure of a forward ends the job.
+    """
+
+    priority: PriorityName = "normal"
+    deadline_s: float | None = None
+    tenant: str | None = None
+    version: str | None = None
+    outputs: Sequence[str] = ()
+    traceparent: str = ""
+    retry: Retry | None = None
+
+
+_DEFAULTS: Final = SubmitOptions()
+
+
+class SpecCache:
+    """The model specs of the broker, each kept for one second. Without one, the package under the models root serves.
+
+    A named version has a spec of its own.
     """
 
     def __init__(self, models_root: Path) -> None:
         self._root = models_root
         self._specs: dict[tuple[str, str], tuple[float, bytes | None, ModelSpec]] = {}
-        """By model and version; an empty version is the one that answers."""
+        """By model and version. An empty version is the active one."""
+
+    def get(self, model: str, version: str | None, fetch: Callable[[str, str], bytes | None]) -> ModelSpec:
+        """The spec of the active version, or of the named one. `fetch` asks the broker when the cache cannot tell.
+
+        Raises InvalidInput for a name that no model can have, and UnknownModel.
+        """
+        spec = self.fresh(model) or self.store(model, fetch(model, ""))
+        if not version or version == spec.version:
+            return spec
+        return self.fresh(model, version) or self.store(model, fetch(model, version), version)
+
+    async def get_async(
+        self, model: str, version: str | None, fetch: Callable[[str, str], Awaitable[bytes | None]]
+    ) -> ModelSpec:
+        """The same as `get`, for a `fetch` that is awaited."""
+        spec = self.fresh(model) or self.store(model, await fetch(model, ""))
+        if not version or version == spec.version:
+            return spec
+        return self.fresh(model, version) or self.store(model, await fetch(model, version), version)
 
     def fresh(self, model: str, version: str = "") -> ModelSpec | None:
-        """The spec if it was asked for a moment ago; None: ask the broker, then `store`.
+        """The spec if it is less than a second old. None means: ask the broker, then call `store`.
 
         Raises InvalidInput for a name that no model can have.
         """
-        # Through the lane, anything may stand where a name is expected.
+        # A Celery task may bring any value in place of a name.
         kept = self._specs.get((model, version)) if isinstance(model, str) and isinstance(version, str) else None
         if kept is not None and kept[0] > time.monotonic():
             return kept[2]
@@ -66,7 +108,7 @@ class SpecCache:
         return None
 
     def store(self, model: str, found: bytes | None, version: str = "") -> ModelSpec:
-        """Takes in the broker's answer. Raises UnknownModel when there is no local package either."""
+        """Keeps the broker's answer. Raises UnknownModel when there is no local package either."""
         kept = self._specs.get((model, version))
         if kept is not None and kept[1] == found:
             spec = kept[2]
@@ -84,10 +126,8 @@ class SpecCache:
             return load_package(find(self._root, model, version or None).path, trusted_roots=(self._root,)).spec
         except UnknownModel:
             reference = f"{model}/{version}" if version else model
-            if answering := self._specs.get((model, "")):
-                raise UnknownModel(
-                    f"Unknown model {reference!r:.80}. Expected version: {answering[2].version}"
-                ) from None
+            if active := self._specs.get((model, "")):
+                raise UnknownModel(f"Unknown model {reference!r:.80}. Expected version: {active[2].version}") from None
             raise UnknownModel(
                 f"Unknown model {reference!r}. Expected one that a worker serves or that `penstock models register` "
                 "has announced"
@@ -95,7 +135,7 @@ class SpecCache:
 
 
 class JobBuilder:
-    """Turns requests into publications: everything about a client that its jobs have in common."""
+    """Turns requests into publications. It holds the part that all jobs of a process have in common."""
 
     def __init__(self, *, tenant: str, keyring: Keyring, max_bytes: int) -> None:
         self.tenant = parse_name("tenant", tenant)
@@ -104,34 +144,91 @@ class JobBuilder:
 
     @classmethod
     def of(cls, settings: Settings) -> JobBuilder:
-        """The press of a process with these settings."""
+        """The builder of a process with these settings."""
         max_bytes = settings.inference.max_request_size_mb * 1024 * 1024
         return cls(tenant=settings.tenant_id, keyring=settings.keyring, max_bytes=max_bytes)
 
-    def publication(
+    def build(
         self,
         spec: ModelSpec,
         inputs: Mapping[str, object],
+        options: SubmitOptions = _DEFAULTS,
         *,
-        priority: str = "normal",
-        deadline_s: float | None = None,
         idempotency_key: str | None = None,
-        tenant: str | None = None,
-        version: str | None = None,
-        outputs: Sequence[str] = (),
-        traceparent: str = "",
         reply: str = "",
         job_id: str = "",
         lane: bool = False,
-        retry: Retry | None = None,
     ) -> Publication:
-        """One sealed job. Raises InvalidInput, DeadlineExceeded or UnknownModel, naming what was expected."""
-        band = parse_priority(priority)
-        owner = self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant)
+        """One sealed job. Raises InvalidInput, DeadlineExceeded or UnknownModel; the text says what was expected.
+
+        lane: the job came as a Celery task. Its result is also stored in Celery's result backend.
+        """
+        priority = parse_priority(options.priority)
+        shared = self._header(spec, options, reply, lane=lane)
+        return self._built(spec, shared, priority, inputs, idempotency_key, job_id)
+
+    def build_many(
+        self,
+        spec: ModelSpec,
+        items: Iterable[tuple[Mapping[str, object], str | None]],
+        options: SubmitOptions = _DEFAULTS,
+        *,
+        reply: str = "",
+        first_index: int = 0,
+    ) -> list[Publication]:
+        """One sealed job for each pair of inputs and idempotency key. The options are checked once.
+
+        Raises as `build` does. An error in one item names its index, which counts from `first_index`.
+        """
+        priority, shared = parse_priority(options.priority), self._header(spec, options, reply)
+        publications: list[Publication] = []
+        for index, (inputs, key) in enumerate(items, first_index):
+            try:
+                publications.append(self._built(spec, shared, priority, inputs, key))
+            except InvalidInput as error:
+                raise InvalidInput(f"Item {index}: {error}") from None
+        return publications
+
+    def _header(self, spec: ModelSpec, options: SubmitOptions, reply: str, *, lane: bool = False) -> JobHeader:
+        """The header of a call's jobs, from checked options. Each job adds its id, inputs and idempotency key."""
+        tenant, version, traceparent = options.tenant, options.version, options.traceparent
         if version and version != spec.version:
             raise UnknownModel(f"Unknown model {spec.name}/{described(version)}. Expected version: {spec.version}")
         if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
             raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
+        return JobHeader(
+            id="",
+            tenant=self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant),
+            model=spec.name,
+            priority=options.priority,
+            content=(),
+            version=version or "",
+            deadline_ms=0 if options.deadline_s is None else _deadline_ms(options.deadline_s),
+            reply=reply,
+            traceparent=traceparent,
+            options=_header_options(spec, options, lane) if options.outputs or lane or options.retry else _NO_OPTIONS,
+            key=self.keyring.signing_id,
+        )
+
+    def _built(
+        self,
+        spec: ModelSpec,
+        shared: JobHeader,
+        priority: Priority,
+        inputs: Mapping[str, object],
+        key: str | None,
+        job_id: str = "",
+    ) -> Publication:
+        content, body = self._encoded(spec, inputs)
+        digest = fingerprint = ""
+        if key is not None:
+            digest, fingerprint = _idempotency_digest(shared.tenant, key), _fingerprint(shared.version, content, body)
+        header = replace(shared, id=job_id or new_job_id(spec.name), content=content, idempotency_digest=digest)
+        sealed = seal("job", header, body, self.keyring)
+        return Publication(header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint)
+
+    def _encoded(self, spec: ModelSpec, inputs: Mapping[str, object]) -> tuple[tuple[Tensor, ...], bytes]:
+        """The inputs as bytes, checked against the model's signature and the size limit."""
         if not isinstance(inputs, Mapping):
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping from input name to value")
         arrays = spec.signature.check(inputs)
@@ -140,42 +237,23 @@ class JobBuilder:
         content, body = encode(arrays)
         if len(body) > self._max_bytes:
             raise self._too_large(len(body))
-        digest = fingerprint = ""
-        if idempotency_key is not None:
-            digest = _idempotency_digest(owner, idempotency_key)
-            fingerprint = _fingerprint(version or "", repr(content).encode(), body)
-        header = JobHeader(
-            id=job_id or new_job_id(spec.name),
-            tenant=owner,
-            model=spec.name,
-            priority=priority,
-            content=content,
-            version=version or "",
-            deadline_ms=0 if deadline_s is None else _deadline_ms(deadline_s),
-            reply=reply,
-            idempotency_digest=digest,
-            traceparent=traceparent,
-            options=_options(spec, outputs, lane, retry) if outputs or lane or retry else _PLAIN,
-            key=self.keyring.signing_id,
-        )
-        sealed = seal("job", header, body, self.keyring)
-        return Publication(header.id, band, sealed, owner, reply, digest, fingerprint)
+        return content, body
 
     def _too_large(self, size: int) -> InvalidInput:
         return InvalidInput(f"The inputs take {size} bytes. Expected at most {self._max_bytes}")
 
 
-def _options(spec: ModelSpec, outputs: Sequence[str], lane: bool, retry: Retry | None) -> Options:
-    wanted = spec.signature.select_outputs(outputs) if outputs else ()
-    if retry is not None:
-        _check_retry(spec, retry)
-    return Options(wanted, lane, retry)
+def _header_options(spec: ModelSpec, options: SubmitOptions, lane: bool) -> Options:
+    wanted = spec.signature.select_outputs(options.outputs) if options.outputs else ()
+    if options.retry is not None:
+        _check_retry(spec, options.retry)
+    return Options(wanted, lane, options.retry)
 
 
 def _check_retry(spec: ModelSpec, retry: object) -> None:
     if not isinstance(retry, Retry):
         raise InvalidInput(f"retry is a {type(retry).__name__}. Expected a Retry(attempts, backoff_s, longest_s)")
-    # Nothing but the very types: True and 3.0 would pass for numbers here and make a header that no worker can read.
+    # The exact types only: True and 3.0 compare as numbers, but no worker can read a header with them.
     if type(retry.attempts) is not int or not 1 <= retry.attempts <= _MAX_ATTEMPTS:
         raise InvalidInput(
             f"retry.attempts is {retry.attempts!r:.40}. Expected a whole number from 1 to {_MAX_ATTEMPTS}"
@@ -187,14 +265,14 @@ def _check_retry(spec: ModelSpec, retry: object) -> None:
             f"backoff_s <= longest_s, both from 0 to {_MAX_PAUSE_S}"
         )
     if spec.streams:
-        raise InvalidInput(f"{spec.name} streams, and what its subscribers have seen stands. Expected no retry")
+        raise InvalidInput(f"{spec.name} streams, and a retry cannot take back its events. Expected no retry")
 
 
 def _deadline_ms(deadline_s: float) -> int:
     if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool):
         raise InvalidInput(f"deadline_s is a {type(deadline_s).__name__}. Expected seconds from now")
     if isinstance(deadline_s, int):
-        # No float holds any integer, and the errors show one.
+        # An int may be too large for a float, and the messages format a float.
         deadline_s = max(-(10**18), min(deadline_s, 10**18))
     if not deadline_s > 0:
         raise DeadlineExceeded(f"deadline_s is {deadline_s:g}. Expected a positive number of seconds from now")
@@ -212,9 +290,9 @@ def _idempotency_digest(tenant: str, key: str) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(version: str, described: bytes, body: bytes) -> str:
+def _fingerprint(version: str, content: tuple[Tensor, ...], body: bytes) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for part in (version.encode(), described):
+    for part in (version.encode(), repr(content).encode()):
         digest.update(len(part).to_bytes(4, "little") + part)
     digest.update(body)
     return digest.hexdigest()

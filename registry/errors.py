@@ -101,7 +101,14 @@ class DeadlineExceeded(Rejected):
 
 
 class IdempotencyConflict(Rejected):
-    """The idempotency key belongs to a job with another model version or other inputs."""
+    """The idempotency key belongs to a job with another model version or other inputs.
+
+    accepted: the handles of the jobs that a `submit_many` had published before.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.accepted: Sequence[object] = ()
 
 
 class Unauthorized(Rejected):

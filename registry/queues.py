@@ -12,7 +12,7 @@ import os
 import re
 import time
 from enum import IntEnum
-from typing import Final
+from typing import Final, Literal
 
 from penstock.registry.errors import InvalidInput, described
 
@@ -23,6 +23,7 @@ __all__ = [
     "MODELS_KEY",
     "WORKERS_KEY",
     "Priority",
+    "PriorityName",
     "active_key",
     "crashes_key",
     "dead_key",
@@ -61,6 +62,10 @@ WORKERS_KEY: Final = "penstock:workers"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _LOCAL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,127}\Z")
 _UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\Z")
+
+
+PriorityName = Literal["critical", "high", "normal", "low"]
+"""The name of a priority, as users write it."""
 
 
 class Priority(IntEnum):

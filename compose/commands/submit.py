@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.compose.commands.options import priority_choice
 from penstock.compose.terminal import as_json_option, connected, load_settings, open_broker, print_data
+
+if TYPE_CHECKING:
+    from penstock.registry.queues import PriorityName
 
 __all__ = ["submit"]
 
@@ -32,7 +35,7 @@ def submit(
     model: str,
     inputs: tuple[str, ...],
     file: Any,
-    priority: str,
+    priority: PriorityName,
     deadline_s: float | None,
     version: str | None,
     wait: bool,

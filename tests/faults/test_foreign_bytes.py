@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.registry.admission import JobBuilder
+from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.envelope import PROTOCOL, Keyring
 from penstock.registry.metrics import QUARANTINED
 from penstock.registry.package import ModelSpec
@@ -43,7 +43,7 @@ class Forge:
     def sealed(self, keys: str | None = _KEYS, *, number: float = -1.0, **how: str) -> bytes:
         """A job as a client seals it, that was never published."""
         builder = JobBuilder(tenant="forger", keyring=Keyring.parse(keys), max_bytes=MAX_BYTES)
-        return builder.publication(self._spec, {"x": row(number)}, **how).sealed  # type: ignore[arg-type]  # all text
+        return builder.build(self._spec, {"x": row(number)}, SubmitOptions(**how)).sealed  # type: ignore[arg-type]  # all text
 
     def noise(self) -> bytes:
         """Random bytes."""

@@ -39,7 +39,7 @@ def _of_protocol(sealed: bytes, protocol: int) -> bytes:
 def _publication(stage: Stage) -> Publication:
     with stage.server.client() as client:
         spec = ModelSpec.from_json(client.get(spec_key(stage.model)))
-    return JobBuilder(tenant="skewed", keyring=_UNSIGNED, max_bytes=1 << 20).publication(spec, {"x": row(1)})
+    return JobBuilder(tenant="skewed", keyring=_UNSIGNED, max_bytes=1 << 20).build(spec, {"x": row(1)})
 
 
 @pytest.mark.parametrize("skew", [-1, 1])

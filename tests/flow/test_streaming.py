@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import AsyncClient, Client, JobEvent, JobHandle
+from penstock import AsyncClient, Client, EventType, JobEvent, JobHandle
 from penstock.registry.errors import Cancelled, ModelError
 from tests.conftest import StartWorker
 from tests.flow.conftest import Fleet
@@ -112,7 +112,7 @@ def test_several_subscribers_see_the_same(client: Client):
 def test_asyncio_stream_gives_the_same(fleet: Fleet):
     """As the blocking client: live, and resumed by another client."""
 
-    async def follow() -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    async def follow() -> tuple[list[tuple[int, EventType]], list[tuple[int, EventType]]]:
         async with AsyncClient(fleet.server.url) as client, AsyncClient(fleet.server.url) as other:
             job = await client.submit("counter", {"count": [10], "delay_ms": [5.0]})
             live = [(event.seq, event.type) async for event in job.stream()]

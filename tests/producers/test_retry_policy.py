@@ -75,7 +75,7 @@ def test_a_good_retry_policy_reaches_the_worker(
 
 
 def test_jobs_that_stream_are_not_retried(client: Client, shared_redis: RedisServer, slot: str, broker: RedisStreams):
-    """What subscribers have seen stands: the policy is refused and the text says so."""
+    """Subscribers keep the events that they have read: a retry policy is refused, and the text says why."""
     spec = ModelSpec.model_validate(
         {
             "name": slot,
@@ -90,4 +90,4 @@ def test_jobs_that_stream_are_not_retried(client: Client, shared_redis: RedisSer
     broker.put_spec(slot, spec.to_json())
     with pytest.raises(InvalidInput) as refused:
         client.submit(slot, {"x": X}, retry=Retry())
-    assert str(refused.value) == f"{slot} streams, and what its subscribers have seen stands. Expected no retry"
+    assert str(refused.value) == f"{slot} streams, and a retry cannot take back its events. Expected no retry"

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from penstock import AsyncClient, Client
+from penstock import AsyncClient, Client, PriorityName
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import JobHeader, Keyring, open_job
 from penstock.registry.errors import IdempotencyConflict, QueueFull
@@ -44,7 +44,8 @@ def narrow(shared_redis: RedisServer) -> Iterator[Client]:
 
 def test_each_priority_has_its_queue(client: Client, parked: str, broker: RedisStreams):
     """The four names, and no other, lead to four queues; normal is the default."""
-    for count, name in enumerate(("critical", "high", "normal", "low"), 1):
+    names: tuple[PriorityName, ...] = ("critical", "high", "normal", "low")
+    for count, name in enumerate(names, 1):
         client.submit_many(parked, [INPUTS] * count, priority=name)
     client.submit(parked, INPUTS)
     assert _queued(broker, parked) == {"critical": 1, "high": 2, "normal": 4, "low": 4}
@@ -109,7 +110,7 @@ def test_one_tenant_cannot_fill_the_queue(shared_redis: RedisServer, parked: str
     with Client(shared_redis.url, settings=settings) as client:
         first = client.submit(parked, INPUTS, tenant="acme")
         client.submit(parked, INPUTS, tenant="acme", priority="high")
-        with pytest.raises(QueueFull, match="The tenant has as many jobs in flight as it may"):
+        with pytest.raises(QueueFull, match="The tenant has reached its limit of jobs in flight"):
             client.submit(parked, INPUTS, tenant="acme", priority="critical")
         client.submit(parked, INPUTS, tenant="globex")
         assert first.cancel()

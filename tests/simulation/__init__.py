@@ -4,7 +4,7 @@
     virtual_time.py  the clock, the queue of what happens next, the trace; time passes nowhere else
     broker.py        an end of the broker whose calls may fail, be late, be answered twice or not at all
     worker.py        a real Drain, its three kinds of threads stepped in turn; crashes, freezes, drains
-    client.py        a producer: the real JobBuilder and Postbox, with a client's retries
+    client.py        a producer: the real JobBuilder and ReplyRouter, with a client's retries
     operators.py     somebody who mends what killed the model, and puts dead letters back
     checker.py       what was promised, checked when a schedule is over; simulate(seed) -> Outcome
     mutants.py       brokers and drains that break one promise each, to test the checker

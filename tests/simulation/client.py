@@ -1,4 +1,4 @@
-"""A producer in a schedule: the real JobBuilder and Postbox, and what a client does when it hears nothing.
+"""A producer in a schedule: the real JobBuilder and ReplyRouter, and what a client does when it hears nothing.
 
 A call that fails is repeated with the very same bytes, as the real clients do; a caller that used an idempotency key
 and gave up tries once more with a job of its own. Whatever is offered, answered or told is kept for the checker.
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from penstock.producers.publish import accepted, cancellation
-from penstock.producers.replies import Postbox
-from penstock.registry.admission import JobBuilder
+from penstock.producers.replies import ReplyRouter
+from penstock.producers.submission import accepted, cancellation
+from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, StreamEntry
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import BrokerUnavailable, QueueFull
@@ -63,8 +63,8 @@ class Waiter:
     id: str
     job: Job
 
-    def receive(self, job_record: JobRecord | None) -> None:
-        """See Recipient."""
+    def receive(self, record: JobRecord | None) -> None:
+        """Notes that the job's reply has come."""
         self.job.is_told = True
 
 
@@ -82,7 +82,7 @@ class Client(Bystander):
         self._builder = JobBuilder(tenant=self.tenant, keyring=UNSIGNED, max_bytes=1 << 20)
         self._waiters: list[Waiter] = []
         """Kept alive, as handles are by those who wait."""
-        self._postbox: Postbox[Waiter] = Postbox(self.label)
+        self._router: ReplyRouter[Waiter] = ReplyRouter(self.label)
         self.end = simulation.connect(self)
 
     def plan(self, order: Order, spec: ModelSpec) -> None:
@@ -95,11 +95,11 @@ class Client(Bystander):
 
     def read(self) -> None:
         """Hands new replies to those who wait."""
-        self._postbox.deliver(self.end.read(self._postbox.cursors(), 0))
+        self._router.deliver(self.end.read(self._router.cursors(), 0))
 
     def replies(self) -> list[StreamEntry]:
         """All that was ever told on its reply streams, which it never trims."""
-        return self.end.read(dict.fromkeys(self._postbox.cursors(), "0-0"), 0, 1_000_000)
+        return self.end.read(dict.fromkeys(self._router.cursors(), "0-0"), 0, 1_000_000)
 
     def _read_on(self) -> None:
         try:
@@ -142,15 +142,18 @@ class Client(Bystander):
     def _publication(
         self, order: Order, spec: ModelSpec, number: int, question: float, *, key: int | None = None
     ) -> Publication:
-        return self._builder.publication(
-            spec.model_copy(update={"version": order.version}) if order.version else spec,
-            {"x": [[question, 0, 0, 0]] * order.rows},
+        options = SubmitOptions(
             priority=order.priority,
             version=order.version,
             deadline_s=order.deadline_s,
             retry=Retry(attempts=2, backoff_s=0.1, longest_s=0.1) if order.making == "flaky" else None,
+        )
+        return self._builder.build(
+            spec.model_copy(update={"version": order.version}) if order.version else spec,
+            {"x": [[question, 0, 0, 0]] * order.rows},
+            options,
             idempotency_key=f"key-{key or number}" if order.has_key else None,
-            reply=self._postbox.address(spec.name),
+            reply=self._router.address(spec.name),
             job_id=f"{spec.name}.00000000-0000-7000-8000-{number:012x}",
         )
 
@@ -158,7 +161,7 @@ class Client(Bystander):
         for job, publication in offers:
             if not job.is_told:
                 self._waiters.append(Waiter(publication.job_id, job))
-                self._postbox.expect(publication.job_id, self._waiters[-1])
+                self._router.expect(self._waiters[-1])
         try:
             receipts = self.end.publish(slot, [publication for _, publication in offers], self._limits)
         except BrokerUnavailable:

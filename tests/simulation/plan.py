@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, Literal
 
+from penstock.registry.queues import PriorityName
+
 __all__ = [
     "LEASE_S",
     "POINTS",
@@ -32,7 +34,7 @@ Making = Literal["good", "bad", "flaky", "poison", "hung"]
 """What jobs do to the model: it answers, raises, raises once (a retry is asked for), dies, never comes back."""
 Kind = Literal["crash", "kill", "freeze", "partition", "outage", "jump", "drain", "pause"]
 _MAKINGS: Final[tuple[Making, ...]] = (*("bad",) * 5, *("flaky",) * 5, *("poison",) * 3, "hung")
-_PRIORITIES: Final = ("critical", "high", "normal", "normal", "low")
+_PRIORITIES: Final[tuple[PriorityName, ...]] = ("critical", "high", "normal", "normal", "low")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Order:
     client: int
     model: int
     count: int
-    priority: str
+    priority: PriorityName
     rows: int = 1
     making: Making = "good"
     deadline_s: float | None = None

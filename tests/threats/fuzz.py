@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from penstock.registry.admission import JobBuilder, SpecCache
+from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions
 from penstock.registry.broker.base import Limits
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import JobHeader, Keyring, open_event, open_job, open_result, seal
@@ -313,7 +313,7 @@ def _request(random: Random) -> dict[str, Any]:
         inputs["x"] = _any_array(random)
     options = ("priority", "deadline_s", "idempotency_key", "tenant", "version", "outputs", "traceparent")
     wild = {name: any_value(random, 2) for name in options if random.random() < 0.1}
-    return {"inputs": inputs, **wild}
+    return {"inputs": inputs, "key": wild.pop("idempotency_key", None), "options": wild}
 
 
 def _any_array(random: Random) -> Any:
@@ -326,7 +326,8 @@ def _any_array(random: Random) -> Any:
 
 
 def _builder(request: Mapping[str, Any]) -> None:
-    _PRESS.publication(MODEL_SPEC, **request)
+    options = SubmitOptions(**request["options"])
+    _PRESS.build(MODEL_SPEC, request["inputs"], options, idempotency_key=request["key"])
 
 
 def _spec(random: Random) -> bytes:

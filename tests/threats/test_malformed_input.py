@@ -117,7 +117,7 @@ def test_input_is_refused_for_little_work_and_within_twice_its_size(what: str):
     """Before anything is written: one line, few lines of Python, at most twice the body in memory."""
     inputs = OFFERS[what]()
     size = sum(value.nbytes if isinstance(value, np.ndarray) else 0 for value in inputs.values())
-    error, lines, rise = _cost(lambda: PRESS.publication(SPEC, inputs))
+    error, lines, rise = _cost(lambda: PRESS.build(SPEC, inputs))
     assert isinstance(error, InvalidInput)
     _check(error, lines, rise, size)
 

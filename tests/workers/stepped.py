@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.registry.admission import JobBuilder
+from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import Broker, Held, JobRecord, Limits, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring, open_result
@@ -164,7 +164,7 @@ class SteppedHarness:
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""
         spec = load_package(self._root / model / "1").spec
-        jobs = [self._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, **how) for number in numbers]
+        jobs = [self._builder.build(spec, {"x": [[number, 0, 0, 0]]}, SubmitOptions(**how)) for number in numbers]
         assert {receipt.outcome for receipt in self.broker.publish(model, jobs, LIMITS)} == {"accepted"}
         return [job.job_id for job in jobs]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import JobBuilder
+from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import Broker, Limits, Publication, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -68,7 +68,7 @@ class DrainHarness:
 
     def sealed(self, model: str, number: float = 0, **how: Any) -> Publication:
         """A job on its way to the broker."""
-        return self._builder.publication(self._models[model], {"x": [[number, 0, 0, 0]]}, **how)
+        return self._builder.build(self._models[model], {"x": [[number, 0, 0, 0]]}, SubmitOptions(**how))
 
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""

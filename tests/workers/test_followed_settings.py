@@ -56,7 +56,7 @@ class SettingsHarness:
 
     def submit(self, model: str, *numbers: float) -> list[str]:
         """One job per number; their ids."""
-        jobs = [self._builder.publication(self._specs[model], {"x": [[each, 0, 0, 0]]}) for each in numbers]
+        jobs = [self._builder.build(self._specs[model], {"x": [[each, 0, 0, 0]]}) for each in numbers]
         assert {receipt.outcome for receipt in self._end.publish(model, jobs, ROOMY)} == {"accepted"}
         return [job.job_id for job in jobs]
 

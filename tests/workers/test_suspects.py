@@ -134,7 +134,7 @@ def test_a_suspect_runs_in_the_form_that_its_author_built(harness: SteppedHarnes
     Others go on in the form in use."""
     amend(write_double(models_root), batching={"max_batch_size": max_rows})
     spec = load_package(models_root / "double" / "1").spec
-    job = harness._builder.publication(spec, {"x": [[float(row), 0, 0, 0] for row in range(1, 5)]})
+    job = harness._builder.build(spec, {"x": [[float(row), 0, 0, 0] for row in range(1, 5)]})
     harness.broker.publish("double", [job], LIMITS)
     first = harness.start_worker()
     first.turn(2)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 from celery import Task
 from celery.exceptions import Ignore, InvalidTaskError, Reject
 from celery.worker.request import Request
 
-from penstock.registry.admission import JobBuilder, SpecCache
+from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions
 from penstock.registry.broker.base import Limits, ProducerEnd
 from penstock.registry.errors import (
     BrokerUnavailable,
@@ -26,8 +26,7 @@ from penstock.registry.errors import (
     QueueFull,
     Rejected,
 )
-from penstock.registry.package import ModelSpec
-from penstock.registry.queues import CELERY_TASK, lane_key, slot_of
+from penstock.registry.queues import CELERY_TASK, PriorityName, lane_key, slot_of
 
 __all__ = ["InferRequest", "InferTask", "TaskIngress"]
 
@@ -70,33 +69,18 @@ class TaskIngress:
         """
         if not self._is_open:
             raise Forbidden("send_task is off here: jobs must be signed by their sender. Expected a Penstock client")
-        spec = self._spec(model, version)
+        spec = self._specs.get(model, version, self._broker.spec)
         job_id = f"{spec.name}.{task_id}"
         slot = slot_of(job_id)
         if slot != spec.name:
             raise InvalidInput(f"Bad task id {task_id!r:.80}. Expected letters, digits, '_', ':' or '-'")
-        job = self._builder.publication(
-            spec,
-            inputs,
-            priority=priority,
-            deadline_s=deadline_s,
-            tenant=tenant,
-            version=version,
-            outputs=outputs,
-            reply=lane_key(slot),
-            job_id=job_id,
-            lane=True,
-        )
+        # `build` checks the name of the priority: a task may bring any value.
+        options = SubmitOptions(cast(PriorityName, priority), deadline_s, tenant, version, outputs)
+        job = self._builder.build(spec, inputs, options, reply=lane_key(slot), job_id=job_id, lane=True)
         (receipt,) = self._broker.publish(slot, [job], self._limits)
         if receipt.outcome not in ("accepted", "known"):
             raise QueueFull(f"No room for another job of model {model}", receipt.retry_after_s)
         return receipt.job_id
-
-    def _spec(self, model: str, version: str | None) -> ModelSpec:
-        spec = self._specs.fresh(model) or self._specs.store(model, self._broker.spec(model))
-        if not version or version == spec.version:
-            return spec
-        return self._specs.fresh(model, version) or self._specs.store(model, self._broker.spec(model, version), version)
 
 
 class InferTask(Task):  # type: ignore[misc]  # Celery is untyped

@@ -93,7 +93,7 @@ def test_tenants_share_answers_only_if_allowed(start: StartDrain, forward_log: P
     harness = start(privacy={"cache_tenant_isolation": isolated})
     _ask(harness, slot, 7)
     other = JobBuilder(tenant="umbrella", keyring=UNSIGNED, max_bytes=1 << 20)
-    job = other.publication(harness._models[slot], {"x": [[7, 0, 0, 0]]})
+    job = other.build(harness._models[slot], {"x": [[7, 0, 0, 0]]})
     harness.broker.publish(slot, [job], ROOMY)
     header, answer = harness.result(job.job_id)
     assert (answer, header.context.tenant, header.is_cached) == (14, "umbrella", not isolated)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.producers.replies import open_outcome
+from penstock.producers.job_state import open_outcome
 from penstock.registry.broker.base import Claim, State
 from penstock.registry.envelope import Retry
 from penstock.registry.tensors import Array

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.registry.admission import JobBuilder
+from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import Broker, Publication, State
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Failure, ResultHeader, open_result
@@ -112,7 +112,8 @@ class Stage:
     def submit(self, number: float = 1.0, version: str = "") -> str:
         """Submit one job; returns its id."""
         spec = load_package(find(self.root, self.model, version or None).path).spec
-        job: Publication = self._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version)
+        options = SubmitOptions(version=version)
+        job: Publication = self._builder.build(spec, {"x": [[number, 0, 0, 0]]}, options)
         (receipt,) = self.broker.publish(self.model, [job], ROOMY)
         assert receipt.outcome == "accepted"
         return job.job_id

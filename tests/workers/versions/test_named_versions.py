@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Failure
@@ -52,9 +53,8 @@ def ask_for(stage: Stage, *versions: str, number: float = 1.0, deadline_s: float
     jobs = []
     for version in versions:
         spec = known.model_copy(update={"version": version})
-        jobs.append(
-            stage._builder.publication(spec, {"x": [[number, 0, 0, 0]]}, version=version, deadline_s=deadline_s)
-        )
+        options = SubmitOptions(version=version, deadline_s=deadline_s)
+        jobs.append(stage._builder.build(spec, {"x": [[number, 0, 0, 0]]}, options))
     assert {receipt.outcome for receipt in stage.broker.publish(stage.model, jobs, ROOMY)} == {"accepted"}
     return [job.job_id for job in jobs]
 

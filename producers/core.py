@@ -1,0 +1,248 @@
+"""The part of both clients that does no I/O: arguments, settings, admission limits, job builder, spec cache, handles.
+
+    submit, submit_many, map   arguments -> SubmitOptions -> _submit, _submit_many, _map of Client or AsyncClient
+
+The public methods stand here once, for both clients. A client adds a broker connection, a reply reader, and how it
+publishes, waits and sleeps. After a fork, the child gives each client a new connection and reader: the old ones belong
+to the parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+
+from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
+from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
+from penstock.producers.submission import SubmitRun, accepted, log_accepted, logger, with_keys
+from penstock.registry import stack_file
+from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
+from penstock.registry.broker.base import Publication, Receipt
+from penstock.registry.envelope import Retry
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import PriorityName, slot_of
+from penstock.registry.settings import Settings
+
+__all__ = ["ClientCore", "Inputs", "Items"]
+
+Inputs: TypeAlias = Mapping[str, object]
+Items: TypeAlias = Iterable[tuple[Inputs, str | None]]
+"""Inputs, each with its idempotency key."""
+Handle = TypeVar("Handle", bound=HandleCore)
+Submitted = TypeVar("Submitted")
+SubmittedMany = TypeVar("SubmittedMany")
+Mapped = TypeVar("Mapped")
+
+
+class _Reader(Protocol):
+    """The reply reader of either client, as far as a new job needs it."""
+
+    def address(self, slot: str) -> str: ...
+
+    def expect(self, job: JobState) -> None: ...
+
+
+class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
+    """The common part of Client and AsyncClient. The type parameters are what its methods return."""
+
+    _reader: _Reader
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tenant: str | None = None,
+        signing_keys: str | None = None,
+        timeout_s: float = 5.0,
+        models_root: str | Path | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        settings = _client_settings(settings, tenant=tenant, signing_keys=signing_keys, models_root=models_root)
+        queue = settings.inference.queue
+        self.tenant = settings.tenant_id
+        self._limits = limits_of(queue)
+        self._builder = JobBuilder.of(settings)
+        self._specs = SpecCache(settings.inference.repo_root)
+        self._policy = ResultPolicy(self._builder.keyring, queue.result_ttl_s)
+        self._connect(url, timeout_s, int(queue.result_ttl_s * 1000))
+        _clients.add(self)
+
+    @classmethod
+    def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> Self:
+        """A client of the broker in the settings. Without one, of the embedded stack that runs in this home."""
+        settings = stack_file.with_broker(settings or Settings.load())
+        return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
+
+    def submit(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        retry: Retry | None = None,
+    ) -> Submitted:
+        """Publishes one job and returns its handle. In AsyncClient, await it.
+
+        inputs: name -> NumPy array of the declared dtype, or nested lists. Text is str in lists.
+        priority: critical, high, normal or low.
+        deadline_s: seconds from now after which the job must not start. None means no deadline.
+        idempotency_key: a second submit with this key and the same model, version and inputs returns the first job.
+        tenant, version: None means the client's tenant and the active version of the model.
+        outputs: the names of the requested outputs. Empty means all.
+        traceparent: the W3C trace context of the caller. The job's events and log lines carry it.
+        retry: how often and after which pauses a failed forward is repeated. None: the first failure ends the job.
+        Raises BrokerUnavailable, or a Rejected error such as QueueFull before anything is written.
+        """
+        options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
+        return self._submit(model, inputs, options, idempotency_key)
+
+    def submit_many(
+        self,
+        model: str,
+        batches: Iterable[Inputs],
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        idempotency_keys: Iterable[str | None] | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        retry: Retry | None = None,
+        timeout_s: float | None = None,
+    ) -> SubmittedMany:
+        """Publishes one job for each item of `batches` and returns their handles in order. In AsyncClient, await it.
+
+        All items are checked before the first is written. One call carries a few hundred jobs. While the queue is
+        full, the client waits for room.
+        idempotency_keys: one for each item; None means no key for that item. The other arguments: as for `submit`.
+        timeout_s: the longest wait for room. None means no limit. Then QueueFull is raised; the jobs that were
+        accepted stay accepted, and `error.accepted` holds their handles. IdempotencyConflict carries them, too, and
+        BrokerUnavailable, whose `error.in_doubt` holds the handles of the jobs without an answer.
+        """
+        options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
+        return self._submit_many(model, with_keys(batches, idempotency_keys), options, timeout_s=timeout_s)
+
+    def map(
+        self,
+        model: str,
+        items: Iterable[Any],
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        idempotency_keys: Iterable[str | None] | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        retry: Retry | None = None,
+        progress: bool | Callable[[int], None] = False,
+        on_error: OnError = "raise",
+        window: int = MAP_WINDOW,
+    ) -> Mapped:
+        """Submits one job for each item and returns the results in the order of the items. In AsyncClient, await it.
+
+        An item is a mapping of inputs as for `submit`. For a model with one required input, it may also be one row of
+        that input: a sentence, a vector. A row gives a row: of the model's only output, or of the only name in
+        `outputs`; otherwise a dict of rows by name. A mapping gives whole outputs.
+        idempotency_keys: one for each item; None means no key for that item. The other options: as for `submit`.
+        progress: True draws a bar; a function gets the count of finished jobs.
+        on_error: "raise" raises the first failed job and cancels those that wait; "return" puts the error in its place.
+        window: the largest number of jobs in flight.
+        """
+        options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
+        return self._map(model, options, MapOrder(items, idempotency_keys, progress, on_error, window))
+
+    def job(self, job_id: str, *, tenant: str | None = None) -> Handle:
+        """The handle of any job from its id. It asks the broker nothing yet."""
+        slot_of(job_id)
+        return self._find(job_id, tenant or self.tenant)
+
+    @abstractmethod
+    def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
+        """Makes the broker connection and the reply reader."""
+
+    @abstractmethod
+    def _leave_parent(self) -> None:
+        """In a forked child: replaces the connection and the reply reader of the parent."""
+
+    @abstractmethod
+    def _handle(self, state: JobState) -> Handle: ...
+
+    @abstractmethod
+    def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> Submitted: ...
+
+    @abstractmethod
+    def _submit_many(
+        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+    ) -> SubmittedMany: ...
+
+    @abstractmethod
+    def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> Mapped: ...
+
+    def _find(self, job_id: str, tenant: str) -> Handle:
+        return self._handle(JobState(job_id, tenant, self._policy, awaits_reply=False))
+
+    def _track(self, job: Publication) -> Handle:
+        """The handle of a job that is published next: its reply may come before the call returns."""
+        state = JobState(job.job_id, job.tenant, self._policy, awaits_reply=True)
+        self._reader.expect(state)
+        return self._handle(state)
+
+    def _new_job(
+        self, spec: ModelSpec, inputs: Inputs, options: SubmitOptions, key: str | None
+    ) -> tuple[Publication, Handle]:
+        reply = self._reader.address(spec.name)
+        job = self._builder.build(spec, inputs, options, idempotency_key=key, reply=reply)
+        return job, self._track(job)
+
+    def _accepted(self, handle: Handle, receipt: Receipt, model: str) -> Handle:
+        """The handle of the job that answers. It is an earlier job when the idempotency key belongs to one."""
+        job_id = accepted(receipt, model)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_accepted((receipt,), model)
+        return handle if job_id == handle._state.id else self._find(job_id, handle.tenant)
+
+    def _submit_run(
+        self, spec: ModelSpec, items: Items, options: SubmitOptions, first_index: int, timeout_s: float | None
+    ) -> SubmitRun[Handle]:
+        deadline = inf if timeout_s is None else time.monotonic() + timeout_s
+        reply = self._reader.address(spec.name)
+        jobs = self._builder.build_many(spec, items, options, reply=reply, first_index=first_index)
+        return SubmitRun(spec.name, jobs, self._track, self._find, first_index=first_index, deadline=deadline)
+
+    def _map_run(self, spec: ModelSpec, options: SubmitOptions, order: MapOrder) -> MapRun[Handle]:
+        return MapRun(RowShape(spec, options.outputs), order)
+
+
+def _client_settings(
+    settings: Settings | None, *, tenant: str | None, signing_keys: str | None, models_root: str | Path | None
+) -> Settings:
+    """The given settings, or those of the environment. The caller's own arguments win."""
+    root = None if models_root is None else Path(models_root)
+    named = {"tenant_id": tenant, "signing_keys": signing_keys, "repo_root": root}
+    if settings is None:
+        return Settings.load(overrides=named)
+    return settings.changed({key: value for key, value in named.items() if value is not None})
+
+
+def _leave_parent() -> None:
+    for client in list(_clients):
+        client._leave_parent()
+
+
+_clients: weakref.WeakSet[ClientCore[Any, Any, Any, Any]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_leave_parent)

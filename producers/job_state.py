@@ -1,0 +1,225 @@
+"""What a handle knows of its job, and what follows from it. No I/O: the clients read, this module decides.
+
+    reply ------------> receive --+
+    record (re-read) -> accept ---+--> record of the end -> opened -> Outcome: outputs, info
+
+A reply only saves the client a read. The broker's record decides what became of a job.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from penstock.registry.broker.base import CancelOutcome, JobRecord, State
+from penstock.registry.envelope import Keyring, ResultHeader, open_result
+from penstock.registry.errors import BadSignature, ResultGone, ResultTimeout, UnknownJob, job_failure
+from penstock.registry.queues import job_time_ms
+from penstock.registry.tensors import Array, decode
+
+__all__ = [
+    "END_NAMES",
+    "HandleCore",
+    "JobEnd",
+    "JobInfo",
+    "JobState",
+    "JobStatus",
+    "Outcome",
+    "ResultPolicy",
+    "open_outcome",
+    "result_timeout",
+]
+
+JobEnd: TypeAlias = Literal["completed", "failed", "cancelled", "expired", "dead"]
+"""How a job ended."""
+JobStatus: TypeAlias = Literal["queued", "running", "completed", "failed", "cancelled", "expired", "dead"]
+"""The state of a job, as users read it."""
+END_NAMES: Final[dict[State, JobEnd]] = {
+    State.COMPLETED: "completed",
+    State.FAILED: "failed",
+    State.CANCELLED: "cancelled",
+    State.EXPIRED: "expired",
+    State.DEAD: "dead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """How a job ended, without its outputs. The fields from `version` on are empty for a job that no model ran.
+
+    version, content_hash: the label of the version that answered, and the SHA-256 of its content. attempt: the number
+    of the delivery, from 1. batch_size: the rows of its micro-batch. queue_ms: from acceptance to claim. batch_ms: from
+    claim to the start of the forward. compute_ms: the forward. is_cached: the result came from the response cache or
+    from an equal job, without a forward and without a batch of its own.
+    """
+
+    status: JobEnd
+    version: str
+    content_hash: str
+    worker: str
+    attempt: int
+    batch_size: int
+    queue_ms: float
+    batch_ms: float
+    compute_ms: float
+    is_cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished job, opened and verified."""
+
+    state: State
+    header: ResultHeader
+    body: memoryview | bytes
+
+    def outputs(self) -> dict[str, Array]:
+        """The outputs by name. Raises the JobFailed that ended the job."""
+        if self.header.error is not None:
+            raise job_failure(self.header.error.code, self.header.error.message)
+        return decode(self.header.content, self.body)
+
+    def info(self) -> JobInfo:
+        """How it ended, and which version and worker answered."""
+        header, timings = self.header, self.header.timings
+        return JobInfo(
+            status=END_NAMES[self.state],
+            version=header.version,
+            content_hash=header.content_hash,
+            worker=header.worker,
+            attempt=header.attempt,
+            batch_size=header.batch_size,
+            queue_ms=timings.queue_ms,
+            batch_ms=timings.batch_ms,
+            compute_ms=timings.compute_ms,
+            is_cached=header.is_cached,
+        )
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward began for this job."""
+        if self.header.is_cached:
+            return False
+        return self.state not in (State.CANCELLED, State.EXPIRED) or self.header.batch_size > 0
+
+
+def open_outcome(job_id: str, record: JobRecord, keyring: Keyring) -> Outcome:
+    """Opens a terminal record. Raises Corrupt when its bytes cannot be verified or read."""
+    header, body = open_result(record.result, keyring)
+    if header.id != job_id:
+        raise BadSignature("the result belongs to another job")
+    return Outcome(record.state, header, body)
+
+
+def result_timeout(timeout_s: float | None) -> ResultTimeout:
+    """The error for a result that did not come in time."""
+    return ResultTimeout(f"No result within {timeout_s:g} s; the job goes on")
+
+
+class ResultPolicy(NamedTuple):
+    """How a client verifies results, and how long the broker keeps them."""
+
+    keyring: Keyring
+    ttl_s: float
+
+
+class JobState:
+    """One job as one handle knows it.
+
+    awaits_reply: whether a reply will come on this client's reply stream and has not come yet.
+    record: the terminal record once it is known.
+    """
+
+    __slots__ = ("__weakref__", "_is_known", "_outcome", "_policy", "awaits_reply", "id", "record", "tenant")
+
+    def __init__(self, job_id: str, tenant: str, policy: ResultPolicy, *, awaits_reply: bool) -> None:
+        self.id = job_id
+        self.tenant = tenant
+        self.awaits_reply = awaits_reply
+        self.record: JobRecord | None = None
+        self._policy = policy
+        self._is_known = awaits_reply
+        self._outcome: Outcome | None = None
+
+    def receive(self, record: JobRecord | None) -> None:
+        """Takes a reply: the terminal record, or None when the client must read it by id."""
+        self.record = record
+        self.awaits_reply = False
+
+    def accept(self, record: JobRecord | None) -> JobRecord:
+        """Takes the record as the broker has it now, and keeps a terminal one.
+
+        Raises UnknownJob or ResultGone for a missing record and for the record of another tenant.
+        """
+        if record is None:
+            raise self.missing()
+        if record.state is not State.QUEUED:
+            self._outcome = self._open(record)
+            self.record = record
+        elif record.tenant != self.tenant:
+            raise self.missing()
+        self._is_known = True
+        return record
+
+    def status(self, record: JobRecord) -> JobStatus:
+        """The status that a record shows."""
+        if record.state is State.QUEUED:
+            return "running" if record.is_claimed else "queued"
+        return END_NAMES[self.opened().state]
+
+    def opened(self) -> Outcome:
+        """How the job ended. Raises Corrupt, and UnknownJob or ResultGone when no terminal record is known."""
+        if self._outcome is None:
+            if self.record is None:
+                raise self.missing()
+            self._outcome = self._open(self.record)
+        return self._outcome
+
+    def cancelled(self, outcome: CancelOutcome) -> bool:
+        """Whether the job will never run, from the broker's answer. SETTLED needs the terminal record first."""
+        if outcome is CancelOutcome.UNKNOWN:
+            raise self.missing()
+        if outcome is CancelOutcome.SETTLED:
+            return self.opened().state is State.CANCELLED
+        return outcome is CancelOutcome.CANCELLED
+
+    def missing(self) -> UnknownJob | ResultGone:
+        """The error for a job without a record. Another tenant's job gives the same error, so the two look equal.
+
+        ResultGone: this tenant's job is known to have existed, or its id is older than the retention of results.
+        """
+        made_ms, ttl_s = job_time_ms(self.id), self._policy.ttl_s
+        if self._is_known or (made_ms is not None and made_ms < (time.time() - ttl_s) * 1000):
+            return ResultGone(f"The result of job {self.id} is gone. Results are kept for {ttl_s:g} s")
+        return UnknownJob(f"Unknown job {self.id!r:.120}. Expected the id of a job of this tenant")
+
+    def _open(self, record: JobRecord) -> Outcome:
+        outcome = open_outcome(self.id, record, self._policy.keyring)
+        if outcome.header.context.tenant != self.tenant:
+            raise self.missing()
+        return outcome
+
+
+class HandleCore:
+    """One job: `id`, `tenant`, and how it ends."""
+
+    __slots__ = ("__weakref__", "_client", "_state")
+    _client: object
+
+    def __init__(self, client: object, state: JobState) -> None:
+        self._client = client
+        self._state = state
+
+    @property
+    def id(self) -> str:
+        """The job's id. `client.job(id)` gives another handle of the job, in any process."""
+        return self._state.id
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that owns the job."""
+        return self._state.tenant
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}>"

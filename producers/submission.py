@@ -1,0 +1,187 @@
+"""Jobs on their way to the broker, without I/O: chunks for one call, receipts, the pause before the next try.
+
+    publications -> chunks -> [client publishes] -> receipts -> accepted | refused: pause, or error
+
+Both clients run `submit_many` and `map` through SubmitRun. They differ only in how they publish and sleep.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import repeat
+from math import inf
+from types import TracebackType
+from typing import Final, Generic, Self, TypeVar
+
+from penstock.producers.job_state import HandleCore
+from penstock.registry.broker.base import Publication, Receipt
+from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
+from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
+
+__all__ = ["SubmitRun", "accepted", "cancellation", "chunks", "log_accepted", "logger", "with_keys"]
+
+_CHUNK_JOBS: Final = 256
+_CHUNK_BYTES: Final = 1024 * 1024
+_LONGEST_PAUSE_S: Final = 1.0
+"""A client that waits for room in a queue tries again after this time at the latest."""
+_NO_ROOM: Final = {
+    "full": "The queue is full",
+    "tenant-full": "The tenant has reached its limit of jobs in flight",
+    "memory": "The broker is short of memory",
+}
+logger = logging.getLogger("penstock.client")
+
+Item = TypeVar("Item")
+Handle = TypeVar("Handle", bound=HandleCore)
+
+
+def cancellation(job_id: str, tenant: str, keyring: Keyring) -> bytes:
+    """The sealed result of a job that its producer cancelled."""
+    header = ResultHeader(
+        id=job_id,
+        context=RequestContext(tenant),
+        error=Failure("Cancelled", "The job was cancelled before it ran"),
+        key=keyring.signing_id,
+    )
+    return seal("result", header, b"", keyring)
+
+
+def accepted(receipt: Receipt, model: str) -> str:
+    """The id of the job that answers for a publication. Raises QueueFull or IdempotencyConflict."""
+    if receipt.outcome in ("accepted", "known"):
+        return receipt.job_id
+    if receipt.outcome == "conflict":
+        raise IdempotencyConflict(
+            "The idempotency key belongs to a job with another version or other inputs. "
+            "Expected the same inputs, or a new key"
+        )
+    reason = _NO_ROOM.get(receipt.outcome, "The queue is full")
+    raise QueueFull(
+        f"{reason} (model {model}). Expected a retry after {receipt.retry_after_s:.2f} s", receipt.retry_after_s
+    )
+
+
+def chunks(jobs: Sequence[Publication]) -> Iterator[Sequence[Publication]]:
+    """Cuts jobs of one slot into script calls, each short enough for the server."""
+    start = size = 0
+    for index, job in enumerate(jobs):
+        size += len(job.sealed)
+        if index > start and (size > _CHUNK_BYTES or index - start == _CHUNK_JOBS):
+            yield jobs[start:index]
+            start, size = index, len(job.sealed)
+    if start < len(jobs):
+        yield jobs[start:]
+
+
+def with_keys(items: Iterable[Item], keys: Iterable[str | None] | None) -> Iterator[tuple[Item, str | None]]:
+    """Each item with its idempotency key. Raises InvalidInput unless there is one key for each item."""
+    if keys is None:
+        yield from zip(items, repeat(None), strict=False)
+        return
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
+        raise InvalidInput(f"idempotency_keys is a {type(keys).__name__}. Expected one key for each item")
+    if isinstance(items, Sized) and isinstance(keys, Sized) and len(items) != len(keys):
+        raise InvalidInput(f"{len(keys)} idempotency keys for {len(items)} items. Expected one key for each item")
+    rest = iter(keys)
+    for index, item in enumerate(items):
+        try:
+            key = next(rest)
+        except StopIteration:
+            raise InvalidInput(f"No idempotency key for item {index}. Expected one key for each item") from None
+        yield item, key
+    for _ in rest:
+        raise InvalidInput("More idempotency keys than items. Expected one key for each item")
+
+
+class SubmitRun(Generic[Handle]):
+    """One `submit_many` under way. The client publishes each chunk and hands its receipts to `settle`.
+
+    track: makes the handle of a job before it is published. find: the handle of a job by its id and tenant.
+    first_index: the index of the first job, for errors. deadline: until when to wait for room.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        jobs: Sequence[Publication],
+        track: Callable[[Publication], Handle],
+        find: Callable[[str, str], Handle],
+        *,
+        first_index: int = 0,
+        deadline: float = inf,
+    ) -> None:
+        self._model = model
+        self._chunks = chunks(jobs)
+        self._track = track
+        self._find = find
+        self._first_index = first_index
+        self._deadline = deadline
+        self._handles: list[Handle] = []
+        self._waiting: list[tuple[int, Publication]] = []
+        """The jobs of the current chunk that are not accepted yet, each with its position."""
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The handles of the accepted jobs, in the order of the items."""
+        outside = {position for position, _ in self._waiting}
+        return [handle for position, handle in enumerate(self._handles) if position not in outside]
+
+    def next_chunk(self) -> list[Publication]:
+        """The jobs to publish now. Empty when every job is accepted."""
+        if not self._waiting and (chunk := next(self._chunks, None)):
+            self._waiting = list(enumerate(chunk, len(self._handles)))
+            # A reply may arrive before the call that publishes returns.
+            self._handles += map(self._track, chunk)
+        return [job for _, job in self._waiting]
+
+    def settle(self, receipts: Sequence[Receipt], now: float) -> float:
+        """Takes the receipts of the last chunk; returns the seconds to wait before the next one.
+
+        Raises IdempotencyConflict, or QueueFull when the wait would pass the deadline. Both carry the accepted jobs.
+        """
+        waiting, self._waiting = self._waiting, []
+        refused: list[Receipt] = []
+        for entry, receipt in zip(waiting, receipts, strict=True):
+            if receipt.outcome == "known" and receipt.job_id != entry[1].job_id:
+                self._handles[entry[0]] = self._find(receipt.job_id, entry[1].tenant)
+            elif receipt.outcome not in ("accepted", "known"):
+                refused.append(receipt)
+                self._waiting.append(entry)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_accepted(receipts, self._model)
+        return self._pause_s(refused, now) if refused else 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Puts the handles into the error of a call without an answer."""
+        if isinstance(error, BrokerUnavailable):
+            error.accepted = self.handles
+            error.in_doubt = [self._handles[position] for position, _ in self._waiting]
+
+    def _pause_s(self, refused: Sequence[Receipt], now: float) -> float:
+        pause_s = 0.0
+        for (position, _), receipt in zip(self._waiting, refused, strict=True):
+            try:
+                accepted(receipt, self._model)
+            except IdempotencyConflict as conflict:
+                error = IdempotencyConflict(f"Item {self._first_index + position}: {conflict}")
+                error.accepted = self.handles
+                raise error from None
+            except QueueFull as full:
+                pause_s = pause_s or min(full.retry_after_s, _LONGEST_PAUSE_S)
+                if now + pause_s > self._deadline:
+                    full.accepted = self.handles
+                    raise
+        return pause_s
+
+
+def log_accepted(receipts: Sequence[Receipt], model: str) -> None:
+    """One line for each accepted job, at DEBUG. Ask `logger.isEnabledFor` first: most programs log no job."""
+    for receipt in receipts:
+        if receipt.outcome in ("accepted", "known"):
+            logger.debug("job submitted", extra={"job_id": receipt.job_id, "model": model})

@@ -1,0 +1,115 @@
+"""JobState: what a handle concludes from replies, records and the broker's answers, without a broker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.producers.job_state import END_NAMES, JobState, ResultPolicy, result_timeout
+from penstock.registry.broker.base import CancelOutcome, JobRecord, State
+from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
+from penstock.registry.errors import BadSignature, Cancelled, ResultGone, UnknownJob
+from penstock.registry.queues import new_job_id
+from penstock.registry.tensors import encode
+
+UNSIGNED = Keyring.parse(None)
+POLICY = ResultPolicy(UNSIGNED, ttl_s=60)
+WAITING = JobRecord(State.QUEUED, "acme")
+
+
+def _ended(job_id: str, state: State = State.COMPLETED, tenant: str = "acme") -> JobRecord:
+    content, body = encode({"y": np.ones((1, 4), np.float32)})
+    error = None if state is State.COMPLETED else Failure("Cancelled", "The job was cancelled before it ran")
+    header = ResultHeader(job_id, RequestContext(tenant), content=() if error else content, error=error)
+    return JobRecord(state, "", seal("result", header, b"" if error else body, UNSIGNED))
+
+
+@pytest.fixture
+def own() -> JobState:
+    """A job that this client has just submitted."""
+    return JobState(new_job_id("m"), "acme", POLICY, awaits_reply=True)
+
+
+@pytest.fixture
+def found() -> JobState:
+    """A job that the caller named by its id."""
+    return JobState(new_job_id("m"), "acme", POLICY, awaits_reply=False)
+
+
+def test_a_reply_brings_the_outcome(own: JobState):
+    """The record in a reply is the end: no reply is awaited any more, and the outputs can be read twice."""
+    own.receive(_ended(own.id))
+    assert not own.awaits_reply
+    assert own.opened() is own.opened()
+    assert own.opened().outputs()["y"].shape == (1, 4)
+    assert own.opened().info().status == "completed"
+
+
+def test_an_empty_reply_asks_for_the_record(own: JobState):
+    """A reply without a record ends the waiting, and the record that the client reads then gives the outcome."""
+    own.receive(None)
+    assert not own.awaits_reply
+    assert own.record is None
+    own.accept(_ended(own.id))
+    assert own.opened().outputs()["y"].shape == (1, 4)
+
+
+def test_a_waiting_record_is_not_kept(own: JobState):
+    """Only a terminal record is kept. The status of another one says whether a worker holds the job."""
+    assert own.status(own.accept(WAITING)) == "queued"
+    assert own.status(own.accept(JobRecord(State.QUEUED, "acme", is_claimed=True))) == "running"
+    assert own.record is None
+    with pytest.raises(ResultGone):
+        own.opened()
+
+
+@pytest.mark.parametrize("state", END_NAMES)
+def test_the_status_of_an_ended_job_names_its_end(state: State, own: JobState):
+    """Each terminal state has one name, which `status` and `info` share."""
+    record = own.accept(_ended(own.id, state))
+    assert own.status(record) == own.opened().info().status == END_NAMES[state]
+
+
+def test_a_missing_record_is_gone_or_unknown(own: JobState, found: JobState):
+    """An own job existed, so that its result is gone; a named job may never have existed."""
+    with pytest.raises(ResultGone, match="Results are kept for 60 s"):
+        own.accept(None)
+    with pytest.raises(UnknownJob):
+        found.accept(None)
+    found.accept(WAITING)
+    with pytest.raises(ResultGone):
+        found.accept(None)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_record_of_another_tenant_looks_missing(has_ended: bool, found: JobState):
+    """A waiting record names its tenant, and a terminal one has it in the sealed result. Both give UnknownJob."""
+    other = _ended(found.id, tenant="globex") if has_ended else JobRecord(State.QUEUED, "globex")
+    with pytest.raises(UnknownJob):
+        found.accept(other)
+    assert found.record is None
+
+
+def test_the_result_of_another_job_is_refused(own: JobState):
+    """A sealed result names its job. In another job's record it is corrupt."""
+    with pytest.raises(BadSignature, match="belongs to another job"):
+        own.accept(_ended(new_job_id("m")))
+
+
+def test_cancelling_follows_the_answer_of_the_broker(own: JobState):
+    """Cancelled is True, a request is False, a settled job tells from its record, an unknown one raises."""
+    assert own.cancelled(CancelOutcome.CANCELLED)
+    assert not own.cancelled(CancelOutcome.REQUESTED)
+    with pytest.raises(ResultGone):
+        own.cancelled(CancelOutcome.UNKNOWN)
+    own.accept(_ended(own.id, State.CANCELLED))
+    assert own.cancelled(CancelOutcome.SETTLED)
+    with pytest.raises(Cancelled):
+        own.opened().outputs()
+
+
+def test_the_timeout_says_that_the_job_goes_on():
+    """The error names the seconds, and it is a TimeoutError."""
+    error = result_timeout(0.5)
+    assert str(error) == "No result within 0.5 s; the job goes on"
+    assert isinstance(error, TimeoutError)
