@@ -14,6 +14,7 @@ from math import inf
 from types import TracebackType
 from typing import Any
 
+import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent

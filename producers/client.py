@@ -22,7 +22,6 @@ from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
-from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import PenstockError
 from penstock.registry.tensors import Array
 
@@ -87,6 +86,9 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         self.close()
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
+        # For the first client: redis costs more than the rest of `from penstock import Client`.
+        from penstock.registry.broker.redis_streams import RedisStreams
+
         self._broker = RedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
         self._reader = ReplyReader(self._broker)
 

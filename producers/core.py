@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
@@ -26,9 +26,11 @@ from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Retry
-from penstock.registry.package import ModelSpec
 from penstock.registry.queues import PriorityName, slot_of
-from penstock.registry.settings import Settings
+
+if TYPE_CHECKING:
+    from penstock.registry.package import ModelSpec
+    from penstock.registry.settings import Settings
 
 __all__ = ["ClientCore", "Inputs", "Items"]
 
@@ -77,7 +79,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
     @classmethod
     def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> Self:
         """A client of the broker in the settings. Without one, of the embedded stack that runs in this home."""
-        settings = stack_file.with_broker(settings or Settings.load())
+        settings = stack_file.with_broker(settings or _loaded_settings())
         return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
 
     def submit(
@@ -235,8 +237,15 @@ def _client_settings(
     root = None if models_root is None else Path(models_root)
     named = {"tenant_id": tenant, "signing_keys": signing_keys, "repo_root": root}
     if settings is None:
-        return Settings.load(overrides=named)
+        return _loaded_settings(named)
     return settings.changed({key: value for key, value in named.items() if value is not None})
+
+
+def _loaded_settings(overrides: Mapping[str, object] | None = None) -> Settings:
+    # For the first client: pydantic costs a third of `from penstock import Client`.
+    from penstock.registry.settings import Settings
+
+    return Settings.load(overrides=overrides)
 
 
 def _leave_parent() -> None:

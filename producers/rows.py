@@ -5,17 +5,20 @@ items -> MapRun.next_items -> [client submits] -> MapRun.submitted -> oldest -> 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
-from typing import Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from penstock.producers.job_state import HandleCore, Outcome
 from penstock.producers.submission import with_keys
 from penstock.registry.errors import ConfigurationError, InvalidInput, JobFailed
-from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
+
+if TYPE_CHECKING:
+    from penstock.registry.package import ModelSpec
 
 __all__ = ["MAP_WINDOW", "MapOrder", "MapRun", "OnError", "RowShape", "Tracker"]
 
@@ -147,14 +150,19 @@ class Tracker:
         self._progress = progress
         self._total = len(items) if isinstance(items, Sequence) else None
         self._bar: Any = None
+        self._has_printed = False
 
     def __enter__(self) -> Callable[[int], None] | None:
         if callable(self._progress):
             return self._progress
         if not self._progress:
             return None
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+        except ModuleNotFoundError:
+            # The base install has no terminal library.
+            return self._print_count
 
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         bar = self._bar = Progress(*columns, console=Console(stderr=True))
@@ -162,8 +170,14 @@ class Tracker:
         task = bar.add_task("jobs", total=self._total)
         return lambda done: bar.update(task, completed=done)
 
+    def _print_count(self, done: int) -> None:
+        self._has_printed = True
+        sys.stderr.write(f"\rjobs {done}/{'?' if self._total is None else self._total}")
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._has_printed:
+            sys.stderr.write("\n")
         if self._bar is not None:
             self._bar.stop()

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -21,10 +21,12 @@ from msgspec.structs import replace
 from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
-from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.queues import Priority, PriorityName, new_job_id, parse_name, parse_priority
-from penstock.registry.settings import QueueConfig, Settings
 from penstock.registry.tensors import Tensor, encode, encoded_size
+
+if TYPE_CHECKING:
+    from penstock.registry.package import ModelSpec
+    from penstock.registry.settings import QueueConfig, Settings
 
 __all__ = ["JobBuilder", "SpecCache", "SubmitOptions", "limits_of"]
 
@@ -113,7 +115,7 @@ class SpecCache:
         if kept is not None and kept[1] == found:
             spec = kept[2]
         elif found is not None:
-            spec = ModelSpec.from_json(found)
+            spec = _parsed_spec(found)
         else:
             spec = self._local(model, version)
         if len(self._specs) >= _MOST_SPECS:
@@ -122,6 +124,8 @@ class SpecCache:
         return spec
 
     def _local(self, model: str, version: str) -> ModelSpec:
+        from penstock.registry.package import find, load_package
+
         try:
             return load_package(find(self._root, model, version or None).path, trusted_roots=(self._root,)).spec
         except UnknownModel:
@@ -241,6 +245,13 @@ class JobBuilder:
 
     def _too_large(self, size: int) -> InvalidInput:
         return InvalidInput(f"The inputs take {size} bytes. Expected at most {self._max_bytes}")
+
+
+def _parsed_spec(found: bytes) -> ModelSpec:
+    # At the first job: a process that imports a client need not submit.
+    from penstock.registry.package import ModelSpec
+
+    return ModelSpec.from_json(found)
 
 
 def _header_options(spec: ModelSpec, options: SubmitOptions, lane: bool) -> Options:

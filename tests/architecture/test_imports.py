@@ -1,9 +1,11 @@
-"""What submitting imports, and that each file is imported under one name."""
+"""What an import costs and needs, counted in modules, and that each file is imported under one name."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
+import os
 import re
 import subprocess
 import sys
@@ -26,8 +28,26 @@ from tests.servers import ROOT, RedisServer
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ["celeryconfig", "compose", "producers", "registry", "safety", "workers"]
+NOT_FOR_CLIENTS = {"alembic", "celery", "click", "kombu", "onnxruntime", "rich", "sqlalchemy", "torch", "transformers"}
 PROGRAMS = {"-A", "-m", "--app"}
 IMPORTERS = {"import_module", "find_spec", "run_module", "resolve_name", "importorskip", "patch", "setattr"}
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Every module that a fresh interpreter has after a statement, and has not without it."""
+    program = (
+        f"import json, sys; before = set(sys.modules); {statement}; print(json.dumps([*{{*sys.modules}} - before]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return set(json.loads(ended.stdout))
+
+
+def foreign(modules: set[str]) -> set[str]:
+    """The packages of others among them."""
+    return {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names) - {"penstock"}
 
 
 def required_by(name: str, found: set[str] | None = None) -> set[str]:
@@ -46,6 +66,23 @@ def base_packages() -> set[str]:
     base |= {name for each in map(Requirement, PROJECT["dependencies"]) for name in each.extras}
     owners = packages_distributions()
     return {package for package, names in owners.items() if {canonicalize_name(name) for name in names} & base}
+
+
+def test_importing_the_client_loads_little():
+    """NumPy and the codec of headers; Redis, settings and the packages of models come with the first client and job."""
+    loaded = loaded_after("from penstock import Client")
+    assert foreign(loaded) <= {"msgspec", "numpy", "typing_extensions"}
+    own = {name for name in loaded if name.startswith("penstock")}
+    assert len(own) <= 24, sorted(own)
+    assert not [name for name in own if name.startswith(("penstock.registry.package", "penstock.registry.settings"))]
+    assert loaded & {"asyncio", "yaml", "email", "importlib.metadata", "redis", "pydantic", "sqlite3"} == set()
+
+
+def test_importing_the_async_client_prepares_the_loop():
+    """Redis, settings and specs are imported beside it: their time must not be spent inside of a running loop."""
+    loaded = loaded_after("from penstock import AsyncClient")
+    assert foreign(loaded) & NOT_FOR_CLIENTS == set()
+    assert {"redis.asyncio", "penstock.registry.settings", "penstock.registry.package.spec"} <= loaded
 
 
 @pytest.mark.parametrize("kind", [Client, JobHandle, AsyncClient, AsyncJobHandle], ids=lambda kind: kind.__name__)

@@ -26,7 +26,7 @@ def blocking(model: str, local_model: str) -> int:
         assert job.info().attempt == 1
         assert [event.type for event in job.stream()][-1] == "completed"
         answers += [job.result(60)["y"] for job in client.submit_many(model, [INPUTS, INPUTS])]
-        answers += client.map(model, [ROW, ROW], progress=lambda count: None)
+        answers += client.map(model, [ROW, ROW], progress=True)
         assert client.submit(local_model, INPUTS).cancel()
     client.close()
     return len(answers)
@@ -41,7 +41,7 @@ async def on_a_loop(model: str, local_model: str) -> int:
         assert (await job.info()).attempt == 1
         assert [event.type async for event in job.stream()][-1] == "completed"
         answers += [(await job.result(60))["y"] for job in await client.submit_many(model, [INPUTS, INPUTS])]
-        answers += await client.map(model, [ROW, ROW], progress=lambda count: None)
+        answers += await client.map(model, [ROW, ROW], progress=True)
         assert await (await client.submit(local_model, INPUTS)).cancel()
     await client.aclose()
     return len(answers)
