@@ -93,7 +93,7 @@ def test_no_mixture_of_two_jobs_is_a_job():
         {"deadline_ms": 86_400_000},
         {"version": "9"},
         {"reply": "{double}:reply:mine"},
-        {"once": "f" * 32},
+        {"idempotency_digest": "f" * 32},
         {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"},
         {"key": "old"},
         {"key": ""},
