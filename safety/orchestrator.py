@@ -1,4 +1,4 @@
-"""The gate (AR-013): outputs of a candidate and of the reference -> a verdict. Without one, no candidate serves.
+"""The gate: outputs of a candidate and of the reference -> a verdict. Without one, no candidate serves.
 
 golden jobs -- the reference --> expected --.
      '-------- the candidate --> outputs ---+--> Gate.judge --> GateVerdict: accepted, or all reasons against it
@@ -34,7 +34,7 @@ class GateVerdict:
 
 
 class Gate:
-    """Judges candidates; SafetyOrchestrator.gate_optimization of AR-013. min_rows: with fewer rows all are refused."""
+    """Judges candidates. min_rows: with fewer rows all are refused."""
 
     def __init__(self, min_rows: int = 1) -> None:
         self._min_rows = min_rows

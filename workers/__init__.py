@@ -10,7 +10,7 @@ executor       the model threads
 completer      ended runs -> commits
 results        outputs -> sealed results
 claims         how many jobs to ask for, and the wait for them
-release        jobs that go back to the broker
+release        jobs that return to the broker
 leases         a thread that renews leases and takes over lapsed ones
 telemetry      settled batches -> events, metrics, log lines
 status         the report of this worker, once a second

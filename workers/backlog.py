@@ -86,7 +86,7 @@ class Backlog:
     # Out
 
     def take(self, is_meant: Callable[[ClaimedJob], bool] = lambda _: True) -> list[Waiting]:
-        """Take out all jobs that are meant, for whatever reason they wait. Their room is free afterwards."""
+        """Take out every job for which `is_meant` is true, whatever it waits for. Their room is free afterwards."""
         taken: list[Waiting] = []
         for version in self._versions:
             taken += [

@@ -15,7 +15,7 @@ from typing import Final
 
 from penstock.registry.broker.base import Claim, Commit, CommitStatus, Delivery, WorkerEnd
 from penstock.registry.queues import Priority
-from penstock.workers.leases import LOWER_SHARE, LeasedJobs
+from penstock.workers.leases import AGEING_SHARE, LeasedJobs
 from penstock.workers.versions.version import ServedModel
 
 __all__ = ["AgeingReserve", "Claimer", "WakeUp"]
@@ -26,7 +26,7 @@ _ANSWER_S: Final = 0.25
 
 
 class AgeingReserve:
-    """How many of the next jobs are kept for lower priorities: over time LOWER_SHARE of them, also one by one.
+    """How many of the next jobs are kept for lower priorities: over time AGEING_SHARE of them, also one by one.
 
     >>> share = AgeingReserve()
     >>> sum(share.of(1) for _ in range(16))
@@ -38,7 +38,7 @@ class AgeingReserve:
 
     def of(self, credit: int) -> int:
         """The reserve within `credit`."""
-        self._owed += credit * LOWER_SHARE
+        self._owed += credit * AGEING_SHARE
         reserved = min(int(self._owed), credit)
         self._owed -= reserved
         return reserved
@@ -49,7 +49,7 @@ class WakeUp:
 
     def __init__(self) -> None:
         self.fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not before the last thread, hung ones included, has let go of it: that thread may still ring.
+        # Close it only after the last thread has released this object: a hung thread may still write to it.
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def ring(self) -> None:
@@ -124,7 +124,10 @@ class Claimer:
     def exchange(
         self, commits: Sequence[Commit], claims: Sequence[Claim]
     ) -> tuple[Sequence[CommitStatus], list[Delivery]]:
-        """Commit and claim in one round trip. Raises BrokerUnavailable: then it is open what was done."""
+        """Commit and claim in one round trip.
+
+        Raises BrokerUnavailable; then the outcome of the commits and claims is unknown.
+        """
         if commits:
             self._checkpoint("before-commit")
         if claims:

@@ -207,8 +207,8 @@ class Completer:
     def steer(self) -> None:
         """Let each committed run steer the size of the next batches, and let observers learn from it.
 
-        An observer learns nothing of runs of the model as built: they would distort the time of the form in use, and
-        their jobs may have ended a process, so no other form is tried on them.
+        Observers do not see runs of the model as built. Such runs would distort the measured time of the form in use,
+        and their jobs may have killed a process.
         """
         unobserved, self._unobserved = self._unobserved, []
         for run, now in unobserved:

@@ -20,9 +20,9 @@ from penstock.registry.broker.base import Delivery, Held, Renewal, WorkerEnd
 from penstock.registry.errors import BrokerUnavailable
 from penstock.workers.job import ClaimedJob
 
-__all__ = ["LOWER_SHARE", "LeaseKeeper", "LeaseUpdate", "LeasedJobs"]
+__all__ = ["AGEING_SHARE", "LeaseKeeper", "LeaseUpdate", "LeasedJobs"]
 
-LOWER_SHARE: Final = 1 / 8
+AGEING_SHARE: Final = 1 / 8
 """The share of claims that is reserved for lower priorities that have waited too long."""
 _RELEASED_MS: Final = 3_600_000
 """Released jobs look idle for a day. A lease that lapsed by itself never stays idle for an hour."""

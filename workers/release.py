@@ -1,4 +1,4 @@
-"""Jobs that this worker gives back: to their queue, or to the workers that have the version which they name."""
+"""Releases jobs to their queue, or hands them over to the workers that have the requested version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("penstock.server")
 
 
 class Releaser:
-    """Keeps jobs until the broker has heard that they are given back. The I/O thread owns it."""
+    """Keeps jobs until the broker has confirmed their release. The I/O thread owns it."""
 
     def __init__(self, broker: WorkerEnd, consumer: str, leased: LeasedJobs, flights: SingleFlight) -> None:
         self._broker = broker

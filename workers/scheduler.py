@@ -32,7 +32,7 @@ __all__ = ["Scheduler"]
 logger = logging.getLogger("penstock.server")
 
 _STALL_S: Final = 1.0
-"""An I/O thread that takes several turns a second and took none for so long was stopped together with its process."""
+"""An I/O thread takes several turns a second. If it took none for this time, the whole process was stopped."""
 _POLL_ROUNDING_S: Final = 0.0005
 """`poll` counts whole milliseconds and may return early: aim behind the moment at which a batch is due."""
 
@@ -174,7 +174,7 @@ class Scheduler:
     # Health and time
 
     def check_forwards(self) -> str:
-        """Why this process must be replaced, empty while it is healthy: only its end ends a forward that hangs."""
+        """Why this process must be replaced; empty while it is healthy. A hung forward ends only with its process."""
         now = self._clock()
         self._stall.turn(now)
         self.unhealthy_reason = self.unhealthy_reason or self._executor.device_lost

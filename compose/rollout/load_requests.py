@@ -94,7 +94,7 @@ class LoadRequests:
 
 
 def require_control(control: ControlClient | None) -> ControlClient:
-    """The client of control commands. Raises ConfigurationError when there is none, for want of a key."""
+    """The client of control commands. Raises ConfigurationError without one, which means without an operator key."""
     if control is None:
         raise ConfigurationError("Control commands are signed. Expected an operator's key, see `penstock doctor`")
     return control

@@ -76,7 +76,7 @@ def _headline(entry: Mapping[str, Any]) -> Text:
         f"{entry['worker']}, version {entry['version']} ({entry['content_hash'][:12]}): level {entry['level']} of at "
         f"most {entry['max_level']}, serves the form {entry['form']}\n"
         f"profiled: {profile['forwards']:,} forwards, {profile['rows']:,} rows, {profile['rows_per_s']:,.1f} rows/s; "
-        f"goldens: {goldens['jobs'] if goldens else 0}"
+        f"reference samples: {goldens['jobs'] if goldens else 0}"
         f"{f'; counted: {counts}' if counts else ''}"
     )
 

@@ -94,7 +94,7 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
 class Receipt(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a publication: accepted, known (the first job of its idempotency key answers), conflict,
     full, tenant-full or memory (the broker is short of it). `job_id` is the job that answers; `retry_after_s`
-    is set when the refusal is for want of room."""
+    is set when the refusal is because the queue or memory is full."""
 
     outcome: str
     job_id: str

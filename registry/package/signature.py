@@ -188,7 +188,7 @@ class Signature:
         return (present, extents)
 
     def select_outputs(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """The declared outputs among `wanted`, or all if it is empty. Raises InvalidInput (IN-031)."""
+        """The declared outputs among `wanted`, or all if it is empty. Raises InvalidInput."""
         is_list = isinstance(wanted, Sequence) and not isinstance(wanted, str)
         if not is_list or not all(isinstance(name, str) for name in wanted):
             raise InvalidInput(f"outputs: not a list of names. Declared outputs: {_listed(self._outputs)}")

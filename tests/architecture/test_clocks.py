@@ -66,7 +66,7 @@ SOUND = {
         report = Report(3, time.time() - begun)
         assert report.sent > 2
         """,
-    "a time that is data": "assert store.put(Wish(at=time.time())) is None",
+    "a time that is data": "assert store.put(DesiredVersion(at=time.time())) is None",
 }
 
 

@@ -324,7 +324,7 @@ class Optimizer:
 
 def _log_decision(key: DecisionKey, decision: Decision) -> None:
     logger.info(
-        "decided",
+        "optimization decision",
         extra={
             "model": key.model,
             "version": key.version,

@@ -380,7 +380,7 @@ class ModelLifecycle:
                 problem = problem or str(error)
                 continue
             if version is not highest:
-                logger.error("version passed over: %s", problem, extra={"model": model.name, "active": label})
+                logger.error("version skipped: %s", problem, extra={"model": model.name, "active": label})
             model.active = version
             self._on_loaded(version)
             return ""

@@ -152,7 +152,7 @@ class DiskRepository:
             try:
                 return self._read(found.path)
             except ConfigurationError as error:
-                logger.error("version passed over: %s", error, extra={"model": found.name, "version": found.version})
+                logger.error("version skipped: %s", error, extra={"model": found.name, "version": found.version})
                 problems.append(error)
         raise problems[0]
 

@@ -37,11 +37,11 @@ class Overheard:
         yield self
 
     def put_version(self, row: Row) -> None:
-        """See Page."""
+        """See ModelTransaction."""
         self.versions.append(row)
 
     def put_transition(self, row: Row) -> None:
-        """See Page."""
+        """See ModelTransaction."""
         self.transitions.append(row)
 
 

@@ -82,8 +82,8 @@ def test_a_version_that_is_not_valid_is_passed_over(models_root: Path, caplog: p
     assert active_at_start(models_root) == {"one": "2", "two": "1"}
     assert active_at_start(models_root, "one") == {"one": "2"}
     assert [record.getMessage() for record in caplog.records][:2] == [
-        "version passed over: one/4/model.yaml: entrypoint: found 'model:build', expected a module inside the package",
-        "version passed over: one/3/model.yaml, line 1: not valid YAML",
+        "version skipped: one/4/model.yaml: entrypoint: found 'model:build', expected a module inside the package",
+        "version skipped: one/3/model.yaml, line 1: not valid YAML",
     ]
 
 
