@@ -540,7 +540,7 @@ class MemoryState:
             self.append_event(events_key(job_id), history, Event(state.value), ttl_ms)
 
     def tell(self, slot: str, reply: str, finished: Sequence[tuple[str, StoredRecord]]) -> None:
-        """Append one entry for a client's finished jobs. The Celery task endpoint's entries are kept until they are read."""
+        """Append one entry for a client's finished jobs. Those of the Celery task endpoint stay until they are read."""
         fields: list[bytes] = []
         for job_id, record in finished:
             encoded = record.encoded()
