@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import suppress
 from math import inf
 from types import TracebackType
 from typing import Any
@@ -25,7 +24,7 @@ from penstock.producers.submission import cancellation
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord
 from penstock.registry.broker.redis_async import AsyncRedisStreams
-from penstock.registry.errors import PenstockError
+from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
@@ -78,8 +77,13 @@ class AsyncClient(
             finally:
                 # The error that ended the map is raised, not an error of this cleaning up.
                 for handle in run.unfinished():
-                    with suppress(PenstockError):
+                    try:
                         await handle.cancel()
+                    except BrokerUnavailable:
+                        # Each further call would wait for the broker, too.
+                        break
+                    except PenstockError:
+                        continue
         return run.results
 
     async def aclose(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
@@ -131,7 +132,11 @@ class AsyncReplyReader:
 
     def __init__(self, broker: AsyncRedisStreams) -> None:
         self._broker = broker
-        self._router: ReplyRouter[JobState] = ReplyRouter(new_client_id(), self._wake_waiters)
+        # Weak: a client that is dropped without `aclose` goes at once, not when the garbage collector comes.
+        wake_waiters = weakref.WeakMethod(self._wake_waiters)
+        self._router: ReplyRouter[JobState] = ReplyRouter(
+            new_client_id(), lambda job: (wake := wake_waiters()) and wake(job)
+        )
         self._reader: asyncio.Task[None] | None = None
         self._waker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +21,7 @@ from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
-from penstock.registry.errors import PenstockError
+from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.tensors import Array
 
 __all__ = ["Client", "JobHandle"]
@@ -69,8 +68,13 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
             finally:
                 # The error that ended the map is raised, not an error of this cleaning up.
                 for handle in run.unfinished():
-                    with suppress(PenstockError):
+                    try:
                         handle.cancel()
+                    except BrokerUnavailable:
+                        # Each further call would wait for the broker, too.
+                        break
+                    except PenstockError:
+                        continue
         return run.results
 
     def close(self) -> None:
@@ -178,7 +182,7 @@ class JobHandle(HandleCore):
         while state.record is None:
             left = _LONGEST_WATCH_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                if self._read_record().state is State.QUEUED:
+                if self._read_record().state is State.QUEUED and state.record is None:
                     raise result_timeout(timeout)
             elif not (state.awaits_reply and reader.expects(state.id)):
                 # In a forked child, also a job of the parent: the parent gets the reply.

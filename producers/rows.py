@@ -68,6 +68,8 @@ class MapRun(Generic[Handle]):
     """One `map` under way: which items to submit next, and the results so far. Entering it shows the progress."""
 
     def __init__(self, shape: RowShape, order: MapOrder) -> None:
+        if type(order.window) is not int or order.window < 1:
+            raise ConfigurationError(f"window is {order.window!r:.80}. Expected a whole number of at least 1")
         self.results: list[Any] = []
         self.count = 0
         """Items that were submitted."""

@@ -157,8 +157,12 @@ class Worker:
 
     def wait_until_stopped(self) -> None:
         """Return when every part has ended that `ask_to_stop` ends; at once before `start`."""
-        if self._watchdog.ident is not None:
-            self._watchdog.join()
+        if self._watchdog.ident is None:
+            return
+        self._watchdog.join()
+        if not self._drain.parts.stop.is_set:
+            # The watchdog died before it was asked to stop.
+            self._stop(self._grace_s or 0.0)
 
     def _watch(self) -> None:
         stall = StallDetector(_HEALTH_S)

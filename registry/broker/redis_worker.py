@@ -270,7 +270,11 @@ class _ArmedClaim(DirectConnection):
         super().__init__(client)
         self.slots: Sequence[str] = ()
         self.is_outstanding = False
-        self.client_id: int = self.ask([["CLIENT", "ID"]])[0]
+        (answer,) = self.ask([["CLIENT", "ID"]])
+        if isinstance(answer, ResponseError):
+            self.close()
+            raise answer
+        self.client_id: int = answer
 
     @property
     def fileno(self) -> int:

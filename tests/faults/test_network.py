@@ -39,6 +39,8 @@ def network(open_stage: OpenStage) -> Iterator[Network]:
     with Proxy(stage.server.port) as proxy:
         stage.start_worker(url=proxy.url)
         yield Network(stage, proxy)
+        worker = stage.workers[0]
+        assert worker.is_running, f"the worker ended by itself\n{worker.tail()}"
         # Before its end it would report every lost connection once more.
         stage.workers[0].stop()
 

@@ -11,7 +11,7 @@ from penstock.producers.job_state import HandleCore, JobState, Outcome, ResultPo
 from penstock.producers.rows import MapOrder, MapRun, RowShape
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader
-from penstock.registry.errors import InvalidInput, ModelError
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import encode
 
@@ -128,3 +128,10 @@ def test_rows_need_a_model_with_one_required_input():
     """A model with several inputs takes mappings only."""
     with pytest.raises(InvalidInput, match="Expected items that are mappings"):
         RowShape(_spec(inputs=2)).inputs([1.0, 2.0])
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.5, True])
+def test_a_window_without_room_is_refused(window: Any):
+    """A map could never submit an item: it says so instead of waiting for ever."""
+    with pytest.raises(ConfigurationError, match="Expected a whole number of at least 1"):
+        _run([[1.0, 2.0]], window=window)

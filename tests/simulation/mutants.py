@@ -32,7 +32,7 @@ from penstock.registry.queues import Priority, slot_of
 from penstock.workers.backlog import Waiting
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.batching.batcher import Batcher, Pending, _SubQueue
-from penstock.workers.cache import AnswerCache, SingleFlight, key_of
+from penstock.workers.cache import AnswerCache, L1Cache, SingleFlight, key_of
 from penstock.workers.completer import Completer
 from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
@@ -471,8 +471,19 @@ class VersionsShareAFlight(SteppedRouter):
         return super()._joins(job, version)
 
 
+class _NeverForgetting(L1Cache):
+    """Answers outlive their version."""
+
+    def forget(self, content_hash: str) -> int:
+        return 0
+
+
 class VersionsShareAnswers(AnswerCache):
-    """The answer of one version is cached for equal jobs of every other."""
+    """The answer of one version is cached for equal jobs of every other, also after a promotion."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.memory.__class__ = _NeverForgetting
 
     def find(self, job: ClaimedJob, version: ServedVersion) -> EncodedOutputs | None:
         job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)

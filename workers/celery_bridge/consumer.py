@@ -1,4 +1,4 @@
-"""Celery's consumer, changed in one point: an unreadable message does not end the worker. See celeryconfig.py."""
+"""Celery's consumer, changed in one point: neither an unreadable message nor a lost connection ends the worker."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from celery.worker.consumer import Consumer
+from kombu.exceptions import OperationalError
 
 __all__ = ["ResilientConsumer"]
 
 _UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError)
+_CONNECTION_LOST: Final = (OperationalError, RuntimeError)
+"""Further names that kombu and redis-py have for a lost connection."""
 
 logger = logging.getLogger("penstock.server")
 
@@ -24,7 +27,7 @@ class ResilientConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.channel_errors = (*self.conninfo.channel_errors, *_UNREADABLE)
+        self.channel_errors = (*self.conninfo.channel_errors, *_UNREADABLE, *_CONNECTION_LOST)
 
     def create_task_handler(self, *args: Any, **options: Any) -> Callable[[Any], None]:
         """Celery's handler, which drops a message that it cannot handle: it would come back at every reconnect."""
