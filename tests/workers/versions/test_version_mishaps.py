@@ -295,7 +295,7 @@ def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage,
     assert stage.answer() == ("2", 10.0)
     assert [stage.state(label) for label in "12345"] == ["cold", "ready", "failed", "failed", "failed"]
     assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "2"
-    (line,) = [each.getMessage() for each in caplog.records if "passed over" in each.getMessage()]
+    (line,) = [each.getMessage() for each in caplog.records if "version skipped" in each.getMessage()]
     assert line == f"version skipped: {stage.model}/5: loading took longer than 0.3 s"
     (stage.root / stage.model / "3" / "model.py").write_text("def build():\n    return lambda x: {'y': x['x'] * 3}\n")
     stage.promote("3", epoch=1)
