@@ -19,7 +19,7 @@ from typing import NamedTuple
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.version import ServedVersion, VersionState
 
-__all__ = ["Backlog", "Suspect", "Waiting"]
+__all__ = ["Assigned", "Backlog", "Waiting"]
 
 
 class Waiting(NamedTuple):
@@ -29,8 +29,8 @@ class Waiting(NamedTuple):
     version: ServedVersion | None
 
 
-class Suspect(NamedTuple):
-    """A job that must run alone, and the version that will run it."""
+class Assigned(NamedTuple):
+    """A suspect or a delayed job, and the version that will run it."""
 
     job: ClaimedJob
     version: ServedVersion
@@ -115,7 +115,7 @@ class Backlog:
         self._searched = [job for job in self._searched if job.delivery.slot not in models]
         return taken
 
-    def take_stranded(self) -> list[Suspect]:
+    def take_stranded(self) -> list[Assigned]:
         """Take out the suspects whose version was unloaded, or failed to load, while they waited.
 
         Their room is free afterwards. A version with suspects counts as idle, so it may be unloaded.
@@ -139,19 +139,19 @@ class Backlog:
         late = version.queue.batcher.discard(lambda item: broker_now > item.job.expires_ms)
         return [Waiting(item.job, version) for item in late]
 
-    def _take_suspects(self, is_meant: Callable[[ServedVersion, ClaimedJob], bool]) -> list[Suspect]:
+    def _take_suspects(self, is_meant: Callable[[ServedVersion, ClaimedJob], bool]) -> list[Assigned]:
         if not self._suspects:
             return []
-        taken = [Suspect(job, version) for version, job in self._suspects if is_meant(version, job)]
+        taken = [Assigned(job, version) for version, job in self._suspects if is_meant(version, job)]
         self._suspects = deque(entry for entry in self._suspects if not is_meant(*entry))
         return taken
 
-    def take_due(self, now: float) -> list[Waiting]:
+    def take_due(self, now: float) -> list[Assigned]:
         """Take out the delayed jobs whose pause is over."""
         taken = []
         while self._delayed and self._delayed[0][0] <= now:
             _, _, version, job = heapq.heappop(self._delayed)
-            taken.append(Waiting(job, version))
+            taken.append(Assigned(job, version))
         return taken
 
     def take_unplaced(self, *, with_searched: bool) -> list[ClaimedJob]:

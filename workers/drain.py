@@ -382,8 +382,7 @@ class Drain:
 
     def _resume_delayed(self) -> None:
         for job, version in self._backlog.take_due(self._clock()):
-            if version is not None:
-                self._put(job, self.parts.router.resume(job, version))
+            self._put(job, self.parts.router.resume(job, version))
 
     def _dead_letter_deferred(self) -> None:
         """Once nothing waits for this thread, or after some time."""

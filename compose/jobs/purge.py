@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from penstock.compose.jobs.dead_letters import peek
-from penstock.registry.broker.base import Broker, Waiting, Withdrawal
+from penstock.registry.broker.base import Broker, WaitingEntry, Withdrawal
 from penstock.registry.envelope import MAX_HEADER_BYTES, Failure, JobHeader, Keyring, ResultHeader, seal
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.queues import Priority, is_job_id
@@ -53,7 +53,7 @@ def purge(
     return withdrawn
 
 
-def _withdrawal(waiting: Waiting, slot: str, keyring: Keyring) -> Withdrawal:
+def _withdrawal(waiting: WaitingEntry, slot: str, keyring: Keyring) -> Withdrawal:
     header = peek(waiting.head)
     if header is None or not is_job_id(header.id, slot):
         return Withdrawal(waiting.entry_id)

@@ -52,7 +52,7 @@ __all__ = [
     "Replay",
     "State",
     "StreamEntry",
-    "Waiting",
+    "WaitingEntry",
     "Withdrawal",
     "WorkerEnd",
 ]
@@ -256,7 +256,7 @@ class Replay(Enum):
     SUPERSEDED = "superseded"
 
 
-class Waiting(NamedTuple):
+class WaitingEntry(NamedTuple):
     """A queue entry that no worker holds. `head` holds its first bytes."""
 
     entry_id: bytes
@@ -429,7 +429,7 @@ class OperatorEnd(FleetEnd, Protocol):
     def resume(self, slot: str) -> None:
         """End a pause."""
 
-    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """Up to `count` entries after `after` that no worker holds, oldest first. Empty `after`: from the first."""
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:

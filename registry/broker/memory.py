@@ -33,7 +33,7 @@ from penstock.registry.broker.base import (
     Replay,
     State,
     StreamEntry,
-    Waiting,
+    WaitingEntry,
     Withdrawal,
 )
 from penstock.registry.broker.limits import DEAD_LETTERS_BYTES, REPLY_CAP, REPLY_TTL_MS
@@ -381,14 +381,14 @@ class MemoryBroker:
             self._state.paused.discard(slot)
             self._state.serve_armed(slot)
 
-    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """See OperatorEnd.waiting."""
         cursor = parse_entry_id((after or b"0-0").decode())
         with self._changed:
             queue = self._state.queue(slot, priority)
             free = {entry_id: lease.sealed for entry_id, lease in queue.leases.items() if lease.owner == NO_OWNER}
             found = sorted(
-                (parse_entry_id(entry_id.decode()), Waiting(entry_id, sealed[:head_bytes]))
+                (parse_entry_id(entry_id.decode()), WaitingEntry(entry_id, sealed[:head_bytes]))
                 for entry_id, sealed in {**free, **queue.waiting}.items()
             )
             return [waiting for order, waiting in found if order > cursor][:count]

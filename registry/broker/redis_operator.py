@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import DeadLetter, Depth, Publication, Replay, Waiting, Withdrawal
+from penstock.registry.broker.base import DeadLetter, Depth, Publication, Replay, WaitingEntry, Withdrawal
 from penstock.registry.broker.redis_specs import RedisSpecs
 from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, Priority, flow_key, paused_key, worker_key
 
@@ -59,7 +59,7 @@ class RedisOperator(RedisSpecs):
         """See OperatorEnd.resume."""
         self._run(["DEL", paused_key(slot)])
 
-    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[Waiting]:
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """See OperatorEnd.waiting."""
         return scripts.parse_waiting(self._run(scripts.waiting(slot, priority, after, count, head_bytes)))
 

@@ -31,7 +31,7 @@ from penstock.registry.broker.base import (
     Replay,
     State,
     StreamEntry,
-    Waiting,
+    WaitingEntry,
     Withdrawal,
 )
 from penstock.registry.broker.limits import (
@@ -456,9 +456,9 @@ def waiting(slot: str, priority: Priority, after: bytes, count: int, head_bytes:
     return _call("waiting", [stream_key(slot, priority)], [GROUP, after or b"0-0", count, head_bytes])
 
 
-def parse_waiting(answer: Sequence[Any]) -> list[Waiting]:
+def parse_waiting(answer: Sequence[Any]) -> list[WaitingEntry]:
     """Parses the answer of `waiting`."""
-    return [Waiting(entry_id, head) for entry_id, head in answer]
+    return [WaitingEntry(entry_id, head) for entry_id, head in answer]
 
 
 def withdraw(slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> Call:
