@@ -1,7 +1,7 @@
 """The `penstock` command, also where its extra is not installed: then one line says so, with exit status 78.
 
-    penstock status   ->  [cli]      every command that looks and operates
-    penstock worker   ->  [worker]   those that start workers
+    penstock status   ->  [cli]      commands that read or operate a stack
+    penstock worker   ->  [worker]   commands that start workers
 
 The base install serves programs that submit jobs, and has no command line.
 """

@@ -1,4 +1,4 @@
-"""What a handle knows of its job, and what follows from it. No I/O: the clients read, this module decides.
+"""The state of a job as its handle knows it, and the decisions on it. No I/O: the clients read, this module decides.
 
     reply ------------> receive --+
     record (re-read) -> accept ---+--> record of the end -> opened -> Outcome: outputs, info

@@ -25,7 +25,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 class DesiredVersion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request that the workers of a model load a version, or that they keep it only for jobs that name it."""
+    """A request to the workers of a model: load a version, or keep it only for jobs that name it."""
 
     model: str
     version: str

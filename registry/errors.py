@@ -136,7 +136,7 @@ class TransitionRefused(Rejected):
 
 
 class TransitionConflict(TransitionRefused):
-    """Another change of the same model came first. Look at its present state, and decide again."""
+    """Another change of this model was committed first. Read the present state, and try again."""
 
 
 class ContentChanged(Rejected):

@@ -42,7 +42,7 @@ class LoadRequests:
 
     @property
     def are_stored(self) -> bool:
-        """Whether requests stand in a store, where workers that start later read them."""
+        """Whether a store keeps the requests for workers that start later."""
         return self._states is not None
 
     def request(self, version: RegisteredVersion, *, is_wanted: bool, worker: str | None = None) -> None:

@@ -20,7 +20,7 @@ REPLY_TTL_MS: Final = 120_000
 OUTLIVES_MS: Final = 3_600_000
 """How long a record outlives its job: a forward that began in time finds it, and a late reader finds the reason."""
 EVENTS_CAP: Final = 10_000
-"""Events that a job's stream keeps. A subscriber that missed more is told so."""
+"""Events that a job's stream keeps. A subscriber that missed older ones gets a `reset`."""
 MEMORY_HIGH_WATER_PCT: Final = 80
 """Percentage of the server's maxmemory beyond which no job is accepted. The rest is room for results."""
 DEAD_LETTERS_CAP: Final = 100_000

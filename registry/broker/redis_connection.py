@@ -62,7 +62,7 @@ _IN_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -([A-Z]+) ")
 
 
 def connection_options(timeout_s: float) -> dict[str, Any]:
-    """The options of every client of Redis that we make, for redis.Redis.from_url and its asyncio twin."""
+    """The options of every client of Redis that we make, for redis.Redis.from_url and its asyncio counterpart."""
     return {
         "protocol": 2,
         "socket_timeout": timeout_s,
@@ -181,7 +181,7 @@ class DirectConnection:
         self._connection = connection
 
     def ask(self, calls: Sequence[scripts.Call]) -> list[Any]:
-        """The answers to several commands that are sent together. An error of Redis stands in its command's place."""
+        """The answers to several commands that are sent together. An error of Redis replaces the answer to its command."""
         connection = self._connection
         connection.send_packed_command([pack_command(tuple(call)) for call in calls], check_health=False)
         return [self._answer() for _ in calls]

@@ -109,7 +109,7 @@ class Batch(Generic[T]):
     """Padded."""
     reason: Reason
     priority: int
-    """Its leader's, or 0 when that is an aged job: only a more urgent job may have the batch put back."""
+    """The leader's priority; 0 for an aged leader. Only a more urgent job may recall the batch."""
     passed_over: int = 0
     """For how many batches an aged job had found no place before this one; `put_back` restores it."""
 
@@ -137,7 +137,7 @@ class Batcher(Generic[T]):
         return self._jobs
 
     def narrow(self, max_rows: int, max_tokens: int) -> None:
-        """Cut batches to what fits the device from now on, where that is less than `limits`; 0 tokens: all fit."""
+        """From now on limit batches to this size, where it is smaller than `limits`. 0 tokens: no limit."""
         self._fitting_rows = max_rows
         tokens = min(self.limits.max_tokens or sys.maxsize, max_tokens or sys.maxsize)
         self._room = self._room._replace(rows=self._most_rows(), tokens=tokens)
@@ -334,7 +334,7 @@ class Batcher(Generic[T]):
 
 
 class _SubQueue(Generic[T]):
-    """The pending jobs of one key: a band per priority, each in order of arrival, and what they add up to."""
+    """The pending jobs of one key: a band per priority, each in order of arrival, and their sums."""
 
     __slots__ = ("bands", "key", "longest", "nbytes", "rows")
 

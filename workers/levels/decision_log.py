@@ -101,8 +101,8 @@ class DecisionLog:
     def earlier(self, key: DecisionKey) -> dict[str, Decision]:
         """The last decision on each step about this content in this environment, by any process.
 
-        One refusal after an enabling is passed over: while a worker starts on a busy machine, no form measures faster,
-        and that must not keep the form off for good. The second refusal in a row counts.
+        The first refusal after an enabled step is ignored: at the start of a worker on a busy machine every form is
+        slow. The second refusal in a row counts.
 
         A form that ran while several processes died within a day counts as measured and refused. Jobs that kill a
         process do so in any form, but they run alone the next time. A form that kills processes would do so with batch

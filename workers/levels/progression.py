@@ -122,7 +122,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class StepReadiness:
-    """`criterion`: why the step is ready, what it waits for, or, with `is_in_vain`, why it is not tried."""
+    """`criterion`: why the step is ready, or its missing condition. With `is_in_vain`: why it is never tried."""
 
     is_ready: bool
     criterion: str

@@ -192,7 +192,7 @@ def _seat_start(seat: int) -> int:
 
 
 def hung(path: Path, now: float) -> str | None:
-    """Why a living worker must be killed: by its journal, a forward is over its limit. None when it need not be.
+    """Why a living worker must be killed: its journal shows a forward over its limit. None: no reason.
 
     A journal that a dead process with the same pid left is ignored.
     """
@@ -243,7 +243,7 @@ def _read(path: Path) -> tuple[str, list[Held], set[FormInUse]]:
 def report_crashes(home: Path, broker: WorkerEnd, ttl_ms: int, note_death: NoteDeath) -> int:
     """Count one crash for each job whose forward ran in a process that is gone; return the number of jobs.
 
-    `note_death` is called with each form that ran them, so that a form that kills its process can be refused. Reads
+    `note_death` gets each form that ran these jobs; the caller can then refuse a form that kills processes. Reads
     every journal under `home` that no living process holds. Several processes may call this at once, and again after
     an error: each death counts once. Raises BrokerUnavailable, and then keeps the journals that are not reported yet.
     """

@@ -102,8 +102,10 @@ class ModelLifecycle:
         self.request(partial(self._load_requested, name, label, content_hash))
 
     def request_unload(self, name: str, label: str, *, content_hash: str = "") -> None:
-        """Unload a version once it is idle and not active. content_hash: the registered content, which jobs that name
-        the version may still have loaded where operators sign."""
+        """Unload a version once it is idle and not active.
+
+        content_hash: the registered content. If signatures are required, jobs that name the version may still load it.
+        """
         self.request(partial(self._unload_requested, name, label, content_hash))
 
     def request(self, request: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Models, their versions and transitions; one production version per model; what is frozen, the database freezes."""
+"""Models, their versions and transitions; one production version per model; the database enforces frozen fields."""
 
 from __future__ import annotations
 
