@@ -181,7 +181,7 @@ class DirectConnection:
         self._connection = connection
 
     def ask(self, calls: Sequence[scripts.Call]) -> list[Any]:
-        """The answers to several commands that are sent together. An error of Redis replaces the answer to its command."""
+        """The answers to several commands that are sent together. An error of Redis replaces its answer."""
         connection = self._connection
         connection.send_packed_command([pack_command(tuple(call)) for call in calls], check_health=False)
         return [self._answer() for _ in calls]
