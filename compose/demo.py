@@ -35,6 +35,9 @@ QUESTIONS: Final = (
     "How do I run a command and read its output?",
 )
 _HITS: Final = 3
+# How long the demo waits until the workers have counted its last batch, and how often it looks.
+_COUNT_S: Final = 10.0
+_COUNT_POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def _search(
         begin = time.perf_counter()
         vectors = _embed(console, client, [str(passage) for passage in passages])
         seconds = time.perf_counter() - begin
-        found = overview.snapshots(stack.worker_reports())
+        found = _counted(stack, len(passages))
         asked = np.stack(client.map(MODEL, questions))
     return Demonstration(
         passages=len(passages),
@@ -124,6 +127,16 @@ def _search(
         latency_ms=overview.latency_ms(found, MODEL),
         flower_url=stack.running.flower_url,
     )
+
+
+def _counted(stack: LocalStack, jobs: int) -> list[dict[str, Any]]:
+    """The workers' snapshots, which count a batch just after its clients have the results."""
+    until = time.monotonic() + _COUNT_S
+    while True:
+        found = overview.snapshots(stack.worker_reports())
+        if overview.jobs(found, MODEL) >= jobs or time.monotonic() >= until:
+            return found
+        time.sleep(_COUNT_POLL_S)
 
 
 def draw(console: Console, demonstration: Demonstration) -> None:

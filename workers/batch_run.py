@@ -27,7 +27,6 @@ __all__ = ["BatchRun", "JobStream", "OpenStream", "Outputs"]
 
 Outputs: TypeAlias = dict[str, Array]
 _NOTHING = ForwardSize(0, 0)
-_ONE_ROW = ForwardSize(0, 1)
 
 
 class JobStream(StreamContext, Protocol):
@@ -148,4 +147,4 @@ class BatchRun:
 
         None: a single job is at fault, not the size of the batch, so later batches need no cap.
         """
-        return min((size for size in self.misfits if size > max(self.fitted, _ONE_ROW)), default=None)
+        return min((size for size in self.misfits if size.rows > 1 and size > self.fitted), default=None)

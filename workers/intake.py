@@ -60,16 +60,18 @@ class Intake:
 
     def open(self, delivery: Delivery, now: float, broker_now: float) -> ClaimedJob | None:
         """The job; None: it is a dead letter. `now` is monotonic, `broker_now` in ms by the broker's clock."""
+        claimed = ("", "")
         try:
             header, body = open_job(delivery.sealed, self._keyring)
             _check_place(header, delivery)
+            claimed = (header.id, header.tenant)
             inputs = decode(header.content, body)
         except Corrupt as error:
             logger.warning(
                 "quarantined: %s", error, extra={"model": delivery.slot, "entry": delivery.entry_id.decode()}
             )
             self._metrics.quarantined(delivery.slot)
-            self._defer(delivery, f"{type(error).__name__}: {error}", error.claimed or ("", ""))
+            self._defer(delivery, f"{type(error).__name__}: {error}", error.claimed or claimed)
             return None
         if delivery.crashes >= self.max_crashes:
             self._dead_letter_poison(delivery, header)

@@ -3,13 +3,14 @@
     open -- broker, probe, drain, optimizer, task endpoint, remote control --> start -- models, threads --> ready
     SIGTERM -> ask_to_stop -> the watchdog thread stops the parts in order -> wait_until_stopped -> close
 
-Thirteen kinds of threads run beside Celery's own:
+Fourteen kinds of threads run beside Celery's own:
 
     thread         module                         work; what it may call
     drain          drain.py                       the loop of jobs; the broker, and every part of the drain
     leases         leases.py                      renews leases, reports; the broker, a queue that the drain reads
     model          executor.py                    forwards; the runtime, the crash journal. One or more threads
     prepare        executor.py                    tokenises the next batch; Runtime.prepare
+    tokenise       runtime/tokeniser.py           tokenises parts of a large batch; the tokenizer. 0 to 3 for a version
     load           versions/loader.py             loads one version; Runtime.load. At most two threads
     optimizer      levels/optimizer.py            optimized forms; the compiler, the gate, the audit log
     celery-events  celery_bridge/events.py        sends task events; Celery's broker

@@ -18,7 +18,7 @@ __all__ = ["check_operator", "check_security", "check_signing", "check_transport
 
 
 def check_security(settings: Settings) -> Iterator[Finding]:
-    """Metrics, file modes and Celery's doors: all that needs no broker."""
+    """Metrics, file modes and Celery's endpoints: all that needs no broker."""
     worker = settings.worker
     if not _is_loopback(worker.metrics_host) and worker.metrics_bearer_file is None:
         yield Finding(

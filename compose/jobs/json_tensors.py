@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.registry import codecs
 from penstock.registry.admission import SpecCache
 from penstock.registry.broker.base import FleetEnd
@@ -31,7 +33,15 @@ def codec_of(broker: FleetEnd, models_root: Path, model: str, version: str) -> c
 
 
 def written(outputs: Mapping[str, Array], codec: codecs.Codec) -> dict[str, Any]:
-    """`json`: nested lists. `base64`: dtype, shape and little-endian bytes, which may raise InvalidInput."""
-    if codec == "json":
-        return {name: values.tolist() for name, values in outputs.items()}
-    return {name: codecs.written(values, codec) for name, values in outputs.items()}
+    """`json`: nested lists; an output with NaN or infinity, which JSON lacks, is written with base64.
+
+    `base64`: dtype, shape and little-endian bytes. Raises InvalidInput for an array without such bytes.
+    """
+    return {
+        name: values.tolist() if codec == "json" and _is_json(values) else codecs.written(values, "base64")
+        for name, values in outputs.items()
+    }
+
+
+def _is_json(values: Array) -> bool:
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())

@@ -27,6 +27,7 @@ __all__ = [
     "draw_models",
     "draw_status",
     "draw_workers",
+    "jobs",
     "kinds",
     "latency_ms",
     "models",
@@ -104,6 +105,11 @@ def snapshots(reports: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             # The worker has just ended, or its probe requires a bearer token.
             continue
     return found
+
+
+def jobs(found: Iterable[Mapping[str, Any]], model: str) -> int:
+    """How many jobs of one model ran, over all workers."""
+    return sum(snapshot["models"].get(model, {}).get("jobs", 0) for snapshot in found)
 
 
 def batch_sizes(found: Iterable[Mapping[str, Any]], model: str) -> dict[int, int]:

@@ -491,8 +491,8 @@ def test_load_and_unload_wait_for_the_workers(site: Site):
     site.register("4")
     with pytest.raises(ModelNotReady, match=r"4 was not ready everywhere within 0\.1 s: stage-0 is "):
         site.deployer.load(site.model, "4", timeout_s=0.1)
-    with pytest.raises(ModelNotReady, match=r"'nobody' is no live worker .* one of: stage-0"):
-        site.deployer.load(site.model, "1", worker="nobody")
+    with pytest.raises(ModelNotReady, match=r"'absent' is no live worker .* one of: stage-0"):
+        site.deployer.load(site.model, "1", worker="absent")
     with pytest.raises(ConfigurationError, match="Expected an operator's key"):
         site.deployer.load(site.model, "1", worker=drain.name)
 

@@ -1,16 +1,54 @@
-"""Versions without a package on disk: a runtime of the test's own, served as a worker would serve it."""
+"""Parts of a worker without a package on disk: a runtime of the test's own, versions, jobs and batches.
+
+job_of -> a claimed job of the model `double`;  ready_version -> a version that doubles;  run_of -> one batch of both
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from penstock.registry.broker.base import Broker, Delivery
+from penstock.registry.envelope import JobHeader, Keyring, seal
 from penstock.registry.package import ModelSpec, Package
+from penstock.registry.queues import Priority
 from penstock.registry.settings import InferenceConfig
-from penstock.workers.runtime.base import Runtime
+from penstock.registry.tensors import Array, encode
+from penstock.workers.batch_run import BatchRun
+from penstock.workers.batching.batcher import Batch
+from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
+from penstock.workers.versions.deployment_store import NullDeploymentStore
+from penstock.workers.versions.lifecycle import ModelLifecycle
+from penstock.workers.versions.loader import Loader
+from penstock.workers.versions.repository import EmptyRepository
+from penstock.workers.versions.tuner import NullTuner
 from penstock.workers.versions.version import ServedVersion
 
-__all__ = ["spec_of", "version_of"]
+__all__ = [
+    "NEVER_MS",
+    "Doubler",
+    "PendingLoader",
+    "RowRuntime",
+    "cold_version",
+    "counted",
+    "job_of",
+    "lifecycle_of",
+    "ready_version",
+    "run_of",
+    "spec_of",
+    "version_of",
+]
+
+NEVER_MS = 10**15
+"""A time of expiry that no test reaches."""
+_UNSIGNED = Keyring.parse(None)
+_entries = itertools.count(1)
 
 
 def spec_of(**document: Any) -> ModelSpec:
@@ -31,8 +69,132 @@ def spec_of(**document: Any) -> ModelSpec:
 
 def version_of(runtime: Runtime, spec: ModelSpec, max_rows: int) -> ServedVersion:
     """The version that this runtime serves, loaded; its batches have at most `max_rows` rows."""
-    config = InferenceConfig.model_validate({"batching": {"max_batch_size": max_rows}})
-    version = ServedVersion(Package(spec, Path("nowhere") / spec.name / spec.version), config)
+    version = cold_version(spec, max_rows)
     version.runtime = runtime
     version.has_loaded()
     return version
+
+
+def cold_version(spec: ModelSpec, max_rows: int) -> ServedVersion:
+    """A version that is not loaded, and has no files from which it could be."""
+    config = InferenceConfig.model_validate({"batching": {"max_batch_size": max_rows}})
+    return ServedVersion(Package(spec, Path("nowhere") / spec.name / spec.version), config)
+
+
+class RowRuntime:
+    """A runtime without files over the rows of `x`. A subclass has the spec and runs the rows."""
+
+    version = "1"
+    content_hash = "d" * 64
+    memory_bytes = 0
+
+    def load(self, device: str, threads: int) -> None:
+        """There is nothing to load."""
+
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """Nothing is too long."""
+
+    def length(self, inputs: Mapping[str, Array]) -> int:
+        return 1
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        rows = concatenate(jobs)["x"]
+        return Prepared(len(rows), rows)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        raise NotImplementedError
+
+    def stream(
+        self, inputs: Mapping[str, Array], context: StreamContext
+    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
+        yield from ()
+        return self.run(self.prepare([inputs]))
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+class Doubler(RowRuntime):
+    """A runtime that answers 2 x."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_of()
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        return {"y": prepared.payload * 2}
+
+
+def ready_version(max_rows: int = 16, **document: Any) -> ServedVersion:
+    """A loaded version that doubles; `document` changes its spec."""
+    return version_of(Doubler(), spec_of(**document), max_rows)
+
+
+def job_of(
+    *numbers: float,
+    model: str = "double",
+    priority: Priority = Priority.NORMAL,
+    crashes: int = 0,
+    active: bytes = b"",
+    claimed: float = 0.0,
+    queue_ms: float = 0.0,
+    expires_ms: int = NEVER_MS,
+    tenant: str = "acme",
+    **header: Any,
+) -> ClaimedJob:
+    """A claimed job with a row for each number, with an entry of its own; `header` fills in the envelope."""
+    entry = next(_entries)
+    inputs = {"x": np.array([[number] for number in numbers or (1.0,)], np.float32)}
+    content, body = encode(inputs)
+    job_header = JobHeader(f"{model}.{entry}", tenant, model, priority.label, content, **header)
+    sealed = seal("job", job_header, body, _UNSIGNED)
+    delivery = Delivery(model, priority, f"{entry}-0".encode(), sealed, crashes=crashes, active=active)
+    return ClaimedJob(delivery, job_header, inputs, len(inputs["x"]), claimed, queue_ms, expires_ms)
+
+
+def run_of(version: ServedVersion, *jobs: ClaimedJob, is_as_built: bool = False) -> BatchRun:
+    """The batch of these jobs as the scheduler hands it over: they take room, and the batch is in flight."""
+    for job in jobs:
+        version.queue.reserve(job)
+    version.queue.in_flight += 1
+    items = [version.pending(job) for job in jobs]
+    rows = sum(item.rows for item in items)
+    batch = Batch(items[0].key, items, rows, rows, "full", items[0].priority)
+    return BatchRun(version, batch, is_as_built=is_as_built)
+
+
+class PendingLoader(Loader):
+    """Begins loads that do not end."""
+
+    def begin(self, version: ServedVersion, runtime: Runtime) -> None:
+        """There is nothing to load."""
+
+
+def lifecycle_of(
+    config: InferenceConfig,
+    specs: Sequence[ModelSpec],
+    broker: Broker,
+    metrics: InferenceMetrics,
+    clock: Callable[[], float],
+) -> ModelLifecycle:
+    """The lifecycle of models with these specs: nothing is loaded, and loads do not end."""
+    return ModelLifecycle(
+        config,
+        [cold_version(spec, 1).package for spec in specs],
+        broker,
+        PendingLoader("cpu", 1, clock=clock),
+        repository=EmptyRepository(),
+        tuner=NullTuner(),
+        metrics=metrics,
+        verify=None,
+        on_version_change=lambda _model, _old, _new: None,
+        ring=lambda: None,
+        accepts_new_models=False,
+        deployments=NullDeploymentStore(),
+    )
+
+
+def counted(metrics: InferenceMetrics, counter: str) -> float:
+    """The sum of a counter over its labels."""
+    (family,) = [family for family in metrics.collect() if family.name == counter]
+    return sum(sample.value for sample in family.samples)

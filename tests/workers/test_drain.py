@@ -259,13 +259,13 @@ def test_result_that_a_successor_has_given_is_not_replaced(start: StartDrain, mo
     def hold_up(point: str) -> None:
         if point == "before-commit" and not is_held.is_set():
             is_held.set()
-            may_go.wait(20)
+            may_go.wait(60)
 
     harness = start(hold_up)
     # As if the whole process were frozen, its leases lapse.
     harness.drain.leases.stop(1.0)
     (job_id,) = harness.publish(slot, 21)
-    assert is_held.wait(5)
+    assert is_held.wait(60)
     successor = start()
     header, answer = successor.result(job_id)
     assert (header.worker, header.attempt, answer) == (successor.drain.name, 2, 42)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -22,17 +22,17 @@ from penstock.workers.batching.forward_size import ForwardSize
 from penstock.workers.executor import Executor, seats_for
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import FormInUse
-from penstock.workers.runtime.base import DeviceLost, Prepared, StreamContext, concatenate
+from penstock.workers.runtime.base import DeviceLost, Prepared, concatenate
 from penstock.workers.versions.version import ServedVersion
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
-from tests.workers.doubles import spec_of, version_of
+from tests.workers.doubles import RowRuntime, spec_of, version_of
 
 KEY = BatchKey("double", "1", "infer")
 Forward = Callable[[Array], Array]
 
 
-class Device:
+class Device(RowRuntime):
     """A runtime over one function of `x`; rows have `length` tokens each where that is not 0."""
 
     def __init__(self, forward: Forward, length: int = 0) -> None:
@@ -45,16 +45,6 @@ class Device:
     def spec(self) -> ModelSpec:
         raise NotImplementedError
 
-    version = "1"
-    content_hash = ""
-    memory_bytes = 0
-
-    def load(self, device: str, threads: int) -> None:
-        """There is nothing to load."""
-
-    def check(self, inputs: Mapping[str, Array]) -> None:
-        """Nothing is too long."""
-
     def length(self, inputs: Mapping[str, Array]) -> int:
         return self._length or 1
 
@@ -66,15 +56,6 @@ class Device:
     def run(self, prepared: Prepared) -> dict[str, Array]:
         self.ran.append(prepared.rows)
         return {"y": self._forward(prepared.payload)}
-
-    def stream(
-        self, inputs: Mapping[str, Array], context: StreamContext
-    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
-        yield from ()
-        return self.run(self.prepare([inputs]))
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
 
 
 def fits(most: int, forward: Forward = lambda rows: rows * 2) -> Forward:
@@ -111,12 +92,12 @@ def run(work: BatchRun, executor: Executor | None = None) -> list[list[float] | 
     return [answer.code if isinstance(answer, Failure) else answer["y"][:, 0].tolist() for answer in work.answers]
 
 
-def executor_of(journal: Pages | None = None, clock: Callable[[], float] = lambda: 0.0) -> Executor:
+def executor_of(journal: RecordedJournal | None = None, clock: Callable[[], float] = lambda: 0.0) -> Executor:
     """An executor without threads."""
     return Executor(1, lambda: None, lambda _: {}, lambda _: None, clock, journal)
 
 
-class Pages:
+class RecordedJournal:
     """A journal that remembers what it was told."""
 
     def __init__(self) -> None:
@@ -220,7 +201,7 @@ def test_what_a_failed_forward_had_allocated_is_free_for_its_parts(
 def test_work_is_in_the_journal_while_it_runs_and_touched_at_every_part():
     """Begun with its jobs, touched before each half, ended: a split batch has its limit for each part."""
     now = iter(range(100))
-    journal = Pages()
+    journal = RecordedJournal()
     run(work_of(Device(fits(1)), [[1], [2]]), executor_of(journal, lambda: float(next(now))))
     assert journal.told == [
         ("begin", 1, ["double.0", "double.1"]),
@@ -236,7 +217,7 @@ def test_a_lost_device_ends_its_thread_and_keeps_the_batch_in_the_journal():
     def forward(rows: Array) -> Array:
         raise DeviceLost("cuda:0: an illegal access")
 
-    device, journal = Device(forward), Pages()
+    device, journal = Device(forward), RecordedJournal()
     executor = Executor(1, lambda: None, lambda _: {}, lambda _: None, journal=journal)
     executor.start()
     executor.submit(work_of(device, SIXTEEN), prepare_apart=False)
@@ -317,7 +298,7 @@ def test_model_threads_are_added_while_it_runs():
     meeting = threading.Barrier(3)
 
     def resolve(rows: Array) -> Array:
-        meeting.wait(5.0)
+        meeting.wait(60)
         return rows
 
     ended = threading.Semaphore(0)
@@ -332,7 +313,7 @@ def test_model_threads_are_added_while_it_runs():
         for work in works:
             executor.submit(work, prepare_apart=False)
         for _ in works:
-            assert ended.acquire(timeout=5.0)
+            assert ended.acquire(timeout=60)
         assert executor.is_alive()
         assert {work.seat for work in works} == {1, 2, 3}
         assert not [work for work in works if isinstance(work.answers[0], Failure)]

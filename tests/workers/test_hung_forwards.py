@@ -53,7 +53,7 @@ def test_beside_a_hung_forward_the_rest_is_given_back_at_the_limit(
     other.forwards()
     assert [harness.answer(job) for job in waiting] == [2 * number for number in range(2, 40)]
     assert harness.state(hung[0]) is State.QUEUED
-    # It ends after all, before anybody has killed the process: its answer counts, and nobody is a suspect.
+    # It ends after all, before a supervisor kills the process: its answer counts, and no job is a suspect.
     thread.finish()
     assert harness.answer(hung[0]) == 2
     assert worker.journal.jobs == []
@@ -76,9 +76,7 @@ def test_a_limit_shorter_than_the_drains_own_rest_is_kept(models_root: Path, for
 def test_a_process_that_stood_still_gives_its_forward_another_limit(
     harness: SteppedHarness, models_root: Path, forward_log: Path
 ):
-    """Frozen for longer than the limit, as a whole: nobody hangs, and the forward is answered; one that then takes its
-    limit again does hang.
-    """
+    """After a freeze of the whole process the forward is answered; it hangs only when it takes its limit once more."""
     write_recorder(models_root, forward_log)
     worker = harness.start_worker()
     (job,) = harness.publish("recorder", 1)

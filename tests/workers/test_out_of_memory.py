@@ -55,7 +55,7 @@ def test_a_cap_is_learnt_and_later_relaxed(harness: SteppedHarness, models_root:
     assert [harness.answer(job) for job in jobs] == [2.0 * n for n in range(len(jobs))]
 
 
-def test_one_row_that_never_fits_narrows_nobody_elses_batches(
+def test_one_row_that_never_fits_does_not_narrow_later_batches(
     harness: SteppedHarness, models_root: Path, tmp_path: Path
 ):
     """A job that fits no device by itself fails by itself, and the batches after it are as large as before."""

@@ -52,10 +52,10 @@ def test_the_third_crash_makes_a_dead_letter(harness: SteppedHarness, models_roo
     assert [harness.answer(job) for job in neighbours] == [2, 4]
 
 
-def test_drains_releases_and_lapsed_leases_count_against_nobody(
+def test_drains_releases_and_lapsed_leases_make_no_job_a_suspect(
     harness: SteppedHarness, models_root: Path, forward_log: Path
 ):
-    """A worker that was told to stop and killed in its forward, and one that froze: their jobs are no suspects."""
+    """The jobs of a worker that was killed while it drained, and of one that froze, are no suspects."""
     write_recorder(models_root, forward_log)
     jobs = harness.publish("recorder", 1, 2, 3)
     told = harness.start_worker()

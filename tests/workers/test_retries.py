@@ -124,12 +124,12 @@ def test_a_job_that_is_revoked_while_it_rests_does_not_run_again(harness: Steppe
 
 
 def test_a_resting_job_that_was_lost_is_forgotten(harness: SteppedHarness, models_root: Path):
-    """Somebody else has it by now: it neither runs nor ends here."""
+    """Another worker has the job by now: it neither runs nor ends here."""
     write_flaky(models_root, failures=1)
     worker = harness.start_worker()
     (job,) = harness.publish("flaky", -1, retry=TWICE)
     worker.forwards()
-    assert len(harness.broker.take_over("somebody else", "flaky", 0, 10)) == 1
+    assert len(harness.broker.take_over("other", "flaky", 0, 10)) == 1
     harness.pass_time(LEASE_S)
     assert worker.forwards() == []
     assert harness.job_record(job).is_claimed
@@ -174,8 +174,8 @@ def test_sigterm_gives_a_retried_job_back(when: str, harness: SteppedHarness, mo
     assert (header.error, header.attempt) == (None, 1)
 
 
-def test_a_crash_while_a_job_rests_counts_against_nobody(harness: SteppedHarness, models_root: Path, forward_log: Path):
-    """A resting job was not on the model when the process died: it is no suspect, and runs in company."""
+def test_a_crash_while_a_job_rests_makes_it_no_suspect(harness: SteppedHarness, models_root: Path, forward_log: Path):
+    """A resting job was not on the model when the process died: it is no suspect, and shares a batch."""
     write_flaky(models_root, failures=1)
     worker = harness.start_worker()
     (resting,) = harness.publish("flaky", -1, retry=Retry(attempts=2, backoff_s=600, longest_s=600))

@@ -25,7 +25,7 @@ class SlowDepths(MemoryBroker):
     def depths(self, slot: str) -> list[Depth]:
         if self.is_slow.is_set():
             self.has_begun.set()
-            self.may_go.wait(10)
+            self.may_go.wait(60)
         return super().depths(slot)
 
 
@@ -39,10 +39,10 @@ def test_a_worker_that_has_stopped_is_not_reported_any_more(
     assert isinstance(broker, SlowDepths)
     broker.is_slow.set()
     worker.drain.start()
-    assert broker.has_begun.wait(10), "a report is under way"
+    assert broker.has_begun.wait(60), "a report is under way"
     stopping = threading.Thread(target=worker.drain.stop, args=(1.0,))
     stopping.start()
     wait_until(lambda: "drain" not in [each.name for each in threading.enumerate()], 10, "the drain has wound up")
     broker.may_go.set()
-    stopping.join(10)
+    stopping.join(60)
     assert harness.broker.workers() == []

@@ -27,7 +27,7 @@ from tests.workers.stepped import (
 
 
 def crashed(harness: SteppedHarness, model: str, numbers: Sequence[float]) -> list[str]:
-    """Jobs during whose forward a worker died, each waiting for somebody to take it over."""
+    """Jobs during whose forward a worker died; each waits for another worker to take it over."""
     jobs = harness.publish(model, *numbers)
     first = harness.start_worker()
     first.turn(2)

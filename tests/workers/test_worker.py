@@ -28,6 +28,7 @@ from penstock.workers.celery_bridge.task_results import CeleryResultStore
 from penstock.workers.process.crash_journal import journal_path
 from penstock.workers.process.device import Pin
 from penstock.workers.worker import CeleryParts, Worker
+from tests.architecture.threads import started_threads
 from tests.packages import write_double
 from tests.servers import ROOT, RedisServer, free_port
 
@@ -192,20 +193,9 @@ def test_app_knows_of_a_job_through_the_worker_only():
 
 
 def test_the_table_of_threads_names_every_thread_and_its_module():
-    """A thread that is started under a name stands in worker.py's table, beside the module that starts it."""
-    rows = re.findall(r"^    (\S+) +(\S+\.py) ", worker_module.__doc__ or "", re.MULTILINE)
-    assert started_threads() == dict(rows)
-    assert len(rows) == 13
-
-
-def started_threads() -> dict[str, str]:
-    """The names that modules of workers/ give their threads, by module."""
-    calls = [
-        (keyword.value, source.relative_to(ROOT / "workers").as_posix())
-        for source in (ROOT / "workers").rglob("*.py")
-        for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "threading.Thread"
-        for keyword in node.keywords
-        if keyword.arg == "name"
-    ]
-    return {str(name.value) if isinstance(name, ast.Constant) else "load": module for name, module in calls}
+    """Each thread and pool that the code starts has a row in worker.py's table, beside the module that starts it."""
+    text = worker_module.__doc__ or ""
+    rows = re.findall(r"^    (\S+) +(\S+\.py) ", text, re.MULTILINE)
+    assert set(rows) == started_threads()
+    assert len(rows) == 14
+    assert "Fourteen kinds of threads run" in text

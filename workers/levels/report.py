@@ -22,7 +22,7 @@ def version_entry(version: AttachedVersion) -> dict[str, object]:
         "max_level": version.max_level,
         "form": level_state.form,
         "profile": {**asdict(profile), "rows_per_s": round(profile.rows_per_s, 1)},
-        "goldens": {"jobs": len(goldens), "bytes": goldens.nbytes} if goldens else None,
+        "goldens": {"jobs": len(goldens), "bytes": goldens.nbytes} if goldens is not None else None,
         "answers": version.answers,
         "answer": version.answer,
         "counts": dict(version.runtime.counts()) if isinstance(version.runtime, Counted) else {},

@@ -102,10 +102,19 @@ class Peers:
         """The label of the version that a job calls `wanted`, if another worker offers it; else empty."""
         if label := self._find(model, wanted):
             return label
-        if len(self._missing) >= _MOST_REMEMBERED:
-            self._missing.clear()
-        self._missing.setdefault((model, wanted), self._clock())
+        self._remember(model, wanted)
         return ""
+
+    def _remember(self, model: str, wanted: str) -> None:
+        """Note the first search for a version. A new one beyond the bound is noted when an old one was forgotten."""
+        if (model, wanted) in self._missing:
+            return
+        now = self._clock()
+        # The oldest come first. Each has been looked up again since it was sure, so its jobs were told.
+        while self._missing and now - next(iter(self._missing.values())) >= 2 * _SURE_AFTER_S:
+            del self._missing[next(iter(self._missing))]
+        if len(self._missing) < _MOST_REMEMBERED:
+            self._missing[model, wanted] = now
 
     def is_nowhere(self, model: str, wanted: str) -> bool:
         """Whether `label_of` has found no worker for so long that no live worker has the version."""

@@ -182,8 +182,8 @@ def test_verify_sees_a_changed_file(stack: Stack):
         (["show", "nonesuch"], "Unknown model 'nonesuch'. Registered: times"),
         (["promote", MODEL, "77", "--to", "production"], "Unknown version '77' of times. Expected one of: 1 ("),
         (
-            ["load", MODEL, "1", "--worker", "nobody"],
-            "'nobody' is no live worker that serves times. Expected one of: c",
+            ["load", MODEL, "1", "--worker", "absent"],
+            "'absent' is no live worker that serves times. Expected one of: c",
         ),
         (["unload", MODEL, "latest"], "times/1 is the active version. Expected another version to be promoted first"),
         (["register", "/nonexistent/model/1"], "model/1/model.yaml: cannot be read"),
@@ -421,8 +421,8 @@ def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: P
     assert not (far / "registry.db").exists()
     there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
     assert "which this process does not have" in run("list").stderr
-    nobody = penstock(far, "models", "--via", "nobody", "list", **there)
-    assert nobody.stderr == f"Error: No worker 'nobody' listens on Celery's broker. Expected one of: {worker}\n"
+    unknown = penstock(far, "models", "--via", "absent", "list", **there)
+    assert unknown.stderr == f"Error: No worker 'absent' listens on Celery's broker. Expected one of: {worker}\n"
 
 
 def test_registered_models_are_listed(shared_redis: RedisServer, home, tmp_path, slot):

@@ -50,7 +50,7 @@ def test_no_broker_is_one_line(tmp_path):
 
 def test_a_broker_that_is_away_is_one_line(tmp_path):
     """When the broker does not answer, the command ends with one line."""
-    shown = penstock(tmp_path, "status", PENSTOCK_REDIS_URL=f"unix://{tmp_path}/nobody.sock")
+    shown = penstock(tmp_path, "status", PENSTOCK_REDIS_URL=f"unix://{tmp_path}/absent.sock")
     assert shown.exit_code == 1
     assert shown.stderr.startswith("Error: The broker did not answer within 5 s")
     assert shown.stderr.count("\n") == 1

@@ -188,8 +188,8 @@ def test_errors_of_the_worker_are_raised_here(machine: WorkerMachine):
     deployer, control = machine.operator()
     with pytest.raises(UnknownModel, match="Unknown model 'times'"):
         deployer.registry.find("times")
-    with pytest.raises(ModelNotReady, match="nobody@host"):
-        Remote(control, "nobody@host")  # type: ignore[arg-type]
+    with pytest.raises(ModelNotReady, match="absent@host"):
+        Remote(control, "absent@host")  # type: ignore[arg-type]
     deployer.register(Path("times/1"))
     with pytest.raises(UnknownModel, match="Unknown version '9'"):
         deployer.registry.find("times", "9")

@@ -68,7 +68,7 @@ def client_of(home: Path) -> Client:
 
 def ask(client: Client, value: float) -> float:
     x = np.full((1, 4), value, np.float32)
-    return float(client.submit("double", {"x": x}).result(timeout=20)["y"][0, 0])
+    return float(client.submit("double", {"x": x}).result(timeout=60)["y"][0, 0])
 
 
 def processes_of(home: Path) -> set[int]:
@@ -89,7 +89,7 @@ def status_of(url: str, login: str = "") -> int:
     headers = {"Authorization": f"Basic {b64encode(login.encode()).decode()}"} if login else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - Flower's own address
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
             return int(answer.status)
     except urllib.error.HTTPError as refusal:
         return refusal.code
@@ -137,7 +137,7 @@ def test_a_killed_redis_comes_back_with_its_jobs(home, models):
     """After kill -9 the embedded Redis is started again with its data, and the worker continues."""
     with stack(home, models) as running, client_of(home) as client:
         job = client.submit("double", {"x": np.ones((1, 4), np.float32)})
-        job.result(timeout=20)
+        job.result(timeout=60)
         wait_until(lambda: (home / "redis" / "appendonly.aof").stat().st_size > 0, 10, "the file is written")
         first = running.pids()["redis"]
         os.kill(first, signal.SIGKILL)

@@ -57,7 +57,7 @@ def test_the_same_task_again_is_the_same_job(broker: RedisStreams, slot: str):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"model": "nobody"}, UnknownModel, "Unknown model 'nobody'"),
+        ({"model": "missing"}, UnknownModel, "Unknown model 'missing'"),
         ({"model": "../etc"}, InvalidInput, "Bad model name"),
         ({"model": 7}, InvalidInput, "Bad model name"),
         ({"inputs": {"z": [[1.0]]}}, InvalidInput, "Missing required input"),

@@ -157,7 +157,7 @@ def test_a_stored_result_is_what_get_returns(app: Celery):
     store.revoked("t-revoked")
 
     def outcome(task_id: str) -> object:
-        return app.AsyncResult(task_id).get(timeout=5, propagate=False)
+        return app.AsyncResult(task_id).get(timeout=60, propagate=False)
 
     assert outcome("t-done") == {"outputs": {"y": [[1.0]]}}
     failure = outcome("t-failed")

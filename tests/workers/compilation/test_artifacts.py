@@ -220,9 +220,9 @@ def test_of_workers_that_need_the_same_one_makes_it(tmp_path: Path, store: Artif
     with store.alone("one", lambda: False):
         thread = threading.Thread(target=look)
         thread.start()
-        assert waits.wait(10)
+        assert waits.wait(60)
         store.store("one", PARTS)
-    thread.join(10)
+    thread.join(60)
     assert found == [PARTS]
     assert [path.name for path in (tmp_path / "home" / "cache").iterdir()] == ["one.artifact"]
 

@@ -1,5 +1,7 @@
-"""`penstock models levels --now` and `compile` against a stack that serves the model which the tests here compile once,
-and what else one stack with two models shows: codecs, and the models root."""
+"""`penstock models levels --now` and `compile` against a stack that serves the model which the tests here compile once.
+
+The same stack without that artefact shows the codecs of packages and the models root.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ from tests.compose.conftest import penstock
 from tests.packages import write_double
 from tests.servers import ROOT
 from tests.workers.compilation.conftest import Compiled
+from tests.workers.compilation.packages import write_module
 
 JOBS = 48
 
@@ -35,25 +39,38 @@ class Stack(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stack(compiled: Compiled) -> Iterator[Stack]:
-    """With the artefact and its key, so that nothing is compiled again.
+def compiled_stack(compiled: Compiled) -> Iterator[Stack]:
+    """With the artefact and its key, so that nothing is compiled again."""
+    with serving(compiled.package, compiled.config.cache_dir, compiled.key_file) as stack:
+        yield stack
 
-    Not pytest's tmp_path: the path of a unix socket ends at 107 bytes.
-    """
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Without an artefact."""
+    home = tmp_path_factory.mktemp("served")
+    with serving(write_module(home / "models"), home / "cache") as stack:
+        yield stack
+
+
+@contextmanager
+def serving(package: Path, cache: Path, key_file: Path | None = None) -> Iterator[Stack]:
+    """A stack that serves `package` and `coded`. Not pytest's tmp_path: the path of a unix socket ends at 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         root, home = Path(folder) / "here", Path(folder) / "home"
-        shutil.copytree(compiled.package, root / "module" / "1", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(package, root / "module" / "1", ignore=shutil.ignore_patterns("__pycache__"))
         spec = write_double(root, "coded") / "model.yaml"
         spec.write_text(f"{spec.read_text()}codecs: {{default: base64}}\n")
         home.mkdir(mode=0o700)
-        shutil.copy2(compiled.key_file, home)
+        if key_file is not None:
+            shutil.copy2(key_file, home)
         write_double(Path(folder) / "models", "elsewhere")
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
             "PYTHONPATH": str(ROOT),
             "PENSTOCK_HOME": str(home),
             "PENSTOCK_INFERENCE_REPO_ROOT": str(root),
-            "PENSTOCK_INFERENCE_COMPILATION_CACHE_DIR": str(compiled.config.cache_dir),
+            "PENSTOCK_INFERENCE_COMPILATION_CACHE_DIR": str(cache),
             "PENSTOCK_METRICS_PORT": "0",
         }
         with LocalStack(Settings.load(environ=environ), [Device("cpu", 0)], environ=environ, with_flower=False):
@@ -74,28 +91,29 @@ def _answers(stack: Stack) -> np.ndarray[Any, Any]:
         return np.concatenate([client.submit("module", {"x": rows}).result(timeout=30)["y"] for rows in numbers])
 
 
-def test_a_form_is_traced_compiled_and_used_between_jobs(stack: Stack):
+@pytest.mark.slow
+def test_a_form_is_traced_compiled_and_used_between_jobs(compiled_stack: Stack):
     """`--now trace` tells what a forward consists of; `compile` ends with 0 when the compiled form answers, with the
     numbers that the model gave; `--now optimise` then finds it in place; each step that was taken is one record of the
     worker's audit, and looking at it again is none (CX-046, AR-029, AR-055)."""
-    before = _answers(stack)
-    traced = _levels(stack, "--now", "trace")
+    before = _answers(compiled_stack)
+    traced = _levels(compiled_stack, "--now", "trace")
     assert "aten::tanh" in traced["answer"]
     assert (traced["form"], traced["level"]) == ("eager", 2)
-    compiled = penstock(stack.home, "models", "compile", "module")
+    compiled = penstock(compiled_stack.home, "models", "compile", "module")
     assert compiled.exit_code == 0, compiled.output
     assert compiled.stdout.startswith("cpu0@")
-    np.testing.assert_allclose(_answers(stack), before, rtol=1e-4, atol=1e-5)
-    entry = _levels(stack, "--now", "optimise")
+    np.testing.assert_allclose(_answers(compiled_stack), before, rtol=1e-4, atol=1e-5)
+    entry = _levels(compiled_stack, "--now", "optimise")
     (step,) = [step for step in entry["steps"] if step["step"] == "compiled"]
     assert (entry["form"], step["state"]) == ("compiled", "on")
     assert step["gain"] >= 1.1
     assert "compiled is enabled already" in entry["answer"]
-    (audit,) = (stack.home / "audit").glob("levels*")
+    (audit,) = (compiled_stack.home / "audit").glob("levels*")
     records = [json.loads(line) for line in audit.read_text().splitlines()]
     taken = [(record["step"], record["action"]) for record in records if record["model"] == "module"]
     assert taken == [("batching", "enabled"), ("compiled", "enabled")]
-    _levels(stack)
+    _levels(compiled_stack)
     assert len(audit.read_text().splitlines()) == len(records)
 
 

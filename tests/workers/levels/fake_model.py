@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
-from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
+from penstock.workers.runtime.base import Prepared, Runtime
 from penstock.workers.runtime.compilable import ModelCompiler
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
+from tests.workers.doubles import RowRuntime
 
 __all__ = ["Clock", "Form", "Rotation", "served"]
 
@@ -41,7 +42,7 @@ class Form:
     """How its builder says that it was made."""
 
 
-class Rotation:
+class Rotation(RowRuntime):
     """Gives each row at unit length: an embedding. Its reference takes one second for each batch."""
 
     def __init__(self, clock: Clock, forms: Mapping[str, Form], *, noise: float = 0.0, **spec: object) -> None:
@@ -65,34 +66,10 @@ class Rotation:
         self.spec = ModelSpec.model_validate(document)
         self.forms = Forms(self._reference, finite_outputs(self.spec))
 
-    version = "1"
     content_hash = "ab" * 32
-    memory_bytes = 0
-
-    def load(self, device: str, threads: int) -> None:
-        """There is nothing to load."""
-
-    def check(self, inputs: Mapping[str, Array]) -> None:
-        """Nothing is too long."""
-
-    def length(self, inputs: Mapping[str, Array]) -> int:
-        return 1
-
-    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
-        rows = concatenate(jobs)["x"]
-        return Prepared(len(rows), rows)
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         return self.forms.run(prepared)
-
-    def stream(
-        self, inputs: Mapping[str, Array], context: StreamContext
-    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
-        yield from ()
-        return self.run(self.prepare([inputs]))
-
-    def close(self) -> None:
-        """There is nothing to release."""
 
     def candidates(self, compiler: ModelCompiler | None) -> dict[str, Callable[[], Forward]]:
         return {name: lambda name=name: self._built(name) for name in self._candidates}  # type: ignore[misc]

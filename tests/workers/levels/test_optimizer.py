@@ -44,7 +44,7 @@ def turned(rows: Array) -> Array:
 
 
 @dataclass
-class Bench:
+class OptimizerHarness:
     """An optimizer, stepped in this thread, with one model attached."""
 
     home: Path
@@ -100,11 +100,11 @@ class Bench:
         return [(r["step"], r["action"]) for r in self.records if not actions or r["action"] in actions]
 
 
-MakeBench = Callable[..., Bench]
+MakeHarness = Callable[..., OptimizerHarness]
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path) -> MakeBench:
+def make_harness(tmp_path: Path) -> MakeHarness:
     def make(
         forms: Mapping[str, Form],
         *,
@@ -112,10 +112,10 @@ def make_bench(tmp_path: Path) -> MakeBench:
         noise: float = 0.0,
         config: Mapping[str, object] | None = None,
         package: Mapping[str, object] | None = None,
-    ) -> Bench:
+    ) -> OptimizerHarness:
         clock = Clock()
         settings = InferenceConfig.model_validate({"max_level": max_level, **(config or {})})
-        return Bench(tmp_path, Rotation(clock, forms, noise=noise, **(package or {})), clock, settings)
+        return OptimizerHarness(tmp_path, Rotation(clock, forms, noise=noise, **(package or {})), clock, settings)
 
     return make
 
@@ -124,79 +124,79 @@ GOOD = Form(off_by(0.5 * TOLERANCE))
 REDUCED = Form(off_by(EMBEDDING_OFF_BY), cost_s=0.25)
 
 
-def test_level_0_changes_nothing_but_numbers(make_bench: MakeBench):
+def test_level_0_changes_nothing_but_numbers(make_harness: MakeHarness):
     """Batches are counted and goldens kept. There is no form, no decision and no file (AR-052, CF-004)."""
-    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=0)
-    bench.serve(100)
-    assert not bench.optimizer.tick()
-    assert (bench.entry["level"], bench.entry["form"], bench.records) == (0, "eager", [])
-    assert bench.entry["profile"]["forwards"] == 100
-    assert bench.entry["goldens"]["jobs"] == 64
-    assert {line["state"] for line in bench.entry["steps"]} == {"not allowed"}
-    assert list(bench.home.iterdir()) == []
+    harness = make_harness({"compiled": GOOD, "bf16": REDUCED}, max_level=0)
+    harness.serve(100)
+    assert not harness.optimizer.tick()
+    assert (harness.entry["level"], harness.entry["form"], harness.records) == (0, "eager", [])
+    assert harness.entry["profile"]["forwards"] == 100
+    assert harness.entry["goldens"]["jobs"] == 64
+    assert {line["state"] for line in harness.entry["steps"]} == {"not allowed"}
+    assert list(harness.home.iterdir()) == []
 
 
-def test_goldens_appear_with_no_extra_model_call(make_bench: MakeBench):
+def test_goldens_appear_with_no_extra_model_call(make_harness: MakeHarness):
     """Goldens are served jobs: the model ran once for each batch (AR-061)."""
-    bench = make_bench({"compiled": GOOD}, max_level=0)
-    answers = bench.serve(2)
-    bench.settle()
-    goldens = bench.profiler.goldens
+    harness = make_harness({"compiled": GOOD}, max_level=0)
+    answers = harness.serve(2)
+    harness.settle()
+    goldens = harness.profiler.goldens
     assert goldens is not None
-    assert bench.runtime.calls == 2
+    assert harness.runtime.calls == 2
     for golden in goldens.goldens():
         np.testing.assert_array_equal(golden.outputs["y"], answers[int(golden.job_id.partition(".")[2], 16)]["y"])
 
 
 @pytest.mark.parametrize(("error", "form"), [(0.5, "compiled"), (2.0, "eager")])
-def test_candidate_serves_within_the_tolerance_only(make_bench: MakeBench, error: float, form: str):
+def test_candidate_serves_within_the_tolerance_only(make_harness: MakeHarness, error: float, form: str):
     """Half the tolerance is accepted; twice is refused, and the original keeps serving (CF-016, AR-055)."""
-    bench = make_bench({"compiled": Form(off_by(error * TOLERANCE))})
-    before = bench.serve(61)[0]
-    bench.settle()
-    assert bench.runtime.forms.name == bench.entry["form"] == form
-    bench.jobs = 0
-    after = bench.serve(1)[0]
+    harness = make_harness({"compiled": Form(off_by(error * TOLERANCE))})
+    before = harness.serve(61)[0]
+    harness.settle()
+    assert harness.runtime.forms.name == harness.entry["form"] == form
+    harness.jobs = 0
+    after = harness.serve(1)[0]
     shift = float(after["y"][0, 0] - before["y"][0, 0])
     assert shift == pytest.approx(0.5 * TOLERANCE if form == "compiled" else 0.0, rel=1e-3)
-    assert bench.step("compiled")["evidence"]["y.max_error_ratio"] == pytest.approx(error, rel=1e-3)
+    assert harness.step("compiled")["evidence"]["y.max_error_ratio"] == pytest.approx(error, rel=1e-3)
 
 
-def test_nothing_is_swapped_before_the_verdict(make_bench: MakeBench):
+def test_nothing_is_swapped_before_the_verdict(make_harness: MakeHarness):
     """While a form is built the reference answers (AR-055)."""
-    bench = make_bench({"compiled": GOOD})
+    harness = make_harness({"compiled": GOOD})
     seen: list[str] = []
 
     def serve_meanwhile() -> None:
-        bench.serve(1)
-        seen.append(bench.runtime.forms.name)
+        harness.serve(1)
+        seen.append(harness.runtime.forms.name)
 
-    bench.runtime.while_building = serve_meanwhile
-    bench.serve(61)
-    bench.settle()
+    harness.runtime.while_building = serve_meanwhile
+    harness.serve(61)
+    harness.settle()
     assert seen == ["eager"]
-    assert bench.runtime.forms.name == "compiled"
+    assert harness.runtime.forms.name == "compiled"
 
 
-def test_short_traffic_never_compiles(make_bench: MakeBench):
+def test_short_traffic_never_compiles(make_harness: MakeHarness):
     """A minute of forwards comes first, so tests and demos do not compile by surprise."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(59)
-    bench.settle()
-    assert bench.decided() == [("batching", "enabled")]
-    assert bench.step("compiled")["criterion"] == "forward_s 59 < 60"
-    bench.serve(1)
-    bench.settle()
-    assert bench.decided() == [("batching", "enabled"), ("compiled", "enabled")]
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(59)
+    harness.settle()
+    assert harness.decided() == [("batching", "enabled")]
+    assert harness.step("compiled")["criterion"] == "forward_s 59 < 60"
+    harness.serve(1)
+    harness.settle()
+    assert harness.decided() == [("batching", "enabled"), ("compiled", "enabled")]
 
 
-def test_every_level_is_a_decision_with_its_evidence(make_bench: MakeBench):
+def test_every_level_is_a_decision_with_its_evidence(make_harness: MakeHarness):
     """Batching, a compiled form and a reduced one: one record each, with criterion, figures and gain (AR-012)."""
-    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
-    bench.serve(20)
-    bench.settle()
-    assert bench.decided() == [("batching", "enabled"), ("bf16", "enabled")]
-    batching, reduced = bench.records
+    harness = make_harness({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
+    harness.serve(20)
+    harness.settle()
+    assert harness.decided() == [("batching", "enabled"), ("bf16", "enabled")]
+    batching, reduced = harness.records
     assert (batching["level"], batching["criterion"]) == (2, "warmed_rows 2 >= 2")
     assert (reduced["level"], reduced["gain"]) == (3, 4.0)
     assert reduced["criterion"] == "forwards 20 >= 20, golden_rows 64 >= 16, forward_s 20 >= 2"
@@ -208,109 +208,109 @@ def test_every_level_is_a_decision_with_its_evidence(make_bench: MakeBench):
         "version": "1",
         "content_hash": "ab" * 32,
     }
-    assert bench.entry["level"] == 3
+    assert harness.entry["level"] == 3
 
 
-def test_lower_form_is_not_built_when_a_higher_one_serves(make_bench: MakeBench):
+def test_lower_form_is_not_built_when_a_higher_one_serves(make_harness: MakeHarness):
     """A compiled fp32 form would lose against the bf16 form in use."""
-    bench = make_bench({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
-    bench.serve(20)
-    bench.settle()
-    bench.serve(400)
-    bench.settle()
-    assert [step for step, _ in bench.decided()] == ["batching", "bf16"]
+    harness = make_harness({"compiled": GOOD, "bf16": REDUCED}, max_level=3)
+    harness.serve(20)
+    harness.settle()
+    harness.serve(400)
+    harness.settle()
+    assert [step for step, _ in harness.decided()] == ["batching", "bf16"]
 
 
-def test_slow_builds_are_left_out_where_they_cannot_win(make_bench: MakeBench):
+def test_slow_builds_are_left_out_where_they_cannot_win(make_harness: MakeHarness):
     """Where bf16 is much faster, nothing is exported and `levels` says why. A measurement tries these forms too."""
     forms = {"compiled": GOOD, "bf16": REDUCED, "onnx": Form(off_by(0), 0.9), "int8": Form(turned, 0.1)}
-    bench = make_bench(forms, max_level=3)
-    bench.serve(1000)
-    bench.settle()
-    assert [step for step, _ in bench.decided()] == ["batching", "bf16"]
-    assert {name: bench.step(name)["state"] for name in forms} == {
+    harness = make_harness(forms, max_level=3)
+    harness.serve(1000)
+    harness.settle()
+    assert [step for step, _ in harness.decided()] == ["batching", "bf16"]
+    assert {name: harness.step(name)["state"] for name in forms} == {
         "compiled": "not tried",
         "bf16": "on",
         "onnx": "not tried",
         "int8": "not tried",
     }
-    assert bench.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the eager model; onnx was at")
-    answer = bench.optimizer.ask("rotation", "measure")
-    bench.settle()
+    assert harness.step("onnx")["criterion"].startswith("bf16 is 4.0 times as fast as the eager model; onnx was at")
+    answer = harness.optimizer.ask("rotation", "measure")
+    harness.settle()
     assert "onnx refused, 0.28 times as fast as the form in use" in answer.result(0)
-    assert bench.step("onnx")["gain"] == pytest.approx(0.278, abs=1e-3)
-    assert "min_cosine" in bench.step("int8")["reason"]
+    assert harness.step("onnx")["gain"] == pytest.approx(0.278, abs=1e-3)
+    assert "min_cosine" in harness.step("int8")["reason"]
 
 
 @pytest.mark.parametrize(("own", "setting", "level"), [(None, 4, 3), (None, 2, 2), (1, 4, 1), (3, 2, 2), (0, 4, 0)])
 def test_level_4_reads_as_3_and_the_package_may_ask_for_less(
-    make_bench: MakeBench, own: int | None, setting: int, level: int
+    make_harness: MakeHarness, own: int | None, setting: int, level: int
 ):
     """The lower of setting and package holds (CF-004)."""
-    bench = make_bench({"bf16": REDUCED}, max_level=setting, package={"max_level": own})
-    assert bench.entry["max_level"] == level
+    harness = make_harness({"bf16": REDUCED}, max_level=setting, package={"max_level": own})
+    assert harness.entry["max_level"] == level
 
 
-def test_embedding_that_points_elsewhere_is_refused(make_bench: MakeBench):
+def test_embedding_that_points_elsewhere_is_refused(make_harness: MakeHarness):
     """A form of another precision is judged by the use of the output (AR-056)."""
-    bench = make_bench({"int8": Form(turned, cost_s=0.1)}, max_level=3)
-    bench.serve(61)
-    bench.settle()
-    assert bench.decided("refused") == [("int8", "refused")]
-    assert "min_cosine" in bench.step("int8")["reason"]
-    assert (bench.runtime.forms.name, bench.step("int8")["state"]) == ("eager", "refused")
+    harness = make_harness({"int8": Form(turned, cost_s=0.1)}, max_level=3)
+    harness.serve(61)
+    harness.settle()
+    assert harness.decided("refused") == [("int8", "refused")]
+    assert "min_cosine" in harness.step("int8")["reason"]
+    assert (harness.runtime.forms.name, harness.step("int8")["state"]) == ("eager", "refused")
 
 
 @pytest.mark.parametrize(("cost_s", "action"), [(0.95, "refused"), (0.9, "enabled")])
-def test_form_must_be_faster_by_a_margin(make_bench: MakeBench, cost_s: float, action: str):
+def test_form_must_be_faster_by_a_margin(make_harness: MakeHarness, cost_s: float, action: str):
     """A twentieth is noise, and a second copy of the weights is not free."""
-    bench = make_bench({"compiled": Form(off_by(0), cost_s=cost_s)})
-    bench.serve(61)
-    bench.settle()
-    assert bench.decided()[-1] == ("compiled", action)
-    assert bench.step("compiled")["gain"] == pytest.approx(1 / cost_s, rel=1e-3)
+    harness = make_harness({"compiled": Form(off_by(0), cost_s=cost_s)})
+    harness.serve(61)
+    harness.settle()
+    assert harness.decided()[-1] == ("compiled", action)
+    assert harness.step("compiled")["gain"] == pytest.approx(1 / cost_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("failure", [CompilationRefused("six graph breaks"), RuntimeError("no compiler")])
-def test_form_that_cannot_be_built_is_refused_with_the_reason(make_bench: MakeBench, failure: Exception):
+def test_form_that_cannot_be_built_is_refused_with_the_reason(make_harness: MakeHarness, failure: Exception):
     """After any error of a framework, the model keeps its form."""
-    bench = make_bench({"compiled": Form(off_by(0), fails=failure)})
-    bench.serve(61)
-    bench.settle()
-    assert str(failure) in bench.step("compiled")["reason"]
-    assert bench.runtime.forms.name == "eager"
-    bench.serve(100)
-    assert not bench.optimizer.tick()
+    harness = make_harness({"compiled": Form(off_by(0), fails=failure)})
+    harness.serve(61)
+    harness.settle()
+    assert str(failure) in harness.step("compiled")["reason"]
+    assert harness.runtime.forms.name == "eager"
+    harness.serve(100)
+    assert not harness.optimizer.tick()
 
 
-def test_model_that_does_not_repeat_itself_keeps_its_form(make_bench: MakeBench):
+def test_model_that_does_not_repeat_itself_keeps_its_form(make_harness: MakeHarness):
     """A model with other outputs each time cannot be compared with a candidate."""
-    bench = make_bench({"compiled": GOOD}, noise=1.0)
-    bench.serve(61)
-    bench.settle()
-    assert bench.step("compiled")["reason"].startswith("the model does not repeat its answers")
+    harness = make_harness({"compiled": GOOD}, noise=1.0)
+    harness.serve(61)
+    harness.settle()
+    assert harness.step("compiled")["reason"].startswith("the model does not repeat its answers")
 
 
-def test_nothing_is_proved_where_nothing_repeats(make_bench: MakeBench):
+def test_nothing_is_proved_where_nothing_repeats(make_harness: MakeHarness):
     """Without goldens there is no trial."""
-    bench = make_bench({"compiled": GOOD}, package={"deterministic": False})
-    bench.serve(61)
-    bench.settle()
-    assert (bench.entry["goldens"], bench.step("compiled")["criterion"]) == (None, "golden_rows 0 < 16")
+    harness = make_harness({"compiled": GOOD}, package={"deterministic": False})
+    harness.serve(61)
+    harness.settle()
+    assert (harness.entry["goldens"], harness.step("compiled")["criterion"]) == (None, "golden_rows 0 < 16")
 
 
 @pytest.mark.parametrize("section", ["privacy", "cache"])
-def test_hashes_only_keeps_no_inputs(make_bench: MakeBench, section: str):
+def test_hashes_only_keeps_no_inputs(make_harness: MakeHarness, section: str):
     """In that mode nothing but digests of inputs is kept, so there are no goldens; the stricter setting holds."""
     key = "mode" if section == "privacy" else "privacy_mode"
-    bench = make_bench({"compiled": GOOD}, config={section: {key: "hashes_only"}})
-    bench.serve(61)
-    bench.settle()
-    assert bench.profiler.goldens is None
-    assert bench.runtime.forms.name == "eager"
+    harness = make_harness({"compiled": GOOD}, config={section: {key: "hashes_only"}})
+    harness.serve(61)
+    harness.settle()
+    assert harness.profiler.goldens is None
+    assert harness.runtime.forms.name == "eager"
 
 
-def test_form_that_fails_at_serving_is_disabled_once_and_for_all(make_bench: MakeBench):
+def test_form_that_fails_at_serving_is_disabled_once_and_for_all(make_harness: MakeHarness):
     """Its batch is answered, one record says why, and it is not tried again in this process (AR-029)."""
     fails = False
 
@@ -319,43 +319,47 @@ def test_form_that_fails_at_serving_is_disabled_once_and_for_all(make_bench: Mak
             raise RuntimeError("a kernel is gone")
         return rows
 
-    bench = make_bench({"compiled": Form(change)})
-    bench.serve(61)
-    bench.settle()
-    assert bench.runtime.forms.name == "compiled"
+    harness = make_harness({"compiled": Form(change)})
+    harness.serve(61)
+    harness.settle()
+    assert harness.runtime.forms.name == "compiled"
     fails = True
-    assert len(bench.serve(1)) == ROWS
-    bench.serve(200)
-    bench.settle()
-    assert bench.decided("disabled") == [("compiled", "disabled")]
-    assert bench.records[-1]["reason"] == "RuntimeError: a kernel is gone"
-    assert (bench.entry["form"], bench.entry["level"], bench.step("compiled")["state"]) == ("eager", 2, "disabled")
+    assert len(harness.serve(1)) == ROWS
+    harness.serve(200)
+    harness.settle()
+    assert harness.decided("disabled") == [("compiled", "disabled")]
+    assert harness.records[-1]["reason"] == "RuntimeError: a kernel is gone"
+    assert (harness.entry["form"], harness.entry["level"], harness.step("compiled")["state"]) == (
+        "eager",
+        2,
+        "disabled",
+    )
 
 
-def test_how_a_form_was_compiled_goes_with_its_decision(make_bench: MakeBench):
+def test_how_a_form_was_compiled_goes_with_its_decision(make_harness: MakeHarness):
     """Backend and figures of the compiler are in the audit's record and the levels, also after a restart (CF-013)."""
     made = {"backend": "inductor", "graph_breaks": 0, "graphs": 1, "compile_s": 12.5, "was_warm": False}
     forms = {"compiled": replace(GOOD, made=made)}
-    bench = make_bench(forms)
-    bench.serve(61)
-    bench.settle()
-    assert bench.records[-1]["made"] == made
-    assert bench.step("compiled")["made"] == made
-    assert bench.step("batching")["made"] == {}
-    assert make_bench(forms).step("compiled")["made"] == made
+    harness = make_harness(forms)
+    harness.serve(61)
+    harness.settle()
+    assert harness.records[-1]["made"] == made
+    assert harness.step("compiled")["made"] == made
+    assert harness.step("batching")["made"] == {}
+    assert make_harness(forms).step("compiled")["made"] == made
 
 
-def state_of(bench: Bench) -> LevelState:
-    (attached,) = bench.optimizer._attached.values()
+def state_of(harness: OptimizerHarness) -> LevelState:
+    (attached,) = harness.optimizer._attached.values()
     return attached.level_state
 
 
-def decision_key_of(bench: Bench) -> DecisionKey:
-    (attached,) = bench.optimizer._attached.values()
+def decision_key_of(harness: OptimizerHarness) -> DecisionKey:
+    (attached,) = harness.optimizer._attached.values()
     return attached.key
 
 
-def test_log_replays_to_the_same_state(make_bench: MakeBench):
+def test_log_replays_to_the_same_state(make_harness: MakeHarness):
     """Each enable and disable is exactly one record; the file alone tells where the process stood (AR-029)."""
     fails = False
 
@@ -363,67 +367,67 @@ def test_log_replays_to_the_same_state(make_bench: MakeBench):
         return rows * np.nan if fails else rows
 
     forms = {"compiled": GOOD, "bf16": Form(change, 0.6), "onnx": Form(off_by(0), 0.45), "int8": Form(turned, 0.1)}
-    bench = make_bench(forms, max_level=3)
-    bench.serve(400)
-    bench.settle()
+    harness = make_harness(forms, max_level=3)
+    harness.serve(400)
+    harness.settle()
     fails = True
-    bench.serve(400)
-    bench.settle()
-    live = state_of(bench)
-    (attached,) = bench.optimizer._attached.values()
-    assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
+    harness.serve(400)
+    harness.settle()
+    live = state_of(harness)
+    (attached,) = harness.optimizer._attached.values()
+    assert harness.optimizer.log.replayed(attached.key, harness.optimizer.log.run) == live
     assert (live.form, "int8" in live.settled) == ("onnx", True)
-    lines = (bench.home / "decisions" / "rotation.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == bench.records
-    enabled = [step for step, _ in bench.decided("enabled")]
+    lines = (harness.home / "decisions" / "rotation.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == harness.records
+    enabled = [step for step, _ in harness.decided("enabled")]
     assert len(enabled) == len(set(enabled))
 
 
-def test_log_is_private_and_holds_no_payload(make_bench: MakeBench):
+def test_log_is_private_and_holds_no_payload(make_harness: MakeHarness):
     """Only its owner reads it, and it has figures and names only."""
-    bench = make_bench({"bf16": REDUCED}, max_level=3)
-    bench.serve(20)
-    bench.settle()
-    folder = bench.home / "decisions"
+    harness = make_harness({"bf16": REDUCED}, max_level=3)
+    harness.serve(20)
+    harness.settle()
+    folder = harness.home / "decisions"
     assert oct(folder.stat().st_mode & 0o777) == "0o700"
     assert oct((folder / "rotation.jsonl").stat().st_mode & 0o777) == "0o600"
-    assert all(not isinstance(value, list) for record in bench.records for value in record.values())
+    assert all(not isinstance(value, list) for record in harness.records for value in record.values())
 
 
-def test_restart_takes_up_what_was_accepted(make_bench: MakeBench):
+def test_restart_takes_up_what_was_accepted(make_harness: MakeHarness):
     """The same content on the same kind of machine needs no further minute of forwards (warm start)."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(61)
-    bench.settle()
-    again = make_bench({"compiled": GOOD})
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(61)
+    harness.settle()
+    again = make_harness({"compiled": GOOD})
     again.serve(1)
     again.settle()
     assert again.runtime.forms.name == "compiled"
     assert str(again.records[-1]["criterion"]).startswith("accepted before")
 
 
-def test_restart_does_not_try_what_was_measured_and_refused(make_bench: MakeBench):
+def test_restart_does_not_try_what_was_measured_and_refused(make_harness: MakeHarness):
     """A measured refusal of the same content stays. A form that could not be built is tried again."""
     forms = {"int8": Form(turned, 0.1), "onnx": Form(off_by(0), fails=RuntimeError("not installed"))}
-    bench = make_bench(forms, max_level=3)
-    bench.serve(200)
-    bench.settle()
-    assert len(bench.decided("refused")) == 2
-    again = make_bench(forms, max_level=3)
+    harness = make_harness(forms, max_level=3)
+    harness.serve(200)
+    harness.settle()
+    assert len(harness.decided("refused")) == 2
+    again = make_harness(forms, max_level=3)
     again.serve(200)
     again.settle()
     assert again.decided("refused") == [("onnx", "refused")]
     assert (again.step("int8")["state"], again.step("int8")["evidence"]["rows"]) == ("refused", 64)
 
 
-def test_form_that_kills_its_process_is_left_off(make_bench: MakeBench):
+def test_form_that_kills_its_process_is_left_off(make_harness: MakeHarness):
     """One death may be due to a job, three within a day are due to the form. An operator may request it again."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(61)
-    bench.settle()
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(61)
+    harness.settle()
     for deaths in (1, 2, 3):
-        bench.optimizer.log.note_death("rotation", "ab" * 32, "compiled")
-        again = make_bench({"compiled": GOOD})
+        harness.optimizer.log.note_death("rotation", "ab" * 32, "compiled")
+        again = make_harness({"compiled": GOOD})
         again.serve(61)
         again.settle()
         assert again.runtime.forms.name == ("compiled" if deaths < 3 else "eager")
@@ -434,25 +438,25 @@ def test_form_that_kills_its_process_is_left_off(make_bench: MakeBench):
 
 
 @pytest.mark.parametrize("other", ["time", "content", "model"])
-def test_other_deaths_keep_no_form_away(make_bench: MakeBench, other: str):
+def test_other_deaths_keep_no_form_away(make_harness: MakeHarness, other: str):
     """Deaths of the day before, of other content or of other models do not count."""
-    bench = make_bench({"compiled": GOOD})
+    harness = make_harness({"compiled": GOOD})
     yesterday = time.time() - (86_500 if other == "time" else 0)
-    log = DecisionLog(bench.home, lambda: yesterday)
+    log = DecisionLog(harness.home, lambda: yesterday)
     for _ in range(5):
         log.note_death("x" if other == "model" else "rotation", ("cd" if other == "content" else "ab") * 32, "compiled")
-    again = make_bench({"compiled": GOOD})
+    again = make_harness({"compiled": GOOD})
     again.serve(61)
     again.settle()
     assert again.runtime.forms.name == "compiled"
 
 
-def test_damaged_lines_of_the_log_are_passed_over(make_bench: MakeBench):
+def test_damaged_lines_of_the_log_are_passed_over(make_harness: MakeHarness):
     """A process that died in the middle of a line costs that line only."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(61)
-    bench.settle()
-    file = bench.home / "decisions" / "rotation.jsonl"
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(61)
+    harness.settle()
+    file = harness.home / "decisions" / "rotation.jsonl"
     died = b'{"action": "died", "content_hash": "%s", "step": "compiled", "time": "now"}' % (b"ab" * 32)
     strange = [
         *[died] * 3,
@@ -463,139 +467,141 @@ def test_damaged_lines_of_the_log_are_passed_over(make_bench: MakeBench):
         b'{"step": "none", "action": "enabled", "evidence": {}}',
     ]
     file.write_bytes(b"\n".join([*strange, file.read_bytes(), b'{"ti']))
-    again = make_bench({"compiled": GOOD})
+    again = make_harness({"compiled": GOOD})
     again.serve(1)
     again.settle()
     assert again.runtime.forms.name == "compiled"
 
 
-def test_version_that_is_detached_meanwhile_is_left_alone(make_bench: MakeBench):
+def test_version_that_is_detached_meanwhile_is_left_alone(make_harness: MakeHarness):
     """The result of a trial is discarded when its version was unloaded meanwhile."""
-    bench = make_bench({"compiled": GOOD})
-    bench.runtime.while_building = lambda: bench.optimizer.detach("rotation")
-    bench.serve(61)
-    bench.settle()
-    assert bench.decided() == [("batching", "enabled")]
-    assert bench.runtime.forms.name == "eager"
-    assert bench.optimizer.report() == {}
+    harness = make_harness({"compiled": GOOD})
+    harness.runtime.while_building = lambda: harness.optimizer.detach("rotation")
+    harness.serve(61)
+    harness.settle()
+    assert harness.decided() == [("batching", "enabled")]
+    assert harness.runtime.forms.name == "eager"
+    assert harness.optimizer.report() == {}
 
 
-def test_nothing_is_turned_on_that_cannot_be_recorded(make_bench: MakeBench):
+def test_nothing_is_turned_on_that_cannot_be_recorded(make_harness: MakeHarness):
     """Without its record a change of the model would be untraceable, so it does not happen."""
-    bench = make_bench({"compiled": GOOD})
-    (bench.home / "decisions").write_text("a file where the folder should be")
-    bench.serve(61)
-    bench.settle()
-    assert (bench.runtime.forms.name, bench.records) == ("eager", [])
-    assert bench.step("compiled")["reason"] == "it could not be recorded"
+    harness = make_harness({"compiled": GOOD})
+    (harness.home / "decisions").write_text("a file where the folder should be")
+    harness.serve(61)
+    harness.settle()
+    assert (harness.runtime.forms.name, harness.records) == ("eager", [])
+    assert harness.step("compiled")["reason"] == "it could not be recorded"
 
 
-def test_log_tells_what_the_audit_did_not_take(make_bench: MakeBench):
+def test_log_tells_what_the_audit_did_not_take(make_harness: MakeHarness):
     """A step that was written to one of the two records only is off, and the log replays to that (AR-029)."""
-    bench = make_bench({"compiled": GOOD})
+    harness = make_harness({"compiled": GOOD})
 
     def is_full(_: Mapping[str, object]) -> None:
         raise OSError("no space left on device")
 
-    bench.optimizer._audit = is_full
-    bench.serve(61)
-    bench.settle()
-    live = state_of(bench)
-    (attached,) = bench.optimizer._attached.values()
-    assert bench.optimizer.log.replayed(attached.key, bench.optimizer.log.run) == live
-    assert (live.level, bench.runtime.forms.name) == (0, "eager")
+    harness.optimizer._audit = is_full
+    harness.serve(61)
+    harness.settle()
+    live = state_of(harness)
+    (attached,) = harness.optimizer._attached.values()
+    assert harness.optimizer.log.replayed(attached.key, harness.optimizer.log.run) == live
+    assert (live.level, harness.runtime.forms.name) == (0, "eager")
 
 
-def test_line_that_was_cut_short_costs_no_other(make_bench: MakeBench):
+def test_line_that_was_cut_short_costs_no_other(make_harness: MakeHarness):
     """After a half-written line of a process that died, the next record starts a new line."""
-    bench = make_bench({"compiled": GOOD})
-    folder = bench.home / "decisions"
+    harness = make_harness({"compiled": GOOD})
+    folder = harness.home / "decisions"
     folder.mkdir()
     (folder / "rotation.jsonl").write_bytes(b'{"step": ["compiled"]}\n' + b"[" * 100_000 + b'\n{"time": 1.0, "ru')
-    bench.serve(61)
-    bench.settle()
-    again = make_bench({"compiled": GOOD})
+    harness.serve(61)
+    harness.settle()
+    again = make_harness({"compiled": GOOD})
     again.serve(1)
     again.settle()
     assert again.runtime.forms.name == "compiled"
 
 
-def test_rotated_log_is_still_read(make_bench: MakeBench):
+def test_rotated_log_is_still_read(make_harness: MakeHarness):
     """Decisions stay known after the file has grown too large."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(61)
-    bench.settle()
-    full = DecisionLog(bench.home, max_bytes=0)
-    full.append(decision_key_of(bench), Decision("tokenizer-cache", "enabled"))
-    assert (bench.home / "decisions" / "rotation.jsonl.old").exists()
-    later = make_bench({"compiled": GOOD})
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(61)
+    harness.settle()
+    full = DecisionLog(harness.home, max_bytes=0)
+    full.append(decision_key_of(harness), Decision("tokenizer-cache", "enabled"))
+    assert (harness.home / "decisions" / "rotation.jsonl.old").exists()
+    later = make_harness({"compiled": GOOD})
     later.serve(1)
     later.settle()
     assert later.runtime.forms.name == "compiled"
 
 
-def test_one_slow_start_does_not_keep_a_form_away(make_bench: MakeBench):
+def test_one_slow_start_does_not_keep_a_form_away(make_harness: MakeHarness):
     """On a busy machine no form measures faster. One such start is passed over, two are believed."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(61)
-    bench.settle()
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(61)
+    harness.settle()
     for starts_before in range(2):
-        busy = make_bench({"compiled": Form(GOOD.change, cost_s=1.0)})
+        busy = make_harness({"compiled": Form(GOOD.change, cost_s=1.0)})
         busy.serve(1)
         busy.settle()
         assert busy.decided("refused") == [("compiled", "refused")]
-        again = make_bench({"compiled": GOOD}, max_level=1)
+        again = make_harness({"compiled": GOOD}, max_level=1)
         (attached,) = again.optimizer._attached.values()
         assert attached.earlier["compiled"].action == ("refused" if starts_before else "enabled")
 
 
-def test_other_tolerance_asks_for_another_verdict(make_bench: MakeBench):
+def test_other_tolerance_asks_for_another_verdict(make_harness: MakeHarness):
     """A form that a limit refused is tried again after the operator has changed the limit."""
     forms = {"compiled": Form(off_by(2 * TOLERANCE))}
-    bench = make_bench(forms)
-    bench.serve(61)
-    bench.settle()
-    assert bench.decided("refused") == [("compiled", "refused")]
-    again = make_bench(forms, config={"compilation": {"tolerance": 1e-4}})
+    harness = make_harness(forms)
+    harness.serve(61)
+    harness.settle()
+    assert harness.decided("refused") == [("compiled", "refused")]
+    again = make_harness(forms, config={"compilation": {"tolerance": 1e-4}})
     again.serve(61)
     again.settle()
     assert again.runtime.forms.name == "compiled"
 
 
-def test_step_that_raises_ends_neither_the_thread_nor_an_answer(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
+def test_step_that_raises_ends_neither_the_thread_nor_an_answer(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+):
     """After a failure with one model, operators are answered and other steps are tried."""
-    bench = make_bench({"bf16": REDUCED}, max_level=3)
+    harness = make_harness({"bf16": REDUCED}, max_level=3)
 
     def broken(_step: str, _evidence: object, _max_level: int) -> StepReadiness:
         raise MemoryError
 
-    bench.serve(20)
+    harness.serve(20)
     monkeypatch.setattr("penstock.workers.levels.attached.readiness", broken)
-    bench.optimizer.start()
-    answer = bench.optimizer.ask("rotation", "optimise")
-    assert answer.result(10) == "rotation/1: it failed: MemoryError"
+    harness.optimizer.start()
+    answer = harness.optimizer.ask("rotation", "optimise")
+    assert answer.result(60) == "rotation/1: it failed: MemoryError"
     monkeypatch.undo()
-    wait_until(lambda: bench.runtime.forms.name == "bf16", 10, "the form to be used")
-    bench.optimizer.stop()
+    wait_until(lambda: harness.runtime.forms.name == "bf16", 10, "the form to be used")
+    harness.optimizer.stop()
 
 
-def test_operator_has_a_form_compiled_now(make_bench: MakeBench):
+def test_operator_has_a_form_compiled_now(make_harness: MakeHarness):
     """A requested form needs no minute of forwards. The answer has the result."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(1)
-    answer = bench.optimizer.ask("rotation", "compile")
-    bench.settle()
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(1)
+    answer = harness.optimizer.ask("rotation", "compile")
+    harness.settle()
     assert answer.result(0) == "rotation/1: compiled enabled, 2.00 times as fast as the form in use"
-    assert bench.step("compiled")["criterion"].startswith("requested")
-    assert (bench.entry["answers"], bench.runtime.forms.name) == (1, "compiled")
+    assert harness.step("compiled")["criterion"].startswith("requested")
+    assert (harness.entry["answers"], harness.runtime.forms.name) == (1, "compiled")
 
 
-def test_operator_is_told_what_a_form_waits_for(make_bench: MakeBench):
+def test_operator_is_told_what_a_form_waits_for(make_harness: MakeHarness):
     """A request waives neither goldens nor max_level, and a model that is not loaded is named."""
-    bench = make_bench({"compiled": GOOD, "bf16": REDUCED})
-    early = bench.optimizer.ask("rotation", "optimise")
-    absent = bench.optimizer.ask("other", "compile")
-    bench.settle()
+    harness = make_harness({"compiled": GOOD, "bf16": REDUCED})
+    early = harness.optimizer.ask("rotation", "optimise")
+    absent = harness.optimizer.ask("other", "compile")
+    harness.settle()
     assert early.result(0).splitlines() == [
         "rotation/1: compiled waits: forwards 0 < 1",
         "rotation/1: bf16 waits: max_level 2 < 3",
@@ -603,48 +609,48 @@ def test_operator_is_told_what_a_form_waits_for(make_bench: MakeBench):
     assert absent.result(0) == "other is not loaded here"
 
 
-def test_higher_levels_can_be_measured_without_being_used(make_bench: MakeBench):
+def test_higher_levels_can_be_measured_without_being_used(make_harness: MakeHarness):
     """So an operator learns what a higher max_level would gain."""
-    bench = make_bench({"bf16": REDUCED, "int8": Form(turned, 0.1)}, max_level=2)
-    bench.serve(1)
-    answer = bench.optimizer.ask("rotation", "measure")
-    bench.settle()
+    harness = make_harness({"bf16": REDUCED, "int8": Form(turned, 0.1)}, max_level=2)
+    harness.serve(1)
+    answer = harness.optimizer.ask("rotation", "measure")
+    harness.settle()
     assert "bf16 would be enabled, 4.00 times as fast" in answer.result(0)
-    assert (bench.step("bf16")["state"], bench.step("bf16")["gain"]) == ("not allowed", 4.0)
-    assert (bench.runtime.forms.name, bench.decided()) == ("eager", [("batching", "enabled")])
+    assert (harness.step("bf16")["state"], harness.step("bf16")["gain"]) == ("not allowed", 4.0)
+    assert (harness.runtime.forms.name, harness.decided()) == ("eager", [("batching", "enabled")])
 
 
-def test_metrics_tell_level_and_verdicts(make_bench: MakeBench):
+def test_metrics_tell_level_and_verdicts(make_harness: MakeHarness):
     """The gauge follows the level, the counter has each verdict of the gate."""
-    bench = make_bench({"bf16": Form(REDUCED.change, 0.5), "int8": Form(turned, 0.1)}, max_level=3)
-    bench.serve(200)
-    bench.settle()
-    found = {family.name: family.samples for family in bench.metrics.collect()}
+    harness = make_harness({"bf16": Form(REDUCED.change, 0.5), "int8": Form(turned, 0.1)}, max_level=3)
+    harness.serve(200)
+    harness.settle()
+    found = {family.name: family.samples for family in harness.metrics.collect()}
     assert [sample.value for sample in found["penstock_level"]] == [3.0]
     verdicts = {sample.labels["verdict"]: sample.value for sample in found["penstock_gate_verdicts"]}
     assert verdicts == {"accepted": 1.0, "refused": 1.0}
-    bench.optimizer.detach("rotation")
-    found = {family.name: family.samples for family in bench.metrics.collect()}
+    harness.optimizer.detach("rotation")
+    found = {family.name: family.samples for family in harness.metrics.collect()}
     assert [sample.value for sample in found["penstock_level"]] == [0.0]
 
 
-def test_thread_does_what_ticks_do(make_bench: MakeBench):
+def test_thread_does_what_ticks_do(make_harness: MakeHarness):
     """The thread ticks after `start` and ends after `stop`."""
-    bench = make_bench({"bf16": REDUCED}, max_level=3)
-    bench.serve(20)
-    bench.optimizer.start()
-    wait_until(lambda: bench.runtime.forms.name == "bf16", 10, "the form to be used")
-    bench.optimizer.stop()
-    wait_until(lambda: not bench.optimizer._thread.is_alive(), 10, "the thread to end")
-    assert bench.optimizer.ask("rotation", "compile").cancelled()
+    harness = make_harness({"bf16": REDUCED}, max_level=3)
+    harness.serve(20)
+    harness.optimizer.start()
+    wait_until(lambda: harness.runtime.forms.name == "bf16", 10, "the form to be used")
+    harness.optimizer.stop()
+    wait_until(lambda: not harness.optimizer._thread.is_alive(), 10, "the thread to end")
+    assert harness.optimizer.ask("rotation", "compile").cancelled()
 
 
-def test_golden_batches_are_no_larger_than_served_ones(make_bench: MakeBench):
+def test_golden_batches_are_no_larger_than_served_ones(make_harness: MakeHarness):
     """A form is compared and timed on batches of the served size."""
-    bench = make_bench({"compiled": GOOD})
-    bench.serve(61)
-    calls = bench.runtime.calls
-    bench.settle()
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(61)
+    calls = harness.runtime.calls
+    harness.settle()
     # Two batches of 32: the reference and the form once each for the verdict, then 9 or 3 rounds of both.
-    assert (bench.runtime.calls - calls) % 2 == 0
-    assert bench.step("compiled")["evidence"]["in_use_s"] == 2.0
+    assert (harness.runtime.calls - calls) % 2 == 0
+    assert harness.step("compiled")["evidence"]["in_use_s"] == 2.0

@@ -21,11 +21,11 @@ from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.compilable import CompilationRefused
 from tests.workers.levels.fake_model import Form, served
-from tests.workers.levels.test_optimizer import MakeBench, make_bench, off_by
+from tests.workers.levels.test_optimizer import MakeHarness, make_harness, off_by
 from tests.workers.levels.test_optimizer_models import hurried, settle
 from tests.workers.runtime import formats
 
-__all__ = ["make_bench"]
+__all__ = ["make_harness"]
 
 BATCH = 16
 
@@ -107,14 +107,14 @@ def test_nothing_is_compiled_where_that_is_off(
 
 
 @pytest.mark.parametrize(("tolerance", "form"), [(1e-3, "compiled"), (1e-5, "eager"), (1e-6, "eager")])
-def test_the_tolerance_is_the_one_that_is_set(make_bench: MakeBench, tolerance: float, form: str):
+def test_the_tolerance_is_the_one_that_is_set(make_harness: MakeHarness, tolerance: float, form: str):
     """A form that is off by half of 1e-3 serves where `compilation.tolerance` is 1e-3, and not where it is lower. The
     record has the error ratio (CF-016)."""
-    bench = make_bench({"compiled": Form(off_by(0.5e-3))}, config={"compilation": {"tolerance": tolerance}})
-    bench.serve(61)
-    bench.settle()
-    assert bench.runtime.forms.name == form
-    assert bench.step("compiled")["evidence"]["y.max_error_ratio"] == pytest.approx(0.5e-3 / tolerance, rel=1e-2)
+    harness = make_harness({"compiled": Form(off_by(0.5e-3))}, config={"compilation": {"tolerance": tolerance}})
+    harness.serve(61)
+    harness.settle()
+    assert harness.runtime.forms.name == form
+    assert harness.step("compiled")["evidence"]["y.max_error_ratio"] == pytest.approx(0.5e-3 / tolerance, rel=1e-2)
 
 
 def test_levels_1_and_2_are_on_record(tuned: Any, models_root: Path, tmp_path: Path):

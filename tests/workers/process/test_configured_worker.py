@@ -35,8 +35,8 @@ def test_inspect_shows_the_settings_of_the_folder(shared_redis: RedisServer, mod
     try:
         worker.start()
         with Celery("remote", broker=shared_redis.celery_url, set_as_current=False) as app:
-            inspect = app.control.inspect([worker.name], timeout=20, limit=1)
-            stats: dict[str, Any] = wait_until(inspect.stats, 20, "the worker answers")[worker.name]
+            inspect = app.control.inspect([worker.name], timeout=3, limit=1)  # asked again: it may not listen yet
+            stats: dict[str, Any] = wait_until(inspect.stats, 60, "the worker answers")[worker.name]
     finally:
         worker.stop()
     inference = stats["inference"]

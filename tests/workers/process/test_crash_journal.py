@@ -242,7 +242,7 @@ def test_a_journal_waits_for_the_reporter_of_an_older_one(path: Path):
     assert thread.is_alive(), "it waits"
     path.unlink()
     os.close(old)
-    thread.join(10)
+    thread.join(60)
     made[0].begin(0, held(1), 30.0, 0.0)
     assert hung(path, 1e9) is not None
 

@@ -18,4 +18,4 @@ def wait() -> None:
     """Called by the package."""
     reached.set()
     if not may_pass.wait(30):
-        raise TimeoutError("nobody opened the gate")
+        raise TimeoutError("The gate stayed closed. Expected the test to open it within 30 s")

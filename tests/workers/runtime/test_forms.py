@@ -114,7 +114,7 @@ def test_errors_of_the_device_pass_through(forms: Forms, fallbacks: list[tuple[s
 
 def test_form_that_fails_on_two_threads_is_reported_once(fallbacks: list[tuple[str, str]]):
     """Two batches may meet the same bad form at the same time."""
-    both_inside = threading.Barrier(2, timeout=10)
+    both_inside = threading.Barrier(2, timeout=60)
 
     def failing(prepared: Prepared) -> dict[str, Array]:
         both_inside.wait()
@@ -127,7 +127,7 @@ def test_form_that_fails_on_two_threads_is_reported_once(fallbacks: list[tuple[s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert fallbacks == [("compiled", "ValueError: no kernel")]
 
 

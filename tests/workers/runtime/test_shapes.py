@@ -101,7 +101,7 @@ class Replayed:
         (shape,) = {tuple(tensor.shape) for tensor in tensors}
         self.shapes[shape] += 1
         answer = self._module(*tensors)
-        # Also of the rows that nobody asked for.
+        # The rows of padding too.
         assert answer.isfinite().all()
         return answer
 

@@ -136,7 +136,7 @@ class Meeting:
 
     def __init__(self, parties: int) -> None:
         self._backend = word_level()
-        self._barrier = threading.Barrier(parties, timeout=10)
+        self._barrier = threading.Barrier(parties, timeout=60)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

@@ -202,7 +202,7 @@ def test_a_job_whose_deadline_passes_while_its_version_loads_ends_in_time(stage:
     """It expires at its deadline, not at the end of the load."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
     stage.start()
-    (job_id,) = ask_for(stage, "0.1", deadline_s=0.5)
+    (job_id,) = ask_for(stage, "0.1", deadline_s=3.0)
     stage.result(job_id)
     job_record = stage.broker.job_record(job_id)
     assert job_record is not None

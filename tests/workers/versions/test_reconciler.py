@@ -127,7 +127,7 @@ def test_a_stop_is_not_lost_in_a_sweep(store: StateStore):
 
     reconciler = Reconciler(store, Stopping("minilm"), worker="w", interval_s=600)
     reconciler.start()
-    reconciler._thread.join(5)
+    reconciler._thread.join(60)
     assert not reconciler._thread.is_alive()
     assert store.loaded() == {}
 
@@ -143,7 +143,7 @@ def test_a_store_that_hangs_does_not_delay_the_stop():
         assert reconciler._thread.is_alive(), "the stop did not wait for it"
         connection.close()
     # Refused from here on, so the thread ends, too.
-    reconciler._thread.join(5)
+    reconciler._thread.join(60)
     assert not reconciler._thread.is_alive()
 
 

@@ -16,12 +16,11 @@ from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
 from penstock.workers.assembly import DrainOptions, build_drain
-from penstock.workers.drain import Drain
 from penstock.workers.runtime.loading import PackageRuntime
 from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
 from tests.servers import wait_until
-from tests.workers.versions.test_lifecycle import Stage, two_versions, write_scale
+from tests.workers.versions.test_lifecycle import Stage, take_turns, two_versions, write_gated, write_scale
 
 
 @pytest.fixture
@@ -29,28 +28,6 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     """Versions 1 (x) and 2 (10 x) of a model."""
     with two_versions(tmp_path, MemoryBroker().connect) as stage:
         yield stage
-
-
-def take_turns(drain: Drain, count: int = 20) -> None:
-    """Returns when the drain's loop has turned so often."""
-    for _ in range(count):
-        has_turned = threading.Event()
-        drain.lifecycle.request(has_turned.set)
-        assert has_turned.wait(30)
-
-
-def write_gated(root: Path, model: str, version: str, gate: Path, end: str) -> None:
-    """A version whose load waits for the file `gate`, and then runs the statement `end`."""
-    source = f"""
-        import time
-        from pathlib import Path
-
-        def build():
-            while not Path({str(gate)!r}).exists():
-                time.sleep(0.01)
-            {end}
-        """
-    write_package(root, model, source, version=version)
 
 
 def test_a_request_for_other_content_leaves_the_active_version_alone(stage: Stage):
@@ -107,8 +84,8 @@ def test_a_runtime_that_loads_too_late_is_closed(stage: Stage, monkeypatch: pyte
         close(self)
 
     monkeypatch.setattr(PackageRuntime, "close", noted)
-    write_scale(stage.root, stage.model, "0.1", 5, load_s=0.6)
-    stage.start(load_timeout_s=0.3)
+    write_scale(stage.root, stage.model, "0.1", 5, load_s=4.0)
+    stage.start(load_timeout_s=2.0)
     stage.result(stage.submit(1.0, "0.1"))
     wait_until(lambda: "0.1" in released, 30, "the abandoned load ends and is closed")
 
@@ -116,7 +93,7 @@ def test_a_runtime_that_loads_too_late_is_closed(stage: Stage, monkeypatch: pyte
 def test_a_load_that_hangs_is_not_tried_beside_itself(stage: Stage):
     """The promoted version hangs while it loads; every try leaves a thread and half a model behind."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
-    drain = stage.start(load_timeout_s=0.1)
+    drain = stage.start(load_timeout_s=1.0)
     stage.promote("0.1", epoch=1)
     for _ in range(4):
         drain.lifecycle.request(drain.lifecycle.try_again)
@@ -290,13 +267,13 @@ def test_drafts_that_cannot_be_loaded_are_passed_over_at_the_start(stage: Stage,
     """One raises, one has another output, one hangs: the highest version that loads is active."""
     write_package(stage.root, stage.model, "def build():\n    raise ValueError('no weights')\n", version="3")
     write_package(stage.root, stage.model, "def build():\n    return lambda x: {'y': x['x'][:, :2]}\n", version="4")
-    write_scale(stage.root, stage.model, "5", 100, load_s=0.6)
-    stage.start(load_timeout_s=0.3)
+    write_scale(stage.root, stage.model, "5", 100, load_s=600)
+    stage.start(load_timeout_s=2.0)
     assert stage.answer() == ("2", 10.0)
     assert [stage.state(label) for label in "12345"] == ["cold", "ready", "failed", "failed", "failed"]
     assert ModelSpec.from_json(stage.broker.spec(stage.model) or b"").version == "2"
     (line,) = [each.getMessage() for each in caplog.records if "version skipped" in each.getMessage()]
-    assert line == f"version skipped: {stage.model}/5: loading took longer than 0.3 s"
+    assert line == f"version skipped: {stage.model}/5: loading took longer than 2 s"
     (stage.root / stage.model / "3" / "model.py").write_text("def build():\n    return lambda x: {'y': x['x'] * 3}\n")
     stage.promote("3", epoch=1)
     assert stage.answer() == ("3", 3.0)

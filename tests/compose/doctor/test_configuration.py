@@ -1,0 +1,80 @@
+"""Settings that contradict each other, and packages under the models root, as check functions see them.
+
+Each contradiction with its fix is tested in test_doctor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.compose.doctor.configuration import check_contradictions, check_packages
+from penstock.compose.doctor.findings import Finding
+from penstock.registry.settings import Settings
+from tests.packages import write_double, write_package
+
+Load = Callable[..., Settings]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Settings of a shell with these variables."""
+    base = {"PENSTOCK_HOME": str(tmp_path / "home"), "PENSTOCK_INFERENCE_REPO_ROOT": str(tmp_path / "models")}
+    return lambda **environ: Settings.load(environ=base | environ, cwd=tmp_path)
+
+
+def test_the_defaults_do_not_contradict_each_other(load: Load):
+    """A shell without variables has one good finding."""
+    assert list(check_contradictions(load())) == [Finding("settings", "ok", "no unknown name, no contradiction")]
+
+
+def test_a_celery_broker_without_a_job_broker_is_found(load: Load):
+    """Celery's broker alone carries no jobs; with both brokers there is no contradiction."""
+    celery = {"PENSTOCK_CELERY_URL": "redis://host/1"}
+    (finding,) = check_contradictions(load(**celery))
+    assert (finding.status, finding.fix) == ("warning", "PENSTOCK_REDIS_URL=redis://host:6379/0")
+    (finding,) = check_contradictions(load(**celery, PENSTOCK_REDIS_URL="redis://host/0"))
+    assert finding.status == "ok"
+
+
+def test_every_contradiction_is_a_finding(load: Load):
+    """Two contradictions are two warnings, and no good finding stands beside them."""
+    settings = load(PENSTOCK_INFERENCE_QUEUE_LEASE_S="0.2", PENSTOCK_INFERENCE_QUEUE_JOB_TTL_S="10")
+    assert [finding.status for finding in check_contradictions(settings)] == ["warning", "warning"]
+
+
+def test_the_delay_counts_only_while_batches_are_formed(load: Load):
+    """With batching off, a long batching delay contradicts nothing."""
+    delay = {"PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS": "500"}
+    assert [finding.status for finding in check_contradictions(load(**delay))] == ["warning"]
+    off = load(**delay, PENSTOCK_INFERENCE_BATCHING_ENABLED="false")
+    assert [finding.status for finding in check_contradictions(off)] == ["ok"]
+
+
+def test_a_machine_without_models_can_submit(load: Load):
+    """A client's machine has no models root, and nothing is wrong with it."""
+    (finding,) = check_packages(load())
+    assert finding.status == "ok"
+    assert "it cannot run a worker" in finding.what
+
+
+def test_packages_are_listed_and_bad_ones_are_broken(load: Load, tmp_path: Path):
+    """Each package that does not load is a finding; the last finding lists the others."""
+    root = tmp_path / "models"
+    root.mkdir()
+    assert [finding.what for finding in check_packages(load())] == ["packages that load: none"]
+    write_double(root)
+    for name in ("bad", "worse"):
+        (write_package(root, name, "") / "model.yaml").write_text("name: 7")
+    *broken, good = check_packages(load())
+    assert [finding.status for finding in broken] == ["broken", "broken"]
+    assert good.what == "packages that load: double/1"
+
+
+def test_code_outside_the_trusted_roots_is_broken(load: Load, tmp_path: Path):
+    """A package with code loads only under a trusted root, as in a worker."""
+    write_double(tmp_path / "models")
+    *broken, good = check_packages(load(PENSTOCK_TRUSTED_ROOTS=str(tmp_path / "elsewhere")))
+    assert ([finding.status for finding in broken], good.what) == (["broken"], "packages that load: none")

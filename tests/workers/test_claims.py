@@ -1,0 +1,224 @@
+"""The claimer: how many jobs a worker asks for, when it asks, and when it waits instead."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.registry.broker.base import Commit, Delivery, Limits, Publication, State
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.queues import Priority, new_job_id
+from penstock.workers.claims import AgeingReserve, Claimer, WakeUp
+from penstock.workers.leases import AGEING_SHARE, LeasedJobs
+from penstock.workers.versions.version import ServedModel, VersionState
+from tests.workers.doubles import job_of, ready_version
+
+ROOMY = Limits(1000, 0, 60_000)
+CAPACITY = 4
+"""Jobs that each model of these tests takes: two batches of two rows."""
+
+
+class Noting(MemoryBroker):
+    """A broker that notes each blocking claim: its slots and its count."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 1000.0)
+        self.armed: list[tuple[list[str], int]] = []
+
+    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+        self.armed.append((list(slots), count))
+        super().arm(consumer, slots, count, block_ms)
+
+
+class Harness:
+    """A claimer for some models with room for CAPACITY jobs each, and a broker with its clock."""
+
+    def __init__(self, *models: str, most_jobs: int = 100) -> None:
+        self.now = 1000.0
+        self.broker = Noting()
+        self.models = {name: ServedModel(name, ready_version(max_rows=2, name=name)) for name in models or ("double",)}
+        self.leased = LeasedJobs()
+        self.checkpoints: list[str] = []
+        self.claimer = Claimer(
+            self.broker,
+            "worker-1",
+            self.models,
+            self.leased,
+            WakeUp(),
+            most_jobs=most_jobs,
+            ageing_ms=1000,
+            result_ttl_ms=60_000,
+            checkpoint=self.checkpoints.append,
+            clock=lambda: self.now,
+        )
+
+    def publish(self, model: str, count: int) -> None:
+        jobs = [Publication(new_job_id(model), Priority.NORMAL, b"a job", "acme") for _ in range(count)]
+        self.broker.publish(model, jobs, ROOMY)
+
+    def wanted(self) -> dict[str, int]:
+        """The credit of each model that is asked for now."""
+        return {claim.slot: claim.credit for claim in self.claimer.wanted()}
+
+    def claim(self) -> list[Delivery]:
+        return self.claimer.exchange([], self.claimer.wanted())[1]
+
+    def is_armed(self) -> bool:
+        return self.claimer.is_armed
+
+    def take(self, model: str, count: int) -> None:
+        """So many jobs of the model are in memory."""
+        active = self.models[model].active
+        assert active is not None
+        jobs = [job_of(model=model) for _ in range(count)]
+        self.leased.take(jobs)
+        for job in jobs:
+            active.queue.reserve(job)
+
+
+@given(st.lists(st.integers(min_value=1, max_value=200), min_size=1, max_size=40))
+def test_the_reserve_is_its_share_over_any_claims(credits_: list[int]):
+    """No claim keeps more than it asks for, and together they are less than one job below the share."""
+    reserve = AgeingReserve()
+    reserves = [reserve.of(credit) for credit in credits_]
+    assert all(0 <= reserved <= credit for reserved, credit in zip(reserves, credits_, strict=True))
+    assert 0 <= sum(credits_) * AGEING_SHARE - sum(reserves) < 1
+
+
+def test_each_model_is_asked_for_its_room_within_that_of_the_worker():
+    """A full model is left out, and all together get no more than the worker may hold."""
+    harness = Harness("a", "b", "c", most_jobs=7)
+    assert harness.wanted() == {"a": 4, "b": 3}
+    harness.take("a", CAPACITY)
+    assert harness.wanted() == {"b": 3}
+    harness.take("b", 1)
+    assert harness.wanted() == {"b": 2}
+    harness.take("b", 2)
+    assert harness.wanted() == {}
+
+
+def test_it_asks_until_every_queue_was_seen_empty():
+    """A queue that had as many jobs as were asked for may have more, and then all queues are asked again."""
+    harness = Harness("a", "b")
+    harness.publish("a", CAPACITY)
+    assert len(harness.claim()) == CAPACITY
+    assert harness.wanted() == {"a": CAPACITY, "b": CAPACITY}
+    assert harness.claim() == []
+    assert harness.wanted() == {}
+
+
+def test_a_model_without_room_keeps_the_worker_asking():
+    """Its queue may hold more jobs than it could take, so a blocking claim would answer at once."""
+    harness = Harness("a", "b")
+    harness.claim()
+    harness.take("a", CAPACITY)
+    harness.claimer.arm()
+    assert not harness.is_armed()
+    assert harness.wanted() == {"b": CAPACITY}
+
+
+def test_a_model_whose_version_is_not_here_is_neither_asked_for_nor_waited_for():
+    """While its active version loads or has failed, other workers claim its jobs."""
+    harness = Harness("a", "b")
+    version = harness.models["b"].active
+    assert version is not None
+    version.state = VersionState.LOADING
+    assert harness.wanted() == {"a": CAPACITY}
+    harness.claim()
+    harness.claimer.arm()
+    assert [slots for slots, _ in harness.broker.armed] == [["a"]]
+
+
+def test_a_blocking_claim_is_left_only_after_all_queues_were_seen_empty():
+    """Then nothing is asked for until it has answered, and its jobs end the wait."""
+    harness = Harness("a", "b")
+    harness.claimer.arm()
+    assert not harness.is_armed()
+    harness.claim()
+    harness.claimer.arm()
+    harness.claimer.arm()
+    assert harness.is_armed()
+    assert len(harness.broker.armed) == 1
+    assert harness.wanted() == {}
+    harness.publish("b", 1)
+    assert [delivery.slot for delivery in harness.claimer.wait(60)] == ["b"]
+    assert not harness.is_armed()
+
+
+def test_a_blocking_claim_stays_within_the_room_of_the_worker():
+    """Its count holds for each queue of each model; it is at least one, and none is left without any room."""
+    for most_jobs, in_memory, counts in ((100, 0, [4]), (24, 0, [3]), (24, 20, [1]), (10, 10, [])):
+        harness = Harness("a", "b", "c", most_jobs=most_jobs)
+        harness.models["c"].active = None
+        harness.claim()
+        harness.leased.take([job_of() for _ in range(in_memory)])
+        harness.claimer.arm()
+        assert [count for _, count in harness.broker.armed] == counts, (most_jobs, in_memory)
+
+
+def test_the_wait_ends_with_the_ring_of_another_thread():
+    """The blocking claim stays; many rings wake it once, and a ring before the wait is not lost."""
+    harness = Harness()
+    harness.claim()
+    harness.claimer.arm()
+    for _ in range(3):
+        harness.claimer.wake_up.ring()
+    assert harness.claimer.wait(60.0) == []
+    assert harness.is_armed()
+    poller = select.poll()
+    poller.register(harness.claimer.wake_up.fd, select.POLLIN)
+    assert poller.poll(0) == []
+
+
+def test_a_blocking_claim_that_does_not_answer_is_withdrawn():
+    """On a half-open connection no answer ever comes: after its time and a moment the worker asks again."""
+    harness = Harness()
+    harness.claim()
+    harness.claimer.arm()
+    overdue = harness.claimer.next_wakeup()
+    assert 1.0 < overdue - harness.now < 2.0
+    harness.claimer.wait(0.0)
+    assert harness.is_armed()
+    harness.now = overdue
+    harness.claimer.wait(0.0)
+    assert not harness.is_armed()
+    harness.claimer.arm()
+    assert len(harness.broker.armed) == 2
+
+
+def test_a_withdrawn_claim_returns_the_jobs_that_it_had():
+    """They are leased to this worker already; without a blocking claim there is nothing to withdraw."""
+    harness = Harness()
+    assert harness.claimer.disarm() == []
+    harness.claim()
+    harness.claimer.arm()
+    harness.publish("double", 2)
+    assert len(harness.claimer.disarm()) == 2
+    assert not harness.is_armed()
+
+
+def test_after_a_broken_connection_a_blocking_claim_is_left_anew():
+    """The former one is gone with its connection."""
+    harness = Harness()
+    harness.claim()
+    harness.claimer.arm()
+    harness.claimer.reset()
+    assert not harness.is_armed()
+    harness.claimer.arm()
+    harness.publish("double", 1)
+    assert len(harness.claimer.wait(60)) == 1
+
+
+def test_crash_points_surround_what_an_exchange_does():
+    """A claim alone passes no point of a commit."""
+    harness = Harness()
+    harness.publish("double", 1)
+    (delivery,) = harness.claim()
+    assert harness.checkpoints == ["before-claim"]
+    harness.checkpoints.clear()
+    commit = Commit("double", Priority.NORMAL, delivery.entry_id, "double.x", State.COMPLETED, b"", "acme")
+    harness.claimer.exchange([commit], [])
+    assert harness.checkpoints == ["before-commit", "after-commit"]

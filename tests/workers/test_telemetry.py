@@ -1,0 +1,147 @@
+"""Settlements as events, metrics and log lines: each is reported once, and only at the flush."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.registry.broker.base import State
+from penstock.registry.envelope import Failure
+from penstock.registry.settings import CacheConfig
+from penstock.workers.cache import AnswerCache
+from penstock.workers.completer import Settlement
+from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.listener import Ended, NullListener
+from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.results import EXPIRED, EncodedOutputs, JobOutcome
+from penstock.workers.telemetry import BatchTelemetry
+from tests.workers.doubles import job_of, ready_version, run_of
+
+DONE = EncodedOutputs((), b"", "", 0)
+AT = 100.0
+
+
+class Ends(NullListener):
+    """Remembers how jobs ended, call by call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Ended]] = []
+
+    def finished(self, ended: Sequence[Ended], at: float) -> None:
+        self.calls.append(list(ended))
+
+
+class Harness:
+    """The telemetry of one worker."""
+
+    def __init__(self) -> None:
+        self.version = ready_version()
+        self.listener, self.metrics = Ends(), InferenceMetrics((0.5, 1.0, 2.0, 4.0))
+        self.answers = AnswerCache(CacheConfig(), lambda: AT)
+        self.telemetry = BatchTelemetry(self.listener, self.metrics, self.answers)
+
+    def settle(self, *outcomes: JobOutcome) -> None:
+        """One commit, which took half a second."""
+        by_run = {run: [each for each in outcomes if each.run is run] for run in {each.run for each in outcomes}}
+        self.telemetry.add(Settlement([(each, each.state) for each in outcomes], by_run, 0.5, AT))
+
+    def ran(self, job: ClaimedJob, answer: EncodedOutputs | Failure = DONE) -> JobOutcome:
+        """A job that had a forward to itself, from 97 s to 98 s."""
+        run = run_of(self.version, job)
+        run.started, run.ended, run.tokens, run.padded_tokens = 97.0, 98.0, 30, 40
+        return JobOutcome(job, answer, "ran", self.version, run)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the samples with this name and these labels."""
+        samples = [sample for family in self.metrics.collect() for sample in family.samples]
+        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
+
+
+def test_a_settlement_is_reported_at_the_next_flush_and_once(harness: Harness):
+    """Reports wait until the next batch and the next claim are on their way."""
+    harness.settle(harness.ran(job_of()))
+    assert (harness.listener.calls, harness.telemetry.batches) == ([], 0)
+    harness.telemetry.flush()
+    harness.telemetry.flush()
+    assert (len(harness.listener.calls), harness.telemetry.batches) == (1, 1)
+
+
+def test_the_listener_hears_of_all_jobs_of_a_commit_at_once(harness: Harness):
+    """With their state, their failure, the version, and the seconds from the start of the batch to the commit."""
+    failure = Failure("ModelError", "ValueError: no")
+    done, failed, refused = job_of(), job_of(), job_of(claimed=99.0)
+    harness.settle(harness.ran(done), harness.ran(failed, failure), JobOutcome(refused, EXPIRED, "refused", None))
+    harness.telemetry.flush()
+    assert harness.listener.calls == [
+        [
+            Ended(done.header, State.COMPLETED, 3.0, None, "1"),
+            Ended(failed.header, State.FAILED, 3.0, failure, "1"),
+            Ended(refused.header, State.EXPIRED, 1.0, EXPIRED, ""),
+        ]
+    ]
+
+
+def test_each_ended_job_counts_as_one_request_with_one_outcome(harness: Harness):
+    """By model, version and state."""
+    harness.settle(harness.ran(job_of()), harness.ran(job_of()), JobOutcome(job_of(), EXPIRED, "refused", None))
+    harness.telemetry.flush()
+    assert harness.value("infer_requests_total", model="double") == 3
+    assert harness.value("penstock_jobs_total", outcome="completed", model_version="1") == 2
+    assert harness.value("penstock_jobs_total", outcome="expired", model_version="") == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "name"),
+    [
+        (Failure("ModelError", "ValueError: no"), "ValueError"),
+        (Failure("ModelError", "The outputs take 9 bytes"), "ModelError"),
+        (Failure("ModelError", "Version 2 cannot be loaded: no weights"), "ModelError"),
+        (Failure("NonFiniteOutput", "NaN: in y"), "NonFiniteOutput"),
+    ],
+)
+def test_a_failure_is_counted_under_the_class_of_the_models_exception(failure: Failure, name: str, harness: Harness):
+    """Where the message does not begin with a class, the code of the failure takes its place: labels stay few."""
+    harness.settle(harness.ran(job_of(), failure))
+    harness.telemetry.flush()
+    assert harness.value("infer_exceptions_total", exception=name) == 1
+    assert harness.value("infer_exceptions_total") == 1
+
+
+def test_a_job_that_was_cancelled_or_expired_is_no_exception(harness: Harness):
+    """Only failed jobs are the model's."""
+    harness.settle(JobOutcome(job_of(), EXPIRED, "refused", None))
+    harness.telemetry.flush()
+    assert harness.value("infer_exceptions_total") == 0
+
+
+def test_the_latency_of_a_job_counts_from_its_acceptance_to_its_commit(harness: Harness):
+    """Of a batch and of a cached answer; a refused job has none."""
+    harness.settle(
+        harness.ran(job_of(claimed=97.5, queue_ms=500.0)),
+        JobOutcome(job_of(claimed=98.0, queue_ms=1000.0), DONE, "cached", harness.version),
+        JobOutcome(job_of(), EXPIRED, "refused", None),
+    )
+    harness.telemetry.flush()
+    assert harness.value("infer_latency_seconds_count") == 2
+    assert harness.value("infer_latency_seconds_sum") == 6.0
+    assert harness.value("penstock_padding_ratio_sum") == 0.25
+    assert harness.telemetry.batches == 1, "a cached answer needs no batch"
+
+
+def test_look_ups_in_the_cache_are_counted_at_the_flush(harness: Harness):
+    """Each once, by model and result."""
+    job = job_of()
+    job.digest = b"equal"
+    for _ in range(3):
+        harness.answers.find(job, harness.version)
+    harness.answers.memory.put(b"equal", EncodedOutputs((), b"", harness.version.content_hash, 0), 60.0)
+    harness.answers.find(job, harness.version)
+    harness.telemetry.flush()
+    harness.telemetry.flush()
+    assert (harness.value("penstock_cache_misses_total"), harness.value("penstock_cache_hits_total")) == (3, 1)
