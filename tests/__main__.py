@@ -3,9 +3,9 @@
     (nothing)    `make test`: everything but what is marked `slow` or `install`
     --long       `make test-all`: what `make test` leaves out, repeated faults among it
     --all        both in one run
-    --no-server  `make check`: what needs neither a server nor a whole stack; whole programs are left out
+    --no-server  `make check`: what needs no server, without whole programs and models of a framework
 
-Each unit is a pytest process of its own, and three run at a time: most tests wait, for servers, leases or
+Each unit is a pytest process of its own, and five run at a time: most tests wait, for servers, leases or
 models that sleep. The units that take longest come first. The output of a unit follows when it has ended.
 """
 
@@ -22,7 +22,7 @@ from typing import Final
 __all__ = ["main", "units"]
 
 _HERE: Final = Path(__file__).parent
-_AT_ONCE: Final = 3
+_AT_ONCE: Final = 5
 _NOTHING_COLLECTED: Final = 5
 _MODES: Final = {
     "": ["-m", "not slow and not install"],
@@ -31,27 +31,36 @@ _MODES: Final = {
     "--no-server": ["-m", "not slow and not install", "--no-server"],
 }
 _UNITS: Final = (
-    "flow",
-    "faults",
-    "simulation",
     "compose",
+    "flow",
+    "workers/versions",
+    "workers/versions/test_lifecycle.py workers/versions/test_named_versions.py",
+    "faults",
+    "flow/test_celery.py flow/test_demo.py flow/test_formats.py flow/test_shared_state.py",
+    "compose/stack compose/commands",
+    "workers/levels workers/runtime workers/compilation workers/frameworks",
+    "workers/cache workers/process workers/celery_bridge workers/batching workers/observe",
+    "registry producers safety",
+    "architecture",
+    "simulation",
     "threats",
     "workers",
-    "workers/versions workers/cache workers/process workers/celery_bridge",
-    "workers/levels workers/runtime workers/compilation workers/frameworks workers/batching workers/observe",
     "conformance",
     "benchmarks",
 )
 """The longest first; what is in none of them is the last unit."""
-_WHOLE_PROGRAMS: Final = frozenset({"benchmarks", "compose", "faults", "flow", "simulation", "threats"})
+_NOT_BETWEEN_EDITS: Final = (
+    *("benchmarks", "compose", "faults", "flow", "install", "simulation", "threats"),
+    *("workers/compilation", "workers/frameworks", "workers/levels", "workers/runtime"),
+)
+"""Whole programs, and models of a framework: both take longer than a programmer waits."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs them all; returns the first exit status that is not a success."""
     mode = arguments[0] if arguments and arguments[0] in _MODES else ""
     options = [*_MODES[mode], *arguments[bool(mode) :]]
-    left_out = {_HERE / name for name in _WHOLE_PROGRAMS} if mode == "--no-server" else set()
-    waiting = [_pytest(unit, options) for unit in units() if not left_out.intersection(unit)]
+    waiting = [_pytest(unit, options) for unit in units(_NOT_BETWEEN_EDITS if mode == "--no-server" else ())]
     running: list[_Running] = []
     statuses: list[int] = []
     try:
@@ -93,12 +102,17 @@ class _Running:
         self._output.close()
 
 
-def units() -> list[list[Path]]:
-    """The folders and files of each unit; a folder inside of which another unit lies is split into its entries."""
+def units(left_out: Sequence[str] = ()) -> list[list[Path]]:
+    """The folders and files of each unit; a folder inside of which another unit lies is split into its entries.
+
+    left_out: folders whose tests are in no unit.
+    """
     units = [[_HERE / name for name in unit.split()] for unit in _UNITS]
-    named = {path for unit in units for path in unit}
+    named = {path for unit in units for path in unit} | {_HERE / name for name in left_out}
     units.append([_HERE])
-    return [[part for path in unit for part in _parts(path, named - {path})] for unit in units]
+    parted = [[part for path in unit for part in _parts(path, named - {path})] for unit in units]
+    kept = [[path for path in unit if not any(path.is_relative_to(_HERE / out) for out in left_out)] for unit in parted]
+    return [unit for unit in kept if unit]
 
 
 def _parts(path: Path, others: set[Path]) -> list[Path]:

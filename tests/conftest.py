@@ -7,6 +7,7 @@ import os
 # Before anything imports a numeric library: two threads on a loaded machine are slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Follows --no-server, and has Hypothesis compare no times: a busy machine is slower than its 200 ms."""
+    """Follows --no-server, and has Hypothesis compare no times: a busy machine is slower than its 200 ms.
+
+    A shell starts a program in the background with SIGINT ignored, and each child would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile(
         "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )

@@ -116,7 +116,7 @@ class ForkServer:
         self.start()
         with self._lock:
             self._socket.sendall(json.dumps(request).encode())
-            while (pid := self._hear()) is None:
+            while (pid := self._receive()) is None:
                 pass
         return ForkedProcess(self, pid, [module, *arguments])
 
@@ -130,7 +130,7 @@ class ForkServer:
         """The exit status of a process that was started here; None while it runs."""
         with self._lock:
             while select.select([self._socket], [], [], 0)[0]:
-                self._hear()
+                self._receive()
             return self._statuses.get(pid)
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class ForkServer:
         self._socket.close()
         self._theirs.close()
         if self._process is not None:
-            self._process.wait(20)
+            self._process.wait(60)
 
     def _started(self) -> subprocess.Popen[bytes]:
         with self._theirs as theirs:
@@ -146,7 +146,7 @@ class ForkServer:
             environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
             return subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
-    def _hear(self) -> int | None:
+    def _receive(self) -> int | None:
         """One message: the pid of what was started, or None after it was noted that something has ended."""
         if not (message := self._socket.recv(_MESSAGE_BYTES)):
             raise RuntimeError("The fork server has ended. Expected it to run as long as the tests do")

@@ -278,6 +278,11 @@ class RedisServer(Process):
         """A plain client, to look and to break things with."""
         return redis.Redis.from_url(self.url, socket_timeout=timeout_s)
 
+    def await_writes(self) -> None:
+        """Return when the file holds all that was answered: while an fsync runs, everysec answers before it writes."""
+        with self.client() as client:
+            wait_until(lambda: client.info("persistence")["aof_buffer_length"] == 0, 30, "it is written")
+
     def restart(self) -> None:
         """SIGKILL, unless that was done, and a start with what the disk holds."""
         self.kill()

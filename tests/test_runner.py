@@ -24,6 +24,13 @@ def test_every_test_file_is_in_one_unit():
     assert sorted(covered) == sorted((ROOT / "tests").rglob("test_*.py"))
 
 
+def test_a_folder_that_is_left_out_is_in_no_unit():
+    """Its neighbours in the same unit stay."""
+    left = {path for unit in units(["workers/levels", "flow", "install"]) for path in unit}
+    assert not {path for path in left if {"flow", "levels", "install"} & {*path.relative_to(ROOT).parts}}
+    assert {ROOT / "tests" / "workers" / "runtime", ROOT / "tests" / "test_runner.py"} <= left
+
+
 @pytest.mark.parametrize(("option", "outcome"), [("", "1 passed"), ("--no-server", "1 deselected")])
 def test_no_server_leaves_out_what_asks_for_one(option: str, outcome: str):
     """A fixture that starts a server decides, whichever fixture asks for it."""

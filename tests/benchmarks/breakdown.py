@@ -11,7 +11,7 @@ from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Stage
 from tests.benchmarks.scale import Scale
 from tests.benchmarks.staged_worker import STAGES, STAGES_FILE
-from tests.benchmarks.throughput import OUTSTANDING
+from tests.benchmarks.throughput import IN_FLIGHT
 from tests.servers import WorkerProcess
 
 __all__ = ["measure"]
@@ -30,20 +30,20 @@ class StagedWorker(WorkerProcess):
 
 
 def measure(scale: Scale, say: Progress) -> list[Stage]:
-    """CPU per job and stage, submit_many, 64 and 256 outstanding."""
-    taken = {outstanding: _run(scale.jobs, outstanding, say) for outstanding in OUTSTANDING}
+    """CPU per job and stage, submit_many, 64 and 256 in flight."""
+    taken = {in_flight: _run(scale.jobs, in_flight, say) for in_flight in IN_FLIGHT}
     names = [*dict.fromkeys(name for _, _, name in STAGES), _WHOLE]
-    return [Stage(name, {outstanding: taken[outstanding].get(name, 0.0) for outstanding in taken}) for name in names]
+    return [Stage(name, {in_flight: taken[in_flight].get(name, 0.0) for in_flight in taken}) for name in names]
 
 
-def _run(jobs: int, outstanding: int, say: Progress) -> dict[str, float]:
+def _run(jobs: int, in_flight: int, say: Progress) -> dict[str, float]:
     with Harness() as harness:
         server, folder = harness.redis(), harness.folder()
         environment = {**harness.settings, STAGES_FILE: str(folder / "stages")}
         worker = StagedWorker(server, mlp.MODELS, folder, name="w@bench", models=["mlp"], environment=environment)
         harness.started(worker)
-        sample = harness.client("submit_many", server.url, worker=worker, broker=server).run(jobs, outstanding)
-        say(f"breakdown: {outstanding} outstanding: {sample.jobs_per_s:,.0f}/s with timers")
+        sample = harness.client("submit_many", server.url, worker=worker, broker=server).run(jobs, in_flight)
+        say(f"breakdown: {in_flight} in flight: {sample.jobs_per_s:,.0f}/s with timers")
         worker.terminate()
         worker.wait(_STOP_TIMEOUT_S)
         seconds: dict[str, float] = json.loads((folder / "stages").read_text())

@@ -1,4 +1,4 @@
-"""The peer that everybody has: a plain Celery task per job, with lists in and out, written as its users write it.
+"""The common peer: a plain Celery task per job, with lists in and out, written as users of Celery write it.
 
 Run as `celery -A tests.benchmarks.celery_mlp worker -P prefork -c 1` with the broker in BENCH_CELERY_URL.
 """

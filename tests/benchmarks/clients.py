@@ -35,7 +35,7 @@ __all__ = ["KINDS", "Answers"]
 
 _TIMEOUT_S: Final = 60.0
 _PARTS: Final = 4
-"""Bare Redis is sent new jobs when so large a part of those outstanding has been answered."""
+"""Bare Redis is sent new jobs when so large a part of those in flight has been answered."""
 _CLASSES: Final = 10
 
 
@@ -52,8 +52,8 @@ class ClientKind(Protocol):
     def prepare(self, rows: Float32Array) -> Any:
         """What `run` takes; made before the clock starts."""
 
-    def run(self, jobs: Any, outstanding: int) -> Answers:
-        """One job per row, at most `outstanding` of them in flight."""
+    def run(self, jobs: Any, in_flight: int) -> Answers:
+        """One job per row, at most `in_flight` of them at a time."""
 
 
 class TakesRows:
@@ -65,17 +65,17 @@ class TakesRows:
 
 
 class PenstockAsync(TakesRows):
-    """AsyncClient, with as many coroutines as jobs may be outstanding; each submits one and awaits its result."""
+    """AsyncClient, with as many coroutines as jobs may be in flight; each submits one and awaits its result."""
 
     def __init__(self, url: str) -> None:
         self._runner = asyncio.Runner()
         self._client = self._runner.run(_opened(url))
 
-    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+    def run(self, rows: Float32Array, in_flight: int) -> Answers:
         """See ClientKind.run."""
-        return self._runner.run(self._run(rows, outstanding))
+        return self._runner.run(self._run(rows, in_flight))
 
-    async def _run(self, rows: Float32Array, outstanding: int) -> Answers:
+    async def _run(self, rows: Float32Array, in_flight: int) -> Answers:
         answers = _blank(len(rows))
         todo = iter(range(len(rows)))
 
@@ -86,7 +86,7 @@ class PenstockAsync(TakesRows):
                 answers.logits[index] = (await job.result(timeout=_TIMEOUT_S))["logits"][0]
                 answers.latencies_s[index] = time.perf_counter() - begun
 
-        await asyncio.gather(*(caller() for _ in range(outstanding)))
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
 
 
@@ -95,18 +95,18 @@ async def _opened(url: str) -> AsyncClient:
 
 
 class PenstockMany(TakesRows):
-    """Client.submit_many in windows: submit so many, read them all; Client.submit when only one may be outstanding."""
+    """Client.submit_many in windows: submit so many, read them all; Client.submit when only one may be in flight."""
 
     def __init__(self, url: str) -> None:
         self._client = Client(url)
 
-    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+    def run(self, rows: Float32Array, in_flight: int) -> Answers:
         """See ClientKind.run."""
-        if outstanding == 1:
+        if in_flight == 1:
             return self._run_alone(rows)
         answers = _blank(len(rows))
-        for start in range(0, len(rows), outstanding):
-            window = range(start, min(start + outstanding, len(rows)))
+        for start in range(0, len(rows), in_flight):
+            window = range(start, min(start + in_flight, len(rows)))
             begun = time.perf_counter()
             jobs = self._client.submit_many("mlp", [{"x": rows[index : index + 1]} for index in window])
             for index, job in zip(window, jobs, strict=True):
@@ -130,7 +130,7 @@ class PlainCelery(TakesRows):
     def __init__(self, url: str) -> None:
         self._app = Celery("client", broker=url, backend=url)
 
-    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+    def run(self, rows: Float32Array, in_flight: int) -> Answers:
         """See ClientKind.run."""
         answers = _blank(len(rows))
         waiting: deque[tuple[int, float, AsyncResult]] = deque()
@@ -141,7 +141,7 @@ class PlainCelery(TakesRows):
             answers.latencies_s[index] = time.perf_counter() - begun
 
         for index, row in enumerate(rows):
-            if len(waiting) == outstanding:
+            if len(waiting) == in_flight:
                 finish_one()
             begun = time.perf_counter()
             waiting.append((index, begun, self._app.send_task(CLASSIFY, args=[row.tolist()])))
@@ -153,25 +153,25 @@ class PlainCelery(TakesRows):
 class RawRedis(TakesRows):
     """Two streams and nothing else: pipelined XADD there, XREAD here; the bound of what Redis allows.
 
-    With one job outstanding the worker only echoes: the bound of one round trip.
+    With one job in flight the worker only echoes: the bound of one round trip.
     """
 
     def __init__(self, url: str) -> None:
         self._redis = redis.Redis.from_url(url)
         self._last = b"$"
 
-    def run(self, rows: Float32Array, outstanding: int) -> Answers:
+    def run(self, rows: Float32Array, in_flight: int) -> Answers:
         """See ClientKind.run."""
-        key = ECHO if outstanding == 1 else JOBS
-        answers, part = _blank(len(rows)), max(1, outstanding // _PARTS)
+        key = ECHO if in_flight == 1 else JOBS
+        answers, part = _blank(len(rows)), max(1, in_flight // _PARTS)
         begun = np.empty(len(rows))
         sent = done = 0
         self._last = self._newest()
         while done < len(rows):
-            while sent < len(rows) and sent - done <= outstanding - part:
+            while sent < len(rows) and sent - done <= in_flight - part:
                 begun[sent : sent + part] = time.perf_counter()
                 sent = self._send(key, rows, sent, part)
-            entries: Any = self._redis.xread({REPLIES: self._last}, block=1000, count=outstanding)
+            entries: Any = self._redis.xread({REPLIES: self._last}, block=1000, count=in_flight)
             for entry_id, fields in entries[0][1] if entries else ():
                 index = int(fields[b"n"])
                 answers.logits[index] = np.frombuffer(fields[b"y"], np.float32)
@@ -194,7 +194,7 @@ class RawRedis(TakesRows):
 
 
 class JsonOverHttp:
-    """One kept-alive connection per outstanding job, JSON lists in and out: what a model server's clients do.
+    """One kept-alive connection per job in flight, JSON lists in and out: what a model server's clients do.
 
     The requests are made before the clock starts, so that the load generator is not what is measured.
     """
@@ -210,11 +210,11 @@ class JsonOverHttp:
         bodies = [json.dumps({"x": row.tolist()}).encode() for row in rows]
         return [f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
 
-    def run(self, jobs: list[bytes], outstanding: int) -> Answers:
+    def run(self, jobs: list[bytes], in_flight: int) -> Answers:
         """See ClientKind.run."""
-        return self._runner.run(self._run(jobs, outstanding))
+        return self._runner.run(self._run(jobs, in_flight))
 
-    async def _run(self, jobs: list[bytes], outstanding: int) -> Answers:
+    async def _run(self, jobs: list[bytes], in_flight: int) -> Answers:
         answers = _blank(len(jobs))
         todo = iter(range(len(jobs)))
 
@@ -227,7 +227,7 @@ class JsonOverHttp:
                 answers.latencies_s[index] = time.perf_counter() - begun
             writer.close()
 
-        await asyncio.gather(*(caller() for _ in range(outstanding)))
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
 
 
@@ -253,13 +253,13 @@ def _blank(jobs: int) -> Answers:
 
 
 def serve(kind: ClientKind) -> None:
-    """Carries out orders until stdin ends: {"jobs", "outstanding", "seed", "answers": file to write}."""
+    """Carries out orders until stdin ends: {"jobs", "in_flight", "seed", "answers": file to write}."""
     for line in sys.stdin:
         order = json.loads(line)
         jobs = kind.prepare(mlp.inputs(order["jobs"], order["seed"]))
         gc.collect()
         cpu_s, begun = time.process_time(), time.perf_counter()
-        answers = kind.run(jobs, order["outstanding"])
+        answers = kind.run(jobs, order["in_flight"])
         seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
         np.savez(order["answers"], logits=answers.logits, latencies_s=answers.latencies_s)
         del jobs, answers

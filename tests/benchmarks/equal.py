@@ -17,7 +17,7 @@ from tests.benchmarks.scale import Scale
 
 __all__ = ["measure"]
 
-_OUTSTANDING: Final = 64
+_IN_FLIGHT: Final = 64
 _WITH: Final = {"PENSTOCK_INFERENCE_CACHE_ENABLED": "true", "PENSTOCK_INFERENCE_BATCHING_SINGLE_FLIGHT": "true"}
 _KEPT: Final = 10_000
 """What a worker keeps by default: repeated jobs are fewer, or none would be found."""
@@ -28,16 +28,17 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     with Harness() as without, Harness(_WITH) as keeping:
         plain, keeper = _client(without), _client(keeping)
         for client in (plain, keeper):
-            client.run(min(512, scale.jobs), _OUTSTANDING)
+            client.run(min(512, scale.jobs), _IN_FLIGHT)
         jobs = min(scale.jobs, _KEPT // 2)
         turns = [_turn(plain, keeper, jobs, say) for _ in range(scale.rounds)]
     ran, missed, hit = ([turn[index] for turn in turns] for index in range(3))
     get_ns, bare_ns = _look_up_ns()
     return [
-        _against("distinct jobs, answers kept and looked for, against not", missed, ran),
-        _against("equal jobs, answered by kept answers, against a forward each", hit, ran),
+        _against("distinct jobs, response cache on, against off", missed, ran),
+        _against("equal jobs, answered by the response cache, against one forward each", hit, ran),
         Row(
-            f"a kept answer found among {_KEPT:,}, hashing of 1.5 kB included, against a dict and a ready key",
+            f"response cache: one hit among {_KEPT:,} entries, hashing of 1.5 kB included, "
+            "against a dict and a ready key",
             f"{get_ns:,.0f} against {bare_ns:,.0f} ns",
             figures={"get_ns": get_ns, "dict_ns": bare_ns},
         ),
@@ -51,9 +52,9 @@ def _client(harness: Harness) -> Client:
 
 def _turn(plain: Client, keeper: Client, jobs: int, say: Progress) -> tuple[Sample, Sample, Sample]:
     """The same number of jobs without keeping, with distinct inputs, and with those inputs once more."""
-    ran = plain.run(jobs, _OUTSTANDING)
-    missed = keeper.run(jobs, _OUTSTANDING)
-    hit = keeper.run(jobs, _OUTSTANDING, again=True)
+    ran = plain.run(jobs, _IN_FLIGHT)
+    missed = keeper.run(jobs, _IN_FLIGHT)
+    hit = keeper.run(jobs, _IN_FLIGHT, again=True)
     say("equal: " + ", ".join(f"{each.jobs_per_s:,.0f}/s at {each.worker_us:.0f} us" for each in (ran, missed, hit)))
     return ran, missed, hit
 

@@ -259,7 +259,7 @@ CHECKS: Final = (
         _calibrated,
     ),
     Check(
-        f"worker with max_batch_size 0 and headroom {_WORKER_HEADROOM_PCT} %, twice its batches outstanding",
+        f"worker with max_batch_size 0 and headroom {_WORKER_HEADROOM_PCT} %, twice its batches in flight",
         f"more than 1 row, at most {100 - _WORKER_HEADROOM_PCT} %, never out of memory",
         _worker_calibrates,
     ),

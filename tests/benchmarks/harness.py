@@ -86,7 +86,7 @@ class Client:
                 text=True,
             )
 
-    def run(self, jobs: int, outstanding: int, *, again: bool = False) -> Sample:
+    def run(self, jobs: int, in_flight: int, *, again: bool = False) -> Sample:
         """Has the jobs done and their answers compared with the model's.
 
         again: the inputs of the last run once more, otherwise inputs that no other run has. Raises
@@ -95,12 +95,12 @@ class Client:
         self._seed = self._seed if again else next(_seeds)
         seed, file = self._seed, self._folder / f"{self.kind}.npz"
         worker_s, broker_s = self._spent()
-        figures = self._ask({"jobs": jobs, "outstanding": outstanding, "seed": seed, "answers": str(file)})
+        figures = self._ask({"jobs": jobs, "in_flight": in_flight, "seed": seed, "answers": str(file)})
         worker_s, broker_s = (after - before for after, before in zip(self._spent(), (worker_s, broker_s), strict=True))
         with np.load(file) as answers:
             latencies_s, logits = answers["latencies_s"], answers["logits"]
         file.unlink()
-        if outstanding > 1 or self.kind != "raw":
+        if in_flight > 1 or self.kind != "raw":
             mlp.check(mlp.inputs(jobs, seed), logits)
         client_us, worker_us, broker_us = (seconds / jobs * 1e6 for seconds in (figures["cpu_s"], worker_s, broker_s))
         resident = int(figures["resident_bytes"])

@@ -1,7 +1,7 @@
-"""Versions swapped under saturating load, three workers: what fails, who answers after a flip, how long it pauses.
+"""Versions swapped under saturating load, three workers: what fails, who answers after a cut-over, how long it pauses.
 
-256 jobs outstanding, all the time --> 3 workers --> results, each with its version and its time in the queue
-promote 2, roll back, promote 2, ...  -- prepare, decide, flip --^
+256 jobs in flight, all the time --> 3 workers --> results, each with its version and its time in the queue
+promote 2, roll back, promote 2, ...  -- prepare, decide, cut over --^
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["measure"]
 
 _MODEL: Final = "swapped"
 _WORKERS: Final = 3
-_OUTSTANDING: Final = 256
+_IN_FLIGHT: Final = 256
 _FORWARD_S: Final = 0.1
 _BATCH: Final = 16
 _BETWEEN_S: Final = 0.5
-"""Of load before and after each flip."""
+"""Of load before and after each cut-over."""
 
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
@@ -51,7 +51,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 
 
 def _swapped(harness: Harness, root: Path, swaps: int, say: Progress) -> tuple[SwapLoad, SwapReport, int]:
-    """The load, what it saw, and the number of flips under it."""
+    """The load, what it saw, and the number of cut-overs under it."""
     server = harness.redis()
     environ = {**harness.settings, "PENSTOCK_REDIS_URL": server.url, "PENSTOCK_CELERY_URL": server.celery_url}
     with Deployer.connect(Settings.load(environ=environ), on_progress=say) as deployer:
@@ -59,12 +59,12 @@ def _swapped(harness: Harness, root: Path, swaps: int, say: Progress) -> tuple[S
             deployer.register(root / _MODEL / str(version))
         rollouts = [release(deployer, _MODEL, 1)]
         harness.workers(_WORKERS, server, _MODEL, models_root=root)
-        with SwapLoad(server.url, _MODEL, outstanding=_OUTSTANDING) as load:
-            rollouts += _flips(deployer, swaps)
+        with SwapLoad(server.url, _MODEL, in_flight=_IN_FLIGHT) as load:
+            rollouts += _cut_overs(deployer, swaps)
     return load, check(server.url, load, rollouts), len(rollouts) - 1
 
 
-def _flips(deployer: Deployer, swaps: int) -> Iterator[Rollout]:
+def _cut_overs(deployer: Deployer, swaps: int) -> Iterator[Rollout]:
     """Each swap is a promotion and the way back."""
     for _ in range(swaps):
         time.sleep(_BETWEEN_S)
@@ -75,15 +75,15 @@ def _flips(deployer: Deployer, swaps: int) -> Iterator[Rollout]:
     time.sleep(_BETWEEN_S)
 
 
-def _row(load: SwapLoad, seen: SwapReport, flips: int) -> Row:
+def _row(load: SwapLoad, seen: SwapReport, cut_overs: int) -> Row:
     if seen.mislabelled:
         raise ValueError(f"Wrong answers: {len(seen.mislabelled)} results name another version than computed them")
     if not all(seen.versions.values()):
         raise ValueError(f"Nothing was swapped under load: answers by version {seen.versions}")
     failed, stale, batches = len(load.failures), len(seen.stale), seen.pause_s / _FORWARD_S
     return Row(
-        f"hot swap under saturating load, {_WORKERS} workers, {flips} flips: failed jobs / answers by the old version "
-        "in batches claimed after the flip / longest pause",
+        f"hot swap under saturating load, {_WORKERS} workers, {cut_overs} cut-overs: "
+        "failed jobs / answers by the old version in batches claimed after the cut-over / longest pause",
         f"{failed} / {stale} of {seen.answers:,} / {batches:.1f} batch times of {_FORWARD_S * 1000:.0f} ms",
         "0 / 0 / <= 2 batch times",
         "",

@@ -101,7 +101,7 @@ def _tokeniser_rows() -> list[Row]:
     figures = {"pool_gain": pool_gain, "cache_gain": unknown_s / known_s}
     return [
         Row(
-            f"tokenising {len(texts)} passages: two threads against one / texts that are known against new ones",
+            f"tokenising {len(texts)} passages: two threads against one / cached texts against new ones",
             f"{pool_gain:.2f}x / {unknown_s / known_s:.0f}x",
             figures=figures,
         )

@@ -21,7 +21,7 @@ _READING_S: Final = 0.02
 _TIMEOUT_S: Final = 120.0
 _STOP_TIMEOUT_S: Final = 30.0
 _ORDERS: Final = 20
-_OUTSTANDING: Final = 256
+_IN_FLIGHT: Final = 256
 _FLAT_BYTES: Final = 1 << 20
 """What an allocator may keep; a leak of one object per job is far above."""
 _MAX_GROWTH: Final = 1.25
@@ -78,9 +78,9 @@ def _watch(jobs: int, ttl_s: int, say: Progress) -> tuple[list[int], list[int]]:
         server = harness.redis()
         worker = harness.worker(server, "mlp")
         client = harness.client("submit_many", server.url, worker=worker, broker=server)
-        client.run(jobs // _ORDERS, _OUTSTANDING)
+        client.run(jobs // _ORDERS, _IN_FLIGHT)
         for number in range(_ORDERS):
-            client_bytes.append(client.run(jobs // _ORDERS, _OUTSTANDING).client_bytes)
+            client_bytes.append(client.run(jobs // _ORDERS, _IN_FLIGHT).client_bytes)
             redis_bytes.append(_used_memory(server, readings=1))
             megabytes = client_bytes[-1] / 1e6, redis_bytes[-1] / 1e6
             say(f"retention {number + 1}/{_ORDERS}: client {megabytes[0]:.1f} MB, Redis {megabytes[1]:.1f} MB")

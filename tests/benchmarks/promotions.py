@@ -55,7 +55,8 @@ def _measured(what: str, url: str, folder: Path, times: int) -> Row:
         raise ValueError(f"{what}: {found.missing} steps unseen; {found.unexpected[:1]}")
     return Row(
         f"{what}: moments with other than one PRODUCTION",
-        f"{found.others} of {found.moments:,} ({found.outcomes['done']:,} done, {found.told:,} told, {seconds:.0f} s)",
+        f"{found.others} of {found.moments:,} ({found.outcomes['done']:,} done, "
+        f"{found.told:,} refused with the reason, {seconds:.0f} s)",
         "0",
         ok=verdict(required=found.others == 0),
         figures={

@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """CPU microseconds per job that a stage of the worker takes, by the number of outstanding jobs."""
+    """CPU microseconds per job that a stage of the worker takes, by the number of jobs in flight."""
 
     name: str
     cpu_us: Mapping[int, float]
@@ -63,7 +63,7 @@ def markdown(rows: Sequence[Row], stages: Sequence[Stage]) -> str:
     if targets := [row for row in rows if row.ok is not None]:
         tables.append(
             _table(
-                ("what", "required", "aim", "measured", "ok"),
+                ("what", "required", "aim", "measured", "met"),
                 ((row.what, row.required, row.aim, row.measured, row.ok or "") for row in targets),
             )
         )
@@ -72,8 +72,8 @@ def markdown(rows: Sequence[Row], stages: Sequence[Stage]) -> str:
             _table(("bounds, peers and remarks of the same run", "measured"), ((r.what, r.measured) for r in beside))
         )
     if stages:
-        columns = sorted({outstanding for stage in stages for outstanding in stage.cpu_us})
-        header = ("worker CPU by stage, us per job", *(f"{outstanding} outstanding" for outstanding in columns))
+        columns = sorted({in_flight for stage in stages for in_flight in stage.cpu_us})
+        header = ("worker CPU by stage, us per job", *(f"{in_flight} in flight" for in_flight in columns))
         lines = ((stage.name, *(f"{stage.cpu_us[column]:.1f}" for column in columns)) for stage in stages)
         tables.append(_table(header, lines))
     return "\n\n".join(tables)

@@ -17,7 +17,7 @@ from tests.packages import write_sleeper
 __all__ = ["measure"]
 
 _FORWARD_S: Final = 0.02
-_OUTSTANDING: Final = 512
+_IN_FLIGHT: Final = 512
 _STOP_TIMEOUT_S: Final = 30.0
 
 
@@ -29,7 +29,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
         harness.worker(server, "sleeper", models_root=root)
         client = harness.producer(server)
         ratios, rates = [], []
-        _rate(client, _OUTSTANDING)
+        _rate(client, _IN_FLIGHT)
         for number in range(scale.rounds):
             one = _rate(client, scale.sleeper_jobs)
             second = harness.worker(server, "sleeper", models_root=root)
@@ -43,7 +43,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     one, two = (median(column) for column in zip(*rates, strict=True))
     return [
         Row(
-            f"sleep-bound model ({_FORWARD_S * 1000:.0f} ms a batch), 2 workers against 1, {_OUTSTANDING} outstanding",
+            f"sleep-bound model ({_FORWARD_S * 1000:.0f} ms a batch), 2 workers against 1, {_IN_FLIGHT} in flight",
             f"{two:,.0f} against {one:,.0f} jobs/s: {ratio:.2f}x",
             ">= 1.9x",
             "",
@@ -57,7 +57,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 def _rate(client: Client, jobs: int) -> float:
     rows = np.random.default_rng(jobs).standard_normal((jobs, 4), dtype=np.float32)
     begun = time.perf_counter()
-    answers = client.map("sleeper", rows, window=_OUTSTANDING)
+    answers = client.map("sleeper", rows, window=_IN_FLIGHT)
     seconds = time.perf_counter() - begun
     if not np.array_equal(np.stack(answers), rows * 2):
         raise ValueError("Wrong answers: not twice the inputs")

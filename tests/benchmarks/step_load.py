@@ -62,7 +62,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
             {"p95_ms": steered.p95_ms, "p95_without_ms": alone.p95_ms},
         ),
         Row(
-            "what the backlog pays for it, with the controller / without",
+            "throughput of the backlog meanwhile, with the controller / without",
             f"{steered.backlog_per_s:,.0f} / {alone.backlog_per_s:,.0f} jobs/s",
             figures={"backlog_per_s": steered.backlog_per_s, "backlog_without_per_s": alone.backlog_per_s},
         ),

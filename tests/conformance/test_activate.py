@@ -43,7 +43,7 @@ def test_armed_claim_brings_the_version_of_its_end(brokerage: Brokerage, broker:
     operator.close()
 
 
-def test_the_later_decision_stands_whoever_comes_last(broker: Broker, slot: str):
+def test_the_later_decision_stands_in_any_order_of_arrival(broker: Broker, slot: str):
     """Epochs order decisions: an older one that arrives late changes nothing, its own repetition is confirmed."""
     assert broker.activate(slot, 10, b"tenth", "2", b'{"name": "new"}')
     assert not broker.activate(slot, 9, b"ninth", "1", b'{"name": "old"}')

@@ -45,7 +45,7 @@ def test_release_and_lapse_count_no_crash(brokerage: Brokerage, broker: Broker, 
     assert _crashes_after_lapse(brokerage, broker, slot, "w3") == [(2, 0)]
 
 
-def test_crash_is_remembered_whoever_holds_the_job(brokerage: Brokerage, broker: Broker, slot: str):
+def test_crash_is_remembered_after_the_job_changed_hands(brokerage: Brokerage, broker: Broker, slot: str):
     """The report may come after the next worker took the job over, or gave it back."""
     publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)

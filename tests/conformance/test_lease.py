@@ -34,7 +34,7 @@ from tests.conformance.jobs import (
 NOTHING = Renewal(frozenset(), frozenset())
 
 
-def test_lapsed_lease_passes_to_whoever_asks(brokerage: Brokerage, broker: Broker, slot: str):
+def test_lapsed_lease_passes_to_the_worker_that_asks(brokerage: Brokerage, broker: Broker, slot: str):
     """A job whose holder fell silent is taken over after the lease, not before, as the next attempt."""
     (job_id,) = publish(broker, slot)
     (first,) = claim(broker, "w1", slot)
@@ -86,7 +86,7 @@ def test_late_commit_has_no_effect(brokerage: Brokerage, broker: Broker, slot: s
     assert broker.job_records([job_id]) == [JobRecord(State.COMPLETED, "", b"in time")]
 
 
-def test_lapsed_lease_still_commits_while_nobody_took_over(brokerage: Brokerage, broker: Broker, slot: str):
+def test_lapsed_lease_still_commits_while_no_worker_took_over(brokerage: Brokerage, broker: Broker, slot: str):
     """A late commit counts while its consumer holds the job: no worker has repeated the work."""
     publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
@@ -104,8 +104,8 @@ def test_first_commit_wins(broker: Broker, slot: str):
     assert broker.job_records([job_id]) == [JobRecord(State.COMPLETED, "", b"1")]
 
 
-def test_repeated_commit_tells_nobody_twice(broker: Broker, slot: str):
-    """The client has one reply per result, however often the worker repeats what it was not answered to."""
+def test_repeated_commit_sends_no_second_reply(broker: Broker, slot: str):
+    """The client has one reply per result, however often the worker repeats a commit that was not answered."""
     reply = reply_key(slot, "me")
     publish(broker, slot, reply=reply)
     (delivery,) = claim(broker, "w", slot)
@@ -165,7 +165,7 @@ def test_job_that_is_handed_over_goes_to_those_who_have_its_version(brokerage: B
     assert broker.adopt("w2", slot, ["2"], 8) == []
 
 
-def test_nothing_is_handed_over_by_whoever_does_not_hold_it(broker: Broker, slot: str):
+def test_a_worker_without_the_claim_hands_nothing_over(broker: Broker, slot: str):
     """There is nothing to adopt of a model without claims, or whose jobs are gone."""
     assert broker.adopt("w", slot, ["1"], 8) == []
     publish(broker, slot)

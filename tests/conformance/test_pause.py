@@ -7,7 +7,6 @@ import pytest
 from penstock.registry.broker.base import Broker, Claim, CommitStatus
 from tests.conformance.conftest import Brokerage, OnRedis
 from tests.conformance.jobs import LEASE_MS, TTL_MS, claim, commit_of, held, ids, publish, queued, settle
-from tests.servers import wait_until
 
 
 def test_paused_model_hands_out_nothing(brokerage: Brokerage, broker: Broker, slot: str):
@@ -89,9 +88,7 @@ def test_pause_survives_a_restart(redis_brokerage: OnRedis, slot: str):
     server = redis_brokerage.server
     broker = redis_brokerage.connect()
     broker.pause(slot)
-    # While an fsync of everysec is under way, Redis answers before it has written.
-    with server.client() as client:
-        wait_until(lambda: client.info("persistence")["aof_buffer_length"] == 0, 5, "it is written")
+    server.await_writes()
     server.restart()
     assert broker.paused([slot]) == {slot}
     broker.close()

@@ -30,7 +30,7 @@ from tests.servers import RedisServer, wait_until
 
 __all__ = ["Load", "row"]
 
-_NOBODYS = -1.0
+_UNKNOWN = -1.0
 _numbers = itertools.count(1)
 """Exact in float32 up to 2**24, so that a job is known by its input."""
 
@@ -78,11 +78,11 @@ class Load:
         for _ in range(count):
             self.submit(float(next(_numbers)), **options)
 
-    def publish_at_once(self, count: int) -> None:
+    def publish_at_once(self, count: int, **options: Any) -> None:
         """Submit `count` jobs in few calls, so that no worker ends the first before the last is there."""
         numbers = [float(next(_numbers)) for _ in range(count)]
         self._history.offered.update(numbers)
-        handles = self._client.submit_many(self._model, [{"x": row(number)} for number in numbers])
+        handles = self._client.submit_many(self._model, [{"x": row(number)} for number in numbers], **options)
         self._handles.update(zip(numbers, handles, strict=True))
         self._history.accepted.update(numbers)
 
@@ -161,12 +161,12 @@ class Load:
         for number, handle in self._handles.items():
             if number == without:
                 continue
-            np.testing.assert_array_equal(handle.result(5)["y"], row(number) * 2)
+            np.testing.assert_array_equal(handle.result(60)["y"], row(number) * 2)
 
     def check_records(self) -> None:
         """As `check_answers`, for a client that was told nothing and asks the records."""
         for number, handle in self._handles.items():
-            np.testing.assert_array_equal(self._client.job(handle.id).result(5)["y"], row(number) * 2)
+            np.testing.assert_array_equal(self._client.job(handle.id).result(60)["y"], row(number) * 2)
 
     def claimed_ms(self, number: float) -> float:
         """When the worker that answered the job claimed it, in unix ms."""
@@ -188,7 +188,7 @@ class Load:
             header, body = open_result(record[2:], self._keyring)
             if header.context.tenant != self._client.tenant:
                 continue
-            number = numbers.get(header.id, _NOBODYS)
+            number = numbers.get(header.id, _UNKNOWN)
             if header.error is None:
                 number = float(decode(header.content, body)["y"][0, 0]) / 2
             history.effects.append(Effect(number, bytes(record[2:]), header.error is None))

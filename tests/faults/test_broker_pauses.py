@@ -25,8 +25,8 @@ def stage(open_stage: OpenStage) -> Stage:
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_paused_broker_answers_nobody_and_work_resumes(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
-    """Calls end within their time-out meanwhile; afterwards workers go on within 2 s, and no job ran twice."""
+def test_paused_broker_answers_no_call_and_work_resumes(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
+    """During the pause calls end within their time-out; after it workers go on within 2 s, and no job ran twice."""
     waiting = start_load(stage.server, stage.forward_log)
     hasty = start_load(stage.server, stage.forward_log, timeout_s=TIMEOUT_S)
     hasty.publish(1)

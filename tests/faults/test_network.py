@@ -115,10 +115,8 @@ def test_broken_network_loses_and_doubles_nothing(
 
 
 @pytest.mark.parametrize("seed", seeds(ways=len(_BREAKS)))
-def test_idle_worker_notices_that_nobody_hears_its_claim(
-    seed: int, network: Network, start_load: StartLoad, trial: Trial
-):
-    """Of all connections the one of the blocking claim is half-open: the worker takes another, and jobs run again."""
+def test_idle_worker_notices_that_its_claim_is_lost(seed: int, network: Network, start_load: StartLoad, trial: Trial):
+    """While the connection of the blocking claim is half-open, the worker opens another, and jobs run again."""
     stage, proxy = network
     load = start_load(stage.server, stage.forward_log)
     load.publish(1)

@@ -81,8 +81,8 @@ def test_hundred_random_reconnects_leave_no_gap(seed: int, harness: Harness, tri
 
 
 @pytest.mark.parametrize("seed", seeds(ways=2))
-def test_slow_and_stopped_subscribers_hold_up_nobody(seed: int, harness: Harness, trial: Trial):
-    """While one reads a fraction and another nothing at all, job and others end as fast; both get the rest later."""
+def test_slow_and_stopped_subscribers_delay_no_other_client(seed: int, harness: Harness, trial: Trial):
+    """While one subscriber reads slowly and another not at all, jobs end as fast; both get the rest later."""
     url = harness.stage.server.url
     with Client(url) as submitter, Client(url) as slow, Client(url) as stopped, Client(url) as other:
         alone = _seconds(lambda: _count(submitter, COUNT, 1.0).result(30))

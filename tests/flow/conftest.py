@@ -85,7 +85,7 @@ class Samples:
 def probe(worker: WorkerProcess, path: str, url: str = "") -> tuple[int, bytes]:
     """(status, body) of a path of the worker's probe; `url` where its report cannot be read any more."""
     try:
-        with urllib.request.urlopen((url or worker.report()["probe"]) + path, timeout=5) as page:  # noqa: S310  # loopback
+        with urllib.request.urlopen((url or worker.report()["probe"]) + path, timeout=60) as page:  # noqa: S310  # loopback
             return page.status, page.read()
     except urllib.error.HTTPError as refusal:
         with refusal:

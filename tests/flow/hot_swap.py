@@ -63,15 +63,15 @@ class Answer(NamedTuple):
 
 
 class SwapLoad:
-    """Keeps `outstanding` jobs of a model in flight while the `with` block lasts, then waits for the last ones.
+    """Keeps `in_flight` jobs of a model in flight while the `with` block lasts, then waits for the last ones.
 
     Jobs differ from each other, so that none shares another's forward.
     """
 
-    def __init__(self, url: str, model: str, *, outstanding: int) -> None:
+    def __init__(self, url: str, model: str, *, in_flight: int) -> None:
         self._url = url
         self._model = model
-        self._outstanding = outstanding
+        self._in_flight = in_flight
         self._numbers = itertools.count(1)
         self._is_over = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load", daemon=True)
@@ -88,7 +88,7 @@ class SwapLoad:
 
     async def _run(self) -> None:
         async with AsyncClient(self._url) as client:
-            await asyncio.gather(*(self._one_after_the_other(client) for _ in range(self._outstanding)))
+            await asyncio.gather(*(self._one_after_the_other(client) for _ in range(self._in_flight)))
 
     async def _one_after_the_other(self, client: AsyncClient) -> None:
         while not self._is_over:
@@ -134,9 +134,13 @@ def _allowed(answer: Answer, queue_ms: float, rollouts: Sequence[Rollout]) -> se
     """The versions that stood at some moment between the job's claim and its answer."""
     # Not later than the claim: a job is accepted a little after it got its id.
     claimed = ((job_time_ms(answer.job_id) or 0) + queue_ms) / 1000
-    flips = [(each.activated_at or 0.0, each.seconds, int(each.transition.version)) for each in rollouts]
-    stood = [version for flipped, _, version in flips if flipped < claimed]
-    came = [version for flipped, took_s, version in flips if flipped >= claimed and flipped - took_s < answer.answered]
+    cut_overs = [(each.activated_at or 0.0, each.seconds, int(each.transition.version)) for each in rollouts]
+    stood = [version for activated, _, version in cut_overs if activated < claimed]
+    came = [
+        version
+        for activated, took_s, version in cut_overs
+        if activated >= claimed and activated - took_s < answer.answered
+    ]
     return {*stood[-1:], *came}
 
 

@@ -103,7 +103,7 @@ def test_without_batching_every_forward_has_one_row(
         jobs = _flood(client, worker, "unbatched", 40)
         wide = client.submit("unbatched", _rows([101, 102, 103]))
         assert _answers(jobs) == [2 * (1 + number) for number in range(40)]
-        np.testing.assert_array_equal(wide.result(10)["y"], _rows([202, 204, 206])["x"])
+        np.testing.assert_array_equal(wide.result(60)["y"], _rows([202, 204, 206])["x"])
     assert sorted(_forwards(forward_log)) == [[float(number)] for number in (*range(1, 41), 101, 102, 103)]
 
 

@@ -51,8 +51,8 @@ def test_settings_of_the_folder_reach_the_worker(
     worker = WorkerProcess(shared_redis, models_root, folder, name="configured@test", environment=environment)
     try:
         worker.start()
-        inspect = remote.control.inspect([worker.name], timeout=20, limit=1)
-        conf = wait_until(inspect.conf, 20, "the worker answers")[worker.name]
+        inspect = remote.control.inspect([worker.name], timeout=3, limit=1)  # asked again: it may not listen yet
+        conf = wait_until(inspect.conf, 60, "the worker answers")[worker.name]
     finally:
         worker.stop()
     assert conf["result_expires"] == 1234
@@ -80,7 +80,7 @@ def test_worker_that_cannot_work_says_so_in_one_line(
     """A misspelt setting or a model without a package: one clear line, and an exit status that is not 0."""
     write_double(models_root)
     worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
-    assert worker.wait(20) == EXIT_CONFIGURATION
+    assert worker.wait(60) == EXIT_CONFIGURATION
     assert worker.tail(1) == line
 
 
@@ -90,7 +90,7 @@ def test_metrics_port_in_use_is_one_line(shared_redis: RedisServer, models_root:
     port = str(free_port())
     first = start_worker(shared_redis, models_root, environment={"PENSTOCK_METRICS_PORT": port})
     second = start_worker(shared_redis, models_root, environment={"PENSTOCK_METRICS_PORT": port}, wait=False)
-    assert second.wait(20) == EXIT_CONFIGURATION
+    assert second.wait(60) == EXIT_CONFIGURATION
     assert second.tail(1).startswith(f"penstock: Metrics port {port} on 127.0.0.1 is in use.")
     assert probe(first, "/health/ready")[0] == 200
 
@@ -106,5 +106,5 @@ def test_worker_without_a_gpu_falls_back_to_the_cpu(
     refused = start_worker(
         shared_redis, models_root, environment={**hidden, "PENSTOCK_INFERENCE_DEVICE": "cuda:0"}, wait=False
     )
-    assert refused.wait(20) == EXIT_CONFIGURATION
+    assert refused.wait(60) == EXIT_CONFIGURATION
     assert refused.tail(1).startswith("penstock: ")

@@ -13,7 +13,7 @@ import os, sys, threading, time
 from penstock import Client
 
 def ask(number):
-    return client.submit("double", {"x": [[number, 0, 0, 0]]}).result(10)["y"][0, 0]
+    return client.submit("double", {"x": [[number, 0, 0, 0]]}).result(60)["y"][0, 0]
 
 client = Client(sys.argv[1])
 assert ask(1) == 2
@@ -29,7 +29,7 @@ for child in range(3):
         os._exit(not is_right or time.monotonic() - begun > 10)
     children.append(pid)
 assert [ask(1000 + number) for number in range(30)] == [2 * (1000 + number) for number in range(30)]
-waiting.join(10)
+waiting.join(60)
 assert slow.result(0)["total"][0] == 10
 assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
 print("all answered")
@@ -53,7 +53,7 @@ client = AsyncClient(sys.argv[1])
 async def answers(base):
     async def ask(number):
         job = await client.submit("double", {"x": [[number, 0, 0, 0]]})
-        return (await job.result(10))["y"][0, 0]
+        return (await job.result(60))["y"][0, 0]
     got = await asyncio.gather(*[ask(base + number) for number in range(50)])
     await client.aclose()
     return got == [2 * (base + number) for number in range(50)]

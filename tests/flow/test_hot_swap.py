@@ -21,7 +21,7 @@ from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, w
 MODEL = "swapped"
 FORWARD_S = 0.02
 """A hundred batch times: what a machine that does other work, too, may make of the two that a quiet one keeps to."""
-OUTSTANDING = 64
+IN_FLIGHT = 64
 
 
 class Fleet(NamedTuple):
@@ -77,7 +77,7 @@ def _more(load: SwapLoad, count: int, factor: int) -> None:
 
 def test_swaps_while_jobs_flow(fleet: Fleet):
     """0 failed, each job answered by the version that stood at its claim and says so."""
-    with SwapLoad(fleet.url, MODEL, outstanding=OUTSTANDING) as load:
+    with SwapLoad(fleet.url, MODEL, in_flight=IN_FLIGHT) as load:
         _more(load, 200, factor=1)
         fleet.rollouts.append(release(fleet.deployer, MODEL, 2))
         _more(load, 200, factor=2)
@@ -96,7 +96,7 @@ def test_a_version_that_a_worker_cannot_load_changes_nothing(fleet: Fleet):
     """The promotion is refused with that worker's problem; not a job fails, and none gets another answer."""
     bad = write_package(fleet.models_root, MODEL, "def build():\n    raise ValueError('no weights')\n", version="3")
     fleet.deployer.register(bad)
-    with SwapLoad(fleet.url, MODEL, outstanding=OUTSTANDING) as load:
+    with SwapLoad(fleet.url, MODEL, in_flight=IN_FLIGHT) as load:
         _more(load, 50, factor=1)
         with pytest.raises(TransitionRefused, match=r"3 stays in staging\. .*no weights"):
             release(fleet.deployer, MODEL, 3)
@@ -107,18 +107,18 @@ def test_a_version_that_a_worker_cannot_load_changes_nothing(fleet: Fleet):
 
 
 def test_the_checker_sees_what_must_not_be():
-    """An answer by the old version after its flip is stale, unless the next flip was under way when it was given."""
+    """An answer by the old version after a cut-over is stale, unless the next cut-over was under way at the time."""
     job_id = "model.00000000-9c40-7000-8000-000000000000"
 
-    def flip(version: int, at: float) -> Rollout:
+    def cut_over(version: int, at: float) -> Rollout:
         transition = type("Transition", (), {"version": str(version)})()
         return Rollout(transition, activated_at=at, seconds=1.0)
 
-    def allowed(answered: float, *flips: Rollout) -> set[int]:
-        return _allowed(Answer(job_id, 39.0, answered, 1), 1000.0, flips)
+    def allowed(answered: float, *cut_overs: Rollout) -> set[int]:
+        return _allowed(Answer(job_id, 39.0, answered, 1), 1000.0, cut_overs)
 
     assert math.isclose(int("9c40", 16) / 1000, 40.0)
-    assert allowed(42.0, flip(1, 10.0), flip(2, 40.5)) == {2}
-    assert allowed(42.0, flip(1, 10.0), flip(2, 40.5), flip(1, 50.0)) == {2}
-    assert allowed(42.0, flip(1, 10.0), flip(2, 42.5)) == {1, 2}
-    assert allowed(42.0, flip(1, 10.0), flip(2, 43.5)) == {1}
+    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 40.5)) == {2}
+    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 40.5), cut_over(1, 50.0)) == {2}
+    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 42.5)) == {1, 2}
+    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 43.5)) == {1}

@@ -26,7 +26,7 @@ from penstock import Client
 from penstock.registry import logs
 logs.configure("DEBUG")
 job = Client(sys.argv[1]).submit("double", {"x": [[float(sys.argv[2]), 2, 3, 4]]})
-job.result(10)
+job.result(60)
 print(job.id)
 """
 SLOW_TO_LOAD = """
@@ -73,7 +73,7 @@ def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
 def test_every_log_line_is_json(client: Client, fleet: Fleet):
     """From the first one on: a time with a zone, level, logger and message, from the loggers that users know."""
     with pytest.raises(ModelError):
-        client.submit("raiser", {"x": np.full((1, 4), -1, np.float32)}).result(10)
+        client.submit("raiser", {"x": np.full((1, 4), -1, np.float32)}).result(60)
     text = fleet.worker.output.read_text()
     lines = [json.loads(line) for line in text[text.index('{"ts"') :].splitlines()]
     for line in lines:
@@ -128,5 +128,5 @@ def test_probes_tell_what_the_worker_can_do(redis_server: RedisServer, models_ro
         wait_until(lambda: not is_ready(), 5, "the worker drains")
         assert is_up()
         assert gauge("READY") == 0
-        assert job.result(10)["y"][0, 0] == 1.5
-    assert worker.wait(10) == 0
+        assert job.result(60)["y"][0, 0] == 1.5
+    assert worker.wait(60) == 0

@@ -75,10 +75,10 @@ def test_counts_of_two_workers_equal_the_jobs_sent(
         jobs = [client.submit("counted", _row(1 + number)) for number in range(300)]
         broken = [client.submit("counted", _row(-kind, each)) for kind in (1, 2, 3) for each in range(kind)]
         equal = [client.submit("counted", _row(777)) for _ in range(20)]
-        assert [job.result(10)["y"][0, 0] for job in jobs + equal] == [*range(2, 602, 2), *[1554] * 20]
+        assert [job.result(60)["y"][0, 0] for job in jobs + equal] == [*range(2, 602, 2), *[1554] * 20]
         for job in broken:
             with pytest.raises(ModelError, match="on purpose"):
-                job.result(10)
+                job.result(60)
     sent = len(jobs) + len(broken) + len(equal)
     assert _total(workers, "penstock_jobs_total", model_name="counted") == sent
     assert _total(workers, "infer_latency_seconds_count", model="counted") == sent

@@ -17,11 +17,11 @@ from tests.servers import RedisServer
 
 NAMES = ["compose", "producers", "registry", "safety", "workers"]
 FOREIGN = """
-OWNER = "somebody else"
+OWNER = "another project"
 
 
 def __getattr__(name):
-    raise AttributeError(f"a module of Penstock asked the package of somebody else for {name}")
+    raise AttributeError(f"a module of Penstock asked the package of another project for {name}")
 """
 TASKS = """
 from celery import shared_task
@@ -58,7 +58,7 @@ print(json.dumps(found))
 
 
 def write_foreign(folder: Path) -> None:
-    """Packages with our folders' names, as somebody else has them."""
+    """Packages of another project with our folders' names."""
     for name in NAMES:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(FOREIGN)
@@ -109,7 +109,7 @@ def test_others_and_ours_work_together(
     assert ended.returncode == 0, f"{ended.stderr}\n{worker.tail()}"
     assert json.loads(ended.stdout) == {
         "answer": [[2.0, 4.0, 6.0, 8.0]],
-        "owners": ["somebody else"] * len(NAMES),
+        "owners": ["another project"] * len(NAMES),
         "broker": None,
         "queue": "celery",
         "ours": [],

@@ -90,6 +90,7 @@ def test_client_goes_on_when_the_broker_is_back(redis_server: RedisServer):
     announce(redis_server, "parked")
     with Client(redis_server.url, timeout_s=10) as client:
         first = client.submit("parked", INPUTS)
+        redis_server.await_writes()
         redis_server.kill()
         restart = threading.Timer(0.3, redis_server.start)
         restart.start()

@@ -65,7 +65,7 @@ def test_first_failure_of_a_map_withdraws_the_rest(client: Client, parked: str, 
         header, _ = open_job(first.fields[1], Keyring.parse(None))
         assert client.job(header.id).cancel()
         with pytest.raises(Cancelled):
-            mapping.result(10)
+            mapping.result(60)
     assert sum(depth.jobs for depth in broker.depths(parked)) == 0
 
 
@@ -100,13 +100,13 @@ def test_another_tenants_job_looks_like_a_missing_one(state, age, shared_redis: 
     """Whatever is asked, in whatever order, the answers do not tell whether the id exists; cancelling has no effect."""
     settings = Settings.load(overrides={"tenant_id": "globex", "queue.result_ttl_s": 0.05 if age == "old" else 60})
     with Client(shared_redis.url, tenant="acme") as acme, Client(shared_redis.url, settings=settings) as globex:
-        job, nobodys = acme.submit(parked, INPUTS), new_job_id(parked)
+        job, missing = acme.submit(parked, INPUTS), new_job_id(parked)
         if state == "finished":
             job.cancel()
         if age == "old":
-            made_ms = job_time_ms(nobodys) or 0
+            made_ms = job_time_ms(missing) or 0
             wait_until(lambda: time.time() * 1000 > made_ms + 100, 5, "the ids are older than results are kept")
-        assert _refusals(globex, job.id) == _refusals(globex, nobodys)
+        assert _refusals(globex, job.id) == _refusals(globex, missing)
         assert acme.job(job.id).status() == ("cancelled" if state == "finished" else "queued")
 
 

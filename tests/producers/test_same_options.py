@@ -69,7 +69,7 @@ def _mapping(kind: str, server: RedisServer, model: str, count: int, **options: 
             with Client(server.url) as other:
                 assert other.job(headers[0].id, tenant=headers[0].tenant).cancel()
             with pytest.raises(Cancelled):
-                ended.result(10)
+                ended.result(60)
 
 
 def test_the_three_calls_accept_the_same_options():

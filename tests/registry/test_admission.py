@@ -74,7 +74,7 @@ def test_submit_many_waits_for_room(narrow: Client, parked: str, broker: RedisSt
         wait_until(lambda: _queued(broker, parked)["normal"] == MAX_DEPTH, 5, "the queue is full")
         assert not waiting.done()
         assert all(job.cancel() for job in early)
-        late = waiting.result(10)
+        late = waiting.result(60)
     assert len({job.id for job in late}) == MAX_DEPTH
     assert {job.status() for job in late} == {"queued"}
 

@@ -1,4 +1,4 @@
-"""Control commands and records of operators: valid once, for the named workers, for minutes, and only if signed."""
+"""Control commands of operators: valid once, for the named workers, for minutes, and only if signed."""
 
 from __future__ import annotations
 
@@ -89,21 +89,3 @@ def test_an_unknown_action_is_no_command(operator: OperatorKey, verify: Verifier
     sealed = Command("erase").addressed_to([WORKER]).seal(operator.sign)  # type: ignore[arg-type]
     with pytest.raises(UndecodableEnvelope, match="erase"):
         CommandVerifier(verify, WORKER).open(sealed)
-
-
-def test_a_deployment_belongs_to_its_model_and_epoch(operator: OperatorKey, verify: Verifier):
-    """A genuine record is refused under another model's key and with another epoch."""
-    deployment = Deployment(7, "minilm", "2", "ab" * 32)
-    sealed = deployment.seal(operator.sign)
-    assert Deployment.open(b"7 " + sealed, "minilm", verify) == deployment
-    assert Deployment.open(b"7 " + deployment.seal(), "minilm") == deployment
-    for active, model in ((b"7 " + sealed, "mlp"), (b"8 " + sealed, "minilm"), (b"07 " + sealed, "minilm")):
-        with pytest.raises(BadSignature):
-            Deployment.open(active, model, verify)
-
-
-@pytest.mark.parametrize("active", [b"", b"7", b"7 ", b"7 \n", b"7 \n{}", b"x \n[]", b"7 " + b"\n" + b"x" * 5000])
-def test_bytes_that_are_no_deployment_are_refused(active: bytes):
-    """Any foreign bytes under the key raise Corrupt."""
-    with pytest.raises(Corrupt):
-        Deployment.open(active, "minilm")

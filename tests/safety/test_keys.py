@@ -59,7 +59,7 @@ def test_one_of_many_generators_wins(path: Path):
     start = threading.Barrier(8)
 
     def generate() -> None:
-        start.wait(10)
+        start.wait(60)
         try:
             made.append(OperatorKey.generate(path).key_id)
         except ConfigurationError as error:
@@ -69,7 +69,7 @@ def test_one_of_many_generators_wins(path: Path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert made == [OperatorKey.load(path).key_id]
     assert len(told) == 7
 

@@ -2,7 +2,7 @@
 
     call -- refused: no effect          -- repeated: effect twice, the second answer
          -- unheard: effect, no answer  -- late: no answer, and the effect comes afterwards
-         -- slow: time passes before and after the effect, and everybody else goes on
+         -- slow: time passes before and after the effect, and the other parts go on
 
 The `serve_*` methods are the broker's side of each call; mutants.py breaks them.
 """
@@ -98,7 +98,7 @@ class Truth:
     accepted_at: dict[str, float] = field(default_factory=dict)
     """By job id: when it was accepted, in virtual time."""
     withdrawn: dict[str, float] = field(default_factory=dict)
-    """By job id: when it was cancelled while nobody held it, in virtual time."""
+    """By job id: when it was cancelled while no worker held it, in virtual time."""
     crashes: Counter[str] = field(default_factory=Counter)
     """By job id: how often a process died, and not while it wound up, with the job on its model."""
     replayed: Counter[str] = field(default_factory=Counter)
@@ -154,7 +154,7 @@ class UnreliableEnd(MemoryBroker):
         else:
             return serve()
         if schedule.now >= schedule.down_until:
-            # A pause of the broker keeps everybody from renewing alike; anything else is this caller's own trouble.
+            # A pause of the broker keeps all callers from renewing; any other fault disturbs this caller only.
             caller.disturbed_at = schedule.now
         if fate == "repeated":
             serve()
@@ -324,7 +324,7 @@ class UnreliableEnd(MemoryBroker):
         return deliveries
 
     def _check_owner(self, delivery: Delivery, owners: Mapping[Entry, str]) -> None:
-        """Nobody takes over from a worker that lives and could renew its leases all the time."""
+        """No worker takes over from one that lives and could renew its leases all the time."""
         entry = (delivery.slot, delivery.priority, delivery.entry_id)
         owner = self.truth.callers.get(owners.get(entry, ""))
         if owner is None or not owner.holds(entry):
@@ -356,7 +356,7 @@ class UnreliableEnd(MemoryBroker):
                 self.schedule.violate(f"counted as an attempt: {job.job_id[-4:]}")
 
     def serve_release(self, consumer: str, held: Sequence[Held]) -> None:
-        """The broker's side of `release` to anybody."""
+        """The broker's side of `release` to any worker."""
         super().release(consumer, held)
         self.schedule.note(f"release {self._caller.label} {[job.job_id[-4:] for job in held]}")
 
@@ -442,7 +442,7 @@ class UnreliableEnd(MemoryBroker):
         ]
 
     def put_back(self, slot: str, epoch: int, record: bytes) -> None:
-        """What whoever may write to the broker can do: any record in the place of the one that is there."""
+        """A client that may write to the broker can replace the record that is there."""
         self._state.activated[slot] = (epoch, record)
 
     def unfinished(self) -> int:

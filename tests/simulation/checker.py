@@ -246,7 +246,7 @@ class Simulation:
         return ["1", "2", "3"] if has_third else ["1", "2"]
 
     def is_nowhere(self, worker: Worker, slot: str, label: str) -> None:
-        """A worker fails a job as nobody has the version: nobody may have had it for long enough to be heard of."""
+        """A worker fails a job that no worker has the version for: none may have had it long enough to report it."""
         since = self.schedule.now - _HEARD_OF_S
         if self._is_lossy or self._is_troubled(since) or worker.disturbed_at >= since:
             return
@@ -255,7 +255,7 @@ class Simulation:
             self.schedule.violate(f"failed, and a worker had it: {slot}/{label}, {having} and not {worker.label}")
 
     def _expect_adoption(self, entries: list[Entry], version: str) -> None:
-        """Whoever has the version, in peace all that time, must take what was handed over for it."""
+        """A worker that has had the version undisturbed must adopt the jobs that were handed over for it."""
         since, (slot, _, _) = self.schedule.now, entries[0]
         self._handed_over.update(dict.fromkeys(entries, since))
         if self._is_lossy or self._is_troubled(since):
@@ -279,7 +279,7 @@ class Simulation:
         return bool(self.plan.loss or self.plan.delay)
 
     def _put_back(self) -> None:
-        """Somebody puts the first record of a model back, once the later one is known everywhere on this machine."""
+        """A client puts the first record of a model back, once this machine knows the later one everywhere."""
         for slot, history in self.truth.answering.items():
             _, newest, _ = history[-1]
             living = [worker for worker in self.workers if not worker.is_gone]
@@ -343,7 +343,7 @@ class Simulation:
             self.schedule.disturbed_at = max(self.schedule.disturbed_at, self.schedule.down_until)
 
     def _pause(self, slot: str, seconds: float) -> None:
-        """An operator pauses the model for a while. Nobody takes over its jobs meanwhile."""
+        """An operator pauses the model for a while. No worker takes over its jobs meanwhile."""
         schedule, end = self.schedule, self._ends[0]
         schedule.inject("pause", slot)
         schedule.disturbed_at = max(schedule.disturbed_at, schedule.now + seconds)

@@ -48,7 +48,7 @@ class Job:
     """Some call to publish it was not answered."""
     cancel_asked: bool = False
     is_told: bool = False
-    """Its result has reached whoever waits for it."""
+    """Its result has reached the client that waits for it."""
 
     @property
     def job_ids(self) -> list[str]:
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Waiter:
-    """Whoever waits for one of the ids under which a job was offered."""
+    """A caller that waits for one of the ids under which a job was offered."""
 
     id: str
     job: Job

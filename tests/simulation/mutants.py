@@ -78,7 +78,7 @@ class _Popping(UnreliableEnd):
 
 
 class PopWithoutRecord(_Popping):
-    """A claim takes the job off the queue, and nobody notes who has it."""
+    """A claim takes the job off the queue, and no record says which worker has it."""
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
@@ -105,7 +105,7 @@ class AckBeforeCommit(SteppedScheduler):
 
 
 class NoFence(UnreliableEnd):
-    """Whoever commits is believed, whoever holds the job and whatever was committed before."""
+    """A commit is accepted from any worker, whichever holds the job and whatever was committed before."""
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
@@ -245,7 +245,7 @@ class ReleaseCountedAsCrash(UnreliableEnd):
 
 
 class CrashesForgotten(UnreliableEnd):
-    """Nobody counts who died of what."""
+    """No crash of a job is counted."""
 
     def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """Nothing is kept."""
@@ -361,7 +361,7 @@ class LeastUrgentFirst(UnreliableEnd):
 
 
 class LateJobsRun(SteppedScheduler):
-    """Nobody looks at deadlines and cancellations again before a forward."""
+    """Deadlines and cancellations are not checked again before a forward."""
 
     @staticmethod
     def too_late_check(broker_now: Callable[[], float]) -> Callable[[Sequence[ClaimedJob]], Mapping[int, Failure]]:
@@ -528,14 +528,14 @@ class FailsAtTheFirst(SteppedRouter):
 
 
 class AdoptForgotten(UnreliableEnd):
-    """Nobody looks for what was handed over, until its lease has lapsed."""
+    """No worker adopts jobs that were handed over, until their lease has lapsed."""
 
     def serve_adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
         return []
 
 
-class HandedToNobody(UnreliableEnd):
-    """What is handed over belongs to somebody who does not exist, for ever."""
+class HandedToNoWorker(UnreliableEnd):
+    """A job that is handed over belongs for ever to a worker that does not exist."""
 
     def serve_hand_over(self, consumer: str, held: Sequence[Held], version: str) -> None:
         super().serve_hand_over(consumer, held, version)
@@ -678,7 +678,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(OtherContentServes, "content of another version"),
     _misled(FailsAtTheFirst, "failed, and a worker had it"),
     _broken(AdoptForgotten, "not adopted"),
-    _broken(HandedToNobody, "no end"),
+    _broken(HandedToNoWorker, "no end"),
     _broken(HandOverIsAnAttempt, "counted as an attempt"),
     _misled(AnotherVersionAnswers, "answered by another version than it named"),
     _misled(UnplacedForgotten, "left with"),

@@ -105,7 +105,7 @@ class Plan:
     single_flight: bool
     keeps_answers: bool
     has_operator: bool
-    """Somebody puts dead letters back, once each."""
+    """An operator puts dead letters back, once each."""
     device_rows: int
     """Rows that fit the device; 0: all."""
     max_depth: int
@@ -179,7 +179,7 @@ def _naming(rng: Random, order: Order) -> Order:
 
 
 def draw_replay(rng: Random, plan: Plan) -> float | None:
-    """When somebody puts a model's older record back into the broker, if ever."""
+    """When a client puts a model's older record back into the broker; None: never."""
     return rng.uniform(plan.until * 0.3, plan.until + 2.0) if rng.random() < 0.8 else None
 
 

@@ -34,7 +34,7 @@ class Schedule:
         self.skew_s = 0.0
         """How far the broker's clock has jumped."""
         self.down_until = 0.0
-        """The broker answers nobody before."""
+        """The broker answers no call before."""
         self.disturbed_at = -1e9
         """When something last happened that touches every worker's leases."""
         self.is_over = False

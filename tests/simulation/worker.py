@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Crash", "Machine", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
 
 _METRICS: Final = InferenceMetrics((0.1, 1.0))
-"""Of all workers together: nobody looks at them, but they are reported to."""
+"""Shared by all workers, which report to it; no check reads it."""
 _LATE_S: Final = 0.05
 """A wait that takes so much longer than meant may have cost a renewal."""
 
@@ -323,7 +323,7 @@ class Strand:
         except Crash:
             worker.die()
             return
-        except Exception as error:  # the process would end here, and nobody would expect it
+        except Exception as error:  # the process would end here, which is not expected
             schedule.violate(f"raised {error!r} at {_place_of(error)}")
             worker.die()
             return
@@ -522,7 +522,7 @@ class Worker:
     # What happens to it
 
     def die(self) -> None:
-        """kill -9. Its jobs come back within a lease and a second, if anybody is there to take them."""
+        """kill -9. Its jobs come back within a lease and a second, if another worker lives."""
         if self.is_gone:
             return
         self.is_gone = True
@@ -530,8 +530,8 @@ class Worker:
         leased = self.end.leased_to(self.drain.consumer)
         if self.stopped_at is None:
             self._simulation.truth.crashes.update(job.header.id for seat in self._seats for job in seat.jobs())
-        # The system closes a dead process's connections in a moment; what its blocking claim is handed until then
-        # is leased to nobody.
+        # The system closes a dead process's connections in a moment; jobs that its blocking claim receives
+        # until then are leased to no living worker.
         self.schedule.after(self.schedule.rng.uniform(0.0, 0.05), self.end.drop_armed)
         self._simulation.expect_redelivery(self, leased)
         self._simulation.supervisor.has_died(self)

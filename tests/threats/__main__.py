@@ -35,7 +35,7 @@ def main() -> int:
     options = parser.parse_args()
     _say(f"{options.messages} messages, seed {options.seed}")
     with tempfile.TemporaryDirectory() as folder:
-        findings = _doors(Path(folder), options.messages, options.seed)
+        findings = _endpoints(Path(folder), options.messages, options.seed)
         findings += _worker(Path(folder), options.messages, options.seed)
     for finding in findings[:20]:
         _say(f"FINDING {finding}")
@@ -43,7 +43,7 @@ def main() -> int:
     return 1 if findings else 0
 
 
-def _doors(folder: Path, messages: int, seed: int) -> list[str]:
+def _endpoints(folder: Path, messages: int, seed: int) -> list[str]:
     findings = []
     for ingress in fuzz.targets(folder):
         count = int(messages * _SHARES[ingress.name])

@@ -301,7 +301,7 @@ _SPEC: Final[dict[str, Any]] = {
 }
 MODEL_SPEC: Final = ModelSpec.model_validate(_SPEC)
 _INPUTS: Final[dict[str, Any]] = {"x": [[1.0, 2.0, 3.0, 4.0]], "text": ["a"], "label": [3]}
-_PRESS: Final = JobBuilder(tenant="default", keyring=SIGNING, max_bytes=10 * 1024 * 1024)
+_BUILDER: Final = JobBuilder(tenant="default", keyring=SIGNING, max_bytes=10 * 1024 * 1024)
 
 
 def _request(random: Random) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def _any_array(random: Random) -> Any:
 
 def _builder(request: Mapping[str, Any]) -> None:
     options = SubmitOptions(**request["options"])
-    _PRESS.build(MODEL_SPEC, request["inputs"], options, idempotency_key=request["key"])
+    _BUILDER.build(MODEL_SPEC, request["inputs"], options, idempotency_key=request["key"])
 
 
 def _spec(random: Random) -> bytes:
@@ -426,7 +426,7 @@ class LaneTarget:
     def __init__(self, root: Path) -> None:
         broker = MemoryBroker()
         broker.put_spec(MODEL, MODEL_SPEC.to_json())
-        self._door = TaskIngress(broker, _PRESS, SpecCache(root), Limits(10**9, 0, 60_000), is_open=True)
+        self._ingress = TaskIngress(broker, _BUILDER, SpecCache(root), Limits(10**9, 0, 60_000), is_open=True)
         self._count = 0
 
     def take(self, arguments: Any) -> None:
@@ -434,7 +434,7 @@ class LaneTarget:
         if not isinstance(arguments, dict) or not {"model", "inputs"} <= arguments.keys() <= _LANE.keys():
             raise _NoTask("no such arguments")
         self._count += 1
-        self._door.admit(f"task-{self._count}", **arguments)
+        self._ingress.admit(f"task-{self._count}", **arguments)
 
 
 class _NoTask(Exception):

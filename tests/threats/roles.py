@@ -13,7 +13,7 @@ import redis
 from tests.servers import ROOT, RedisServer, wait_until
 
 ROLES = ("producer", "worker", "operator", "celery", "flower")
-"""Everybody who has a password of their own; `health` has none and may PING."""
+"""The roles that have a password of their own; `health` has none and may PING."""
 
 
 class GuardedServer(RedisServer):
@@ -79,7 +79,7 @@ class GuardedServer(RedisServer):
         return redis.Redis.from_url(self.url_of(role), socket_timeout=5)
 
     def denials(self) -> list[dict[str, Any]]:
-        """What Redis refused to anybody since `forget_denials`: who, why and what."""
+        """The calls that Redis refused since `forget_denials`: user, reason and command."""
         with self.client() as client:
             return [
                 {name: entry[name] for name in ("username", "reason", "context", "object")}

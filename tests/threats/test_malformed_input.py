@@ -34,7 +34,7 @@ SPEC = ModelSpec.model_validate(
         "outputs": [{"name": "y", "dtype": "float32", "shape": ["batch", 4]}],
     }
 )
-PRESS = JobBuilder(tenant="default", keyring=Keyring.parse(None), max_bytes=MAX_BYTES)
+BUILDER = JobBuilder(tenant="default", keyring=Keyring.parse(None), max_bytes=MAX_BYTES)
 ROWS = MAX_BYTES // 16
 MAX_LINES = 200_000
 """A few for each string that may travel. A loop over the numbers or strings of a full body runs millions."""
@@ -117,7 +117,7 @@ def test_input_is_refused_for_little_work_and_within_twice_its_size(what: str):
     """Before anything is written: one line, few lines of Python, at most twice the body in memory."""
     inputs = OFFERS[what]()
     size = sum(value.nbytes if isinstance(value, np.ndarray) else 0 for value in inputs.values())
-    error, lines, rise = _cost(lambda: PRESS.build(SPEC, inputs))
+    error, lines, rise = _cost(lambda: BUILDER.build(SPEC, inputs))
     assert isinstance(error, InvalidInput)
     _check(error, lines, rise, size)
 

@@ -154,7 +154,7 @@ def test_exceptions_travel_as_plain_data(target: AttackedWorker, tmp_path: Path)
     with target.client() as client, target.server.client() as overseer:
         job = client.submit("thrower", {"x": [[-1.0, 0, 0, 0]]})
         with pytest.raises(ModelError, match="Hostile: __import__"):
-            job.result(10)
+            job.result(60)
         record = overseer.get(record_key(job.id))
     size = int.from_bytes(record[6:10], "little")
     error = msgspec.msgpack.decode(record[10 : 10 + size])["error"]
@@ -192,7 +192,7 @@ def test_messages_that_are_programs_are_refused(kind: str, target: AttackedWorke
         overseer.xadd(stream_key("double", Priority.HIGH), {"e": body})
         wait_until(lambda: overseer.xlen(dead_key("double")) == before + 1, 10, "the job is dead-lettered")
         wait_until(lambda: not hostile_load._waiting(overseer), 10, "the message is taken")
-        assert client.submit("double", ROW).result(10)["y"].tolist() == [[2, 4, 6, 8]]
+        assert client.submit("double", ROW).result(60)["y"].tolist() == [[2, 4, 6, 8]]
     assert not trap.exists()
 
 
@@ -238,7 +238,7 @@ def test_unknown_kinds_are_dead_lettered(target: AttackedWorker):
         letters = overseer.xrevrange(dead_key("double"), count=count)
         kept = [dict(fields)[b"e"] for _, fields in letters]
         assert sorted(kept) == sorted(UNKNOWN_KINDS.values())
-        assert client.submit("double", ROW).result(10)["y"].tolist() == [[2, 4, 6, 8]]
+        assert client.submit("double", ROW).result(60)["y"].tolist() == [[2, 4, 6, 8]]
 
 
 COMMANDS_THAT_CHANGE = {
@@ -270,7 +270,7 @@ def test_commands_that_change_a_worker_are_not_there(target: AttackedWorker):
 
     def asked(question: str) -> Any:
         def answer() -> Any:
-            return (getattr(app.control.inspect([name], timeout=20), question)() or {}).get(name)
+            return (getattr(app.control.inspect([name], timeout=60), question)() or {}).get(name)
 
         return wait_until(answer, 10, "the worker answers")
 
@@ -294,7 +294,7 @@ def test_revoke_does_not_kill(target: AttackedWorker):
     consumes(app, target.worker)
     app.control.revoke("double.nothing", terminate=True, signal="SIGKILL")
     with target.client() as client:
-        assert client.submit("double", ROW).result(10)["y"].tolist() == [[2, 4, 6, 8]]
+        assert client.submit("double", ROW).result(60)["y"].tolist() == [[2, 4, 6, 8]]
     assert target.worker.is_running
 
 

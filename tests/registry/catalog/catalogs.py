@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Table, create_engine, insert, text
 from sqlalchemy.pool import NullPool
 
-from penstock.registry.catalog import ModelRegistryClient, ModelStage, Transition
+from penstock.registry.catalog import ModelLineage, ModelRegistryClient, ModelStage, RegisteredVersion, Transition
 from penstock.registry.package import Package, load_package
 from penstock.safety.keys import OperatorKey
 from tests.packages import write_package
@@ -32,6 +32,26 @@ def ticks() -> Callable[[], datetime]:
     """A clock that is a second later at every look."""
     moments = (datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second) for second in range(10**9))
     return lambda: next(moments)
+
+
+def registered(version: str, stage: ModelStage = ModelStage.DRAFT, epoch: int = 1, **fields: Any) -> RegisteredVersion:
+    """The record of a version of `minilm`, whose content hash is the digits of its label, repeated."""
+    spec = {"name": "minilm", "version": version, "format": "python", "entrypoint": "model:build"}
+    tensors = [{"name": name, "dtype": "float32", "shape": ["batch", 4]} for name in "xy"]
+    record = RegisteredVersion(
+        name="minilm",
+        version=version,
+        content_hash=(version * 64)[:64],
+        stage=stage,
+        epoch=epoch,
+        files={"model.py": "ab" * 32},
+        source_files={},
+        spec=spec | {"inputs": tensors[:1], "outputs": tensors[1:]},
+        source="/models/minilm",
+        lineage=ModelLineage(),
+        registered_at="2026-01-01T00:00:00+00:00",
+    )
+    return replace(record, **fields)
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Overheard:
         self.transitions.append(row)
 
 
-class Desk:
+class Harness:
     """A registry with versions 1 (production), 2 (staging) and 3 (draft), and changes that are not written yet."""
 
     def __init__(self, url: str, root: Path, slot: str) -> None:
@@ -75,38 +75,38 @@ class Desk:
 
 
 @pytest.fixture
-def desk(registry_url: str, models_root: Path, slot: str) -> Desk:
-    """See Desk."""
-    return Desk(registry_url, models_root, slot)
+def harness(registry_url: str, models_root: Path, slot: str) -> Harness:
+    """See Harness."""
+    return Harness(registry_url, models_root, slot)
 
 
-def test_a_signed_change_is_entered_once(desk: Desk):
+def test_a_signed_change_is_entered_once(harness: Harness):
     """Its repetition, as after an answer that was lost, is confirmed and changes nothing."""
-    decided = desk.decided()
-    assert desk.production == "1"
+    decided = harness.decided()
+    assert harness.production == "1"
     for _ in range(2):
-        desk.enter(decided.versions, decided.transitions)
-        assert desk.production == "2"
-    stages = desk.catalog.stages()
+        harness.enter(decided.versions, decided.transitions)
+        assert harness.production == "2"
+    stages = harness.catalog.stages()
     assert (stages["1"], stages["2"], stages["3"]) == (ModelStage.ARCHIVED, ModelStage.PRODUCTION, ModelStage.DRAFT)
-    desk.catalog.client.rollback(desk.catalog.name)
-    assert desk.production == "1"
+    harness.catalog.client.rollback(harness.catalog.name)
+    assert harness.production == "1"
 
 
-def test_an_overtaken_change_is_refused(desk: Desk):
+def test_an_overtaken_change_is_refused(harness: Harness):
     """Whatever it was that came first, and however often it is sent; nothing of it is written."""
-    decided = desk.decided()
-    desk.catalog.client.promote(desk.catalog.name, "3", ModelStage.STAGING)
+    decided = harness.decided()
+    harness.catalog.client.promote(harness.catalog.name, "3", ModelStage.STAGING)
     for _ in range(2):
         with pytest.raises(TransitionConflict, match="changed meanwhile and is at epoch"):
-            desk.enter(decided.versions, decided.transitions)
-    assert desk.production == "1"
+            harness.enter(decided.versions, decided.transitions)
+    assert harness.production == "1"
 
 
-def test_only_what_a_known_operator_signed_is_entered(desk: Desk):
+def test_only_what_a_known_operator_signed_is_entered(harness: Harness):
     """A stranger's rows, unsigned ones, and genuine ones with another word in them (S0.3)."""
-    stranger = desk.decided(new_key())
-    genuine = desk.decided()
+    stranger = harness.decided(new_key())
+    genuine = harness.decided()
     forged: list[tuple[Any, Any]] = [
         (stranger.versions, stranger.transitions),
         (stranger.versions, genuine.transitions),
@@ -118,24 +118,24 @@ def test_only_what_a_known_operator_signed_is_entered(desk: Desk):
     ]
     for versions, transitions in forged:
         with pytest.raises(BadSignature):
-            desk.enter(versions, transitions)
-    assert desk.production == "1"
+            harness.enter(versions, transitions)
+    assert harness.production == "1"
 
 
-def test_rows_of_one_change_belong_together(desk: Desk):
+def test_rows_of_one_change_belong_together(harness: Harness):
     """Without the archived one there would be two in production; without the promoted one, none."""
-    decided = desk.decided()
+    decided = harness.decided()
     old, new = decided.versions
-    for versions in ([new], [old], [], [old, new, *desk.decided(version="2").rows.versions]):
+    for versions in ([new], [old], [], [old, new, *harness.decided(version="2").rows.versions]):
         with pytest.raises((InvalidInput, BadSignature, TransitionConflict)):
-            desk.enter(versions, decided.transitions)
-    assert (desk.production, desk.catalog.stages()["2"]) == ("1", ModelStage.STAGING)
+            harness.enter(versions, decided.transitions)
+    assert (harness.production, harness.catalog.stages()["2"]) == ("1", ModelStage.STAGING)
 
 
-def test_files_are_hashed_where_they_lie(desk: Desk):
+def test_files_are_hashed_where_they_lie(harness: Harness):
     """Changed before the change is entered, or while it is: refused, with nothing written (S0.5)."""
-    decided = desk.decided()
-    folder = desk.catalog.root / desk.catalog.name / "2"
+    decided = harness.decided()
+    folder = harness.catalog.root / harness.catalog.name / "2"
 
     def hash_then_swap(source: str) -> Any:
         manifest = load_package(Path(source)).manifest()
@@ -143,37 +143,37 @@ def test_files_are_hashed_where_they_lie(desk: Desk):
         return manifest
 
     with pytest.raises(ContentChanged, match=r"model\.py: changed since it was hashed"):
-        desk.enter(decided.versions, decided.transitions, hash_then_swap)
+        harness.enter(decided.versions, decided.transitions, hash_then_swap)
     with pytest.raises(ContentChanged, match="not as they were registered"):
-        desk.enter(decided.versions, decided.transitions)
-    assert desk.production == "1"
+        harness.enter(decided.versions, decided.transitions)
+    assert harness.production == "1"
 
 
-def test_a_change_without_a_transition_is_none(desk: Desk):
+def test_a_change_without_a_transition_is_none(harness: Harness):
     """Rows alone say nothing of why they changed."""
     with pytest.raises(InvalidInput, match="Expected a transition"):
-        desk.enter(desk.decided().versions, [])
+        harness.enter(harness.decided().versions, [])
 
 
-def test_records_signed_anew_are_the_same_records(desk: Desk):
+def test_records_signed_anew_are_the_same_records(harness: Harness):
     """A renewal replaces signatures and nothing else: with another word in it, it is refused as a whole."""
     new = new_key()
-    both = PublicKeys.parse(f"{desk.key.public_text},{new.public_text}").verify
-    overheard = Overheard(desk.catalog.url)
-    desk.catalog.reopened(store=overheard, sign=new.sign).renew(desk.catalog.name)
-    desk.verify = both
+    both = PublicKeys.parse(f"{harness.key.public_text},{new.public_text}").verify
+    overheard = Overheard(harness.catalog.url)
+    harness.catalog.reopened(store=overheard, sign=new.sign).renew(harness.catalog.name)
+    harness.verify = both
     for label in ("2", "3"):
         other = next(open_version(row, both) for row in overheard.versions if row["version"] == label)
         forged = seal_row(replace(other, source="/elsewhere"), new.sign)
         versions = [forged if row["version"] == label else row for row in overheard.versions]
         with pytest.raises(InvalidInput, match="differ in signatures"):
-            desk.enter(versions, overheard.transitions)
+            harness.enter(versions, overheard.transitions)
     first = open_transition(overheard.transitions[0], both)
     rewritten = [seal_row(replace(first, reason="because"), new.sign), *overheard.transitions[1:]]
     with pytest.raises(InvalidInput, match="differ in signatures"):
-        desk.enter(overheard.versions, rewritten)
-    desk.enter(overheard.versions, overheard.transitions)
-    alone = desk.catalog.reopened(verify=PublicKeys.parse(new.public_text).verify)
-    assert [each.action for each in alone.history(desk.catalog.name)][-1] == "sign"
+        harness.enter(overheard.versions, rewritten)
+    harness.enter(overheard.versions, overheard.transitions)
+    alone = harness.catalog.reopened(verify=PublicKeys.parse(new.public_text).verify)
+    assert [each.action for each in alone.history(harness.catalog.name)][-1] == "sign"
     with pytest.raises(BadSignature):
-        desk.catalog.client.find(desk.catalog.name)
+        harness.catalog.client.find(harness.catalog.name)

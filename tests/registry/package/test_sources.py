@@ -15,7 +15,7 @@ import pytest
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
-from penstock.registry.package.hub_cache import cache_folder, find_snapshot
+from penstock.registry.package.hub_cache import find_snapshot
 from penstock.registry.package.sources import HubSource, LocalSource, MlflowSource, ModelSource
 from tests.packages import write_double
 from tests.threats.model_files import write_encoder, write_encoder_files
@@ -201,20 +201,6 @@ def test_only_commits_of_the_hub_are_taken(revision: str, tmp_path: Path):
     """A branch or a tag is another model tomorrow (AR-078)."""
     with pytest.raises(ConfigurationError, match="expected a commit of 40 hex digits"):
         HubSource(tmp_path).fetch(f"org/tiny@{revision}")
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
-        ({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}, "/b/hub"),
-        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
-        ({}, "~/.cache/huggingface/hub"),
-    ],
-)
-def test_the_cache_is_where_the_hubs_tools_keep_it(environ: dict[str, str], expected: str):
-    """Who downloaded with them need not say where to."""
-    assert cache_folder(environ) == Path(expected).expanduser()
 
 
 def test_package_may_take_its_weights_from_the_hubs_cache(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.registry.errors import ConfigurationError, InvalidInput
-from penstock.registry.package import FORMATS, ModelSpec, discover, load_package, schema
-from penstock.registry.package.schema import schema_text
+from penstock.registry.package import ModelSpec, discover, load_package
 from penstock.registry.package.spec_sections import EndpointPolicy
 from tests.registry.package.documents import ENCODER, PLAIN, SCRIPTED, SEQUENCES, changed, write
 from tests.servers import ROOT
@@ -521,28 +520,6 @@ def test_clients_do_not_count_the_tokens_of_a_text():
     """A limit in tokens is the worker's to apply: a client would count characters."""
     limited = ModelSpec.model_validate(ENCODER | {"batching": {"length_input": "text", "max_length": 16}})
     limited.signature.check({"text": ["a" * 100]})
-
-
-def test_committed_schema_is_that_of_the_model():
-    """Editors check model.yaml with what `python -m penstock.registry.package.schema` writes."""
-    committed = Path(schema.__file__).with_name("model.schema.json").read_text()
-    assert committed == schema_text(), (
-        "run: python -m penstock.registry.package.schema > registry/package/model.schema.json"
-    )
-
-
-def test_every_field_of_the_schema_is_described():
-    """The schema describes every field for authors of packages."""
-    schema = json.loads(schema_text())
-    tables = {"model.yaml": schema, **schema["$defs"]}
-    bare = [
-        f"{table}.{name}"
-        for table, definition in tables.items()
-        for name, field in definition.get("properties", {}).items()
-        if "description" not in field
-    ]
-    assert bare == []
-    assert schema["properties"]["format"]["enum"] == list(FORMATS)
 
 
 @pytest.mark.parametrize("field", ["auto_shard_model", "sharding", "sharding_axis_dims"])
