@@ -9,7 +9,7 @@ override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all lint bench bench-gpu chaos test-celery56 docs docs-serve clean
+.PHONY: help demo check test test-quick test-all lint bench bench-gpu chaos test-celery56 docs docs-serve clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +17,10 @@ help: ## show the targets
 demo: $(VENV)/.demo ## embed your standard library's docstrings and search them; ASK="your question" adds one
 	@$(BIN)/penstock demo $(if $(ASK),--ask "$$ASK")
 
-check: lint ## between two edits: lint, and the tests that need no server
+check: $(VENV)/.dev $(VENV)/.docs ## between two edits: lint, and the quick tests that need no server
+	@$(MAKE) --no-print-directory -j2 VENV=$(VENV) lint test-quick
+
+test-quick: $(VENV)/.dev
 	$(BIN)/python -m tests --no-server -q
 
 test: $(VENV)/.dev ## run the tests
