@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
-from math import inf
+from math import ceil, inf
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
@@ -20,15 +20,17 @@ from penstock.producers.events import EventMerger, JobEvent
 from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import SILENCE_S
 from penstock.producers.rows import MapOrder
-from penstock.producers.submission import cancellation
+from penstock.producers.submission import cancellation, expiry
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import CancelOutcome, JobRecord
+from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
 __all__ = ["AsyncClient", "AsyncJobHandle"]
+
+_LOOKS_PER_S: Final = 20
 
 
 class AsyncClient(
@@ -151,7 +153,7 @@ class AsyncJobHandle(HandleCore):
                 for event in (*found, *merger.record(record)):
                     yield event
                 while not (merger.is_over or merger.awaits_record):
-                    entries = await subscription.next(SILENCE_S)
+                    entries = await subscription.next(self._state.seconds_left(SILENCE_S))
                     if not entries:
                         break
                     for event in merger.entries(entries):
@@ -169,15 +171,20 @@ class AsyncJobHandle(HandleCore):
         return state.cancelled(outcome)
 
     async def _read_record(self, *, subscribe: bool = False) -> JobRecord:
-        return self._state.accept(await self._client._broker.job_record(self.id, subscribe=subscribe))
+        broker, state = self._client._broker, self._state
+        record = await broker.job_record(state.id, subscribe=subscribe)
+        if record is not None and state.is_overdue(record):
+            sealed = expiry(state.id, state.tenant, self._client._builder.keyring)
+            is_ended = await broker.expire(state.id, state.tenant, sealed)
+            record = JobRecord(State.EXPIRED, "", sealed) if is_ended else await broker.job_record(state.id)
+        return state.accept(record)
 
     async def _ended(self, timeout: float | None) -> Outcome:
         state = self._state
         if state.record is None:
             until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
             try:
-                if state.awaits_reply:
-                    await self._client._reader.reply_to(state, until)
+                await self._await_reply(until)
                 if state.record is None:
                     async with asyncio.timeout_at(None if until == inf else until):
                         await self._follow()
@@ -187,6 +194,20 @@ class AsyncJobHandle(HandleCore):
                 if state.record is None:
                     raise result_timeout(timeout) from None
         return state.opened()
+
+    async def _await_reply(self, until: float) -> None:
+        """Waits for the reply, if one is expected, and looks at the record when the job's time has passed."""
+        state, loop = self._state, asyncio.get_running_loop()
+        while state.awaits_reply and state.record is None:
+            look_at = loop.time() + state.seconds_left(inf)
+            # On a grid: each distinct time costs the reader a look at all waiting jobs.
+            look_at = ceil(look_at * _LOOKS_PER_S) / _LOOKS_PER_S if look_at < until else inf
+            try:
+                await self._client._reader.reply_to(state, min(until, look_at))
+            except TimeoutError:
+                if until <= look_at:
+                    raise
+                await self._read_record()
 
     async def _follow(self) -> None:
         """Waits for the end in the job's event stream: no reply comes to this client."""

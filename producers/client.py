@@ -18,7 +18,7 @@ from penstock.producers.events import EventMerger, JobEvent, is_end
 from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
-from penstock.producers.submission import cancellation
+from penstock.producers.submission import cancellation, expiry
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.errors import BrokerUnavailable, PenstockError
@@ -147,7 +147,7 @@ class JobHandle(HandleCore):
                 yield from merger.entries(reader.read_now(self.id, merger.last))
                 yield from merger.record(record)
                 while not (merger.is_over or merger.awaits_record):
-                    if not reader.wait(lambda: bool(subscription), SILENCE_S):
+                    if not reader.wait(lambda: bool(subscription), self._state.seconds_left(SILENCE_S)):
                         break
                     yield from merger.entries(_drained(subscription))
         finally:
@@ -166,7 +166,13 @@ class JobHandle(HandleCore):
         return state.cancelled(outcome)
 
     def _read_record(self, *, subscribe: bool = False) -> JobRecord:
-        return self._state.accept(self._client._broker.job_record(self.id, subscribe=subscribe))
+        broker, state = self._client._broker, self._state
+        record = broker.job_record(state.id, subscribe=subscribe)
+        if record is not None and state.is_overdue(record):
+            sealed = expiry(state.id, state.tenant, self._client._builder.keyring)
+            is_ended = broker.expire(state.id, state.tenant, sealed)
+            record = JobRecord(State.EXPIRED, "", sealed) if is_ended else broker.job_record(state.id)
+        return state.accept(record)
 
     def _ended(self, timeout: float | None) -> Outcome:
         state = self._state
@@ -187,7 +193,7 @@ class JobHandle(HandleCore):
             elif not (state.awaits_reply and reader.expects(state.id)):
                 # In a forked child, also a job of the parent: the parent gets the reply.
                 self._watch(min(left, _LONGEST_WATCH_S))
-            elif reader.wait(lambda: not state.awaits_reply, min(left, SILENCE_S)):
+            elif reader.wait(lambda: not state.awaits_reply, state.seconds_left(min(left, SILENCE_S))):
                 continue
             elif self._read_record().state is not State.QUEUED:
                 # The reply was lost, and those of other jobs may be lost, too.
@@ -199,6 +205,7 @@ class JobHandle(HandleCore):
         events = reader.subscribe(self.id, 0)
         try:
             record = self._read_record(subscribe=True)
+            seconds = self._state.seconds_left(seconds)
             if record.state is State.QUEUED and reader.wait(lambda: any(map(is_end, tuple(events))), seconds):
                 self._read_record()
         finally:

@@ -200,7 +200,8 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
 
     def _track(self, job: Publication) -> Handle:
         """The handle of a job that is published next: its reply may come before the call returns."""
-        state = JobState(job.job_id, job.tenant, self._policy, awaits_reply=True)
+        look_at = time.monotonic() + job.lifetime_ms(self._limits.job_ttl_ms) / 1000
+        state = JobState(job.job_id, job.tenant, self._policy, awaits_reply=True, look_at=look_at)
         self._reader.expect(state)
         return self._handle(state)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
@@ -31,6 +32,9 @@ __all__ = [
     "result_timeout",
 ]
 
+_CLOCK_STEP_S: Final = 0.002
+"""The broker's clock has steps of a millisecond."""
+_LOOK_AGAIN_S: Final = 1.0
 JobEnd: TypeAlias = Literal["completed", "failed", "cancelled", "expired", "dead"]
 """How a job ended."""
 JobStatus: TypeAlias = Literal["queued", "running", "completed", "failed", "cancelled", "expired", "dead"]
@@ -129,14 +133,29 @@ class JobState:
 
     awaits_reply: whether a reply will come on this client's reply stream and has not come yet.
     record: the terminal record once it is known.
+    look_at: the monotonic time in seconds at which the client looks at the record, because the job's deadline or
+    lifetime has passed; infinite while that is not known.
     """
 
-    __slots__ = ("__weakref__", "_is_known", "_outcome", "_policy", "awaits_reply", "id", "record", "tenant")
+    __slots__ = (
+        "__weakref__",
+        "_is_known",
+        "_outcome",
+        "_policy",
+        "awaits_reply",
+        "id",
+        "look_at",
+        "record",
+        "tenant",
+    )
 
-    def __init__(self, job_id: str, tenant: str, policy: ResultPolicy, *, awaits_reply: bool) -> None:
+    def __init__(
+        self, job_id: str, tenant: str, policy: ResultPolicy, *, awaits_reply: bool, look_at: float = inf
+    ) -> None:
         self.id = job_id
         self.tenant = tenant
         self.awaits_reply = awaits_reply
+        self.look_at = look_at
         self.record: JobRecord | None = None
         self._policy = policy
         self._is_known = awaits_reply
@@ -159,8 +178,20 @@ class JobState:
             self.record = record
         elif record.tenant != self.tenant:
             raise self.missing()
+        elif record.left_ms is not None:
+            # A job whose time has passed lives while a worker holds it.
+            pause_s = _LOOK_AGAIN_S if record.left_ms < 0 else record.left_ms / 1000 + _CLOCK_STEP_S
+            self.look_at = time.monotonic() + pause_s
         self._is_known = True
         return record
+
+    def is_overdue(self, record: JobRecord) -> bool:
+        """Whether the record is that of a job of this tenant whose time has passed: `expire` may end it."""
+        return record.left_ms is not None and record.left_ms < 0 and record.tenant == self.tenant
+
+    def seconds_left(self, at_most: float) -> float:
+        """The time until the client must look at the job's record, if that is sooner than `at_most`."""
+        return at_most if self.look_at == inf else min(at_most, max(0.0, self.look_at - time.monotonic()))
 
     def status(self, record: JobRecord) -> JobStatus:
         """The status that a record shows."""

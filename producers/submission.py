@@ -16,10 +16,11 @@ from typing import Final, Generic, Self, TypeVar
 
 from penstock.producers.job_state import HandleCore
 from penstock.registry.broker.base import Publication, Receipt
-from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
+from penstock.registry.envelope import Keyring, RequestContext
 from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
+from penstock.registry.unrun import CANCELLED, EXPIRED, unrun_result
 
-__all__ = ["SubmitRun", "accepted", "cancellation", "chunks", "log_accepted", "logger", "with_keys"]
+__all__ = ["SubmitRun", "accepted", "cancellation", "chunks", "expiry", "log_accepted", "logger", "with_keys"]
 
 _CHUNK_JOBS: Final = 256
 _CHUNK_BYTES: Final = 1024 * 1024
@@ -38,13 +39,12 @@ Handle = TypeVar("Handle", bound=HandleCore)
 
 def cancellation(job_id: str, tenant: str, keyring: Keyring) -> bytes:
     """The sealed result of a job that its producer cancelled."""
-    header = ResultHeader(
-        id=job_id,
-        context=RequestContext(tenant),
-        error=Failure("Cancelled", "The job was cancelled before it ran"),
-        key=keyring.signing_id,
-    )
-    return seal("result", header, b"", keyring)
+    return unrun_result(job_id, RequestContext(tenant), CANCELLED, keyring)
+
+
+def expiry(job_id: str, tenant: str, keyring: Keyring) -> bytes:
+    """The sealed result of a job whose time has passed."""
+    return unrun_result(job_id, RequestContext(tenant), EXPIRED, keyring)
 
 
 def accepted(receipt: Receipt, model: str) -> str:

@@ -229,7 +229,9 @@ class JobBuilder:
             digest, fingerprint = _idempotency_digest(shared.tenant, key), _fingerprint(shared.version, content, body)
         header = replace(shared, id=job_id or new_job_id(spec.name), content=content, idempotency_digest=digest)
         sealed = seal("job", header, body, self.keyring)
-        return Publication(header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint)
+        return Publication(
+            header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint, shared.deadline_ms
+        )
 
     def _encoded(self, spec: ModelSpec, inputs: Mapping[str, object]) -> tuple[tuple[Tensor, ...], bytes]:
         """The inputs as bytes, checked against the model's signature and the size limit."""

@@ -41,6 +41,7 @@ __all__ = [
     "open_event",
     "open_job",
     "open_result",
+    "peek_job",
     "seal",
 ]
 
@@ -262,6 +263,20 @@ def seal(kind: Kind, header: JobHeader | ResultHeader | EventHeader, body: bytes
 def open_job(sealed: bytes, keyring: Keyring) -> tuple[JobHeader, memoryview]:
     """(header, body) of a job. Raises UndecodableEnvelope or BadSignature."""
     return _open("job", sealed, keyring, _job_decoder)
+
+
+def peek_job(sealed: bytes) -> JobHeader | None:
+    """The header of a job, without a check of its signature; None when it cannot be decoded.
+
+    `sealed` may be cut off after the header.
+    """
+    size = int.from_bytes(sealed[4:_FIXED], "little")
+    if sealed[:4] != _PREFIX["job"] or not 0 < size <= MAX_HEADER_BYTES or len(sealed) < _FIXED + size:
+        return None
+    try:
+        return _job_decoder.decode(sealed[_FIXED : _FIXED + size])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def open_result(sealed: bytes, keyring: Keyring) -> tuple[ResultHeader, memoryview]:

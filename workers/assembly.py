@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.registry.broker.base import Broker
 from penstock.registry.errors import ConfigurationError
+from penstock.registry.overdue import OverdueJobs
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
@@ -135,7 +136,15 @@ class _Assembly:
             self.answers.memory,
             options.metrics,
             self.tuner,
+            self._overdue(),
             on_change=self.wake_up.ring,
+        )
+
+    def _overdue(self) -> OverdueJobs:
+        queue, keyring = self.settings.inference.queue, self.settings.keyring
+        result_ttl_ms = int(queue.result_ttl_s * 1000)
+        return OverdueJobs(
+            self.broker, keyring, job_ttl_ms=self.job_ttl_ms, result_ttl_ms=result_ttl_ms, worker=self.identity.name
         )
 
     def drain(self) -> Drain:

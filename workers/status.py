@@ -1,4 +1,4 @@
-"""Once a second, on the lease thread: the worker's report for operators, queue gauges, and operators' pauses."""
+"""Once a second, on the lease thread: the worker's report, queue gauges, pauses, overdue jobs of paused models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.registry.broker.base import Broker
+from penstock.registry.overdue import OverdueJobs
 from penstock.workers.cache import L1Cache
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -55,6 +56,7 @@ class StatusReporter:
         cache: L1Cache,
         metrics: InferenceMetrics,
         tuner: Tuner,
+        overdue: OverdueJobs,
         *,
         on_change: Callable[[], None],
     ) -> None:
@@ -68,6 +70,7 @@ class StatusReporter:
         self._cache = cache
         self._metrics = metrics
         self._tuner = tuner
+        self._overdue = overdue
         self._on_change = on_change
         self._started_at = time.time()
         self._reports = 0
@@ -79,6 +82,7 @@ class StatusReporter:
     def report(self, *, is_ready: bool) -> None:
         """Read the pauses, set the gauges, publish the report, and keep the decisions that this machine has followed.
 
+        A paused model hands out no jobs: those whose time has passed are ended here, a page at a time.
         Raises BrokerUnavailable.
         """
         names = list(self._lifecycle.models)
@@ -86,6 +90,8 @@ class StatusReporter:
         if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._lifecycle.claimable()) < len(names):
             self._lifecycle.request(self._lifecycle.try_again)
         self._read_pauses(names)
+        for name in self.paused:
+            self._overdue.end_some(name, self._broker.now_ms())
         for name in names:
             for depth in self._broker.depths(name):
                 self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)

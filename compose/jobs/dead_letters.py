@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from penstock.registry.broker.base import Broker, DeadLetter, Publication, Replay
-from penstock.registry.envelope import MAX_HEADER_BYTES, PROTOCOL, JobHeader, Keyring, open_job
+from penstock.registry.envelope import JobHeader, Keyring, open_job, peek_job
 from penstock.registry.errors import BadSignature, Corrupt, InvalidInput, UndecodableEnvelope
 from penstock.registry.queues import is_job_id, is_reply_key, parse_name, parse_priority
 
@@ -29,7 +27,6 @@ __all__ = [
     "find",
     "letters",
     "parse_age_ms",
-    "peek",
     "replay",
     "summary",
     "utc_time",
@@ -41,7 +38,6 @@ _AGE: Final = re.compile(r"(\d+)([smhd])")
 _UNIT_MS: Final = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _FIXED: Final = 8
 """Bytes before the header of an envelope; see registry/envelope.py."""
-_decode: Final = msgspec.msgpack.Decoder(JobHeader).decode
 
 
 class ReplayCheck(NamedTuple):
@@ -86,24 +82,6 @@ def parse_age_ms(text: str) -> int:
     return int(match[1]) * _UNIT_MS[match[2]]
 
 
-def peek(sealed: bytes) -> JobHeader | None:
-    """The header of a job, without a check of its signature; None when it cannot be decoded.
-
-    `sealed` may be cut off after the header.
-    """
-    size = int.from_bytes(sealed[4:_FIXED], "little")
-    if (
-        sealed[:4] != b"PS" + bytes([PROTOCOL]) + b"J"
-        or not 0 < size <= MAX_HEADER_BYTES
-        or len(sealed) < _FIXED + size
-    ):
-        return None
-    try:
-        return _decode(sealed[_FIXED : _FIXED + size])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
 def check_replay(letter: DeadLetter, keyring: Keyring, now_ms: float) -> ReplayCheck:
     """Whether the bytes of a letter are a job that a worker would run now, by the same rules."""
     try:
@@ -133,7 +111,7 @@ def _check_queue(header: JobHeader, letter: DeadLetter) -> None:
 def describe(letter: DeadLetter, keyring: Keyring, now_ms: float) -> dict[str, Any]:
     """A letter with its bytes, ready for JSON. Never raises because of the bytes."""
     checked = check_replay(letter, keyring, now_ms)
-    header = checked.job or peek(letter.sealed)
+    header = checked.job or peek_job(letter.sealed)
     return {
         **summary(letter),
         "protocol": _protocol(letter.sealed),
@@ -213,6 +191,14 @@ def replay(broker: Broker, letter: DeadLetter, keyring: Keyring, *, job_ttl_ms: 
     checked = check_replay(letter, keyring, now_ms)
     if (job := checked.job) is None:
         return Replayed(letter.entry, letter.job_id, False, checked.problem)
-    publication = Publication(job.id, parse_priority(job.priority), b"", job.tenant, job.reply, job.idempotency_digest)
+    publication = Publication(
+        job.id,
+        parse_priority(job.priority),
+        b"",
+        job.tenant,
+        job.reply,
+        job.idempotency_digest,
+        deadline_ms=job.deadline_ms,
+    )
     outcome = broker.replay(letter.slot, letter.entry, publication, job_ttl_ms, keeps_acceptance=bool(job.deadline_ms))
     return Replayed(letter.entry, job.id, outcome is Replay.REPLAYED, _REFUSALS.get(outcome, ""))

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.compose.jobs.dead_letters import peek
 from penstock.registry.broker.base import Broker, WaitingEntry, Withdrawal
-from penstock.registry.envelope import MAX_HEADER_BYTES, Failure, JobHeader, Keyring, ResultHeader, seal
+from penstock.registry.envelope import MAX_HEADER_BYTES, Failure, JobHeader, Keyring, peek_job
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.queues import Priority, is_job_id
+from penstock.registry.unrun import unrun_result
 
 __all__ = ["purge"]
 
@@ -54,7 +54,7 @@ def purge(
 
 
 def _withdrawal(waiting: WaitingEntry, slot: str, keyring: Keyring) -> Withdrawal:
-    header = peek(waiting.head)
+    header = peek_job(waiting.head)
     if header is None or not is_job_id(header.id, slot):
         return Withdrawal(waiting.entry_id)
     return Withdrawal(waiting.entry_id, header.id, header.tenant, _cancelled(header, keyring))
@@ -67,5 +67,4 @@ def _cancelled(job: JobHeader, keyring: Keyring) -> bytes:
             f"The jobs are signed with key {job.key!r:.70}, which is not known here, and their results must be signed "
             "with the same key. Expected it in PENSTOCK_SIGNING_KEYS"
         )
-    header = ResultHeader(id=job.id, context=job.context, error=_PURGED, key=job.key)
-    return seal("result", header, b"", keyring)
+    return unrun_result(job.id, job.context, _PURGED, keyring, key=job.key)

@@ -80,7 +80,8 @@ class Limits:
 
 class Publication(msgspec.Struct, frozen=True, gc=False):
     """One sealed job to publish. `idempotency_digest` is the digest of (tenant, idempotency key), empty without a key;
-    `fingerprint` is the digest of its payload: two payloads under one key are a conflict."""
+    `fingerprint` is the digest of its payload: two payloads under one key are a conflict. `deadline_ms` counts from
+    acceptance; 0: no deadline."""
 
     job_id: str
     priority: Priority
@@ -89,6 +90,11 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     reply: str = ""
     idempotency_digest: str = ""
     fingerprint: str = ""
+    deadline_ms: int = 0
+
+    def lifetime_ms(self, job_ttl_ms: int) -> int:
+        """How long after its acceptance the job may start."""
+        return min(self.deadline_ms or job_ttl_ms, job_ttl_ms)
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -103,8 +109,8 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 class JobRecord(msgspec.Struct, frozen=True, gc=False):
     """The state of a job. `result` is the sealed result of a terminal job, else empty; `is_claimed`: a worker holds
-    the job; `deliveries` counts how often it was claimed. A terminal job has no `tenant` here: its sealed result has
-    it."""
+    the job; `deliveries` counts how often it was claimed; `left_ms`: the time until its deadline or the end of its
+    lifetime, negative afterwards. A terminal job has no `tenant` here: its sealed result has it."""
 
     state: State
     tenant: str
@@ -112,6 +118,7 @@ class JobRecord(msgspec.Struct, frozen=True, gc=False):
     is_claimed: bool = False
     deliveries: int = 0
     cancel_requested: bool = False
+    left_ms: int | None = None
 
 
 class CancelOutcome(Enum):
@@ -264,13 +271,14 @@ class WaitingEntry(NamedTuple):
 
 
 class Withdrawal(NamedTuple):
-    """A waiting entry to withdraw, and the sealed result of its job. `job_id` and `tenant` are empty for bytes that are
-    no job."""
+    """A waiting entry to withdraw, and the state and the sealed result of its job: CANCELLED, or EXPIRED when its time
+    has passed. `job_id` and `tenant` are empty for bytes that are no job."""
 
     entry_id: bytes
     job_id: str = ""
     tenant: str = ""
     sealed: bytes = b""
+    state: State = State.CANCELLED
 
 
 class ProducerEnd(Protocol):
@@ -280,13 +288,20 @@ class ProducerEnd(Protocol):
         """Accept or refuse each job, in order and in one step. The caller bounds bytes and count of a call."""
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
-        """The record of each job, or None. `is_claimed` and `deliveries` are not filled in."""
+        """The record of each job, or None. `is_claimed`, `deliveries` and `left_ms` are not filled in."""
 
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """The record of one job, or None. With `subscribe` the job's terminal event appears on its event stream."""
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """Withdraw a waiting job, with `sealed` as its result. If a worker holds the job, ask the worker to stop."""
+
+    def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        """End a job whose deadline or lifetime has passed, with `sealed` as its result. Returns whether it did.
+
+        Nothing happens before that time by the broker's clock, to a job that has ended, and while a worker holds the
+        job: that worker ends it. A lease that was not renewed for twice its length no longer counts.
+        """
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """Entries after each stream's cursor. Waits for the first one for at most `block_ms`."""
@@ -433,7 +448,7 @@ class OperatorEnd(FleetEnd, Protocol):
         """Up to `count` entries after `after` that no worker holds, oldest first. Empty `after`: from the first."""
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
-        """Remove waiting entries from the queue and cancel their jobs. Returns how many were removed.
+        """Remove waiting entries from the queue and end their jobs. Returns how many were removed.
 
         Entries that a worker has claimed meanwhile stay. The caller bounds bytes and count of a call.
         """

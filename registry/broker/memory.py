@@ -36,7 +36,7 @@ from penstock.registry.broker.base import (
     WaitingEntry,
     Withdrawal,
 )
-from penstock.registry.broker.limits import DEAD_LETTERS_BYTES, REPLY_CAP, REPLY_TTL_MS
+from penstock.registry.broker.limits import DEAD_LETTERS_BYTES, FORGET_MS, REPLY_CAP, REPLY_TTL_MS
 from penstock.registry.broker.memory_state import (
     NO_OWNER,
     ArmedClaim,
@@ -103,10 +103,12 @@ class MemoryBroker:
             if record.state is not State.QUEUED:
                 return record.job_record()
             record.is_followed |= subscribe
+            left_ms = record.expires_ms - int(self._state.now_ms())
+            found = structs.replace(record.job_record(), left_ms=left_ms)
             lease = self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
             if lease is None:
-                return record.job_record()
-            return structs.replace(record.job_record(), is_claimed=lease.owner != NO_OWNER, deliveries=lease.deliveries)
+                return found
+            return structs.replace(found, is_claimed=lease.owner != NO_OWNER, deliveries=lease.deliveries)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -129,6 +131,11 @@ class MemoryBroker:
             if record.reply:
                 self._state.tell(slot_of(job_id), record.reply, [(job_id, record)])
             return CancelOutcome.CANCELLED
+
+    def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        """See ProducerEnd.expire."""
+        with self._changed:
+            return self._state.expire(job_id, tenant, sealed, self._result_ttl_ms)
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read. It waits in real time, not by the clock."""
@@ -251,6 +258,8 @@ class MemoryBroker:
         """See WorkerEnd.take_over."""
         with self._changed:
             before_ms = self._state.now_ms() - lease_ms
+            if lease_ms < FORGET_MS:
+                self._state.lease_ms[slot] = lease_ms
             return self._state.reassign(consumer, slot, lambda queue: queue.lapsed(before_ms), count)
 
     def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:

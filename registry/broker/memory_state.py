@@ -36,7 +36,14 @@ from penstock.registry.broker.base import (
     StreamEntry,
     Withdrawal,
 )
-from penstock.registry.broker.limits import DEAD_LETTERS_CAP, EVENTS_CAP, OUTLIVES_MS, REPLY_CAP, REPLY_TTL_MS
+from penstock.registry.broker.limits import (
+    DEAD_LETTERS_CAP,
+    DEFAULT_LEASE_MS,
+    EVENTS_CAP,
+    OUTLIVES_MS,
+    REPLY_CAP,
+    REPLY_TTL_MS,
+)
 from penstock.registry.broker.record import encode_result
 from penstock.registry.queues import Priority, crashes_key, events_key, idempotency_key, lane_key, slot_of
 
@@ -62,6 +69,7 @@ Value = TypeVar("Value")
 
 NO_OWNER: Final = ""
 """The owner of a job that was released."""
+_OWNER_BY_VERSION: Final = "version "
 _INLINE_BYTES: Final = 4096
 """The largest record that a reply entry carries."""
 _RATE_AFTER_MS: Final = 500
@@ -78,6 +86,8 @@ class StoredRecord:
     entry_id: bytes
     reply: str
     idempotency_digest: str
+    expires_ms: int
+    """When its deadline or its lifetime passes."""
     state: State = State.QUEUED
     result: bytes = b""
     is_cancel_requested: bool = False
@@ -311,6 +321,8 @@ class MemoryState:
         """Epoch and record by slot."""
         self.paused: set[str] = set()
         self.armed: list[ArmedClaim] = []
+        self.lease_ms: dict[str, int] = {}
+        """By slot: the lease that its workers take."""
 
     def now_ms(self) -> float:
         """The clock in milliseconds."""
@@ -345,7 +357,8 @@ class MemoryState:
             retry_after_s = flow.retry_after_s(refusals, self.now_ms())
             return Receipt("full" if is_full else "tenant-full", job.job_id, retry_after_s)
         entry_id = queue.add(job.sealed, self.now_ms())
-        record = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest)
+        expires_ms = parse_entry_id(entry_id.decode())[0] + job.lifetime_ms(limits.job_ttl_ms)
+        record = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest, expires_ms)
         self.records.put(job.job_id, record, limits.job_ttl_ms + OUTLIVES_MS)
         if job.idempotency_digest:
             self.idempotency.put(
@@ -481,7 +494,7 @@ class MemoryState:
             size -= letters.pop(next(iter(letters))).size
 
     def withdraw(self, slot: str, priority: Priority, job: Withdrawal, ttl_ms: int) -> bool:
-        """Remove an entry that no consumer holds, and cancel its job if that has a record."""
+        """Remove an entry that no consumer holds, and end its job if that has a record."""
         queue = self.queue(slot, priority)
         lease = queue.leases.get(job.entry_id)
         if lease.owner != NO_OWNER if lease else job.entry_id not in queue.waiting:
@@ -490,7 +503,7 @@ class MemoryState:
         record = self.records.get(job.job_id)
         if record is not None and record.is_entry(priority, job.entry_id):
             self.slots[slot].leave(record.tenant)
-            self.settle(job.job_id, record, State.CANCELLED, job.sealed, ttl_ms)
+            self.settle(job.job_id, record, job.state, job.sealed, ttl_ms)
             if record.reply:
                 self.tell(slot, record.reply, [(job.job_id, record)])
         elif record is None and job.tenant:
@@ -518,7 +531,9 @@ class MemoryState:
         entry_id = queue.add(letter.sealed, self.now_ms())
         if keeps_acceptance:
             queue.accepted_first_ms[entry_id] = letter.accepted_ms
-        fresh = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest)
+        accepted_ms = letter.accepted_ms if keeps_acceptance else parse_entry_id(entry_id.decode())[0]
+        expires_ms = accepted_ms + job.lifetime_ms(job_ttl_ms)
+        fresh = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest, expires_ms)
         self.records.put(job.job_id, fresh, job_ttl_ms + OUTLIVES_MS)
         self.streams.pop(events_key(job.job_id))
         if key:
@@ -527,6 +542,27 @@ class MemoryState:
             self.slots[slot].in_flight[job.tenant] += 1
         del letters[entry]
         return Replay.REPLAYED
+
+    def expire(self, job_id: str, tenant: str, sealed: bytes, ttl_ms: int) -> bool:
+        """End a job whose time has passed and that no consumer holds."""
+        record, slot, now_ms = self.records.get(job_id), slot_of(job_id), self.now_ms()
+        if record is None or record.state is not State.QUEUED or record.tenant != tenant or now_ms <= record.expires_ms:
+            return False
+        queue = self.queue(slot, record.priority)
+        lease = queue.leases.get(record.entry_id)
+        if lease is not None and self._is_held(lease, slot):
+            return False
+        queue.remove(record.entry_id)
+        self.slots[slot].leave(tenant)
+        self.settle(job_id, record, State.EXPIRED, sealed, ttl_ms)
+        if record.reply:
+            self.tell(slot, record.reply, [(job_id, record)])
+        return True
+
+    def _is_held(self, lease: Lease, slot: str) -> bool:
+        """Whether its owner may still renew the lease. After a pause of the broker it needs some time for that."""
+        is_free = lease.owner == NO_OWNER or lease.owner.startswith(_OWNER_BY_VERSION)
+        return not is_free and self.now_ms() - lease.since_ms < 2 * self.lease_ms.get(slot, DEFAULT_LEASE_MS)
 
     def settle(self, job_id: str, record: StoredRecord, state: State, sealed: bytes, ttl_ms: int) -> None:
         """Turn the record into the result, and append the terminal event for subscribers."""
@@ -581,7 +617,7 @@ class MemoryState:
 
 def owner_for(version: str) -> str:
     """The owner of jobs that were released for workers that have this version."""
-    return f"version {version}"
+    return _OWNER_BY_VERSION + version
 
 
 def parse_entry_id(entry_id: str) -> EntryId:

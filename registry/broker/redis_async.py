@@ -83,6 +83,10 @@ class AsyncRedisStreams:
         """See ProducerEnd.cancel."""
         return scripts.cancelled(await self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
 
+    async def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        """See ProducerEnd.expire."""
+        return bool(await self._run(scripts.expire(job_id, tenant, sealed, self._result_ttl_ms)))
+
     async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = _READ_COUNT) -> list[StreamEntry]:
         """See ProducerEnd.read."""
         connection = self._reading if block_ms > 0 else self._calling

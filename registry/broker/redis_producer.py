@@ -1,4 +1,4 @@
-"""The producers' end of Redis Streams: publish, read, cancel."""
+"""The producers' end of Redis Streams: publish, read, cancel, expire."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class RedisProducer(RedisConnection):
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
         return scripts.cancelled(self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
+
+    def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        """See ProducerEnd.expire."""
+        return bool(self._run(scripts.expire(job_id, tenant, sealed, self._result_ttl_ms)))
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read."""

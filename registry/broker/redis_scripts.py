@@ -75,7 +75,7 @@ _FILES: Final[dict[str, str]] = {
 }
 _ENDING: Final = _FILES.pop("ending")
 SOURCES: Final[dict[str, str]] = {
-    name: _ENDING + source if name in ("cancel", "dead_letter", "replay", "withdraw") else source
+    name: _ENDING + source if name in ("cancel", "dead_letter", "expire", "replay", "withdraw") else source
     for name, source in _FILES.items()
 }
 """Each script as Redis loads it. Scripts that end a single job begin with ending.lua."""
@@ -141,6 +141,7 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
             digest,
             len(idempotency_keys) if digest else 0,
             job.fingerprint,
+            job.lifetime_ms(limits.job_ttl_ms),
         )
     return _call("publish", [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys], args)
 
@@ -313,7 +314,7 @@ def adopt(consumer: str, slot: str, versions: Sequence[str], count: int) -> Call
 
 def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
     """One call that claims jobs of one slot whose lease has lapsed. It does nothing when it arrives late."""
-    keys = [*stream_keys(slot), paused_key(slot), active_key(slot)]
+    keys = [*stream_keys(slot), paused_key(slot), active_key(slot), flow_key(slot)]
     return _call("take_over", keys, [GROUP, consumer, lease_ms, count, int(now_ms)])
 
 
@@ -364,6 +365,13 @@ def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
     return _call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
 
 
+def expire(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
+    """One call that ends a job whose time has passed. It answers 1 when it ended the job."""
+    slot = slot_of(job_id)
+    args = [GROUP, tenant, *_ending(job_id, State.EXPIRED, sealed, result_ttl_ms)]
+    return _call("expire", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
+
+
 def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tuple[Any, ...]:
     """The arguments of `finish` in ending.lua."""
     idempotency_prefix = idempotency_key(slot_of(job_id), "")
@@ -384,8 +392,13 @@ def parse_job_record(answer: Sequence[Any] | None) -> JobRecord | None:
     """Parses the answer of `job_record`."""
     if answer is None:
         return None
-    record, consumer, deliveries = answer
-    return structs.replace(parse_record(record), is_claimed=bool(consumer), deliveries=deliveries)
+    record, consumer, deliveries, *left_ms = answer
+    return structs.replace(
+        parse_record(record),
+        is_claimed=bool(consumer),
+        deliveries=deliveries,
+        left_ms=left_ms[0] if left_ms else None,
+    )
 
 
 def dead_letter(
@@ -437,8 +450,9 @@ def replay(slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_accep
     keys = [flow_key(slot), dead_key(slot), stream_key(slot, job.priority), record_key(job.job_id)]
     if job.idempotency_digest:
         keys.append(idempotency_key(slot, job.idempotency_digest))
-    args = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.idempotency_digest]
-    return _call("replay", keys, [*args, job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance)])
+    args: list[Any] = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.idempotency_digest]
+    args += (job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance), job.lifetime_ms(job_ttl_ms))
+    return _call("replay", keys, args)
 
 
 def replayed(answer: bytes) -> Replay:
@@ -469,7 +483,7 @@ def withdraw(slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_t
     for job in jobs:
         local = _local(job.job_id)
         keys.append(local_record_key(slot, local))
-        args += (job.entry_id, local, job.tenant, encode_result(State.CANCELLED, job.sealed))
+        args += (job.entry_id, local, job.tenant, encode_result(job.state, job.sealed))
     return _call("withdraw", keys, args)
 
 

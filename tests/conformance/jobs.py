@@ -31,10 +31,11 @@ def publication(
     reply: str = "",
     idempotency_digest: str = "",
     fingerprint: str = "",
+    deadline_ms: int = 0,
 ) -> Publication:
     """A job with an id of its own."""
     job_id = job_id or new_job_id(slot)
-    return Publication(job_id, priority, job_id.encode(), tenant, reply, idempotency_digest, fingerprint)
+    return Publication(job_id, priority, job_id.encode(), tenant, reply, idempotency_digest, fingerprint, deadline_ms)
 
 
 def publish(

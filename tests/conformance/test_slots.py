@@ -43,6 +43,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.publish(model, jobs, ROOMY)
         broker.job_record(jobs[0].job_id, subscribe=True)
         broker.cancel(jobs[0].job_id, "acme", b"")
+        broker.expire(jobs[1].job_id, "acme", b"")
         first, second, third = claim(broker, "w", model)
         broker.emit("w", held(first), [Event("chunk", b"")], TTL_MS, after=0)
         broker.renew("w", [held(first), held(second)])

@@ -28,11 +28,13 @@ from penstock.registry.broker.base import (
     Renewal,
     Replay,
     StreamEntry,
+    WaitingEntry,
+    Withdrawal,
 )
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring, open_job
 from penstock.registry.errors import BrokerUnavailable
-from penstock.registry.queues import Priority
+from penstock.registry.queues import Priority, slot_of
 from tests.simulation.plan import LEASE_S, Plan
 from tests.simulation.virtual_time import Schedule
 
@@ -97,6 +99,8 @@ class Truth:
     """By job id: when it was accepted, as its entry has it."""
     accepted_at: dict[str, float] = field(default_factory=dict)
     """By job id: when it was accepted, in virtual time."""
+    due_ms: dict[str, int] = field(default_factory=dict)
+    """By job id: its deadline, counted from its acceptance."""
     withdrawn: dict[str, float] = field(default_factory=dict)
     """By job id: when it was cancelled while no worker held it, in virtual time."""
     crashes: Counter[str] = field(default_factory=Counter)
@@ -198,6 +202,54 @@ class UnreliableEnd(MemoryBroker):
             self.truth.withdrawn[job_id] = self.schedule.now
         self.schedule.note(f"cancel {job_id[-4:]} {outcome.value}")
         return outcome
+
+    def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
+        """See ProducerEnd.job_record."""
+        look = super().job_record
+        return self._call("job_record", lambda: look(job_id, subscribe=subscribe), may_recur=False)
+
+    def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        """See ProducerEnd.expire."""
+        return self._call("expire", lambda: self.serve_expire(job_id, tenant, sealed))
+
+    def serve_expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        """The broker's side of `expire`. No job ends before its time, and none that a live worker holds."""
+        record = self._state.records.get(job_id)
+        entry = (slot_of(job_id), record.priority, record.entry_id) if record is not None else None
+        lease = self._state.queue(*entry[:2]).leases.get(entry[2]) if entry is not None else None
+        is_ended = super().expire(job_id, tenant, sealed)
+        if is_ended and entry is not None:
+            self.schedule.note(f"expire {job_id[-4:]}")
+            if self.now_ms() < self.truth.accepted_ms[job_id] + self.truth.due_ms[job_id]:
+                self.schedule.violate(f"expired before its deadline: {job_id[-4:]}")
+            if lease is not None:
+                self._check_holder(entry, lease.owner)
+        return is_ended
+
+    def _check_holder(self, entry: Entry, consumer: str) -> None:
+        """No client ends a job of a worker that lives and could renew its leases all the time."""
+        owner = self.truth.callers.get(consumer)
+        since = self.schedule.now - 4 * LEASE_S
+        if owner is None or not owner.holds(entry) or self.schedule.disturbed_at >= since:
+            return
+        if owner.disturbed_at < since:
+            self.schedule.violate(f"expired under the living: {owner.label} by {self._caller.label}")
+
+    def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
+        """See OperatorEnd.waiting."""
+        look = super().waiting
+        return self._call("waiting", lambda: look(slot, priority, after, count, head_bytes), may_recur=False)
+
+    def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
+        """See OperatorEnd.withdraw."""
+        if not jobs:
+            return 0
+        return self._call("withdraw", lambda: self.serve_withdraw(slot, priority, jobs, result_ttl_ms))
+
+    def serve_withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
+        """The broker's side of `withdraw`."""
+        self.schedule.note(f"withdraw {[job.job_id[-4:] for job in jobs]}")
+        return super().withdraw(slot, priority, jobs, result_ttl_ms)
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 from penstock.producers.replies import ReplyRouter
-from penstock.producers.submission import accepted, cancellation
+from penstock.producers.submission import accepted, cancellation, expiry
 from penstock.registry.admission import JobBuilder, SubmitOptions
-from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, StreamEntry
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, State, StreamEntry
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import BrokerUnavailable, QueueFull
 from penstock.registry.package import ModelSpec
@@ -80,6 +81,8 @@ class Client(Bystander):
         self._simulation = simulation
         self._limits = limits
         self._builder = JobBuilder(tenant=self.tenant, keyring=UNSIGNED, max_bytes=1 << 20)
+        # Numbers of its own: other calls of a schedule stay where they are.
+        self._pauses = Random(f"pauses of {simulation.seed} {index}")
         self._waiters: list[Waiter] = []
         """Kept alive, as handles are by those who wait."""
         self._router: ReplyRouter[Waiter] = ReplyRouter(self.label)
@@ -130,6 +133,9 @@ class Client(Bystander):
             jobs.append(job)
             self._simulation.know(job)
         self.jobs += jobs
+        if order.deadline_s is not None:
+            for job in jobs:
+                self._later(order.deadline_s + self._pauses.uniform(0.0, 0.3), partial(self._look, job))
         self._publish(spec.name, [(job, job.publication) for job in jobs], 1)
         if order.again_after is not None:
             again = [(job, job.second or job.publication) for job in jobs]
@@ -148,7 +154,7 @@ class Client(Bystander):
             deadline_s=order.deadline_s,
             retry=Retry(attempts=2, backoff_s=0.1, longest_s=0.1) if order.making == "flaky" else None,
         )
-        return self._builder.build(
+        publication = self._builder.build(
             spec.model_copy(update={"version": order.version}) if order.version else spec,
             {"x": [[question, 0, 0, 0]] * order.rows},
             options,
@@ -156,6 +162,8 @@ class Client(Bystander):
             reply=self._router.address(spec.name),
             job_id=f"{spec.name}.00000000-0000-7000-8000-{number:012x}",
         )
+        self._simulation.truth.due_ms[publication.job_id] = publication.lifetime_ms(self._limits.job_ttl_ms)
+        return publication
 
     def _publish(self, slot: str, offers: Sequence[tuple[Job, Publication]], attempt: int) -> None:
         for job, publication in offers:
@@ -179,6 +187,22 @@ class Client(Bystander):
             job.is_accepted = True
             if job_id not in job.job_ids:
                 self.schedule.violate(f"job {job.number} is answered for by {job_id[-4:]}")
+
+    def _look(self, job: Job) -> None:
+        """What a client that waits does when the job's deadline has passed, until the job has ended."""
+        is_live = False
+        for job_id in job.job_ids if job.is_accepted or job.is_doubtful else ():
+            try:
+                record = self.end.job_record(job_id)
+                if record is None or record.state is not State.QUEUED:
+                    continue
+                is_live = True
+                if record.left_ms is not None and record.left_ms < 0:
+                    self.end.expire(job_id, self.tenant, expiry(job_id, self.tenant, UNSIGNED))
+            except BrokerUnavailable:
+                is_live = True
+        if is_live:
+            self._later(self._pauses.uniform(0.2, 1.0), partial(self._look, job))
 
     def _cancel(self, job: Job, attempt: int) -> None:
         if not job.is_accepted:

@@ -19,6 +19,7 @@ from penstock.registry.broker.base import (
     CommitStatus,
     Delivery,
     Held,
+    JobRecord,
     Limits,
     Publication,
     Receipt,
@@ -360,6 +361,47 @@ class LeastUrgentFirst(UnreliableEnd):
         return statuses, found
 
 
+class ExpiredEarly(UnreliableEnd):
+    """A client may end a job a quarter of a second before its deadline."""
+
+    def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
+        record = super().job_record(job_id, subscribe=subscribe)
+        if record is None or record.left_ms is None:
+            return record
+        return structs.replace(record, left_ms=record.left_ms - 250)
+
+    def serve_expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        record = self._state.records.get(job_id)
+        if record is not None and record.state is State.QUEUED:
+            record.expires_ms -= 250
+        return super().serve_expire(job_id, tenant, sealed)
+
+
+class ExpiredUnderTheLiving(UnreliableEnd):
+    """A client ends an overdue job although a worker holds it."""
+
+    def serve_expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        slot, leases = slot_of(job_id), self._state.lease_ms
+        known, leases[slot] = leases.get(slot, 1000), 0
+        is_ended = super().serve_expire(job_id, tenant, sealed)
+        leases[slot] = known
+        return is_ended
+
+
+class ExpiredAndKept(UnreliableEnd):
+    """An expired job stays in its queue."""
+
+    def serve_expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        record = self._state.records.get(job_id)
+        queue = self._state.queue(slot_of(job_id), record.priority) if record is not None else None
+        waiting = queue.waiting.get(record.entry_id) if queue is not None and record is not None else None
+        is_ended = super().serve_expire(job_id, tenant, sealed)
+        if is_ended and waiting is not None and queue is not None and record is not None:
+            record.state, record.result = State.QUEUED, b""
+            queue.waiting[record.entry_id] = waiting
+        return is_ended
+
+
 class LateJobsRun(SteppedScheduler):
     """Deadlines and cancellations are not checked again before a forward."""
 
@@ -661,6 +703,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _broken(LeastUrgentFirst, "claimed a less urgent job first"),
     _misled(LowerPriorityBatched, "batched a less urgent job first"),
     _misled(LateJobsRun, "ran after its deadline"),
+    _broken(ExpiredEarly, "expired before its deadline"),
+    _broken(ExpiredUnderTheLiving, "expired under the living"),
+    _broken(ExpiredAndKept, "duplicated"),
     _misled(FollowerDropped, "no end"),
     _broken(NothingReleased, "left with"),
     _misled(ClaimsWhileStopping, "claimed after its stop"),

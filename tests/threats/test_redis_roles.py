@@ -434,7 +434,7 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
     )
 
 
-OF_PRODUCERS = {"cancel", "publish", "job_record"}
+OF_PRODUCERS = {"cancel", "expire", "publish", "job_record"}
 OF_WORKERS = {
     *("announce", "dead_letter", "claim", "commit", "emit", "publish", "release", "renew", "job_record", "suspect"),
     "adopt",

@@ -1,8 +1,8 @@
 -- The beginning of each script that ends a single job; see SOURCES in redis_scripts.py.
 -- parts returns the parts of a live record: state, flag, priority, entry id, tenant, reply, digest of the idempotency
--- key; nil for any other record.
+-- key, when its time ends in ms; nil for any other record.
 local function parts(record)
-  return string.match(record or '', '^([QK])(.)(%d)([^\n]*)\n([^\n]*)\n([^\n]*)\n(.*)$')
+  return string.match(record or '', '^([QK])(.)(%d)([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n(%d+)$')
 end
 
 -- Turn a live record into a result, and tell its client and its subscribers.

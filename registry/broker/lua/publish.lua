@@ -3,7 +3,7 @@
 -- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs,
 --       percentage of the server's memory beyond which no job is accepted, then per job: priority 0-3, sealed,
 --       local id, tenant, reply, digest of the idempotency key ('' without), index into the idempotency keys
---       (0 without), fingerprint
+--       (0 without), fingerprint, lifetime in ms
 -- Returns per job: 'a' accepted, 'k<local id>' the first job of the idempotency key answers, 'c' conflict,
 --       'f<retry ms>' queue full, 't<retry ms>' the tenant has too many jobs in flight, 'm<retry ms>' the server is
 --       short of memory.
@@ -59,9 +59,9 @@ end
 local is_short = is_short_of_memory()
 local out = {}
 for job = 1, count do
-  local a = 6 + (job - 1) * 8
+  local a = 6 + (job - 1) * 9
   local priority, sealed, id, tenant, reply = ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4], ARGV[a + 5]
-  local digest, digest_index, fingerprint = ARGV[a + 6], tonumber(ARGV[a + 7]), ARGV[a + 8]
+  local digest, digest_index, fingerprint, lifetime = ARGV[a + 6], tonumber(ARGV[a + 7]), ARGV[a + 8], ARGV[a + 9]
   local record, stream = KEYS[5 + job], KEYS[2 + priority]
   local idempotency_key = digest_index > 0 and KEYS[5 + count + digest_index]
   local first = idempotency_key and redis.call('GET', idempotency_key)
@@ -79,7 +79,8 @@ for job = 1, count do
       out[job] = 'a'
     else
       local entry = redis.call('XADD', stream, '*', 'e', sealed)
-      local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. reply .. '\n' .. digest
+      local expires = string.format('%.0f', string.match(entry, '^%d+') + lifetime)
+      local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. reply .. '\n' .. digest .. '\n' .. expires
       if redis.call('SET', record, head, 'PX', ttl, 'NX') then
         if idempotency_key then redis.call('SET', idempotency_key, fingerprint .. '\n' .. id, 'PX', ttl) end
         depths[stream] = depth_of(stream) + 1

@@ -1,7 +1,7 @@
 -- Put a dead letter back into its queue with its job id, as if it had been accepted now.
 -- KEYS  1 flow, 2 dead letters, 3 stream, 4 record, 5 idempotency key, when the job has one
 -- ARGV  the letter's entry, priority 0-3, local id, tenant, reply, digest of the idempotency key ('' without),
---       ttl of the record in ms, whether the deadline counts from the first acceptance 0/1
+--       ttl of the record in ms, whether the deadline counts from the first acceptance 0/1, lifetime in ms
 -- Returns 'R' replayed, 'N' no such letter, 'L' the job is in the queue, 'S' it has ended in another way,
 --         'K' its idempotency key belongs to another job now.
 local dead, stream, key = KEYS[2], KEYS[3], KEYS[4]
@@ -24,13 +24,16 @@ if record and not state and string.sub(record, 1, 1) ~= 'D' then return 'S' end
 local first = digest ~= '' and redis.call('GET', KEYS[5])
 if first and string.match(first, '\n(.*)$') ~= id then return 'K' end
 
-local accepted = { 'e', sealed }
+local accepted, accepted_ms = { 'e', sealed }
 if ARGV[8] == '1' and string.match(kept['accepted'] or '', '^%d+$') then
   table.insert(accepted, 'a')
   table.insert(accepted, kept['accepted'])
+  accepted_ms = kept['accepted']
 end
 entry = redis.call('XADD', stream, '*', unpack(accepted))
-redis.call('SET', key, 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. ARGV[5] .. '\n' .. digest, 'PX', ttl)
+local expires = string.format('%.0f', (accepted_ms or string.match(entry, '^%d+')) + ARGV[9])
+local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. ARGV[5] .. '\n' .. digest .. '\n' .. expires
+redis.call('SET', key, head, 'PX', ttl)
 -- Delete the events of the earlier attempts, the terminal one included.
 redis.call('DEL', key .. ':events')
 if first then redis.call('PEXPIRE', KEYS[5], ttl) end

@@ -1,5 +1,5 @@
 -- Claim jobs whose lease has lapsed. A paused slot hands out none. Consumers that left long ago are deleted.
--- KEYS  1-4 streams by priority, 5 exists while the slot is paused, 6 the active version
+-- KEYS  1-4 streams by priority, 5 exists while the slot is paused, 6 the active version, 7 flow
 -- ARGV  group, consumer, lease_ms, count, when the call was sent in ms of the server's clock
 -- Returns the active version, then quadruples: band 1-4, entries, their counts of deliveries, their counts of crashes.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
@@ -8,6 +8,8 @@ local stale_ms = math.min(1250, math.max(250, ARGV[3] / 4))
 -- If the server was paused, a call that waited in its socket would find every lease lapsed.
 local time = redis.call('TIME')
 if time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[5] > stale_ms then return {} end
+-- For expire.lua: how long a worker holds a job without a renewal. pcall: a server without memory refuses to write.
+if tonumber(ARGV[3]) < FORGET_MS then redis.pcall('HSET', KEYS[7], 'lease', ARGV[3]) end
 if redis.call('EXISTS', KEYS[5]) == 1 then return {} end
 local out = { redis.call('GET', KEYS[6]) }
 for band = 1, 4 do

@@ -1,4 +1,5 @@
--- Withdraw jobs that no worker holds. Jobs that a worker claimed meanwhile continue.
+-- Withdraw jobs that no worker holds: purged ones, and those whose time has passed. Jobs that a worker claimed
+-- meanwhile continue.
 -- KEYS  1 flow, 2 stream, then one record per job
 -- ARGV  group, priority 0-3, result_ttl_ms, reply_ttl_ms, reply cap, prefix of idempotency keys, number of jobs,
 --       then per job: entry id, local id, tenant ('' when the bytes are no job), result record

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from penstock.compose.jobs.dead_letters import describe, parse_age_ms, peek, replay
+from penstock.compose.jobs.dead_letters import describe, parse_age_ms, replay
 from penstock.registry.broker.base import Claim, DeadLetter, Limits, Publication
 from penstock.registry.broker.memory import MemoryBroker
-from penstock.registry.envelope import PROTOCOL, JobHeader, Keyring, seal
+from penstock.registry.envelope import PROTOCOL, JobHeader, Keyring, peek_job, seal
 from penstock.registry.errors import InvalidInput
 from penstock.registry.queues import Priority, new_job_id, reply_key
 
@@ -151,9 +151,9 @@ def test_header_is_read_from_the_beginning_alone():
     header = _header()
     sealed = _sealed(header, bytes(1000))
     end = 8 + int.from_bytes(sealed[4:8], "little")
-    assert peek(sealed[:end]) == header
-    assert peek(sealed[: end - 1]) is None
-    assert peek(b"") is None
+    assert peek_job(sealed[:end]) == header
+    assert peek_job(sealed[: end - 1]) is None
+    assert peek_job(b"") is None
 
 
 @pytest.mark.parametrize(
