@@ -195,8 +195,8 @@ class JobHandle(HandleCore):
                 self._watch(min(left, _LONGEST_WATCH_S))
             elif reader.wait(lambda: not state.awaits_reply, state.seconds_left(min(left, SILENCE_S))):
                 continue
-            elif self._read_record().state is not State.QUEUED:
-                # The reply was lost, and those of other jobs may be lost, too.
+            elif self._read_record().state not in (State.QUEUED, State.EXPIRED):
+                # The reply was lost, and those of other jobs may be lost, too. An expired job's may not have been sent.
                 reader.catch_up()
 
     def _watch(self, seconds: float) -> None:

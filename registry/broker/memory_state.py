@@ -357,7 +357,8 @@ class MemoryState:
             retry_after_s = flow.retry_after_s(refusals, self.now_ms())
             return Receipt("full" if is_full else "tenant-full", job.job_id, retry_after_s)
         entry_id = queue.add(job.sealed, self.now_ms())
-        expires_ms = parse_entry_id(entry_id.decode())[0] + job.lifetime_ms(limits.job_ttl_ms)
+        # Not from the entry id: after a clock went back, ids stay ahead of it.
+        expires_ms = int(self.now_ms()) + job.lifetime_ms(limits.job_ttl_ms)
         record = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest, expires_ms)
         self.records.put(job.job_id, record, limits.job_ttl_ms + OUTLIVES_MS)
         if job.idempotency_digest:
@@ -531,7 +532,7 @@ class MemoryState:
         entry_id = queue.add(letter.sealed, self.now_ms())
         if keeps_acceptance:
             queue.accepted_first_ms[entry_id] = letter.accepted_ms
-        accepted_ms = letter.accepted_ms if keeps_acceptance else parse_entry_id(entry_id.decode())[0]
+        accepted_ms = letter.accepted_ms if keeps_acceptance else int(self.now_ms())
         expires_ms = accepted_ms + job.lifetime_ms(job_ttl_ms)
         fresh = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest, expires_ms)
         self.records.put(job.job_id, fresh, job_ttl_ms + OUTLIVES_MS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -102,6 +104,16 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenStage]:
             return stage
 
         yield open_
+
+
+@pytest.fixture(scope="session")
+def clock_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What gives one process a clock of its own, when LD_PRELOAD names it and CLOCK_FILE the file of that clock."""
+    compiler = require(shutil.which("cc"), "a C compiler, to give one process a clock of its own")
+    library = tmp_path_factory.mktemp("clock") / "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
 
 
 class Trial:

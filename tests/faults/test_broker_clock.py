@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +10,6 @@ import pytest
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.jumping_worker import Clock
 from tests.faults.rounds import seeds
-from tests.servers import require
 
 HOUR_S = 3600.0
 RESUME_S = 3.0
@@ -27,15 +24,11 @@ class Timed(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def timed(open_stage: OpenStage, tmp_path_factory: pytest.TempPathFactory) -> Timed:
+def timed(open_stage: OpenStage, clock_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Timed:
     """Two workers, whose results outlive the jumps."""
-    compiler = require(shutil.which("cc"), "a C compiler, to give one process a clock of its own")
-    folder = tmp_path_factory.mktemp("clock")
-    library = folder / "clock.so"
-    source = Path(__file__).with_name("clock.c")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    clock = Clock(folder / "time")
-    environment = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(folder / "time")}
+    file = tmp_path_factory.mktemp("clock") / "time"
+    clock = Clock(file)
+    environment = {"LD_PRELOAD": str(clock_library), "CLOCK_FILE": str(file)}
     stage = open_stage(forward_s=0.05, server_environment=environment)
     stage.start_workers(2, PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S="86400")
     return Timed(stage, clock)

@@ -99,8 +99,10 @@ class Truth:
     """By job id: when it was accepted, as its entry has it."""
     accepted_at: dict[str, float] = field(default_factory=dict)
     """By job id: when it was accepted, in virtual time."""
-    due_ms: dict[str, int] = field(default_factory=dict)
-    """By job id: its deadline, counted from its acceptance."""
+    lifetime_ms: dict[str, int] = field(default_factory=dict)
+    """By job id: the time in which it may start, counted from its acceptance."""
+    expires_ms: dict[str, float] = field(default_factory=dict)
+    """By job id: when that time ends by the broker's clock."""
     withdrawn: dict[str, float] = field(default_factory=dict)
     """By job id: when it was cancelled while no worker held it, in virtual time."""
     crashes: Counter[str] = field(default_factory=Counter)
@@ -189,7 +191,9 @@ class UnreliableEnd(MemoryBroker):
         record = self._state.records.get(job_id)
         if record is not None:
             self.truth.accepted_ms[job_id] = int(record.entry_id.partition(b"-")[0])
-            self.truth.accepted_at.setdefault(job_id, self.schedule.now)
+            if job_id not in self.truth.accepted_at:
+                self.truth.accepted_at[job_id] = self.schedule.now
+                self.truth.expires_ms[job_id] = int(self.now_ms()) + self.truth.lifetime_ms[job_id]
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -220,7 +224,7 @@ class UnreliableEnd(MemoryBroker):
         is_ended = super().expire(job_id, tenant, sealed)
         if is_ended and entry is not None:
             self.schedule.note(f"expire {job_id[-4:]}")
-            if self.now_ms() < self.truth.accepted_ms[job_id] + self.truth.due_ms[job_id]:
+            if self.now_ms() < self.truth.expires_ms[job_id]:
                 self.schedule.violate(f"expired before its deadline: {job_id[-4:]}")
             if lease is not None:
                 self._check_holder(entry, lease.owner)
@@ -474,6 +478,7 @@ class UnreliableEnd(MemoryBroker):
             del self.truth.crashes[job.job_id]
             if not keeps_acceptance:
                 self._note_acceptance(job.job_id)
+                self.truth.expires_ms[job.job_id] = int(self.now_ms()) + self.truth.lifetime_ms[job.job_id]
         self.schedule.note(f"replay {job.job_id[-4:]} {outcome.value}")
         return outcome
 

@@ -162,7 +162,7 @@ class Client(Bystander):
             reply=self._router.address(spec.name),
             job_id=f"{spec.name}.00000000-0000-7000-8000-{number:012x}",
         )
-        self._simulation.truth.due_ms[publication.job_id] = publication.lifetime_ms(self._limits.job_ttl_ms)
+        self._simulation.truth.lifetime_ms[publication.job_id] = publication.lifetime_ms(self._limits.job_ttl_ms)
         return publication
 
     def _publish(self, slot: str, offers: Sequence[tuple[Job, Publication]], attempt: int) -> None:

@@ -79,7 +79,8 @@ for job = 1, count do
       out[job] = 'a'
     else
       local entry = redis.call('XADD', stream, '*', 'e', sealed)
-      local expires = string.format('%.0f', string.match(entry, '^%d+') + lifetime)
+      -- Not from the entry id: after a clock went back, ids stay ahead of it.
+      local expires = string.format('%.0f', now + lifetime)
       local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. reply .. '\n' .. digest .. '\n' .. expires
       if redis.call('SET', record, head, 'PX', ttl, 'NX') then
         if idempotency_key then redis.call('SET', idempotency_key, fingerprint .. '\n' .. id, 'PX', ttl) end

@@ -31,7 +31,9 @@ if ARGV[8] == '1' and string.match(kept['accepted'] or '', '^%d+$') then
   accepted_ms = kept['accepted']
 end
 entry = redis.call('XADD', stream, '*', unpack(accepted))
-local expires = string.format('%.0f', (accepted_ms or string.match(entry, '^%d+')) + ARGV[9])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local expires = string.format('%.0f', (accepted_ms or now) + ARGV[9])
 local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. ARGV[5] .. '\n' .. digest .. '\n' .. expires
 redis.call('SET', key, head, 'PX', ttl)
 -- Delete the events of the earlier attempts, the terminal one included.
