@@ -146,7 +146,7 @@ class Drain:
         self._backlog = parts.backlog
         self._completer = parts.completer
         self._lease_updates: deque[LeaseUpdate] = deque()
-        self._ticked = self._deferred_since = clock()
+        self._ticked = self._deferred_since = self._refuse_at = clock()
         self._pause_s = _SHORTEST_PAUSE_S
         self._is_ready = False
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
@@ -278,6 +278,7 @@ class Drain:
             self._serve_no_more()
             return
         self._resume_delayed()
+        self._refuse_overdue()
         self._give_back_paused()
         self._dispatch()  # the device comes first
         self._exchange([] if self.parts.stop.is_set else self.parts.claimer.wanted())
@@ -384,6 +385,15 @@ class Drain:
         for job, version in self._backlog.take_due(self._clock()):
             self._put(job, self.parts.router.resume(job, version))
 
+    def _refuse_overdue(self) -> None:
+        """A busy device, or a long load, must not keep the end of a job whose time has passed from its client."""
+        if self._ticked < self._refuse_at:
+            return
+        self._refuse_at = self._ticked + _TICK_S
+        broker_now = self._broker.now_ms()
+        for version in self.parts.lifecycle.turns:
+            self._completer.refuse(self._backlog.take_expired(version, broker_now), EXPIRED)
+
     def _dead_letter_deferred(self) -> None:
         """Once nothing waits for this thread, or after some time."""
         parts = self.parts
@@ -402,9 +412,6 @@ class Drain:
         lifecycle.run_requests()
         if not lifecycle.loader.is_busy:
             return
-        broker_now = self._broker.now_ms()
-        for version in [each for each in lifecycle.turns if each.state is VersionState.LOADING]:
-            self._completer.refuse(self._backlog.take_expired(version, broker_now), EXPIRED)
         for version, problem, _, _ in lifecycle.take_in_loaded():
             if problem:
                 self._reroute(job for job, _ in self._backlog.take_version(version))

@@ -1,0 +1,58 @@
+"""Deadlines in a worker, under a virtual clock: a busy device and a paused model delay no bad news."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.registry.broker.base import State
+from tests.packages import write_sleeper
+from tests.workers.stepped import SteppedHarness, open_harness
+
+
+@pytest.fixture
+def harness(models_root: Path) -> Iterator[SteppedHarness]:
+    """One model, of which two jobs fill a batch."""
+    write_sleeper(models_root, "double", forward_s=0.0, max_batch_size=2)
+    yield from open_harness(models_root)
+
+
+def test_waiting_job_expires_while_the_device_is_busy(harness: SteppedHarness):
+    """A long forward runs: the client of a job behind it hears of the deadline at once, not after the forward."""
+    worker = harness.start_worker()
+    running = harness.publish("double", 1)
+    worker.turn(2)
+    work = worker.begin()
+    assert work is not None
+    ahead = harness.publish("double", 3, 4, deadline_s=60)
+    worker.turn(2)
+    late, patient = harness.publish("double", 5, deadline_s=0.4)[0], harness.publish("double", 6)[0]
+    worker.turn(2)
+    assert harness.job_record(late).is_claimed
+    harness.pass_time(1)
+    assert harness.state(late) is State.EXPIRED
+    assert [harness.state(job) for job in (*running, *ahead, patient)] == [State.QUEUED] * 4
+    worker.end(work)
+    worker.forwards()
+    assert [harness.answer(job) for job in (*running, *ahead, patient)] == [2, 6, 8, 12]
+
+
+def test_overdue_jobs_of_a_paused_model_end(harness: SteppedHarness):
+    """A paused model hands out nothing: its workers end the jobs whose time has passed, and only these."""
+    harness.start_worker()
+    harness.broker.pause("double")
+    harness.pass_time(2)
+    late, patient = harness.publish("double", 1, deadline_s=1), harness.publish("double", 2, deadline_s=60)
+    harness.pass_time(0.5)
+    assert harness.state(late[0]) is State.QUEUED
+    harness.pass_time(3)
+    assert harness.state(late[0]) is State.EXPIRED
+    assert harness.answer(late[0]) == "Expired"
+    assert harness.state(patient[0]) is State.QUEUED
+    assert sum(depth.jobs for depth in harness.broker.depths("double")) == 1
+    harness.broker.resume("double")
+    harness.pass_time(2)
+    harness.workers[0].forwards()
+    assert harness.answer(patient[0]) == 4
