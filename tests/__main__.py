@@ -11,6 +11,7 @@ models that sleep. The units that take longest come first. The output of a unit 
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,8 @@ _NOT_BETWEEN_EDITS: Final = (
 
 def main(arguments: Sequence[str]) -> int:
     """Runs them all; returns the first exit status that is not a success."""
+    # As Ctrl-C does: SystemExit ends the units, too.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     mode = arguments[0] if arguments and arguments[0] in _MODES else ""
     options = [*_MODES[mode], *arguments[bool(mode) :]]
     waiting = [_pytest(unit, options) for unit in units(_NOT_BETWEEN_EDITS if mode == "--no-server" else ())]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.__main__ import units
-from tests.servers import ROOT
+from tests.servers import ROOT, wait_until
 
 
 def test_every_test_file_is_in_one_unit():
@@ -39,3 +41,20 @@ def test_no_server_leaves_out_what_asks_for_one(option: str, outcome: str):
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     ended = subprocess.run([*command, test], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert outcome in ended.stdout
+
+
+def test_sigterm_ends_the_units():
+    """A run that is told to stop leaves no pytest process behind."""
+    run = subprocess.Popen([sys.executable, "-m", "tests", "--collect-only", "-q"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        children = wait_until(lambda: _children(run.pid), 60, "the first units run")
+        run.terminate()
+        assert run.wait(60) == 128 + signal.SIGTERM
+        wait_until(lambda: not any(map(Path.exists, children)), 60, "the units have ended")
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _children(pid: int) -> list[Path]:
+    return [Path("/proc", child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

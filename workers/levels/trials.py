@@ -121,6 +121,12 @@ class Trials:
         batches = _golden_batches(version)
         eager = thread_copy_of(runtime.forms.reference)
         reference = [eager(batch) for batch in batches.prepared]
+        # Before the form is built, which can take minutes.
+        repeated = self._gate.judge(
+            batches.served, reference, changed_precision_validators(runtime.spec.outputs, joined(reference))
+        )
+        if not repeated.accepted:
+            return Trial(f"the model does not repeat its answers: {'; '.join(repeated.reasons)}")
         forward = runtime.candidates(self._compiler)[step]()
         trial = self._judge(version, step, forward, batches, reference)
         return trial._replace(made=forward.made) if isinstance(forward, WithProvenance) else trial
@@ -134,11 +140,9 @@ class Trials:
         reference: Sequence[Mapping[str, Array]],
     ) -> Trial:
         outputs = version.runtime.spec.outputs
-        whole = joined(reference)
-        repeated = self._gate.judge(batches.served, reference, changed_precision_validators(outputs, whole))
-        if not repeated.accepted:
-            return Trial(f"the model does not repeat its answers: {'; '.join(repeated.reasons)}")
-        validators: Mapping[str, Validator] = changed_precision_validators(outputs, whole, is_int8=step == "int8")
+        validators: Mapping[str, Validator] = changed_precision_validators(
+            outputs, joined(reference), is_int8=step == "int8"
+        )
         if step in _SAME_PRECISION:
             validators = same_precision_validators(outputs, self._tolerance)
         verdict = self._gate.judge([forward(batch) for batch in batches.prepared], reference, validators)

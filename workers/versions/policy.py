@@ -11,7 +11,7 @@ from penstock.registry.settings import InferenceConfig
 from penstock.registry.tensors import STRING
 from penstock.workers.batching.batcher import BatchLimits
 
-__all__ = ["ENDPOINT", "VersionPolicy", "batch_limits"]
+__all__ = ["ENDPOINT", "VersionPolicy"]
 
 ENDPOINT: Final = "infer"
 """The endpoint label of jobs that are plain forwards."""
@@ -50,7 +50,7 @@ class VersionPolicy:
     def of(cls, spec: ModelSpec, config: InferenceConfig) -> VersionPolicy:
         """The policy of a package under these settings. Raises ConfigurationError for limits that no batch can keep."""
         endpoint = spec.policy_for(ENDPOINT)
-        limits = batch_limits(spec, config)
+        limits = _batch_limits(spec, config)
         repeats = config.enabled and spec.deterministic and not spec.streams
         has_size = spec.batching.max_batch_size or config.batching.max_batch_size
         return cls(
@@ -69,7 +69,7 @@ class VersionPolicy:
         )
 
 
-def batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
+def _batch_limits(spec: ModelSpec, config: InferenceConfig) -> BatchLimits:
     """The limits of a model's batches."""
     batching, own = config.batching, spec.batching
     level = config.max_level if spec.max_level is None else min(config.max_level, spec.max_level)
