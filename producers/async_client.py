@@ -21,6 +21,7 @@ from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatu
 from penstock.producers.replies import SILENCE_S
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
+from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord
 from penstock.registry.broker.redis_async import AsyncRedisStreams
@@ -87,11 +88,17 @@ class AsyncClient(
         return run.results
 
     async def aclose(self) -> None:
-        """Closes the connections. Submitted jobs go on."""
-        await self._reader.aclose()
-        await self._broker.aclose()
+        """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        broker, reader = self._broker, self._reader
+        self._broker = self._reader = CLOSED
+        await reader.aclose()
+        await broker.aclose()
 
     async def __aenter__(self) -> AsyncClient:
+        self._check_open()
         return self
 
     async def __aexit__(

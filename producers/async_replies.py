@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from penstock.producers.job_state import JobState
 from penstock.producers.replies import ALL_ENTRIES, RECORDS_AT_ONCE, SILENCE_S, ReplyRouter, new_client_id
 from penstock.producers.submission import chunks
+from penstock.producers.unusable import closed
 from penstock.registry.broker.base import Limits, Publication, Receipt, State, StreamEntry
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.errors import BrokerUnavailable
@@ -166,7 +167,7 @@ class AsyncReplyReader:
         a client's time per job.
         """
         if self._is_closing:
-            raise _closed()
+            raise closed()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = asyncio.Future(loop=self._loop)
@@ -217,7 +218,7 @@ class AsyncReplyReader:
     def subscribe(self, job_id: str, after: int) -> Subscription:
         """The queue to which the job's events after `after` will be added."""
         if self._is_closing:
-            raise _closed()
+            raise closed()
         subscription = Subscription()
         self._router.subscribe(job_id, after, subscription)
         self.listen()
@@ -337,8 +338,4 @@ class AsyncReplyReader:
             if key := next(iter(self._reading), None):
                 await self._nudge(key)
             await asyncio.wait([reader], timeout=2 * SILENCE_S)
-        self._fail(_closed())
-
-
-def _closed() -> BrokerUnavailable:
-    return BrokerUnavailable("This client was closed. Expected an open one")
+        self._fail(closed())

@@ -19,6 +19,7 @@ from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatu
 from penstock.producers.replies import SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
+from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.errors import BrokerUnavailable, PenstockError
@@ -78,10 +79,17 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         return run.results
 
     def close(self) -> None:
-        """Closes the connections. Submitted jobs go on."""
-        self._broker.close()
+        """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        broker, reader = self._broker, self._reader
+        self._broker = self._reader = CLOSED
+        reader.close()
+        broker.close()
 
     def __enter__(self) -> Client:
+        self._check_open()
         return self
 
     def __exit__(

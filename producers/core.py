@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeV
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
 from penstock.producers.submission import SubmitRun, accepted, log_accepted, logger, with_keys
+from penstock.producers.unusable import closed
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Publication, Receipt
@@ -73,6 +74,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         self._builder = JobBuilder.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._policy = ResultPolicy(self._builder.keyring, queue.result_ttl_s)
+        self._is_closed = False
         self._connect(url, timeout_s, int(queue.result_ttl_s * 1000))
         _clients.add(self)
 
@@ -170,6 +172,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
 
     def job(self, job_id: str, *, tenant: str | None = None) -> Handle:
         """The handle of any job from its id. It asks the broker nothing yet."""
+        self._check_open()
         slot_of(job_id)
         return self._find(job_id, tenant or self.tenant)
 
@@ -194,6 +197,10 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
 
     @abstractmethod
     def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> Mapped: ...
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed()
 
     def _find(self, job_id: str, tenant: str) -> Handle:
         return self._handle(JobState(job_id, tenant, self._policy, awaits_reply=False))
@@ -250,7 +257,8 @@ def _loaded_settings(overrides: Mapping[str, object] | None = None) -> Settings:
 
 def _leave_parent() -> None:
     for client in list(_clients):
-        client._leave_parent()
+        if not client._is_closed:
+            client._leave_parent()
 
 
 _clients: weakref.WeakSet[ClientCore[Any, Any, Any, Any]] = weakref.WeakSet()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 from penstock.producers.job_state import JobState
+from penstock.producers.unusable import CLOSED
 from penstock.registry.broker.base import JobRecord, ProducerEnd, State, StreamEntry
 from penstock.registry.broker.record import parse_record
 from penstock.registry.queues import events_key, reply_key, slot_of
@@ -214,6 +215,12 @@ class ReplyReader:
         """Ends a subscription."""
         with self._changed:
             self._router.unsubscribe(job_id, entries)
+
+    def close(self) -> None:
+        """Wakes the waiting threads. They get ClientUnusable, and so does each later wait."""
+        with self._changed:
+            self._broker = CLOSED
+            self._changed.notify_all()
 
     def catch_up(self) -> None:
         """Reads the records of all pending jobs. After one lost reply, others may be lost, too."""

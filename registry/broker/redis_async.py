@@ -24,6 +24,7 @@ from penstock.registry.broker.record import parse_record
 from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
     RETRY_PAUSE_S,
+    closed_connection,
     open_client,
     refusal,
     unanswered,
@@ -118,7 +119,7 @@ class AsyncRedisStreams:
         self._reading.forget()
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections. Later calls raise ClientUnusable."""
         await self._calling.aclose()
         await self._reading.aclose()
 
@@ -153,6 +154,7 @@ class _Connection:
         self._timeout_s = timeout_s
         self._wire: _Wire | None = None
         self._opening: asyncio.Lock | None = None
+        self._is_closed = False
 
     def ask_now(self, command: scripts.Call, on_answer: Callable[[Any], None]) -> bool:
         """Sends one command if the connection is open; see _Wire.send."""
@@ -170,6 +172,8 @@ class _Connection:
         if self._opening is None:
             self._opening = asyncio.Lock()
         async with self._opening:
+            if self._is_closed:
+                raise closed_connection()
             if self._wire is None or self._wire.is_lost:
                 # redis-py leaves the pool's methods untyped.
                 pool: Any = self._client.connection_pool
@@ -183,7 +187,8 @@ class _Connection:
         self._wire = self._opening = None
 
     async def aclose(self) -> None:
-        """Closes the connection."""
+        """Closes the connection for good."""
+        self._is_closed = True
         if self._wire is not None:
             await self._wire.aclose()
 
