@@ -17,13 +17,13 @@ import penstock.registry.settings  # noqa: F401 - now, because a running loop wo
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent
-from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import SILENCE_S
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
 from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import CancelOutcome, JobRecord
+from penstock.registry.broker.base import JobRecord
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.package import ModelSpec
@@ -166,14 +166,11 @@ class AsyncJobHandle(HandleCore):
         finally:
             reader.unsubscribe(self.id, subscription)
 
-    async def cancel(self) -> bool:
-        """Whether the job will never run. False for a running job: it is asked to stop, but may still end."""
+    async def cancel(self) -> CancelStatus:
+        """Cancels the job as far as that is possible, and returns what it did. See JobHandle.cancel."""
         broker, state = self._client._broker, self._state
         sealed = cancellation(state.id, state.tenant, self._client._builder.keyring)
-        outcome = await broker.cancel(state.id, state.tenant, sealed)
-        if outcome is CancelOutcome.SETTLED and state.record is None:
-            await self._read_record()
-        return state.cancelled(outcome)
+        return state.cancelled(await broker.cancel(state.id, state.tenant, sealed))
 
     async def _read_record(self, *, subscribe: bool = False) -> JobRecord:
         return self._state.accept(await self._client._broker.job_record(self.id, subscribe=subscribe))

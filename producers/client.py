@@ -15,13 +15,13 @@ from typing import Any
 
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent, is_end
-from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
 from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import CancelOutcome, JobRecord, State
+from penstock.registry.broker.base import JobRecord, State
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.tensors import Array
 
@@ -161,17 +161,15 @@ class JobHandle(HandleCore):
         finally:
             reader.unsubscribe(self.id, subscription)
 
-    def cancel(self) -> bool:
-        """Whether the job will never run.
+    def cancel(self) -> CancelStatus:
+        """Cancels the job as far as that is possible, and returns what it did.
 
-        A running job is asked to stop. The answer is then False, because the job may still end with a result.
+        "cancelled": the job will never run. "requested": a worker has it and is told to stop; it may still end with a
+        result. "too_late": it had ended in another way. Raises UnknownJob or ResultGone.
         """
         client, state = self._client, self._state
         sealed = cancellation(state.id, state.tenant, client._builder.keyring)
-        outcome = client._broker.cancel(state.id, state.tenant, sealed)
-        if outcome is CancelOutcome.SETTLED and state.record is None:
-            self._read_record()
-        return state.cancelled(outcome)
+        return state.cancelled(client._broker.cancel(state.id, state.tenant, sealed))
 
     def _read_record(self, *, subscribe: bool = False) -> JobRecord:
         return self._state.accept(self._client._broker.job_record(self.id, subscribe=subscribe))

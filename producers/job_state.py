@@ -20,6 +20,7 @@ from penstock.registry.tensors import Array, decode
 
 __all__ = [
     "END_NAMES",
+    "CancelStatus",
     "HandleCore",
     "JobEnd",
     "JobInfo",
@@ -35,6 +36,9 @@ JobEnd: TypeAlias = Literal["completed", "failed", "cancelled", "expired", "dead
 """How a job ended."""
 JobStatus: TypeAlias = Literal["queued", "running", "completed", "failed", "cancelled", "expired", "dead"]
 """The state of a job, as users read it."""
+CancelStatus: TypeAlias = Literal["cancelled", "requested", "too_late"]
+"""What `cancel` did. "cancelled": the job will never run. "requested": it runs, and its worker is told to stop.
+"too_late": it had ended."""
 END_NAMES: Final[dict[State, JobEnd]] = {
     State.COMPLETED: "completed",
     State.FAILED: "failed",
@@ -176,13 +180,13 @@ class JobState:
             self._outcome = self._open(self.record)
         return self._outcome
 
-    def cancelled(self, outcome: CancelOutcome) -> bool:
-        """Whether the job will never run, from the broker's answer. SETTLED needs the terminal record first."""
-        if outcome is CancelOutcome.UNKNOWN:
+    def cancelled(self, answer: CancelOutcome | JobRecord) -> CancelStatus:
+        """The answer of the broker, as users read it. A job that ended as cancelled stays "cancelled"."""
+        if isinstance(answer, JobRecord):
+            return "cancelled" if self.accept(answer).state is State.CANCELLED else "too_late"
+        if answer is CancelOutcome.UNKNOWN:
             raise self.missing()
-        if outcome is CancelOutcome.SETTLED:
-            return self.opened().state is State.CANCELLED
-        return outcome is CancelOutcome.CANCELLED
+        return "cancelled" if answer is CancelOutcome.CANCELLED else "requested"
 
     def missing(self) -> UnknownJob | ResultGone:
         """The error for a job without a record. Another tenant's job gives the same error, so the two look equal.

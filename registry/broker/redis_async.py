@@ -80,7 +80,7 @@ class AsyncRedisStreams:
         """See ProducerEnd.job_record."""
         return scripts.parse_job_record(await self._run(scripts.job_record(job_id, subscribe=subscribe)))
 
-    async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
         return scripts.cancelled(await self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
 

@@ -150,7 +150,7 @@ def test_clients_of_the_environment_need_no_arguments(
         ((_, entry),) = redis_client.xrange(stream_key(slot, Priority.NORMAL))
         header, _ = open_job(entry[b"e"], Keyring.parse(KEY))
         assert (header.id, header.tenant, header.key) == (job.id, "acme", "k1")
-        assert job.cancel()
+        assert job.cancel() == "cancelled"
 
 
 async def _submit_asynchronously(url: str, model: str, tenant: str, settings: Settings) -> None:
@@ -182,6 +182,6 @@ def test_models_that_only_the_client_has_a_package_of_may_queue(
     with Client(shared_redis.url, models_root=models_root) as client:
         job = client.submit(slot, ROW)
         assert job.status() == "queued"
-        assert job.cancel()
+        assert job.cancel() == "cancelled"
     with Client(shared_redis.url) as other, pytest.raises(UnknownModel):
         other.submit(slot, ROW)

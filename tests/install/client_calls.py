@@ -27,7 +27,7 @@ def blocking(model: str, local_model: str) -> int:
         assert [event.type for event in job.stream()][-1] == "completed"
         answers += [job.result(60)["y"] for job in client.submit_many(model, [INPUTS, INPUTS])]
         answers += client.map(model, [ROW, ROW], progress=True)
-        assert client.submit(local_model, INPUTS).cancel()
+        assert client.submit(local_model, INPUTS).cancel() == "cancelled"
     client.close()
     return len(answers)
 
@@ -42,7 +42,7 @@ async def on_a_loop(model: str, local_model: str) -> int:
         assert [event.type async for event in job.stream()][-1] == "completed"
         answers += [(await job.result(60))["y"] for job in await client.submit_many(model, [INPUTS, INPUTS])]
         answers += await client.map(model, [ROW, ROW], progress=True)
-        assert await (await client.submit(local_model, INPUTS)).cancel()
+        assert await (await client.submit(local_model, INPUTS)).cancel() == "cancelled"
     await client.aclose()
     return len(answers)
 

@@ -73,7 +73,7 @@ def test_submit_many_waits_for_room(narrow: Client, parked: str, broker: RedisSt
         waiting = pool.submit(narrow.submit_many, parked, [INPUTS] * MAX_DEPTH)
         wait_until(lambda: _queued(broker, parked)["normal"] == MAX_DEPTH, 5, "the queue is full")
         assert not waiting.done()
-        assert all(job.cancel() for job in early)
+        assert all(job.cancel() == "cancelled" for job in early)
         late = waiting.result(60)
     assert len({job.id for job in late}) == MAX_DEPTH
     assert {job.status() for job in late} == {"queued"}
@@ -98,7 +98,7 @@ def test_asyncio_submit_many_waits_for_room_too(shared_redis: RedisServer, parke
             assert len(full.value.accepted) == MAX_DEPTH
             waiting = asyncio.create_task(client.submit_many(parked, [INPUTS] * 2))
             for job in full.value.accepted[:2]:
-                assert await job.cancel()  # type: ignore[attr-defined]
+                assert await job.cancel() == "cancelled"  # type: ignore[attr-defined]
             assert len(await asyncio.wait_for(waiting, 10)) == 2
 
     asyncio.run(fill())
@@ -113,7 +113,7 @@ def test_one_tenant_cannot_fill_the_queue(shared_redis: RedisServer, parked: str
         with pytest.raises(QueueFull, match="The tenant has reached its limit of jobs in flight"):
             client.submit(parked, INPUTS, tenant="acme", priority="critical")
         client.submit(parked, INPUTS, tenant="globex")
-        assert first.cancel()
+        assert first.cancel() == "cancelled"
         client.submit(parked, INPUTS, tenant="acme")
 
 

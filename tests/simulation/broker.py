@@ -187,16 +187,17 @@ class UnreliableEnd(MemoryBroker):
             self.truth.accepted_ms[job_id] = int(record.entry_id.partition(b"-")[0])
             self.truth.accepted_at.setdefault(job_id, self.schedule.now)
 
-    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
         return self._call("cancel", lambda: self.serve_cancel(job_id, tenant, sealed))
 
-    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """The broker's side of `cancel`."""
         outcome = super().cancel(job_id, tenant, sealed)
         if outcome is CancelOutcome.CANCELLED:
             self.truth.withdrawn[job_id] = self.schedule.now
-        self.schedule.note(f"cancel {job_id[-4:]} {outcome.value}")
+        told = "too late" if isinstance(outcome, JobRecord) else outcome.value
+        self.schedule.note(f"cancel {job_id[-4:]} {told}")
         return outcome
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
