@@ -170,11 +170,16 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
         return self._map(model, options, MapOrder(items, idempotency_keys, progress, on_error, window))
 
-    def job(self, job_id: str, *, tenant: str | None = None) -> Handle:
-        """The handle of any job from its id. It asks the broker nothing yet."""
+    def job(self, job: str | HandleCore, *, tenant: str | None = None) -> Handle:
+        """The handle of any job from its id, or from a handle of another client or process.
+
+        tenant: None means that of the handle, or the client's for an id. It asks the broker nothing yet.
+        """
         self._check_open()
-        slot_of(job_id)
-        return self._find(job_id, tenant or self.tenant)
+        if isinstance(job, HandleCore):
+            job, tenant = job.id, tenant or job.tenant
+        slot_of(job)
+        return self._find(job, tenant or self.tenant)
 
     @abstractmethod
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:

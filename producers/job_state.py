@@ -9,13 +9,15 @@ A reply only saves the client a read. The broker's record decides what became of
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
+from penstock.producers.unusable import Unusable
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.errors import BadSignature, ResultGone, ResultTimeout, UnknownJob, job_failure
-from penstock.registry.queues import job_time_ms
+from penstock.registry.queues import job_time_ms, slot_of
 from penstock.registry.tensors import Array, decode
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
 
 JobEnd: TypeAlias = Literal["completed", "failed", "cancelled", "expired", "dead"]
 """How a job ended."""
+_UNBOUND: Final[Any] = Unusable("This handle comes from a pickle and has no client. Expected client.job(handle)")
 JobStatus: TypeAlias = Literal["queued", "running", "completed", "failed", "cancelled", "expired", "dead"]
 """The state of a job, as users read it."""
 CancelStatus: TypeAlias = Literal["cancelled", "requested", "too_late"]
@@ -206,7 +209,11 @@ class JobState:
 
 
 class HandleCore:
-    """One job: `id`, `tenant`, and how it ends."""
+    """One job: `id`, `tenant`, and how it ends. Two handles of one job are equal.
+
+    A pickle keeps id and tenant only: a client has keys and a password, and belongs to its process. Pass the handle
+    that comes from a pickle to `client.job`.
+    """
 
     __slots__ = ("__weakref__", "_client", "_state")
     _client: object
@@ -215,10 +222,32 @@ class HandleCore:
         self._client = client
         self._state = state
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HandleCore):
+            return NotImplemented
+        return self._state.id == other._state.id
+
+    def __hash__(self) -> int:
+        return hash(self._state.id)
+
+    def __reduce__(self) -> tuple[Callable[..., HandleCore], tuple[type[HandleCore], str, str]]:
+        return _unbound, (type(self), self.id, self.tenant)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
     @property
     def id(self) -> str:
         """The job's id. `client.job(id)` gives another handle of the job, in any process."""
         return self._state.id
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return slot_of(self._state.id)
 
     @property
     def tenant(self) -> str:
@@ -227,3 +256,8 @@ class HandleCore:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id}>"
+
+
+def _unbound(kind: type[HandleCore], job_id: str, tenant: str) -> HandleCore:
+    """A handle as its pickle describes it."""
+    return kind(_UNBOUND, JobState(job_id, tenant, _UNBOUND, awaits_reply=False))
