@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
+from itertools import chain
 from math import inf
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Items
-from penstock.producers.events import EventMerger, JobEvent
+from penstock.producers.events import EventMerger, JobEvent, Silence
 from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import SILENCE_S
 from penstock.producers.rows import MapOrder
@@ -143,26 +144,29 @@ class AsyncJobHandle(HandleCore):
         """The status, version, worker, batch and timings of the job, once it has ended in any way."""
         return (await self._ended(timeout)).info()
 
-    async def stream(self, after: int = 0) -> AsyncIterator[JobEvent]:
-        """The job's events after sequence number `after`, as they happen. The terminal event is the last one.
+    async def stream(self, after: int = 0, timeout: float | None = None) -> AsyncIterator[JobEvent]:
+        """The job's events after sequence number `after`, as they happen. Arguments and errors: see JobHandle.stream.
 
         A failed job does not raise: its failure is the last event.
         """
-        reader = self._client._reader
+        reader, silence = self._client._reader, Silence(timeout)
         merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
         try:
             while not merger.is_over:
                 record = await self._read_record(subscribe=True)
                 found = merger.entries(await reader.read_now(self.id, merger.last))
-                for event in (*found, *merger.record(record)):
+                for event in chain(found, merger.record(record)):
                     yield event
+                    silence.broken()
                 while not (merger.is_over or merger.awaits_record):
-                    entries = await subscription.next(SILENCE_S)
+                    left = silence.left(time.monotonic(), merger.last)
+                    entries = await subscription.next(min(left, SILENCE_S))
                     if not entries:
                         break
                     for event in merger.entries(entries):
                         yield event
+                        silence.broken()
         finally:
             reader.unsubscribe(self.id, subscription)
 

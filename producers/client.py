@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
 from penstock.producers.core import ClientCore, Inputs, Items
-from penstock.producers.events import EventMerger, JobEvent, is_end
+from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
 from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
@@ -140,24 +141,32 @@ class JobHandle(HandleCore):
         """
         return self._ended(timeout).info()
 
-    def stream(self, after: int = 0) -> Iterator[JobEvent]:
+    def stream(self, after: int = 0, timeout: float | None = None) -> Iterator[JobEvent]:
         """The job's events after sequence number `after`, as they happen. The terminal event is the last one.
+
+        timeout: the longest time between two events, in seconds, and before the first. None waits until the job has
+        ended. Raises ResultTimeout; the job goes on, and `stream(after=event.seq)` continues.
 
         It works at any time, also after the end of the job, and in any process. A failed job does not raise: its
         failure is the last event. Otherwise it raises as `result` does.
         """
-        reader = self._client._reader
+        reader, silence = self._client._reader, Silence(timeout)
         merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
         try:
             while not merger.is_over:
                 record = self._read_record(subscribe=True)
-                yield from merger.entries(reader.read_now(self.id, merger.last))
-                yield from merger.record(record)
+                found = merger.entries(reader.read_now(self.id, merger.last))
+                for event in chain(found, merger.record(record)):
+                    yield event
+                    silence.broken()
                 while not (merger.is_over or merger.awaits_record):
-                    if not reader.wait(lambda: bool(subscription), SILENCE_S):
+                    left = silence.left(time.monotonic(), merger.last)
+                    if not reader.wait(lambda: bool(subscription), min(left, SILENCE_S)):
                         break
-                    yield from merger.entries(_drained(subscription))
+                    for event in merger.entries(_drained(subscription)):
+                        yield event
+                        silence.broken()
         finally:
             reader.unsubscribe(self.id, subscription)
 

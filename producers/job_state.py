@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 from penstock.producers.unusable import Unusable
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
-from penstock.registry.errors import BadSignature, ResultGone, ResultTimeout, UnknownJob, job_failure
+from penstock.registry.errors import BadSignature, InvalidInput, ResultGone, ResultTimeout, UnknownJob, described, job_failure
 from penstock.registry.queues import job_time_ms, slot_of
 from penstock.registry.tensors import Array, decode
 
@@ -30,12 +30,15 @@ __all__ = [
     "JobStatus",
     "Outcome",
     "ResultPolicy",
+    "checked_timeout",
     "open_outcome",
     "result_timeout",
 ]
 
 JobEnd: TypeAlias = Literal["completed", "failed", "cancelled", "expired", "dead"]
 """How a job ended."""
+_LONGEST_TIMEOUT_S: Final = 1e9
+"""About 30 years. A larger int may not fit a float."""
 _UNBOUND: Final[Any] = Unusable("This handle comes from a pickle and has no client. Expected client.job(handle)")
 JobStatus: TypeAlias = Literal["queued", "running", "completed", "failed", "cancelled", "expired", "dead"]
 """The state of a job, as users read it."""
@@ -122,6 +125,15 @@ def open_outcome(job_id: str, record: JobRecord, keyring: Keyring) -> Outcome:
 def result_timeout(timeout_s: float | None) -> ResultTimeout:
     """The error for a result that did not come in time."""
     return ResultTimeout(f"No result within {timeout_s:g} s; the job goes on")
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """The seconds of a `timeout` argument. Raises InvalidInput for a value that is no number of seconds."""
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s != timeout_s:
+        raise InvalidInput(f"timeout is {described(timeout_s)}. Expected seconds, or None to wait without a limit")
+    return min(timeout_s, _LONGEST_TIMEOUT_S)
 
 
 class ResultPolicy(NamedTuple):
