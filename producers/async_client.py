@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from itertools import chain
 from math import inf
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent, Silence
+from penstock.producers.gathering import ENDS, Awaited, Gathered
 from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
-from penstock.producers.replies import SILENCE_S
+from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
 from penstock.producers.unusable import CLOSED
@@ -87,6 +88,73 @@ class AsyncClient(
                     except PenstockError:
                         continue
         return run.results
+
+    def as_completed(
+        self, jobs: Iterable[AsyncJobHandle], timeout: float | None = None
+    ) -> AsyncIterator[AsyncJobHandle]:
+        """The handles in the order in which their jobs end. Arguments and errors are those of Client.as_completed."""
+        return self._ends(Awaited(self, jobs, timeout))
+
+    @overload
+    async def gather(
+        self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: Literal[False] = False, timeout: float | None = None
+    ) -> list[dict[str, Array]]: ...
+
+    @overload
+    async def gather(
+        self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: bool, timeout: float | None = None
+    ) -> list[Gathered]: ...
+
+    async def gather(
+        self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: bool = False, timeout: float | None = None
+    ) -> list[Any]:
+        """The outputs of all jobs, in the order of the handles. See Client.gather."""
+        handles, gathered = list(jobs), {}
+        async for job in self.as_completed(handles, timeout):
+            try:
+                gathered[job.id] = await job.result()
+            except ENDS as error:
+                if not return_exceptions:
+                    raise
+                gathered[job.id] = error
+        return [gathered[job.id] for job in handles]
+
+    async def _ends(self, awaited: Awaited[AsyncJobHandle]) -> AsyncIterator[AsyncJobHandle]:
+        for handle in awaited.take_known():
+            yield handle
+        until = awaited.until(asyncio.get_running_loop().time())
+        ended: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+        waits = {handle._end(): handle.id for handle in awaited.handles()}
+        for wait in waits:
+            wait.add_done_callback(ended.put_nowait)
+        try:
+            while awaited:
+                try:
+                    async with asyncio.timeout_at(None if until == inf else until):
+                        wait = await ended.get()
+                except TimeoutError:
+                    for handle in await self._read_ends(awaited):
+                        yield handle
+                    if awaited:
+                        raise awaited.late() from None
+                    return
+                if (error := wait.exception()) is not None and not isinstance(error, ENDS):
+                    raise error
+                for handle in awaited.take(waits[wait]):
+                    yield handle
+        finally:
+            for wait in waits:
+                if not wait.cancel() and not wait.cancelled():
+                    # Asked here, so that asyncio does not complain of an error that nobody saw.
+                    wait.exception()
+
+    async def _read_ends(self, awaited: Awaited[AsyncJobHandle]) -> list[AsyncJobHandle]:
+        """The handles that have ended by their records."""
+        found, job_ids = [], awaited.ids
+        for start in range(0, len(job_ids), RECORDS_AT_ONCE):
+            part = job_ids[start : start + RECORDS_AT_ONCE]
+            found += awaited.settle(zip(part, await self._broker.job_records(part), strict=True))
+        return found
 
     async def aclose(self) -> None:
         """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
@@ -195,6 +263,11 @@ class AsyncJobHandle(HandleCore):
                 if state.record is None:
                     raise result_timeout(timeout) from None
         return state.opened()
+
+    def _end(self) -> asyncio.Future[None]:
+        """Done when the job has ended. It may raise what `result` raises beside the JobFailed."""
+        state = self._state
+        return self._client._reader.reply_to(state) if state.awaits_reply else asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> None:
         """Waits for the end in the job's event stream: no reply comes to this client."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
+from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered
 from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
-from penstock.producers.replies import SILENCE_S, ReplyReader
+from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
 from penstock.producers.unusable import CLOSED
@@ -78,6 +79,93 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
                     except PenstockError:
                         continue
         return run.results
+
+    def as_completed(self, jobs: Iterable[JobHandle], timeout: float | None = None) -> Iterator[JobHandle]:
+        """The handles in the order in which their jobs end, in whatever way: `result` of a yielded handle waits no more.
+
+        jobs: handles of this client. A handle that is given twice is yielded twice.
+        timeout: seconds from the first wait until all have ended. Then ResultTimeout is raised, and the jobs go on.
+        None means no limit. Raises BrokerUnavailable, too.
+        """
+        return self._ends(Awaited(self, jobs, timeout))
+
+    @overload
+    def gather(
+        self, jobs: Iterable[JobHandle], *, return_exceptions: Literal[False] = False, timeout: float | None = None
+    ) -> list[dict[str, Array]]: ...
+
+    @overload
+    def gather(
+        self, jobs: Iterable[JobHandle], *, return_exceptions: bool, timeout: float | None = None
+    ) -> list[Gathered]: ...
+
+    def gather(
+        self, jobs: Iterable[JobHandle], *, return_exceptions: bool = False, timeout: float | None = None
+    ) -> list[Any]:
+        """The outputs of all jobs, in the order of the handles.
+
+        return_exceptions: True puts the error of a job in the place of its outputs. Otherwise the first error that
+        comes is raised at once. The other jobs go on.
+        timeout: as for `as_completed`.
+        """
+        handles, gathered = list(jobs), {}
+        for job in self.as_completed(handles, timeout):
+            try:
+                gathered[job.id] = job.result()
+            except ENDS as error:
+                if not return_exceptions:
+                    raise
+                gathered[job.id] = error
+        return [gathered[job.id] for job in handles]
+
+    def _ends(self, awaited: Awaited[JobHandle]) -> Iterator[JobHandle]:
+        yield from awaited.take_known()
+        if not awaited:
+            return
+        reader, ended = self._reader, EndedJobs()
+        reader.watch(ended)
+        try:
+            # The replies of some jobs may have come before `watch`.
+            yield from awaited.take_known()
+            others = deque(each.id for each in awaited.handles() if not _is_told(reader, each._state))
+            yield from self._read_ends(awaited, list(others))
+            while awaited:
+                yield from self._follow(awaited, ended, others)
+                left = awaited.until(time.monotonic()) - time.monotonic()
+                if left <= 0:
+                    yield from self._read_ends(awaited, awaited.ids)
+                    if awaited:
+                        raise awaited.late()
+                elif reader.wait(lambda: bool(ended), min(left, SILENCE_S)):
+                    for job_id in ended.take():
+                        if ended.unfollow(job_id):
+                            reader.unsubscribe(job_id, ended)
+                        yield from awaited.take(job_id)
+                elif found := list(self._read_ends(awaited, awaited.sample(RECORDS_AT_ONCE))):
+                    # Replies were lost, and those of other jobs may be lost, too.
+                    reader.catch_up()
+                    yield from found
+        finally:
+            reader.unwatch(ended)
+            for job_id in ended.followed:
+                reader.unsubscribe(job_id, ended)
+
+    def _follow(self, awaited: Awaited[JobHandle], ended: EndedJobs, others: deque[str]) -> Iterator[JobHandle]:
+        """Reads the event streams of jobs without a reply; yields those that have ended meanwhile."""
+        while others and len(ended.followed) < MOST_FOLLOWED:
+            job_id = others.popleft()
+            if job_id in awaited:
+                ended.follow(job_id)
+                self._reader.attach(job_id, 0, ended)
+                found = awaited.settle([(job_id, self._broker.job_record(job_id, subscribe=True))])
+                if found and ended.unfollow(job_id):
+                    self._reader.unsubscribe(job_id, ended)
+                yield from found
+
+    def _read_ends(self, awaited: Awaited[JobHandle], job_ids: Sequence[str]) -> Iterator[JobHandle]:
+        for start in range(0, len(job_ids), RECORDS_AT_ONCE):
+            part = job_ids[start : start + RECORDS_AT_ONCE]
+            yield from awaited.settle(zip(part, self._broker.job_records(part), strict=True))
 
     def close(self) -> None:
         """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
@@ -199,7 +287,7 @@ class JobHandle(HandleCore):
             if left <= 0:
                 if self._read_record().state is State.QUEUED and state.record is None:
                     raise result_timeout(timeout)
-            elif not (state.awaits_reply and reader.expects(state.id)):
+            elif not _is_told(reader, state):
                 # In a forked child, also a job of the parent: the parent gets the reply.
                 self._watch(min(left, _LONGEST_WATCH_S))
             elif reader.wait(lambda: not state.awaits_reply, min(left, SILENCE_S)):
@@ -218,6 +306,11 @@ class JobHandle(HandleCore):
                 self._read_record()
         finally:
             reader.unsubscribe(self.id, events)
+
+
+def _is_told(reader: ReplyReader, state: JobState) -> bool:
+    """Whether a reply about the job will come to this reader."""
+    return state.awaits_reply and reader.expects(state.id)
 
 
 def _drained(entries: deque[Any]) -> list[Any]:

@@ -16,7 +16,15 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 from penstock.producers.unusable import Unusable
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
-from penstock.registry.errors import BadSignature, InvalidInput, ResultGone, ResultTimeout, UnknownJob, described, job_failure
+from penstock.registry.errors import (
+    BadSignature,
+    InvalidInput,
+    ResultGone,
+    ResultTimeout,
+    UnknownJob,
+    described,
+    job_failure,
+)
 from penstock.registry.queues import job_time_ms, slot_of
 from penstock.registry.tensors import Array, decode
 
