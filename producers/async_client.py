@@ -27,7 +27,7 @@ from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import JobRecord
 from penstock.registry.broker.redis_async import AsyncRedisStreams
-from penstock.registry.errors import BrokerUnavailable, PenstockError
+from penstock.registry.errors import BrokerUnavailable, ClientUnusable, PenstockError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
@@ -42,14 +42,17 @@ class AsyncClient(
         Coroutine[Any, Any, list[Any]],
     ]
 ):
-    """Submits jobs and reads their results in one event loop. Close it with `aclose` or `async with`.
+    """Submits jobs and reads their results in one event loop at a time. Close it with `aclose` or `async with`.
 
-    The arguments are those of Client.
+    When its loop was closed, the client goes on in the next one, with new connections. While its loop is open, calls
+    from another one raise ClientUnusable. The arguments are those of Client.
     """
 
     _reader: AsyncReplyReader
+    _loop: asyncio.AbstractEventLoop | None = None
 
     async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
+        self._enter_loop()
         spec = (None if options.version else self._specs.fresh(model)) or await self._spec(model, options.version)
         job, handle = self._new_job(spec, inputs, options, key)
         coalescer = self._coalescers.get(model)
@@ -122,6 +125,9 @@ class AsyncClient(
     async def _ends(self, awaited: Awaited[AsyncJobHandle]) -> AsyncIterator[AsyncJobHandle]:
         for handle in awaited.take_known():
             yield handle
+        if not awaited:
+            return
+        self._enter_loop()
         until = awaited.until(asyncio.get_running_loop().time())
         ended: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
         waits = {handle._end(): handle.id for handle in awaited.handles()}
@@ -160,6 +166,7 @@ class AsyncClient(
         """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
         if self._is_closed:
             return
+        self._enter_loop()
         self._is_closed = True
         broker, reader = self._broker, self._reader
         self._broker = self._reader = CLOSED
@@ -176,6 +183,7 @@ class AsyncClient(
         await self.aclose()
 
     async def _spec(self, model: str, version: str | None) -> ModelSpec:
+        self._enter_loop()
         return await self._specs.get_async(model, version, self._broker.spec)
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
@@ -184,7 +192,27 @@ class AsyncClient(
 
     def _leave_parent(self) -> None:
         self._broker.forget_connections()
+        self._reader.abandon()
         self._start_reading()
+        self._loop = None
+
+    def _enter_loop(self) -> None:
+        """Makes the running loop that of this client."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._change_loop(loop)
+
+    def _change_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._check_open()
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise ClientUnusable(
+                    "This client serves another event loop, which is still open. Expected one client for each loop"
+                )
+            self._broker.abandon_connections()
+            self._reader.abandon()
+            self._start_reading()
+        self._loop = loop
 
     def _start_reading(self) -> None:
         self._reader = AsyncReplyReader(self._broker)
@@ -217,6 +245,7 @@ class AsyncJobHandle(HandleCore):
 
         A failed job does not raise: its failure is the last event.
         """
+        self._client._enter_loop()
         reader, silence = self._client._reader, Silence(timeout)
         merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
@@ -240,16 +269,19 @@ class AsyncJobHandle(HandleCore):
 
     async def cancel(self) -> CancelStatus:
         """Cancels the job as far as that is possible, and returns what it did. See JobHandle.cancel."""
+        self._client._enter_loop()
         broker, state = self._client._broker, self._state
         sealed = cancellation(state.id, state.tenant, self._client._builder.keyring)
         return state.cancelled(await broker.cancel(state.id, state.tenant, sealed))
 
     async def _read_record(self, *, subscribe: bool = False) -> JobRecord:
+        self._client._enter_loop()
         return self._state.accept(await self._client._broker.job_record(self.id, subscribe=subscribe))
 
     async def _ended(self, timeout: float | None) -> Outcome:
         state = self._state
         if state.record is None:
+            self._client._enter_loop()
             until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
             try:
                 if state.awaits_reply:

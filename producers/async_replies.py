@@ -328,6 +328,12 @@ class AsyncReplyReader:
         with contextlib.suppress(BrokerUnavailable):
             await self._broker.nudge(key)
 
+    def abandon(self) -> None:
+        """After a fork, or after the event loop was closed: no reply comes here. Records and events tell the ends."""
+        self._is_closing = True
+        for job in self._router.expected():
+            job.awaits_reply = False
+
     async def aclose(self) -> None:
         """Wakes the reading task and waits for its end, so that entries that it has read still arrive."""
         self._is_closing = True

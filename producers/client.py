@@ -81,7 +81,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         return run.results
 
     def as_completed(self, jobs: Iterable[JobHandle], timeout: float | None = None) -> Iterator[JobHandle]:
-        """The handles in the order in which their jobs end, in whatever way: `result` of a yielded handle waits no more.
+        """The handles in the order in which their jobs end, in any way: `result` of a yielded handle waits no more.
 
         jobs: handles of this client. A handle that is given twice is yielded twice.
         timeout: seconds from the first wait until all have ended. Then ResultTimeout is raised, and the jobs go on.

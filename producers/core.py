@@ -176,10 +176,11 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         tenant: None means that of the handle, or the client's for an id. It asks the broker nothing yet.
         """
         self._check_open()
+        job_id = job
         if isinstance(job, HandleCore):
-            job, tenant = job.id, tenant or job.tenant
-        slot_of(job)
-        return self._find(job, tenant or self.tenant)
+            job_id, tenant = job.id, tenant or job.tenant
+        slot_of(job_id)
+        return self._find(job_id, tenant or self.tenant)
 
     @abstractmethod
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:

@@ -7,6 +7,7 @@ answers, without a task or a stream: those took a third of a client's time per j
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ _READ_COUNT: Final = 256
 
 
 class AsyncRedisStreams:
-    """ProducerEnd, awaited. Belongs to one event loop."""
+    """ProducerEnd, awaited. Belongs to one event loop at a time."""
 
     def __init__(self, client: redis.asyncio.Redis, *, timeout_s: float, result_ttl_ms: int) -> None:
         self.timeout_s = timeout_s
@@ -118,6 +119,11 @@ class AsyncRedisStreams:
         self._calling.forget()
         self._reading.forget()
 
+    def abandon_connections(self) -> None:
+        """After the event loop was closed: close the sockets without it. The next call connects in its own loop."""
+        self._calling.abandon()
+        self._reading.abandon()
+
     async def aclose(self) -> None:
         """Close the connections. Later calls raise ClientUnusable."""
         await self._calling.aclose()
@@ -178,13 +184,25 @@ class _Connection:
                 # redis-py leaves the pool's methods untyped.
                 pool: Any = self._client.connection_pool
                 connection = pool.connection_class(**pool.connection_kwargs)
-                await connection.connect()
+                try:
+                    await connection.connect()
+                except BaseException:
+                    # A caller that is cancelled meanwhile would leave its socket behind.
+                    connection._close()
+                    raise
                 self._wire = _Wire(connection, self._timeout_s)
             return self._wire
 
     def forget(self) -> None:
         """After a fork: the connection belongs to the parent."""
         self._wire = self._opening = None
+
+    def abandon(self) -> None:
+        """After its event loop was closed: closes the socket."""
+        wire = self._wire
+        self.forget()
+        if wire is not None:
+            wire.abandon()
 
     async def aclose(self) -> None:
         """Closes the connection for good."""
@@ -278,6 +296,22 @@ class _Wire(asyncio.Protocol):
         asked, self._asked = self._asked, deque()
         for on_answer, _ in asked:
             on_answer(error)
+
+    def abandon(self) -> None:
+        """Closes the socket of a connection whose event loop was closed, and drops the callers of that loop."""
+        self.is_lost = True
+        self._asked.clear()
+        transport: Any = self._transport
+        with contextlib.suppress(RuntimeError):
+            transport.abort()
+        with contextlib.suppress(RuntimeError):
+            self._connection._close()
+        # With TLS, the transport of the socket is below.
+        below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None) or transport
+        # asyncio closes the socket in a callback of its loop, which does not run any more. Other loops do it themselves.
+        if (release := getattr(below, "_call_connection_lost", None)) is not None:
+            with contextlib.suppress(RuntimeError):
+                release(None)
 
     async def aclose(self) -> None:
         """Closes the connection."""

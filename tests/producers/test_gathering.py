@@ -235,7 +235,7 @@ def test_only_handles_of_this_client_are_taken(kind: Any):
     job_id = new_job_id("m")
     with pytest.raises(InvalidInput, match=r"^Job 1 is a handle of another client. .*client\.job\(handle\)"):
         client.as_completed([client.job(job_id), other.job(job_id)])
-    with pytest.raises(InvalidInput, match="^Job 0 is a str. Expected a handle of this client"):
+    with pytest.raises(InvalidInput, match=r"^Job 0 is a str. Expected a handle of this client"):
         client.as_completed([job_id])
     with pytest.raises(InvalidInput, match="timeout is 'soon'"):
         client.as_completed([], timeout="soon")
