@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
-from penstock.producers.core import ClientCore, Inputs, Items
+from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence
 from penstock.producers.gathering import ENDS, Awaited, Gathered
 from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
@@ -40,6 +40,7 @@ class AsyncClient(
         Coroutine[Any, Any, "AsyncJobHandle"],
         Coroutine[Any, Any, "list[AsyncJobHandle]"],
         Coroutine[Any, Any, list[Any]],
+        Coroutine[Any, Any, list[dict[str, Array]]],
     ]
 ):
     """Submits jobs and reads their results in one event loop at a time. Close it with `aclose` or `async with`.
@@ -61,10 +62,17 @@ class AsyncClient(
         return self._accepted(handle, await coalescer.send(job), model)
 
     async def _submit_many(
-        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
     ) -> list[AsyncJobHandle]:
         spec = await self._spec(model, options.version)
-        with self._submit_run(spec, items, options, first_index, timeout_s) as run:
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s) as run:
             while chunk := run.next_chunk():
                 receipts = await self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
@@ -77,7 +85,10 @@ class AsyncClient(
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        run.submitted(await self._submit_many(model, chunk, options, first_index=run.count))
+                        refused = run.refused
+                        run.submitted(
+                            await self._submit_many(model, chunk, options, first_index=run.count, refused=refused)
+                        )
                     for handle in run.due():
                         run.complete(await handle._ended(None))
             finally:

@@ -14,7 +14,7 @@ from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, overload
 
-from penstock.producers.core import ClientCore, Inputs, Items
+from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
 from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered
 from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
@@ -32,7 +32,7 @@ __all__ = ["Client", "JobHandle"]
 _LONGEST_WATCH_S = 5.0
 
 
-class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]]):
+class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], list[dict[str, Array]]]):
     """Submits jobs and reads their results. Thread-safe. A forked child goes on with its own connections.
 
     url: redis://, rediss:// or unix://. The settings (environment, pyproject.toml) give what no argument gives.
@@ -49,10 +49,17 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         return self._accepted(handle, receipt, model)
 
     def _submit_many(
-        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
     ) -> list[JobHandle]:
         spec = self._specs.get(model, options.version, self._broker.spec)
-        with self._submit_run(spec, items, options, first_index, timeout_s) as run:
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s) as run:
             while chunk := run.next_chunk():
                 receipts = self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
@@ -65,7 +72,8 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        run.submitted(self._submit_many(model, chunk, options, first_index=run.count))
+                        refused = run.refused
+                        run.submitted(self._submit_many(model, chunk, options, first_index=run.count, refused=refused))
                     for handle in run.due():
                         run.complete(handle._ended(None))
             finally:

@@ -17,31 +17,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
-from penstock.producers.submission import SubmitRun, accepted, log_accepted, logger, with_keys
+from penstock.producers.submission import ItemIndex, SubmitRun, accepted, log_accepted, logger, with_keys
 from penstock.producers.unusable import closed
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Retry
+from penstock.registry.errors import InvalidInput
 from penstock.registry.queues import PriorityName, slot_of
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
     from penstock.registry.settings import Settings
 
-__all__ = ["ClientCore", "Inputs", "Items"]
+__all__ = ["ClientCore", "Inputs", "Items", "Refused"]
 
 Inputs: TypeAlias = Mapping[str, object]
-Items: TypeAlias = Iterable[tuple[Inputs, str | None]]
-"""Inputs, each with its idempotency key."""
+Items: TypeAlias = Iterable[tuple[Inputs | InvalidInput, str | None]]
+"""Inputs, or the error in their place, each with its idempotency key."""
+Refused: TypeAlias = dict[int, InvalidInput] | None
+"""Takes the errors of bad items by index. None: the first one is raised."""
 Handle = TypeVar("Handle", bound=HandleCore)
 Submitted = TypeVar("Submitted")
 SubmittedMany = TypeVar("SubmittedMany")
 Mapped = TypeVar("Mapped")
+MappedWhole = TypeVar("MappedWhole")
 
 
 class _Reader(Protocol):
@@ -52,7 +56,7 @@ class _Reader(Protocol):
     def expect(self, job: JobState) -> None: ...
 
 
-class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
+class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWhole]):
     """The common part of Client and AsyncClient. The type parameters are what its methods return."""
 
     _reader: _Reader
@@ -140,6 +144,27 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
         return self._submit_many(model, with_keys(batches, idempotency_keys), options, timeout_s=timeout_s)
 
+    # Mappings give whole outputs; rows give what the model's signature says, which no type checker knows.
+    @overload
+    def map(  # type: ignore[overload-overlap]  # both returns are lists, awaited by AsyncClient
+        self,
+        model: str,
+        items: Iterable[Inputs],
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        idempotency_keys: Iterable[str | None] | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        retry: Retry | None = None,
+        progress: bool | Callable[[int], None] = False,
+        on_error: Literal["raise"] = "raise",
+        window: int = MAP_WINDOW,
+    ) -> MappedWhole: ...
+
+    @overload
     def map(
         self,
         model: str,
@@ -156,7 +181,25 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         progress: bool | Callable[[int], None] = False,
         on_error: OnError = "raise",
         window: int = MAP_WINDOW,
-    ) -> Mapped:
+    ) -> Mapped: ...
+
+    def map(
+        self,
+        model: str,
+        items: Iterable[Any],
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        idempotency_keys: Iterable[str | None] | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        retry: Retry | None = None,
+        progress: bool | Callable[[int], None] = False,
+        on_error: OnError = "raise",
+        window: int = MAP_WINDOW,
+    ) -> Any:
         """Submits one job for each item and returns the results in the order of the items. In AsyncClient, await it.
 
         An item is a mapping of inputs as for `submit`. For a model with one required input, it may also be one row of
@@ -164,7 +207,8 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         `outputs`; otherwise a dict of rows by name. A mapping gives whole outputs.
         idempotency_keys: one for each item; None means no key for that item. The other options: as for `submit`.
         progress: True draws a bar; a function gets the count of finished jobs.
-        on_error: "raise" raises the first failed job and cancels those that wait; "return" puts the error in its place.
+        on_error: "raise" raises the first failed job and cancels those that wait. "return" puts the error of a failed
+        job, or of an item that was refused, in its place.
         window: the largest number of jobs in flight.
         """
         options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
@@ -198,7 +242,14 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
 
     @abstractmethod
     def _submit_many(
-        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
     ) -> SubmittedMany: ...
 
     @abstractmethod
@@ -232,12 +283,19 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         return handle if job_id == handle._state.id else self._find(job_id, handle.tenant)
 
     def _submit_run(
-        self, spec: ModelSpec, items: Items, options: SubmitOptions, first_index: int, timeout_s: float | None
+        self,
+        spec: ModelSpec,
+        items: Items,
+        options: SubmitOptions,
+        first_index: int,
+        refused: Refused,
+        timeout_s: float | None,
     ) -> SubmitRun[Handle]:
         deadline = inf if timeout_s is None else time.monotonic() + timeout_s
         reply = self._reader.address(spec.name)
-        jobs = self._builder.build_many(spec, items, options, reply=reply, first_index=first_index)
-        return SubmitRun(spec.name, jobs, self._track, self._find, first_index=first_index, deadline=deadline)
+        jobs = self._builder.build_many(spec, items, options, reply=reply, first_index=first_index, refused=refused)
+        index_of = ItemIndex(first_index, refused or ())
+        return SubmitRun(spec.name, jobs, self._track, self._find, index_of=index_of, deadline=deadline)
 
     def _map_run(self, spec: ModelSpec, options: SubmitOptions, order: MapOrder) -> MapRun[Handle]:
         return MapRun(RowShape(spec, options.outputs), order)
@@ -267,5 +325,5 @@ def _leave_parent() -> None:
             client._leave_parent()
 
 
-_clients: weakref.WeakSet[ClientCore[Any, Any, Any, Any]] = weakref.WeakSet()
+_clients: weakref.WeakSet[ClientCore[Any, Any, Any, Any, Any]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_leave_parent)

@@ -174,15 +174,18 @@ class JobBuilder:
     def build_many(
         self,
         spec: ModelSpec,
-        items: Iterable[tuple[Mapping[str, object], str | None]],
+        items: Iterable[tuple[Mapping[str, object] | InvalidInput, str | None]],
         options: SubmitOptions = _DEFAULTS,
         *,
         reply: str = "",
         first_index: int = 0,
+        refused: dict[int, InvalidInput] | None = None,
     ) -> list[Publication]:
         """One sealed job for each pair of inputs and idempotency key. The options are checked once.
 
         Raises as `build` does. An error in one item names its index, which counts from `first_index`.
+        items: an InvalidInput in the place of inputs is the error of its item.
+        refused: takes the errors by index, in place of raising them. Their items are left out.
         """
         priority, shared = parse_priority(options.priority), self._header(spec, options, reply)
         publications: list[Publication] = []
@@ -190,7 +193,10 @@ class JobBuilder:
             try:
                 publications.append(self._built(spec, shared, priority, inputs, key))
             except InvalidInput as error:
-                raise InvalidInput(f"Item {index}: {error}") from None
+                refusal = InvalidInput(f"Item {index}: {error}")
+                if refused is None:
+                    raise refusal from None
+                refused[index] = refusal
         return publications
 
     def _header(self, spec: ModelSpec, options: SubmitOptions, reply: str, *, lane: bool = False) -> JobHeader:
@@ -219,7 +225,7 @@ class JobBuilder:
         spec: ModelSpec,
         shared: JobHeader,
         priority: Priority,
-        inputs: Mapping[str, object],
+        inputs: Mapping[str, object] | InvalidInput,
         key: str | None,
         job_id: str = "",
     ) -> Publication:
@@ -231,9 +237,13 @@ class JobBuilder:
         sealed = seal("job", header, body, self.keyring)
         return Publication(header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint)
 
-    def _encoded(self, spec: ModelSpec, inputs: Mapping[str, object]) -> tuple[tuple[Tensor, ...], bytes]:
+    def _encoded(
+        self, spec: ModelSpec, inputs: Mapping[str, object] | InvalidInput
+    ) -> tuple[tuple[Tensor, ...], bytes]:
         """The inputs as bytes, checked against the model's signature and the size limit."""
         if not isinstance(inputs, Mapping):
+            if isinstance(inputs, InvalidInput):
+                raise inputs
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping from input name to value")
         arrays = spec.signature.check(inputs)
         if (size := encoded_size(arrays)) > self._max_bytes:

@@ -308,7 +308,7 @@ class _Wire(asyncio.Protocol):
             self._connection._close()
         # With TLS, the transport of the socket is below.
         below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None) or transport
-        # asyncio closes the socket in a callback of its loop, which does not run any more. Other loops do it themselves.
+        # asyncio closes the socket in a callback of its loop, which runs no more. Other loops do it themselves.
         if (release := getattr(below, "_call_connection_lost", None)) is not None:
             with contextlib.suppress(RuntimeError):
                 release(None)
