@@ -302,16 +302,16 @@ class _Wire(asyncio.Protocol):
         self.is_lost = True
         self._asked.clear()
         transport: Any = self._transport
-        with contextlib.suppress(RuntimeError):
-            transport.abort()
-        with contextlib.suppress(RuntimeError):
-            self._connection._close()
         # With TLS, the transport of the socket is below.
         below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None) or transport
-        # asyncio closes the socket in a callback of its loop, which runs no more. Other loops do it themselves.
-        if (release := getattr(below, "_call_connection_lost", None)) is not None:
+        for close in (transport.abort, self._connection._close):
+            # They mark it as closed before they ask the loop.
             with contextlib.suppress(RuntimeError):
-                release(None)
+                close()
+        # asyncio closes the socket in a callback of its loop, which runs no more. Other loops do it themselves.
+        if getattr(below, "_sock", None) is not None:
+            with contextlib.suppress(RuntimeError):
+                below._call_connection_lost(None)
 
     async def aclose(self) -> None:
         """Closes the connection."""

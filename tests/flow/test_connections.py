@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -131,6 +132,25 @@ def test_tls_needs_only_the_scheme(tls_server: TlsServer, models_root: Path, tmp
         assert ended == []
     finally:
         worker.stop()
+
+
+def test_tls_connections_of_a_closed_loop_are_closed(tls_server: TlsServer):
+    """Below TLS is the socket: the next loop closes it, and the server has one connection of the client at a time."""
+    client = AsyncClient(tls_server.url)
+
+    async def ask() -> None:
+        with pytest.raises(UnknownModel):
+            await client.submit("unknown", ROW)
+
+    with tls_server.client() as admin:
+        asyncio.run(ask())
+        connections = len(admin.client_list())
+        for _ in range(3):
+            asyncio.run(ask())
+        # A socket that nobody closed warns here, and a warning is an error.
+        gc.collect()
+        wait_until(lambda: len(admin.client_list()) == connections, 20, "the server has no more connections")
+        asyncio.run(client.aclose())
 
 
 def test_clients_of_the_environment_need_no_arguments(
