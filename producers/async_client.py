@@ -49,6 +49,7 @@ class AsyncClient(
     from another one raise ClientUnusable. The arguments are those of Client.
     """
 
+    _broker: AsyncRedisStreams
     _reader: AsyncReplyReader
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -123,7 +124,8 @@ class AsyncClient(
         self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: bool = False, timeout: float | None = None
     ) -> list[Any]:
         """The outputs of all jobs, in the order of the handles. See Client.gather."""
-        handles, gathered = list(jobs), {}
+        handles = list(jobs)
+        gathered: dict[str, Gathered] = {}
         async for job in self.as_completed(handles, timeout):
             try:
                 gathered[job.id] = await job.result()

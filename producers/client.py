@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
@@ -23,13 +23,23 @@ from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
 from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import JobRecord, State
+from penstock.registry.broker.base import JobRecord, ProducerEnd, State
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.tensors import Array
 
 __all__ = ["Client", "JobHandle"]
 
 _LONGEST_WATCH_S = 5.0
+
+
+class Connection(ProducerEnd, Protocol):
+    """The broker's connection of a blocking client."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+    def forget_connections(self) -> None:
+        """After a fork: drop the parent's connections without closing its sockets."""
 
 
 class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], list[dict[str, Array]]]):
@@ -40,6 +50,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
     models_root: the folder of packages for a model whose spec the broker does not have.
     """
 
+    _broker: Connection
     _reader: ReplyReader
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> JobHandle:
@@ -116,7 +127,8 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         comes is raised at once. The other jobs go on.
         timeout: as for `as_completed`.
         """
-        handles, gathered = list(jobs), {}
+        handles = list(jobs)
+        gathered: dict[str, Gathered] = {}
         for job in self.as_completed(handles, timeout):
             try:
                 gathered[job.id] = job.result()

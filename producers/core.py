@@ -14,7 +14,7 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, overload
@@ -145,12 +145,13 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
         return self._submit_many(model, with_keys(batches, idempotency_keys), options, timeout_s=timeout_s)
 
-    # Mappings give whole outputs; rows give what the model's signature says, which no type checker knows.
+    # Mappings give whole outputs; rows give what the model's signature says, which no type checker knows. An array is
+    # no sequence for a type checker: its elements could be anything.
     @overload
-    def map(  # type: ignore[overload-overlap]  # both returns are lists, awaited by AsyncClient
+    def map(
         self,
         model: str,
-        items: Iterable[Inputs],
+        items: Sequence[Inputs] | Iterator[Inputs],
         *,
         priority: PriorityName = "normal",
         deadline_s: float | None = None,
@@ -221,9 +222,10 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         tenant: None means that of the handle, or the client's for an id. It asks the broker nothing yet.
         """
         self._check_open()
-        job_id = job
         if isinstance(job, HandleCore):
             job_id, tenant = job.id, tenant or job.tenant
+        else:
+            job_id = job
         slot_of(job_id)
         return self._find(job_id, tenant or self.tenant)
 

@@ -63,17 +63,21 @@ def _misfit(spec: TensorSpec, found: Array) -> InvalidInput:
 
 def _is_unchanged(array: Array, dtype: np.dtype[Any]) -> bool:
     """Whether no value changes, where integers take part."""
-    if array.size == 0 or np.can_cast(array.dtype, dtype):
+    if array.size == 0:
         return True
     if array.dtype.kind == "f":
-        # The comparison is false for NaN, and a bound that is a power of two is exact in every float dtype.
-        info = np.iinfo(dtype)
-        is_within = (array >= float(info.min)) & (array < float(int(info.max) + 1))
-        return bool((is_within & (array == np.trunc(array))).all())
+        return _is_within(array, dtype) and bool((array == np.trunc(array)).all())
     if dtype.kind == "f":
         # Back again, but not from a number that the integer dtype cannot hold.
         there = array.astype(dtype)
-        is_within = there.astype(np.float64) < float(int(np.iinfo(array.dtype).max) + 1)
-        return bool(is_within.all() and (there.astype(array.dtype) == array).all())
+        return _is_within(there, array.dtype) and bool((there.astype(array.dtype) == array).all())
     info = np.iinfo(dtype)
     return int(info.min) <= int(array.min()) and int(array.max()) <= int(info.max)
+
+
+def _is_within(floats: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether all are finite and within the range of an integer dtype."""
+    info = np.iinfo(dtype)
+    # In a float16 the bounds would be infinite. In wider floats they are exact, as powers of two.
+    wide = floats.astype(np.promote_types(floats.dtype, np.float64))
+    return bool(((wide >= float(info.min)) & (wide < float(int(info.max) + 1))).all())

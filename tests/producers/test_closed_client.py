@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from penstock import AsyncClient, AsyncJobHandle, Cancelled, Client, ClientUnusable, JobHandle
+from penstock.producers.core import _leave_parent
 from penstock.registry.broker.redis_streams import RedisStreams
 from tests.servers import RedisServer, wait_until
 
@@ -115,7 +116,8 @@ def _waits(job: JobHandle, errors: list[Exception]) -> None:
 
 def test_closing_ends_the_waits_of_other_threads(redis_server: RedisServer, announced: str):
     """The thread that reads and the one that waits for it get the error; neither opens a new connection."""
-    client, errors = Client(redis_server.url), []
+    client = Client(redis_server.url)
+    errors: list[Exception] = []
     jobs = client.submit_many(announced, [{"x": X}] * 2)
     threads = [threading.Thread(target=_waits, args=(job, errors), daemon=True) for job in jobs]
     for thread in threads:
@@ -141,13 +143,18 @@ def test_a_closed_connection_stays_closed(redis_server: RedisServer):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_leaves_closed_clients_closed(shared_redis: RedisServer):
     """The child gives no new connection to a client that was closed before."""
-    client = Client(shared_redis.url)
+    client, asyncio_client = Client(shared_redis.url), AsyncClient(shared_redis.url)
     client.close()
+    asyncio.run(asyncio_client.aclose())
     pid = os.fork()
     if pid == 0:
+        status = 1
         try:
-            client.job("parked.1")
-        except ClientUnusable:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
+            # Python has called it already, and only prints its errors.
+            _leave_parent()
+            with pytest.raises(ClientUnusable):
+                client.job("parked.1")
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

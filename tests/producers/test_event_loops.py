@@ -107,7 +107,7 @@ def test_an_open_loop_keeps_its_client(shared_redis: RedisServer, parked: str, o
                 await call
         for events in (job.stream(), client.as_completed([job])):
             with pytest.raises(ClientUnusable, match="another event loop"):
-                await anext(events)  # type: ignore[type-var]
+                await anext(events)
 
     _run(refused())
     assert open_loop.run_until_complete(job.status()) == "queued"

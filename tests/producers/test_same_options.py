@@ -254,6 +254,10 @@ def right(client: Client, job: JobHandle, priority: PriorityName) -> None:
     reveal_type(client.map("m", X))
     reveal_type(client.map("m", ["a"]))
     reveal_type(client.gather([job], return_exceptions=True))
+    np.stack(client.map("m", np.zeros((2, 4))))
+    anything: list[Any] = []
+    np.stack(client.map("m", anything))
+    client.map("m", (each for each in X))[0]["y"].shape
 
 
 async def right_too(client: AsyncClient) -> None:
