@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from itertools import chain
 from math import inf
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
-from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
+from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence
-from penstock.producers.gathering import ENDS, Awaited, Gathered
+from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered
 from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S
 from penstock.producers.rows import MapOrder
@@ -141,35 +142,57 @@ class AsyncClient(
         if not awaited:
             return
         self._enter_loop()
-        until = awaited.until(asyncio.get_running_loop().time())
-        ended: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
-        waits = {handle._end(): handle.id for handle in awaited.handles()}
-        for wait in waits:
-            wait.add_done_callback(ended.put_nowait)
+        reader, ended, now = self._reader, AsyncEndedJobs(), asyncio.get_running_loop().time
+        others = deque(each.id for each in awaited.handles() if not each._state.awaits_reply)
         try:
+            for each in awaited.handles():
+                if each._state.awaits_reply:
+                    ended.expect(each.id, reader.reply_to(each._state))
+            for handle in await self._read_ends(awaited, list(others)):
+                yield handle
             while awaited:
-                try:
-                    async with asyncio.timeout_at(None if until == inf else until):
-                        wait = await ended.get()
-                except TimeoutError:
-                    for handle in await self._read_ends(awaited):
+                for handle in await self._follow(awaited, ended, others):
+                    yield handle
+                left = awaited.until(now()) - now()
+                if left <= 0:
+                    for handle in await self._read_ends(awaited, awaited.ids):
                         yield handle
                     if awaited:
-                        raise awaited.late() from None
-                    return
-                if (error := wait.exception()) is not None and not isinstance(error, ENDS):
-                    raise error
-                for handle in awaited.take(waits[wait]):
-                    yield handle
+                        raise awaited.late()
+                elif await ended.wait(min(left, SILENCE_S)):
+                    for job_id in ended.take():
+                        if ended.unfollow(job_id):
+                            reader.unsubscribe(job_id, ended)
+                        for handle in awaited.take(job_id):
+                            yield handle
+                else:
+                    for handle in await self._read_ends(awaited, awaited.sample(RECORDS_AT_ONCE)):
+                        yield handle
         finally:
-            for wait in waits:
-                if not wait.cancel() and not wait.cancelled():
-                    # Asked here, so that asyncio does not complain of an error that nobody saw.
-                    wait.exception()
+            ended.stop()
+            for job_id in ended.followed:
+                reader.unsubscribe(job_id, ended)
 
-    async def _read_ends(self, awaited: Awaited[AsyncJobHandle]) -> list[AsyncJobHandle]:
-        """The handles that have ended by their records."""
-        found, job_ids = [], awaited.ids
+    async def _follow(
+        self, awaited: Awaited[AsyncJobHandle], ended: AsyncEndedJobs, others: deque[str]
+    ) -> list[AsyncJobHandle]:
+        """Reads the event streams of jobs without a reply; returns the handles of those that have ended meanwhile."""
+        begun: list[str] = []
+        while others and len(ended.followed) < MOST_FOLLOWED:
+            job_id = others.popleft()
+            if job_id in awaited:
+                ended.follow(job_id)
+                self._reader.attach(job_id, 0, ended)
+                begun.append(job_id)
+        records = await asyncio.gather(*(self._broker.job_record(job_id, subscribe=True) for job_id in begun))
+        found = awaited.settle(zip(begun, records, strict=True))
+        for handle in found:
+            if ended.unfollow(handle.id):
+                self._reader.unsubscribe(handle.id, ended)
+        return found
+
+    async def _read_ends(self, awaited: Awaited[AsyncJobHandle], job_ids: Sequence[str]) -> list[AsyncJobHandle]:
+        found: list[AsyncJobHandle] = []
         for start in range(0, len(job_ids), RECORDS_AT_ONCE):
             part = job_ids[start : start + RECORDS_AT_ONCE]
             found += awaited.settle(zip(part, await self._broker.job_records(part), strict=True))
@@ -308,11 +331,6 @@ class AsyncJobHandle(HandleCore):
                 if state.record is None:
                     raise result_timeout(timeout) from None
         return state.opened()
-
-    def _end(self) -> asyncio.Future[None]:
-        """Done when the job has ended. It may raise what `result` raises beside the JobFailed."""
-        state = self._state
-        return self._client._reader.reply_to(state) if state.awaits_reply else asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> None:
         """Waits for the end in the job's event stream: no reply comes to this client."""

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, cast, overload
 
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
@@ -223,6 +223,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         """
         self._check_open()
         if isinstance(job, HandleCore):
+            if job._client is self and tenant in (None, job.tenant):
+                # It may await a reply, which no other handle would get.
+                return cast(Handle, job)
             job_id, tenant = job.id, tenant or job.tenant
         else:
             job_id = job

@@ -146,7 +146,11 @@ class EndedJobs:
 
     def receive(self, job: JobState) -> None:
         """Takes a job whose reply has come."""
-        self._ids.append(job.id)
+        self.note(job.id)
+
+    def note(self, job_id: str) -> None:
+        """Takes a job that has ended."""
+        self._ids.append(job_id)
 
     def take(self) -> Iterator[str]:
         """The jobs that have ended since the last call."""

@@ -32,6 +32,7 @@ __all__ = [
     "ReplyReader",
     "ReplyRouter",
     "ReplySink",
+    "Sink",
     "new_client_id",
 ]
 

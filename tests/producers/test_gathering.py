@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from penstock import AsyncClient, Client, InvalidInput, ModelError, ResultTimeout, UnknownJob
 from penstock.producers.gathering import MOST_FOLLOWED, Awaited
 from penstock.registry.broker.base import JobRecord, State
+from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import new_job_id, record_key
 from tests.producers.answers import claim, end
@@ -207,9 +208,49 @@ def test_many_jobs_cost_few_calls(shared_redis: RedisServer, parked: str, broker
         counting.close()
 
 
-def test_more_jobs_than_are_followed_at_once(shared_redis: RedisServer, parked: str, broker: RedisStreams):
+class CountingAsyncStreams(AsyncRedisStreams):
+    """A connection that counts its calls."""
+
+    calls = 0
+
+    async def _run(self, command: Any, connection: Any = None) -> Any:
+        self.calls += 1
+        return await super()._run(command, connection)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_silence_costs_a_call_and_not_one_for_each_job(kind: str, shared_redis: RedisServer, parked: str):
+    """Jobs of another client: one call each to follow its events, then one call in a second for all of them."""
+    with Client(shared_redis.url) as other:
+        ids = [job.id for job in other.submit_many(parked, [{"x": X}] * 100)]
+    if kind == "blocking":
+        with Client(shared_redis.url) as client:
+            counting = CountingStreams.from_url(shared_redis.url)
+            client._broker = client._reader._broker = counting
+            with pytest.raises(ResultTimeout):
+                client.gather(map(client.job, ids), timeout=1.5)
+            counting.close()
+            assert 100 < counting.calls < 150
+        return
+
+    async def gather() -> int:
+        async with AsyncClient(shared_redis.url) as client:
+            counting = CountingAsyncStreams.from_url(shared_redis.url)
+            client._broker = client._reader._broker = counting
+            with pytest.raises(ResultTimeout):
+                await client.gather(map(client.job, ids), timeout=1.5)
+            return counting.calls
+
+    assert 100 < asyncio.run(gather()) < 150
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_jobs_than_are_followed_at_once(kind: str, shared_redis: RedisServer, parked: str, broker: RedisStreams):
     """The event streams of a bounded number of jobs are read; the next ones follow as those end."""
     count = MOST_FOLLOWED + 20
+    if kind == "asyncio":
+        asyncio.run(asyncio.wait_for(_follow_many(shared_redis.url, parked, broker, count), 60))
+        return
     with Client(shared_redis.url) as client, Client(shared_redis.url) as other:
         ids = [job.id for job in client.submit_many(parked, [{"x": X}] * count)]
         claimed = claim(broker, parked, count)
@@ -226,6 +267,23 @@ def test_more_jobs_than_are_followed_at_once(shared_redis: RedisServer, parked: 
         assert sorted(job.id for job in found) == sorted(ids)
         assert other._reader._router._subscriptions == {}
         assert other._reader._router.on_reply is None
+
+
+async def _follow_many(url: str, model: str, broker: RedisStreams, count: int) -> None:
+    async with AsyncClient(url) as client, AsyncClient(url) as other:
+        ids = [job.id for job in await client.submit_many(model, [{"x": X}] * count)]
+        claimed = claim(broker, model, count)
+
+        async def gather() -> list[str]:
+            return [job.id async for job in other.as_completed(map(other.job, ids))]
+
+        found = asyncio.create_task(gather())
+        while len(other._reader._router._subscriptions) < MOST_FOLLOWED:
+            await asyncio.sleep(0)
+        for job in claimed:
+            end(broker, job)
+        assert sorted(await found) == sorted(ids)
+        assert other._reader._router._subscriptions == {}
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

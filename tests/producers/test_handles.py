@@ -27,6 +27,8 @@ def test_handles_of_one_job_are_equal():
         handles = [client.job(first), AsyncClient("redis://nowhere:1").job(first), client.job(second)]
         assert handles[0] == handles[1] != handles[2]
         assert len(set(handles)) == 2
+        assert client.job(handles[0]) is handles[0]
+        assert client.job(handles[0], tenant="other") is not handles[0]
         assert handles[0] != first
         assert copy.deepcopy({"job": handles[0]})["job"] is copy.copy(handles[0]) is handles[0]
 
@@ -75,8 +77,8 @@ def test_an_unpickled_handle_is_bound_by_another_client(shared_redis: RedisServe
 
 def test_a_handle_of_no_job_id_is_refused():
     """A pickle that was changed has no way around the check of an id."""
-    with Client("redis://nowhere:1") as client:
+    with Client("redis://nowhere:1") as client, Client("redis://nowhere:1") as other:
         job = client.job(new_job_id("m"))
         job._state.id = "not an id"
         with pytest.raises(InvalidInput):
-            client.job(job)
+            other.job(job)
