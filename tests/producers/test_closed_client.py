@@ -13,6 +13,8 @@ import pytest
 
 from penstock import AsyncClient, AsyncJobHandle, Cancelled, Client, ClientUnusable, JobHandle
 from penstock.producers.core import _leave_parent
+from penstock.producers.replies import ReplyReader
+from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.broker.redis_streams import RedisStreams
 from tests.servers import RedisServer, wait_until
 
@@ -89,6 +91,7 @@ def test_a_known_result_outlives_the_client(shared_redis: RedisServer, parked: s
         job.cancel()
         assert job.info(30).status == "cancelled"
     assert job.status() == "cancelled"
+    assert list(client.as_completed([job])) == [job]
     with pytest.raises(Cancelled):
         job.result()
 
@@ -104,6 +107,7 @@ def test_a_known_result_outlives_the_client(shared_redis: RedisServer, parked: s
 
 
 async def _result(job: AsyncJobHandle) -> None:
+    assert [each async for each in job._client.as_completed([job])] == [job]
     await job.result()
 
 
@@ -127,6 +131,41 @@ def test_closing_ends_the_waits_of_other_threads(redis_server: RedisServer, anno
     for thread in threads:
         thread.join(60)
     assert [type(error) for error in errors] == [ClientUnusable, ClientUnusable]
+
+
+class MemoryConnection(MemoryBroker):
+    """A connection that a closed client could go on reading from."""
+
+    def forget_connections(self) -> None:
+        """There is none."""
+
+
+class MemoryClient(Client):
+    """A client of a broker in memory."""
+
+    def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
+        self._broker = MemoryConnection()
+        self._reader = ReplyReader(self._broker)
+
+
+def test_closing_ends_a_wait_that_no_socket_ends():
+    """A broker in memory closes no socket under a thread that reads: the reader says that it was closed."""
+    client = MemoryClient("redis://nowhere:1")
+    errors: list[Exception] = []
+    thread = threading.Thread(target=lambda: _wait(client._reader, errors), daemon=True)
+    client._reader.address("m")
+    thread.start()
+    wait_until(lambda: client._reader._reading is not None, 20, "the thread reads")
+    client.close()
+    thread.join(60)
+    assert [str(error) for error in errors] == ["This client was closed. Expected an open one"]
+
+
+def _wait(reader: ReplyReader, errors: list[Exception]) -> None:
+    try:
+        reader.wait(lambda: False, 10)
+    except ClientUnusable as error:
+        errors.append(error)
 
 
 def test_a_closed_connection_stays_closed(redis_server: RedisServer):

@@ -125,7 +125,7 @@ def test_the_first_failure_is_raised_while_others_run(
         end(broker, claim(broker, parked)[1], state=State.FAILED)
 
     with pytest.raises(ModelError):
-        _with_jobs(kind, shared_redis.url, parked, 2, lambda client, jobs: client.gather(jobs), end_one)
+        _with_jobs(kind, shared_redis.url, parked, 2, lambda client, jobs: client.gather(jobs, timeout=60), end_one)
 
 
 @pytest.mark.parametrize("kind", KINDS)

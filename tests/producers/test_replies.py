@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from penstock.producers.replies import RECORDS_AT_ONCE, ReplyReader, ReplyRouter
 from penstock.registry.broker.base import JobRecord, Limits, Publication, State, StreamEntry
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring
-from penstock.registry.errors import BrokerUnavailable, ClientUnusable
+from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import Priority, events_key, new_job_id
 from tests.servers import wait_until
 
@@ -252,26 +251,3 @@ def test_lost_replies_are_made_up_for_by_records(broker: CountedBroker, reader: 
     assert {job.record.state for job in ended if job.record} == {State.CANCELLED}
     assert missing.record is None
     assert all(reader.expects(job.id) for job in waiting)
-
-
-def test_a_closed_reader_ends_the_waits(slot: str):
-    """Of the thread that reads, also where the connection itself has no end, and of later ones."""
-    broker = MemoryBroker()
-    errors: list[Exception] = []
-    reader = ReplyReader(broker)
-    reader.address(slot)
-
-    def wait() -> None:
-        try:
-            reader.wait(lambda: False, 60)
-        except ClientUnusable as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    wait_until(lambda: reader._reading is not None, 20, "the thread reads")
-    reader.close()
-    thread.join(60)
-    with pytest.raises(ClientUnusable, match="This client was closed"):
-        reader.wait(lambda: False, 60)
-    assert len(errors) == 1
