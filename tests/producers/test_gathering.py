@@ -236,6 +236,7 @@ def test_a_silence_costs_a_call_and_not_one_for_each_job(kind: str, shared_redis
     async def gather() -> int:
         async with AsyncClient(shared_redis.url) as client:
             counting = CountingAsyncStreams.from_url(shared_redis.url)
+            assert isinstance(counting, CountingAsyncStreams)
             client._broker = client._reader._broker = counting
             with pytest.raises(ResultTimeout):
                 await client.gather(map(client.job, ids), timeout=1.5)
