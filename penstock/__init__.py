@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from penstock.producers.async_client import AsyncClient, AsyncJobHandle
     from penstock.producers.client import Client, JobHandle
     from penstock.producers.events import EventType, JobEvent
-    from penstock.producers.job_state import JobInfo, JobStatus
+    from penstock.producers.job_state import CancelStatus, JobInfo, JobStatus
     from penstock.registry.envelope import Retry
     from penstock.registry.errors import (
         BadSignature,
         BrokerUnavailable,
         Cancelled,
+        ClientUnusable,
         ConfigurationError,
         ContentChanged,
         Corrupt,
@@ -59,8 +60,10 @@ __all__ = [
     "AsyncJobHandle",
     "BadSignature",
     "BrokerUnavailable",
+    "CancelStatus",
     "Cancelled",
     "Client",
+    "ClientUnusable",
     "ConfigurationError",
     "ContentChanged",
     "Corrupt",
@@ -101,6 +104,7 @@ _ERRORS = "penstock.registry.errors"
 _MODULES = {
     "AsyncClient": "penstock.producers.async_client",
     "AsyncJobHandle": "penstock.producers.async_client",
+    "CancelStatus": "penstock.producers.job_state",
     "Client": "penstock.producers.client",
     "EventType": "penstock.producers.events",
     "JobEvent": "penstock.producers.events",

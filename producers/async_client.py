@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from itertools import chain
 from math import ceil, inf
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
-from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
-from penstock.producers.core import ClientCore, Inputs, Items
-from penstock.producers.events import EventMerger, JobEvent
-from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
-from penstock.producers.replies import SILENCE_S
+from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, SubmitCoalescer
+from penstock.producers.core import ClientCore, Inputs, Items, Refused
+from penstock.producers.events import EventMerger, JobEvent, Silence
+from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered
+from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation, expiry
+from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import CancelOutcome, JobRecord, State
+from penstock.registry.broker.base import JobRecord, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
-from penstock.registry.errors import BrokerUnavailable, PenstockError
+from penstock.registry.errors import BrokerUnavailable, ClientUnusable, PenstockError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
@@ -39,16 +43,21 @@ class AsyncClient(
         Coroutine[Any, Any, "AsyncJobHandle"],
         Coroutine[Any, Any, "list[AsyncJobHandle]"],
         Coroutine[Any, Any, list[Any]],
+        Coroutine[Any, Any, list[dict[str, Array]]],
     ]
 ):
-    """Submits jobs and reads their results in one event loop. Close it with `aclose` or `async with`.
+    """Submits jobs and reads their results in one event loop at a time. Close it with `aclose` or `async with`.
 
-    The arguments are those of Client.
+    When its loop was closed, the client goes on in the next one, with new connections. While its loop is open, calls
+    from another one raise ClientUnusable. The arguments are those of Client.
     """
 
+    _broker: AsyncRedisStreams
     _reader: AsyncReplyReader
+    _loop: asyncio.AbstractEventLoop | None = None
 
     async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
+        self._enter_loop()
         spec = (None if options.version else self._specs.fresh(model)) or await self._spec(model, options.version)
         job, handle = self._new_job(spec, inputs, options, key)
         coalescer = self._coalescers.get(model)
@@ -57,10 +66,17 @@ class AsyncClient(
         return self._accepted(handle, await coalescer.send(job), model)
 
     async def _submit_many(
-        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
     ) -> list[AsyncJobHandle]:
         spec = await self._spec(model, options.version)
-        with self._submit_run(spec, items, options, first_index, timeout_s) as run:
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s) as run:
             while chunk := run.next_chunk():
                 receipts = await self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
@@ -73,7 +89,10 @@ class AsyncClient(
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        run.submitted(await self._submit_many(model, chunk, options, first_index=run.count))
+                        refused = run.refused
+                        run.submitted(
+                            await self._submit_many(model, chunk, options, first_index=run.count, refused=refused)
+                        )
                     for handle in run.due():
                         run.complete(await handle._ended(None))
             finally:
@@ -88,12 +107,117 @@ class AsyncClient(
                         continue
         return run.results
 
+    def as_completed(
+        self, jobs: Iterable[AsyncJobHandle], timeout: float | None = None
+    ) -> AsyncIterator[AsyncJobHandle]:
+        """The handles in the order in which their jobs end. Arguments and errors are those of Client.as_completed."""
+        return self._ends(Awaited(self, jobs, timeout))
+
+    @overload
+    async def gather(
+        self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: Literal[False] = False, timeout: float | None = None
+    ) -> list[dict[str, Array]]: ...
+
+    @overload
+    async def gather(
+        self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: bool, timeout: float | None = None
+    ) -> list[Gathered]: ...
+
+    async def gather(
+        self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: bool = False, timeout: float | None = None
+    ) -> list[Any]:
+        """The outputs of all jobs, in the order of the handles. See Client.gather."""
+        handles = list(jobs)
+        gathered: dict[str, Gathered] = {}
+        async for job in self.as_completed(handles, timeout):
+            try:
+                gathered[job.id] = await job.result()
+            except ENDS as error:
+                if not return_exceptions:
+                    raise
+                gathered[job.id] = error
+        return [gathered[job.id] for job in handles]
+
+    async def _ends(self, awaited: Awaited[AsyncJobHandle]) -> AsyncIterator[AsyncJobHandle]:
+        for handle in awaited.take_known():
+            yield handle
+        if not awaited:
+            return
+        self._enter_loop()
+        reader, ended, now = self._reader, AsyncEndedJobs(), asyncio.get_running_loop().time
+        others = deque(each.id for each in awaited.handles() if not each._state.awaits_reply)
+        try:
+            for each in awaited.handles():
+                if each._state.awaits_reply:
+                    ended.expect(each.id, reader.reply_to(each._state))
+            for handle in await self._read_ends(awaited, list(others)):
+                yield handle
+            while awaited:
+                for handle in await self._follow(awaited, ended, others):
+                    yield handle
+                left = awaited.until(now()) - now()
+                if left <= 0:
+                    for handle in await self._read_ends(awaited, awaited.ids):
+                        yield handle
+                    if awaited:
+                        raise awaited.late()
+                elif await ended.wait(min(left, SILENCE_S, awaited.seconds_left(time.monotonic()))):
+                    for job_id in ended.take():
+                        if ended.unfollow(job_id):
+                            reader.unsubscribe(job_id, ended)
+                        for handle in awaited.take(job_id):
+                            yield handle
+                elif not awaited.seconds_left(time.monotonic()):
+                    late = awaited.overdue(time.monotonic())
+                    records = await asyncio.gather(*(handle._look() for handle in late))
+                    for handle in awaited.settle(zip([each.id for each in late], records, strict=True)):
+                        yield handle
+                else:
+                    for handle in await self._read_ends(awaited, awaited.sample(RECORDS_AT_ONCE)):
+                        yield handle
+        finally:
+            ended.stop()
+            for job_id in ended.followed:
+                reader.unsubscribe(job_id, ended)
+
+    async def _follow(
+        self, awaited: Awaited[AsyncJobHandle], ended: AsyncEndedJobs, others: deque[str]
+    ) -> list[AsyncJobHandle]:
+        """Reads the event streams of jobs without a reply; returns the handles of those that have ended meanwhile."""
+        begun: list[str] = []
+        while others and len(ended.followed) < MOST_FOLLOWED:
+            job_id = others.popleft()
+            if job_id in awaited:
+                ended.follow(job_id)
+                self._reader.attach(job_id, 0, ended)
+                begun.append(job_id)
+        records = await asyncio.gather(*(self._broker.job_record(job_id, subscribe=True) for job_id in begun))
+        found = awaited.settle(zip(begun, records, strict=True))
+        for handle in found:
+            if ended.unfollow(handle.id):
+                self._reader.unsubscribe(handle.id, ended)
+        return found
+
+    async def _read_ends(self, awaited: Awaited[AsyncJobHandle], job_ids: Sequence[str]) -> list[AsyncJobHandle]:
+        found: list[AsyncJobHandle] = []
+        for start in range(0, len(job_ids), RECORDS_AT_ONCE):
+            part = job_ids[start : start + RECORDS_AT_ONCE]
+            found += awaited.settle(zip(part, await self._broker.job_records(part), strict=True))
+        return found
+
     async def aclose(self) -> None:
-        """Closes the connections. Submitted jobs go on."""
-        await self._reader.aclose()
-        await self._broker.aclose()
+        """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
+        if self._is_closed:
+            return
+        self._enter_loop()
+        self._is_closed = True
+        broker, reader = self._broker, self._reader
+        self._broker = self._reader = CLOSED
+        await reader.aclose()
+        await broker.aclose()
 
     async def __aenter__(self) -> AsyncClient:
+        self._check_open()
         return self
 
     async def __aexit__(
@@ -102,6 +226,7 @@ class AsyncClient(
         await self.aclose()
 
     async def _spec(self, model: str, version: str | None) -> ModelSpec:
+        self._enter_loop()
         return await self._specs.get_async(model, version, self._broker.spec)
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
@@ -110,7 +235,27 @@ class AsyncClient(
 
     def _leave_parent(self) -> None:
         self._broker.forget_connections()
+        self._reader.abandon()
         self._start_reading()
+        self._loop = None
+
+    def _enter_loop(self) -> None:
+        """Makes the running loop that of this client."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._change_loop(loop)
+
+    def _change_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._check_open()
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise ClientUnusable(
+                    "This client serves another event loop, which is still open. Expected one client for each loop"
+                )
+            self._broker.abandon_connections()
+            self._reader.abandon()
+            self._start_reading()
+        self._loop = loop
 
     def _start_reading(self) -> None:
         self._reader = AsyncReplyReader(self._broker)
@@ -138,50 +283,58 @@ class AsyncJobHandle(HandleCore):
         """The status, version, worker, batch and timings of the job, once it has ended in any way."""
         return (await self._ended(timeout)).info()
 
-    async def stream(self, after: int = 0) -> AsyncIterator[JobEvent]:
-        """The job's events after sequence number `after`, as they happen. The terminal event is the last one.
+    async def stream(self, after: int = 0, timeout: float | None = None) -> AsyncIterator[JobEvent]:
+        """The job's events after sequence number `after`, as they happen. Arguments and errors: see JobHandle.stream.
 
         A failed job does not raise: its failure is the last event.
         """
-        reader = self._client._reader
+        self._client._enter_loop()
+        reader, silence = self._client._reader, Silence(timeout)
         merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
         try:
             while not merger.is_over:
                 record = await self._read_record(subscribe=True)
                 found = merger.entries(await reader.read_now(self.id, merger.last))
-                for event in (*found, *merger.record(record)):
+                for event in chain(found, merger.record(record)):
                     yield event
+                    silence.broken()
                 while not (merger.is_over or merger.awaits_record):
-                    entries = await subscription.next(self._state.seconds_left(SILENCE_S))
+                    left = silence.left(time.monotonic(), merger.last)
+                    entries = await subscription.next(self._state.seconds_left(min(left, SILENCE_S)))
                     if not entries:
                         break
                     for event in merger.entries(entries):
                         yield event
+                        silence.broken()
         finally:
             reader.unsubscribe(self.id, subscription)
 
-    async def cancel(self) -> bool:
-        """Whether the job will never run. False for a running job: it is asked to stop, but may still end."""
+    async def cancel(self) -> CancelStatus:
+        """Cancels the job as far as that is possible, and returns what it did. See JobHandle.cancel."""
+        self._client._enter_loop()
         broker, state = self._client._broker, self._state
         sealed = cancellation(state.id, state.tenant, self._client._builder.keyring)
-        outcome = await broker.cancel(state.id, state.tenant, sealed)
-        if outcome is CancelOutcome.SETTLED and state.record is None:
-            await self._read_record()
-        return state.cancelled(outcome)
+        return state.cancelled(await broker.cancel(state.id, state.tenant, sealed))
 
     async def _read_record(self, *, subscribe: bool = False) -> JobRecord:
+        return self._state.accept(await self._look(subscribe=subscribe))
+
+    async def _look(self, *, subscribe: bool = False) -> JobRecord | None:
+        """The record as it is now. A job whose time has passed, and that no worker holds, is ended."""
+        self._client._enter_loop()
         broker, state = self._client._broker, self._state
         record = await broker.job_record(state.id, subscribe=subscribe)
         if record is not None and state.is_overdue(record):
             sealed = expiry(state.id, state.tenant, self._client._builder.keyring)
             is_ended = await broker.expire(state.id, state.tenant, sealed)
             record = JobRecord(State.EXPIRED, "", sealed) if is_ended else await broker.job_record(state.id)
-        return state.accept(record)
+        return record
 
     async def _ended(self, timeout: float | None) -> Outcome:
         state = self._state
         if state.record is None:
+            self._client._enter_loop()
             until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
             try:
                 await self._await_reply(until)

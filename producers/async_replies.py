@@ -11,15 +11,17 @@ from itertools import chain
 from math import inf
 from typing import Final, NamedTuple
 
+from penstock.producers.gathering import EndedJobs
 from penstock.producers.job_state import JobState
-from penstock.producers.replies import ALL_ENTRIES, RECORDS_AT_ONCE, SILENCE_S, ReplyRouter, new_client_id
+from penstock.producers.replies import ALL_ENTRIES, RECORDS_AT_ONCE, SILENCE_S, ReplyRouter, Sink, new_client_id
 from penstock.producers.submission import chunks
+from penstock.producers.unusable import closed
 from penstock.registry.broker.base import Limits, Publication, Receipt, State, StreamEntry
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import events_key
 
-__all__ = ["AsyncReplyReader", "SubmitCoalescer", "Subscription"]
+__all__ = ["AsyncEndedJobs", "AsyncReplyReader", "SubmitCoalescer", "Subscription"]
 
 _SILENCE_MS: Final = int(SILENCE_S * 1000)
 
@@ -119,6 +121,53 @@ class Subscription(deque[StreamEntry]):
         return entries
 
 
+class AsyncEndedJobs(EndedJobs):
+    """The ended jobs of one `as_completed`, for a task that waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrived = asyncio.Event()
+        self._replies: dict[asyncio.Future[None], str] = {}
+        self._error: BaseException | None = None
+
+    def expect(self, job_id: str, reply: asyncio.Future[None]) -> None:
+        """The job has ended when `reply` is done."""
+        self._replies[reply] = job_id
+        reply.add_done_callback(self._replied)
+
+    def append(self, entry: StreamEntry) -> None:
+        super().append(entry)
+        self._arrived.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether a job has ended. Waits for the first one, or for `timeout_s`. Raises the error of a lost reply."""
+        if not self:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._arrived.wait()
+            self._arrived.clear()
+        if self._error is not None:
+            raise self._error
+        return bool(self)
+
+    def stop(self) -> None:
+        """Awaits no reply any more."""
+        replies, self._replies = self._replies, {}
+        for reply in replies:
+            reply.cancel()
+
+    def _replied(self, reply: asyncio.Future[None]) -> None:
+        if reply.cancelled():
+            return
+        # Asked in any case: asyncio complains of an error that nobody saw.
+        error = reply.exception()
+        if error is not None:
+            self._error = error
+        elif (job_id := self._replies.pop(reply, None)) is not None:
+            self.note(job_id)
+        self._arrived.set()
+
+
 class _Waiting(NamedTuple):
     """The futures that wait for one job, and since when."""
 
@@ -166,7 +215,7 @@ class AsyncReplyReader:
         a client's time per job.
         """
         if self._is_closing:
-            raise _closed()
+            raise closed()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = asyncio.Future(loop=self._loop)
@@ -216,17 +265,21 @@ class AsyncReplyReader:
 
     def subscribe(self, job_id: str, after: int) -> Subscription:
         """The queue to which the job's events after `after` will be added."""
-        if self._is_closing:
-            raise _closed()
         subscription = Subscription()
-        self._router.subscribe(job_id, after, subscription)
-        self.listen()
-        self._wake_if_behind()
+        self.attach(job_id, after, subscription)
         return subscription
 
-    def unsubscribe(self, job_id: str, subscription: Subscription) -> None:
+    def attach(self, job_id: str, after: int, sink: Sink) -> None:
+        """Adds the job's events after `after` to `sink`."""
+        if self._is_closing:
+            raise closed()
+        self._router.subscribe(job_id, after, sink)
+        self.listen()
+        self._wake_if_behind()
+
+    def unsubscribe(self, job_id: str, sink: Sink) -> None:
         """Ends a subscription."""
-        self._router.unsubscribe(job_id, subscription)
+        self._router.unsubscribe(job_id, sink)
 
     async def read_now(self, job_id: str, after: int) -> list[StreamEntry]:
         """The entries of the job's event stream after a sequence number, without waiting."""
@@ -327,6 +380,12 @@ class AsyncReplyReader:
         with contextlib.suppress(BrokerUnavailable):
             await self._broker.nudge(key)
 
+    def abandon(self) -> None:
+        """After a fork, or after the event loop was closed: no reply comes here. Records and events tell the ends."""
+        self._is_closing = True
+        for job in self._router.expected():
+            job.awaits_reply = False
+
     async def aclose(self) -> None:
         """Wakes the reading task and waits for its end, so that entries that it has read still arrive."""
         self._is_closing = True
@@ -337,8 +396,4 @@ class AsyncReplyReader:
             if key := next(iter(self._reading), None):
                 await self._nudge(key)
             await asyncio.wait([reader], timeout=2 * SILENCE_S)
-        self._fail(_closed())
-
-
-def _closed() -> BrokerUnavailable:
-    return BrokerUnavailable("This client was closed. Expected an open one")
+        self._fail(closed())

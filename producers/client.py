@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
-from penstock.producers.core import ClientCore, Inputs, Items
-from penstock.producers.events import EventMerger, JobEvent, is_end
-from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
-from penstock.producers.replies import SILENCE_S, ReplyReader
+from penstock.producers.core import ClientCore, Inputs, Items, Refused
+from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
+from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered
+from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation, expiry
+from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import CancelOutcome, JobRecord, State
+from penstock.registry.broker.base import JobRecord, ProducerEnd, State
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.tensors import Array
 
@@ -29,7 +32,17 @@ __all__ = ["Client", "JobHandle"]
 _LONGEST_WATCH_S = 5.0
 
 
-class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]]):
+class Connection(ProducerEnd, Protocol):
+    """The broker's connection of a blocking client."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+    def forget_connections(self) -> None:
+        """After a fork: drop the parent's connections without closing its sockets."""
+
+
+class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], list[dict[str, Array]]]):
     """Submits jobs and reads their results. Thread-safe. A forked child goes on with its own connections.
 
     url: redis://, rediss:// or unix://. The settings (environment, pyproject.toml) give what no argument gives.
@@ -37,6 +50,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
     models_root: the folder of packages for a model whose spec the broker does not have.
     """
 
+    _broker: Connection
     _reader: ReplyReader
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> JobHandle:
@@ -46,10 +60,17 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         return self._accepted(handle, receipt, model)
 
     def _submit_many(
-        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
     ) -> list[JobHandle]:
         spec = self._specs.get(model, options.version, self._broker.spec)
-        with self._submit_run(spec, items, options, first_index, timeout_s) as run:
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s) as run:
             while chunk := run.next_chunk():
                 receipts = self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
@@ -62,7 +83,8 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        run.submitted(self._submit_many(model, chunk, options, first_index=run.count))
+                        refused = run.refused
+                        run.submitted(self._submit_many(model, chunk, options, first_index=run.count, refused=refused))
                     for handle in run.due():
                         run.complete(handle._ended(None))
             finally:
@@ -77,11 +99,109 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
                         continue
         return run.results
 
+    def as_completed(self, jobs: Iterable[JobHandle], timeout: float | None = None) -> Iterator[JobHandle]:
+        """The handles in the order in which their jobs end, in any way: `result` of a yielded handle waits no more.
+
+        jobs: handles of this client. A handle that is given twice is yielded twice.
+        timeout: seconds from the first wait until all have ended. Then ResultTimeout is raised, and the jobs go on.
+        None means no limit. Raises BrokerUnavailable, too.
+        """
+        return self._ends(Awaited(self, jobs, timeout))
+
+    @overload
+    def gather(
+        self, jobs: Iterable[JobHandle], *, return_exceptions: Literal[False] = False, timeout: float | None = None
+    ) -> list[dict[str, Array]]: ...
+
+    @overload
+    def gather(
+        self, jobs: Iterable[JobHandle], *, return_exceptions: bool, timeout: float | None = None
+    ) -> list[Gathered]: ...
+
+    def gather(
+        self, jobs: Iterable[JobHandle], *, return_exceptions: bool = False, timeout: float | None = None
+    ) -> list[Any]:
+        """The outputs of all jobs, in the order of the handles.
+
+        return_exceptions: True puts the error of a job in the place of its outputs. Otherwise the first error that
+        comes is raised at once. The other jobs go on.
+        timeout: as for `as_completed`.
+        """
+        handles = list(jobs)
+        gathered: dict[str, Gathered] = {}
+        for job in self.as_completed(handles, timeout):
+            try:
+                gathered[job.id] = job.result()
+            except ENDS as error:
+                if not return_exceptions:
+                    raise
+                gathered[job.id] = error
+        return [gathered[job.id] for job in handles]
+
+    def _ends(self, awaited: Awaited[JobHandle]) -> Iterator[JobHandle]:
+        yield from awaited.take_known()
+        if not awaited:
+            return
+        reader, ended = self._reader, EndedJobs()
+        reader.watch(ended)
+        try:
+            # The replies of some jobs may have come before `watch`.
+            yield from awaited.take_known()
+            others = deque(each.id for each in awaited.handles() if not _is_told(reader, each._state))
+            yield from self._read_ends(awaited, list(others))
+            while awaited:
+                yield from self._follow(awaited, ended, others)
+                left = awaited.until(time.monotonic()) - time.monotonic()
+                if left <= 0:
+                    yield from self._read_ends(awaited, awaited.ids)
+                    if awaited:
+                        raise awaited.late()
+                elif reader.wait(lambda: bool(ended), min(left, SILENCE_S, awaited.seconds_left(time.monotonic()))):
+                    for job_id in ended.take():
+                        if ended.unfollow(job_id):
+                            reader.unsubscribe(job_id, ended)
+                        yield from awaited.take(job_id)
+                elif not awaited.seconds_left(time.monotonic()):
+                    for handle in awaited.overdue(time.monotonic()):
+                        yield from awaited.settle([(handle.id, handle._look())])
+                elif found := list(self._read_ends(awaited, awaited.sample(RECORDS_AT_ONCE))):
+                    # Replies were lost, and those of other jobs may be lost, too.
+                    reader.catch_up()
+                    yield from found
+        finally:
+            reader.unwatch(ended)
+            for job_id in ended.followed:
+                reader.unsubscribe(job_id, ended)
+
+    def _follow(self, awaited: Awaited[JobHandle], ended: EndedJobs, others: deque[str]) -> Iterator[JobHandle]:
+        """Reads the event streams of jobs without a reply; yields those that have ended meanwhile."""
+        while others and len(ended.followed) < MOST_FOLLOWED:
+            job_id = others.popleft()
+            if job_id in awaited:
+                ended.follow(job_id)
+                self._reader.attach(job_id, 0, ended)
+                found = awaited.settle([(job_id, self._broker.job_record(job_id, subscribe=True))])
+                if found and ended.unfollow(job_id):
+                    self._reader.unsubscribe(job_id, ended)
+                yield from found
+
+    def _read_ends(self, awaited: Awaited[JobHandle], job_ids: Sequence[str]) -> Iterator[JobHandle]:
+        for start in range(0, len(job_ids), RECORDS_AT_ONCE):
+            part = job_ids[start : start + RECORDS_AT_ONCE]
+            yield from awaited.settle(zip(part, self._broker.job_records(part), strict=True))
+
     def close(self) -> None:
-        """Closes the connections. Submitted jobs go on."""
-        self._broker.close()
+        """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        broker, reader = self._broker, self._reader
+        self._broker = self._reader = CLOSED
+        reader.close()
+        broker.close()
 
     def __enter__(self) -> Client:
+        self._check_open()
         return self
 
     def __exit__(
@@ -132,47 +252,57 @@ class JobHandle(HandleCore):
         """
         return self._ended(timeout).info()
 
-    def stream(self, after: int = 0) -> Iterator[JobEvent]:
+    def stream(self, after: int = 0, timeout: float | None = None) -> Iterator[JobEvent]:
         """The job's events after sequence number `after`, as they happen. The terminal event is the last one.
+
+        timeout: the longest time between two events, in seconds, and before the first. None waits until the job has
+        ended. Raises ResultTimeout; the job goes on, and `stream(after=event.seq)` continues.
 
         It works at any time, also after the end of the job, and in any process. A failed job does not raise: its
         failure is the last event. Otherwise it raises as `result` does.
         """
-        reader = self._client._reader
+        reader, silence = self._client._reader, Silence(timeout)
         merger = EventMerger(self.id, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
         try:
             while not merger.is_over:
                 record = self._read_record(subscribe=True)
-                yield from merger.entries(reader.read_now(self.id, merger.last))
-                yield from merger.record(record)
+                found = merger.entries(reader.read_now(self.id, merger.last))
+                for event in chain(found, merger.record(record)):
+                    yield event
+                    silence.broken()
                 while not (merger.is_over or merger.awaits_record):
-                    if not reader.wait(lambda: bool(subscription), self._state.seconds_left(SILENCE_S)):
+                    left = silence.left(time.monotonic(), merger.last)
+                    if not reader.wait(lambda: bool(subscription), self._state.seconds_left(min(left, SILENCE_S))):
                         break
-                    yield from merger.entries(_drained(subscription))
+                    for event in merger.entries(_drained(subscription)):
+                        yield event
+                        silence.broken()
         finally:
             reader.unsubscribe(self.id, subscription)
 
-    def cancel(self) -> bool:
-        """Whether the job will never run.
+    def cancel(self) -> CancelStatus:
+        """Cancels the job as far as that is possible, and returns what it did.
 
-        A running job is asked to stop. The answer is then False, because the job may still end with a result.
+        "cancelled": the job will never run. "requested": a worker has it and is told to stop; it may still end with a
+        result. "too_late": it had ended in another way. Raises UnknownJob or ResultGone.
         """
         client, state = self._client, self._state
         sealed = cancellation(state.id, state.tenant, client._builder.keyring)
-        outcome = client._broker.cancel(state.id, state.tenant, sealed)
-        if outcome is CancelOutcome.SETTLED and state.record is None:
-            self._read_record()
-        return state.cancelled(outcome)
+        return state.cancelled(client._broker.cancel(state.id, state.tenant, sealed))
 
     def _read_record(self, *, subscribe: bool = False) -> JobRecord:
+        return self._state.accept(self._look(subscribe=subscribe))
+
+    def _look(self, *, subscribe: bool = False) -> JobRecord | None:
+        """The record as it is now. A job whose time has passed, and that no worker holds, is ended."""
         broker, state = self._client._broker, self._state
         record = broker.job_record(state.id, subscribe=subscribe)
         if record is not None and state.is_overdue(record):
             sealed = expiry(state.id, state.tenant, self._client._builder.keyring)
             is_ended = broker.expire(state.id, state.tenant, sealed)
             record = JobRecord(State.EXPIRED, "", sealed) if is_ended else broker.job_record(state.id)
-        return state.accept(record)
+        return record
 
     def _ended(self, timeout: float | None) -> Outcome:
         state = self._state
@@ -190,7 +320,7 @@ class JobHandle(HandleCore):
             if left <= 0:
                 if self._read_record().state is State.QUEUED and state.record is None:
                     raise result_timeout(timeout)
-            elif not (state.awaits_reply and reader.expects(state.id)):
+            elif not _is_told(reader, state):
                 # In a forked child, also a job of the parent: the parent gets the reply.
                 self._watch(min(left, _LONGEST_WATCH_S))
             elif reader.wait(lambda: not state.awaits_reply, state.seconds_left(min(left, SILENCE_S))):
@@ -210,6 +340,11 @@ class JobHandle(HandleCore):
                 self._read_record()
         finally:
             reader.unsubscribe(self.id, events)
+
+
+def _is_told(reader: ReplyReader, state: JobState) -> bool:
+    """Whether a reply about the job will come to this reader."""
+    return state.awaits_reply and reader.expects(state.id)
 
 
 def _drained(entries: deque[Any]) -> list[Any]:

@@ -14,33 +14,38 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, cast, overload
 
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
-from penstock.producers.submission import SubmitRun, accepted, log_accepted, logger, with_keys
+from penstock.producers.submission import ItemIndex, SubmitRun, accepted, log_accepted, logger, with_keys
+from penstock.producers.unusable import closed
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Retry
+from penstock.registry.errors import InvalidInput
 from penstock.registry.queues import PriorityName, slot_of
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
     from penstock.registry.settings import Settings
 
-__all__ = ["ClientCore", "Inputs", "Items"]
+__all__ = ["ClientCore", "Inputs", "Items", "Refused"]
 
 Inputs: TypeAlias = Mapping[str, object]
-Items: TypeAlias = Iterable[tuple[Inputs, str | None]]
-"""Inputs, each with its idempotency key."""
+Items: TypeAlias = Iterable[tuple[Inputs | InvalidInput, str | None]]
+"""Inputs, or the error in their place, each with its idempotency key."""
+Refused: TypeAlias = dict[int, InvalidInput] | None
+"""Takes the errors of bad items by index. None: the first one is raised."""
 Handle = TypeVar("Handle", bound=HandleCore)
 Submitted = TypeVar("Submitted")
 SubmittedMany = TypeVar("SubmittedMany")
 Mapped = TypeVar("Mapped")
+MappedWhole = TypeVar("MappedWhole")
 
 
 class _Reader(Protocol):
@@ -51,7 +56,7 @@ class _Reader(Protocol):
     def expect(self, job: JobState) -> None: ...
 
 
-class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
+class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWhole]):
     """The common part of Client and AsyncClient. The type parameters are what its methods return."""
 
     _reader: _Reader
@@ -73,6 +78,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         self._builder = JobBuilder.of(settings)
         self._specs = SpecCache(settings.inference.repo_root)
         self._policy = ResultPolicy(self._builder.keyring, queue.result_ttl_s)
+        self._is_closed = False
         self._connect(url, timeout_s, int(queue.result_ttl_s * 1000))
         _clients.add(self)
 
@@ -98,7 +104,8 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
     ) -> Submitted:
         """Publishes one job and returns its handle. In AsyncClient, await it.
 
-        inputs: name -> NumPy array of the declared dtype, or nested lists. Text is str in lists.
+        inputs: name -> NumPy array, or nested lists. Text is str in lists; one str is one row. Numbers of another dtype
+        than the declared one are converted where each keeps its meaning; a float is rounded.
         priority: critical, high, normal or low.
         deadline_s: seconds from now after which the job must not start. None means no deadline.
         idempotency_key: a second submit with this key and the same model, version and inputs returns the first job.
@@ -138,6 +145,28 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
         return self._submit_many(model, with_keys(batches, idempotency_keys), options, timeout_s=timeout_s)
 
+    # Mappings give whole outputs; rows give what the model's signature says, which no type checker knows. An array is
+    # no sequence for a type checker: its elements could be anything.
+    @overload
+    def map(
+        self,
+        model: str,
+        items: Sequence[Inputs] | Iterator[Inputs],
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        idempotency_keys: Iterable[str | None] | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        retry: Retry | None = None,
+        progress: bool | Callable[[int], None] = False,
+        on_error: Literal["raise"] = "raise",
+        window: int = MAP_WINDOW,
+    ) -> MappedWhole: ...
+
+    @overload
     def map(
         self,
         model: str,
@@ -154,7 +183,25 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         progress: bool | Callable[[int], None] = False,
         on_error: OnError = "raise",
         window: int = MAP_WINDOW,
-    ) -> Mapped:
+    ) -> Mapped: ...
+
+    def map(
+        self,
+        model: str,
+        items: Iterable[Any],
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        idempotency_keys: Iterable[str | None] | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] = (),
+        traceparent: str = "",
+        retry: Retry | None = None,
+        progress: bool | Callable[[int], None] = False,
+        on_error: OnError = "raise",
+        window: int = MAP_WINDOW,
+    ) -> Any:
         """Submits one job for each item and returns the results in the order of the items. In AsyncClient, await it.
 
         An item is a mapping of inputs as for `submit`. For a model with one required input, it may also be one row of
@@ -162,14 +209,26 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         `outputs`; otherwise a dict of rows by name. A mapping gives whole outputs.
         idempotency_keys: one for each item; None means no key for that item. The other options: as for `submit`.
         progress: True draws a bar; a function gets the count of finished jobs.
-        on_error: "raise" raises the first failed job and cancels those that wait; "return" puts the error in its place.
+        on_error: "raise" raises the first failed job and cancels those that wait. "return" puts the error of a failed
+        job, or of an item that was refused, in its place.
         window: the largest number of jobs in flight.
         """
         options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
         return self._map(model, options, MapOrder(items, idempotency_keys, progress, on_error, window))
 
-    def job(self, job_id: str, *, tenant: str | None = None) -> Handle:
-        """The handle of any job from its id. It asks the broker nothing yet."""
+    def job(self, job: str | HandleCore, *, tenant: str | None = None) -> Handle:
+        """The handle of any job from its id, or from a handle of another client or process.
+
+        tenant: None means that of the handle, or the client's for an id. It asks the broker nothing yet.
+        """
+        self._check_open()
+        if isinstance(job, HandleCore):
+            if job._client is self and tenant in (None, job.tenant):
+                # It may await a reply, which no other handle would get.
+                return cast(Handle, job)
+            job_id, tenant = job.id, tenant or job.tenant
+        else:
+            job_id = job
         slot_of(job_id)
         return self._find(job_id, tenant or self.tenant)
 
@@ -189,11 +248,22 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
 
     @abstractmethod
     def _submit_many(
-        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
     ) -> SubmittedMany: ...
 
     @abstractmethod
     def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> Mapped: ...
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed()
 
     def _find(self, job_id: str, tenant: str) -> Handle:
         return self._handle(JobState(job_id, tenant, self._policy, awaits_reply=False))
@@ -220,12 +290,19 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped]):
         return handle if job_id == handle._state.id else self._find(job_id, handle.tenant)
 
     def _submit_run(
-        self, spec: ModelSpec, items: Items, options: SubmitOptions, first_index: int, timeout_s: float | None
+        self,
+        spec: ModelSpec,
+        items: Items,
+        options: SubmitOptions,
+        first_index: int,
+        refused: Refused,
+        timeout_s: float | None,
     ) -> SubmitRun[Handle]:
         deadline = inf if timeout_s is None else time.monotonic() + timeout_s
         reply = self._reader.address(spec.name)
-        jobs = self._builder.build_many(spec, items, options, reply=reply, first_index=first_index)
-        return SubmitRun(spec.name, jobs, self._track, self._find, first_index=first_index, deadline=deadline)
+        jobs = self._builder.build_many(spec, items, options, reply=reply, first_index=first_index, refused=refused)
+        index_of = ItemIndex(first_index, refused or ())
+        return SubmitRun(spec.name, jobs, self._track, self._find, index_of=index_of, deadline=deadline)
 
     def _map_run(self, spec: ModelSpec, options: SubmitOptions, order: MapOrder) -> MapRun[Handle]:
         return MapRun(RowShape(spec, options.outputs), order)
@@ -251,8 +328,9 @@ def _loaded_settings(overrides: Mapping[str, object] | None = None) -> Settings:
 
 def _leave_parent() -> None:
     for client in list(_clients):
-        client._leave_parent()
+        if not client._is_closed:
+            client._leave_parent()
 
 
-_clients: weakref.WeakSet[ClientCore[Any, Any, Any, Any]] = weakref.WeakSet()
+_clients: weakref.WeakSet[ClientCore[Any, Any, Any, Any, Any]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_leave_parent)

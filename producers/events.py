@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, Literal, TypeAlias, cast
 
-from penstock.producers.job_state import END_NAMES, Outcome, open_outcome
+from penstock.producers.job_state import END_NAMES, Outcome, checked_timeout, open_outcome
 from penstock.registry.broker.base import JobRecord, State, StreamEntry
 from penstock.registry.envelope import Keyring, open_event
-from penstock.registry.errors import BadSignature, job_failure
+from penstock.registry.errors import BadSignature, ResultTimeout, job_failure
 from penstock.registry.tensors import decode
 
-__all__ = ["EventMerger", "EventType", "JobEvent", "is_end"]
+__all__ = ["EventMerger", "EventType", "JobEvent", "Silence", "is_end"]
 
 EventType: TypeAlias = Literal[
     "queued",
@@ -57,6 +58,36 @@ class JobEvent:
 def is_end(entry: StreamEntry) -> bool:
     """Whether an entry of an event stream says that the job has ended."""
     return entry.fields[1] in _BY_LETTER
+
+
+class Silence:
+    """How long a stream may go without an event. The time that its caller takes for an event does not count.
+
+    timeout_s: None means for ever.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = checked_timeout(timeout_s)
+        self._until: float | None = None
+
+    def left(self, now: float, last: int) -> float:
+        """The seconds to wait now. Raises ResultTimeout when the time is up.
+
+        last: the sequence number from which a later stream continues.
+        """
+        if self._timeout_s is None:
+            return inf
+        if self._until is None:
+            self._until = now + self._timeout_s
+        elif now >= self._until:
+            raise ResultTimeout(
+                f"No event within {self._timeout_s:g} s; the job goes on. stream(after={last}) continues"
+            )
+        return self._until - now
+
+    def broken(self) -> None:
+        """An event was handed out: the time begins again with the next wait."""
+        self._until = None
 
 
 class EventMerger:

@@ -9,18 +9,29 @@ A reply only saves the client a read. The broker's record decides what became of
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
+from penstock.producers.unusable import Unusable
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
-from penstock.registry.errors import BadSignature, ResultGone, ResultTimeout, UnknownJob, job_failure
-from penstock.registry.queues import job_time_ms
+from penstock.registry.errors import (
+    BadSignature,
+    InvalidInput,
+    ResultGone,
+    ResultTimeout,
+    UnknownJob,
+    described,
+    job_failure,
+)
+from penstock.registry.queues import job_time_ms, slot_of
 from penstock.registry.tensors import Array, decode
 
 __all__ = [
     "END_NAMES",
+    "CancelStatus",
     "HandleCore",
     "JobEnd",
     "JobInfo",
@@ -28,6 +39,7 @@ __all__ = [
     "JobStatus",
     "Outcome",
     "ResultPolicy",
+    "checked_timeout",
     "open_outcome",
     "result_timeout",
 ]
@@ -37,8 +49,14 @@ _CLOCK_STEP_S: Final = 0.002
 _LOOK_AGAIN_S: Final = 1.0
 JobEnd: TypeAlias = Literal["completed", "failed", "cancelled", "expired", "dead"]
 """How a job ended."""
+_LONGEST_TIMEOUT_S: Final = 1e9
+"""About 30 years. A larger int may not fit a float."""
+_UNBOUND: Final[Any] = Unusable("This handle comes from a pickle and has no client. Expected client.job(handle)")
 JobStatus: TypeAlias = Literal["queued", "running", "completed", "failed", "cancelled", "expired", "dead"]
 """The state of a job, as users read it."""
+CancelStatus: TypeAlias = Literal["cancelled", "requested", "too_late"]
+"""What `cancel` did. "cancelled": the job will never run. "requested": it runs, and its worker is told to stop.
+"too_late": it had ended."""
 END_NAMES: Final[dict[State, JobEnd]] = {
     State.COMPLETED: "completed",
     State.FAILED: "failed",
@@ -119,6 +137,15 @@ def open_outcome(job_id: str, record: JobRecord, keyring: Keyring) -> Outcome:
 def result_timeout(timeout_s: float | None) -> ResultTimeout:
     """The error for a result that did not come in time."""
     return ResultTimeout(f"No result within {timeout_s:g} s; the job goes on")
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """The seconds of a `timeout` argument. Raises InvalidInput for a value that is no number of seconds."""
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s != timeout_s:
+        raise InvalidInput(f"timeout is {described(timeout_s)}. Expected seconds, or None to wait without a limit")
+    return min(timeout_s, _LONGEST_TIMEOUT_S)
 
 
 class ResultPolicy(NamedTuple):
@@ -207,13 +234,13 @@ class JobState:
             self._outcome = self._open(self.record)
         return self._outcome
 
-    def cancelled(self, outcome: CancelOutcome) -> bool:
-        """Whether the job will never run, from the broker's answer. SETTLED needs the terminal record first."""
-        if outcome is CancelOutcome.UNKNOWN:
+    def cancelled(self, answer: CancelOutcome | JobRecord) -> CancelStatus:
+        """The answer of the broker, as users read it. A job that ended as cancelled stays "cancelled"."""
+        if isinstance(answer, JobRecord):
+            return "cancelled" if self.accept(answer).state is State.CANCELLED else "too_late"
+        if answer is CancelOutcome.UNKNOWN:
             raise self.missing()
-        if outcome is CancelOutcome.SETTLED:
-            return self.opened().state is State.CANCELLED
-        return outcome is CancelOutcome.CANCELLED
+        return "cancelled" if answer is CancelOutcome.CANCELLED else "requested"
 
     def missing(self) -> UnknownJob | ResultGone:
         """The error for a job without a record. Another tenant's job gives the same error, so the two look equal.
@@ -233,7 +260,11 @@ class JobState:
 
 
 class HandleCore:
-    """One job: `id`, `tenant`, and how it ends."""
+    """One job: `id`, `tenant`, and how it ends. Two handles of one job are equal.
+
+    A pickle keeps id and tenant only: a client has keys and a password, and belongs to its process. Pass the handle
+    that comes from a pickle to `client.job`.
+    """
 
     __slots__ = ("__weakref__", "_client", "_state")
     _client: object
@@ -242,10 +273,32 @@ class HandleCore:
         self._client = client
         self._state = state
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HandleCore):
+            return NotImplemented
+        return self._state.id == other._state.id
+
+    def __hash__(self) -> int:
+        return hash(self._state.id)
+
+    def __reduce__(self) -> tuple[Callable[..., HandleCore], tuple[type[HandleCore], str, str]]:
+        return _unbound, (type(self), self.id, self.tenant)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
     @property
     def id(self) -> str:
         """The job's id. `client.job(id)` gives another handle of the job, in any process."""
         return self._state.id
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return slot_of(self._state.id)
 
     @property
     def tenant(self) -> str:
@@ -254,3 +307,8 @@ class HandleCore:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id}>"
+
+
+def _unbound(kind: type[HandleCore], job_id: str, tenant: str) -> HandleCore:
+    """A handle as its pickle describes it."""
+    return kind(_UNBOUND, JobState(job_id, tenant, _UNBOUND, awaits_reply=False))

@@ -19,11 +19,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 from penstock.producers.job_state import JobState
+from penstock.producers.unusable import CLOSED
 from penstock.registry.broker.base import JobRecord, ProducerEnd, State, StreamEntry
 from penstock.registry.broker.record import parse_record
 from penstock.registry.queues import events_key, reply_key, slot_of
 
-__all__ = ["ALL_ENTRIES", "RECORDS_AT_ONCE", "SILENCE_S", "PendingReply", "ReplyReader", "ReplyRouter", "new_client_id"]
+__all__ = [
+    "ALL_ENTRIES",
+    "RECORDS_AT_ONCE",
+    "SILENCE_S",
+    "PendingReply",
+    "ReplyReader",
+    "ReplyRouter",
+    "ReplySink",
+    "Sink",
+    "new_client_id",
+]
 
 SILENCE_S: Final = 1.0
 """After a silence of this length, the client reads the record."""
@@ -47,6 +58,13 @@ class Sink(Protocol):
         """Adds an entry."""
 
 
+class ReplySink(Protocol):
+    """Hears of each reply that comes to a client."""
+
+    def receive(self, job: JobState, /) -> object:
+        """Takes a job whose reply has come."""
+
+
 class PendingReply(Protocol):
     """A job whose reply is expected."""
 
@@ -68,7 +86,7 @@ class ReplyRouter(Generic[Pending]):
 
     def __init__(self, client_id: str, on_reply: Callable[[Pending], None] | None = None) -> None:
         self._client_id = client_id
-        self._on_reply = on_reply
+        self.on_reply = on_reply
         self._cursors: dict[str, str] = {}
         # Plain weak references, swept now and then: a WeakValueDictionary costs three times as much per job.
         self._pending: dict[str, weakref.ref[Pending]] = {}
@@ -110,8 +128,8 @@ class ReplyRouter(Generic[Pending]):
         """Gives a pending reply the record that the client read, in place of the reply."""
         self._pending.pop(pending.id.rpartition(".")[2], None)
         pending.receive(record)
-        if self._on_reply is not None:
-            self._on_reply(pending)
+        if self.on_reply is not None:
+            self.on_reply(pending)
 
     def subscribe(self, job_id: str, after: int, sink: Sink) -> None:
         """Routes the job's events to `sink`, from `after` + 1 on, or from the entry that is read next anyway."""
@@ -166,8 +184,8 @@ class ReplyRouter(Generic[Pending]):
             if ref is not None and (pending := ref()) is not None:
                 record = fields[index + 1]
                 pending.receive(parse_record(record) if record else None)
-                if self._on_reply is not None:
-                    self._on_reply(pending)
+                if self.on_reply is not None:
+                    self.on_reply(pending)
 
 
 class ReplyReader:
@@ -180,6 +198,7 @@ class ReplyReader:
         self._reading: dict[str, str] | None = None
         self._addresses: dict[str, str] = {}
         self._trims: list[tuple[str, str]] = []
+        self._watchers: list[ReplySink] = []
 
     def address(self, slot: str) -> str:
         """The reply stream for jobs of a slot."""
@@ -204,16 +223,39 @@ class ReplyReader:
     def subscribe(self, job_id: str, after: int) -> deque[StreamEntry]:
         """The queue to which the job's events after `after` will be added."""
         entries: deque[StreamEntry] = deque()
-        with self._changed:
-            self._router.subscribe(job_id, after, entries)
-            wake = self._wake_key()
-        self._wake(wake)
+        self.attach(job_id, after, entries)
         return entries
 
-    def unsubscribe(self, job_id: str, entries: deque[StreamEntry]) -> None:
+    def attach(self, job_id: str, after: int, sink: Sink) -> None:
+        """Adds the job's events after `after` to `sink`, which must not block: the lock is held."""
+        with self._changed:
+            self._router.subscribe(job_id, after, sink)
+            wake = self._wake_key()
+        self._wake(wake)
+
+    def unsubscribe(self, job_id: str, sink: Sink) -> None:
         """Ends a subscription."""
         with self._changed:
-            self._router.unsubscribe(job_id, entries)
+            self._router.unsubscribe(job_id, sink)
+
+    def watch(self, sink: ReplySink) -> None:
+        """Tells `sink` of every reply that comes. It must not block: the lock is held."""
+        with self._changed:
+            self._watchers.append(sink)
+            self._router.on_reply = self._tell
+
+    def unwatch(self, sink: ReplySink) -> None:
+        """Ends `watch`. Without a watcher a reply costs nothing more."""
+        with self._changed:
+            self._watchers.remove(sink)
+            if not self._watchers:
+                self._router.on_reply = None
+
+    def close(self) -> None:
+        """Wakes the waiting threads. They get ClientUnusable, and so does each later wait."""
+        with self._changed:
+            self._broker = CLOSED
+            self._changed.notify_all()
 
     def catch_up(self) -> None:
         """Reads the records of all pending jobs. After one lost reply, others may be lost, too."""
@@ -265,6 +307,10 @@ class ReplyReader:
             self._reading = None
             self._trims = self._router.deliver(entries)
             self._changed.notify_all()
+
+    def _tell(self, job: JobState) -> None:
+        for sink in self._watchers:
+            sink.receive(job)
 
     def _wake_key(self) -> str | None:
         return None if self._reading is None else self._router.wake_key(self._reading)

@@ -64,6 +64,14 @@ class MapOrder(NamedTuple):
     window: int
 
 
+class _InFlight(NamedTuple, Generic[Handle]):
+    """An item without a result. It has a handle, or the error with which it was refused."""
+
+    handle: Handle | None
+    is_whole: bool
+    refusal: InvalidInput | None
+
+
 class MapRun(Generic[Handle]):
     """One `map` under way: which items to submit next, and the results so far. Entering it shows the progress."""
 
@@ -78,7 +86,9 @@ class MapRun(Generic[Handle]):
         self._window = order.window
         self._chunk = max(1, order.window // 4)
         self._returns_errors = _returns_errors(order.on_error)
-        self._in_flight: deque[tuple[Handle, bool]] = deque()
+        self.refused: dict[int, InvalidInput] | None = None
+        """Takes the errors of the items at hand by index. None: the first one is raised."""
+        self._in_flight: deque[_InFlight[Handle]] = deque()
         self._is_exhausted = False
         self._taken: list[bool] = []
         """For each item of the chunk at hand, whether it is a mapping of whole inputs."""
@@ -99,44 +109,69 @@ class MapRun(Generic[Handle]):
         """Whether no item is left and every submitted one has its result."""
         return self._is_exhausted and not self._in_flight
 
-    def next_items(self) -> list[tuple[Mapping[str, object], str | None]]:
-        """Inputs and idempotency keys to submit now. Empty when the window is full or no item is left."""
+    def next_items(self) -> list[tuple[Mapping[str, object] | InvalidInput, str | None]]:
+        """Inputs and idempotency keys to submit now. Empty when the window is full or no item is left.
+
+        An item that cannot become inputs is an error in their place.
+        """
         if self._is_exhausted or len(self._in_flight) > self._window - self._chunk:
             return []
         taken = list(islice(self._source, self._chunk))
         self._is_exhausted = not taken
         self._taken = [isinstance(item, Mapping) for item, _ in taken]
+        self.refused = {} if self._returns_errors else None
         return [
-            (item if is_whole else self._shape.inputs(item), key)
+            (item if is_whole else self._inputs(item), key)
             for (item, key), is_whole in zip(taken, self._taken, strict=True)
         ]
 
     def due(self) -> list[Handle]:
         """The oldest jobs, whose results make room for the next items; all jobs when no item is left."""
         count = len(self._in_flight) - (0 if self._is_exhausted else self._window - self._chunk)
-        return [handle for handle, _ in islice(self._in_flight, max(0, count))]
+        return [each.handle for each in islice(self._in_flight, max(0, count)) if each.handle is not None]
 
     def submitted(self, handles: Sequence[Handle]) -> None:
-        """Takes the handles of the last chunk, in its order."""
-        self._in_flight.extend(zip(handles, self._taken, strict=True))
-        self.count += len(handles)
+        """Takes the handles of the last chunk, in its order. Items in `refused` have none."""
+        refused, rest = self.refused or {}, iter(handles)
+        for index, is_whole in enumerate(self._taken, self.count):
+            refusal = refused.get(index)
+            self._in_flight.append(_InFlight(None if refusal else next(rest), is_whole, refusal))
+        self.count += len(self._taken)
+        self._keep_refusals()
 
     def complete(self, outcome: Outcome) -> None:
         """Takes the outcome of the oldest job. A failure is raised, or kept in the place of the result."""
-        _, is_whole = self._in_flight.popleft()
+        is_whole = self._in_flight.popleft().is_whole
         try:
             outputs = outcome.outputs()
-            self.results.append(outputs if is_whole else self._shape.row(outputs))
+            self._keep(outputs if is_whole else self._shape.row(outputs))
         except JobFailed as failure:
             if not self._returns_errors:
                 raise
-            self.results.append(failure)
-        if self._advance is not None:
-            self._advance(len(self.results))
+            self._keep(failure)
+        self._keep_refusals()
 
     def unfinished(self) -> list[Handle]:
         """The jobs in flight that this `map` began. An earlier job with the same idempotency key is not among them."""
-        return [handle for handle, _ in self._in_flight if handle._state.awaits_reply]
+        handles = (each.handle for each in self._in_flight)
+        return [handle for handle in handles if handle is not None and handle._state.awaits_reply]
+
+    def _inputs(self, item: Any) -> Mapping[str, object] | InvalidInput:
+        try:
+            return self._shape.inputs(item)
+        except InvalidInput as error:
+            return error
+
+    def _keep_refusals(self) -> None:
+        """Puts the errors of refused items among the results, up to the oldest job."""
+        while self._in_flight and (refusal := self._in_flight[0].refusal) is not None:
+            self._in_flight.popleft()
+            self._keep(refusal)
+
+    def _keep(self, result: Any) -> None:
+        self.results.append(result)
+        if self._advance is not None:
+            self._advance(len(self.results))
 
 
 def _returns_errors(on_error: OnError) -> bool:

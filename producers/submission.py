@@ -8,11 +8,11 @@ Both clients run `submit_many` and `map` through SubmitRun. They differ only in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from itertools import repeat
 from math import inf
 from types import TracebackType
-from typing import Final, Generic, Self, TypeVar
+from typing import Final, Generic, NamedTuple, Self, TypeVar
 
 from penstock.producers.job_state import HandleCore
 from penstock.registry.broker.base import Publication, Receipt
@@ -20,7 +20,17 @@ from penstock.registry.envelope import Keyring, RequestContext
 from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
 from penstock.registry.unrun import CANCELLED, EXPIRED, unrun_result
 
-__all__ = ["SubmitRun", "accepted", "cancellation", "chunks", "expiry", "log_accepted", "logger", "with_keys"]
+__all__ = [
+    "ItemIndex",
+    "SubmitRun",
+    "accepted",
+    "cancellation",
+    "chunks",
+    "expiry",
+    "log_accepted",
+    "logger",
+    "with_keys",
+]
 
 _CHUNK_JOBS: Final = 256
 _CHUNK_BYTES: Final = 1024 * 1024
@@ -94,11 +104,31 @@ def with_keys(items: Iterable[Item], keys: Iterable[str | None] | None) -> Itera
         raise InvalidInput("More idempotency keys than items. Expected one key for each item")
 
 
+class ItemIndex(NamedTuple):
+    """The index of a job's item, for errors: items that were refused have no job.
+
+    first: the index of the first item. refused: the indexes of refused items.
+    """
+
+    first: int = 0
+    refused: Collection[int] = ()
+
+    def __call__(self, position: int) -> int:
+        """The index of the item of the job at `position`."""
+        index = self.first + position
+        for refused in sorted(self.refused):
+            index += refused <= index
+        return index
+
+
+_EVERY_ITEM: Final = ItemIndex()
+
+
 class SubmitRun(Generic[Handle]):
     """One `submit_many` under way. The client publishes each chunk and hands its receipts to `settle`.
 
     track: makes the handle of a job before it is published. find: the handle of a job by its id and tenant.
-    first_index: the index of the first job, for errors. deadline: until when to wait for room.
+    index_of: the index of a job's item, for errors. deadline: until when to wait for room.
     """
 
     def __init__(
@@ -108,14 +138,14 @@ class SubmitRun(Generic[Handle]):
         track: Callable[[Publication], Handle],
         find: Callable[[str, str], Handle],
         *,
-        first_index: int = 0,
+        index_of: ItemIndex = _EVERY_ITEM,
         deadline: float = inf,
     ) -> None:
         self._model = model
         self._chunks = chunks(jobs)
         self._track = track
         self._find = find
-        self._first_index = first_index
+        self._index_of = index_of
         self._deadline = deadline
         self._handles: list[Handle] = []
         self._waiting: list[tuple[int, Publication]] = []
@@ -169,7 +199,7 @@ class SubmitRun(Generic[Handle]):
             try:
                 accepted(receipt, self._model)
             except IdempotencyConflict as conflict:
-                error = IdempotencyConflict(f"Item {self._first_index + position}: {conflict}")
+                error = IdempotencyConflict(f"Item {self._index_of(position)}: {conflict}")
                 error.accepted = self.handles
                 raise error from None
             except QueueFull as full:

@@ -1,6 +1,7 @@
 """A caller's inputs -> a sealed publication, or a Rejected error before anything is written. No connection here.
 
     inputs -> signature (names, dtypes, shapes, ranges) -> bytes (cap) -> header -> seal -> Publication
+           -> conversion, where it refuses another dtype -> signature
 
 Every endpoint admits jobs through this module: both clients, and the endpoint for Celery tasks. The idempotency
 fingerprint covers model, version and inputs. Deadline and priority may differ between two attempts at one request.
@@ -9,6 +10,7 @@ fingerprint covers model, version and inputs. Deadline and priority may differ b
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -22,11 +24,13 @@ from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
 from penstock.registry.queues import Priority, PriorityName, new_job_id, parse_name, parse_priority
-from penstock.registry.tensors import Tensor, encode, encoded_size
+from penstock.registry.tensors import Array, Tensor, encode, encoded_size
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
     from penstock.registry.settings import QueueConfig, Settings
+
+logger = logging.getLogger("penstock.client")
 
 __all__ = ["JobBuilder", "SpecCache", "SubmitOptions", "limits_of"]
 
@@ -145,6 +149,8 @@ class JobBuilder:
         self.tenant = parse_name("tenant", tenant)
         self.keyring = keyring
         self._max_bytes = max_bytes
+        self._told: set[tuple[str, str]] = set()
+        """The converted inputs, by model, that the log has named."""
 
     @classmethod
     def of(cls, settings: Settings) -> JobBuilder:
@@ -174,15 +180,18 @@ class JobBuilder:
     def build_many(
         self,
         spec: ModelSpec,
-        items: Iterable[tuple[Mapping[str, object], str | None]],
+        items: Iterable[tuple[Mapping[str, object] | InvalidInput, str | None]],
         options: SubmitOptions = _DEFAULTS,
         *,
         reply: str = "",
         first_index: int = 0,
+        refused: dict[int, InvalidInput] | None = None,
     ) -> list[Publication]:
         """One sealed job for each pair of inputs and idempotency key. The options are checked once.
 
         Raises as `build` does. An error in one item names its index, which counts from `first_index`.
+        items: an InvalidInput in the place of inputs is the error of its item.
+        refused: takes the errors by index, in place of raising them. Their items are left out.
         """
         priority, shared = parse_priority(options.priority), self._header(spec, options, reply)
         publications: list[Publication] = []
@@ -190,7 +199,10 @@ class JobBuilder:
             try:
                 publications.append(self._built(spec, shared, priority, inputs, key))
             except InvalidInput as error:
-                raise InvalidInput(f"Item {index}: {error}") from None
+                refusal = InvalidInput(f"Item {index}: {error}")
+                if refused is None:
+                    raise refusal from None
+                refused[index] = refusal
         return publications
 
     def _header(self, spec: ModelSpec, options: SubmitOptions, reply: str, *, lane: bool = False) -> JobHeader:
@@ -219,7 +231,7 @@ class JobBuilder:
         spec: ModelSpec,
         shared: JobHeader,
         priority: Priority,
-        inputs: Mapping[str, object],
+        inputs: Mapping[str, object] | InvalidInput,
         key: str | None,
         job_id: str = "",
     ) -> Publication:
@@ -233,17 +245,46 @@ class JobBuilder:
             header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint, shared.deadline_ms
         )
 
-    def _encoded(self, spec: ModelSpec, inputs: Mapping[str, object]) -> tuple[tuple[Tensor, ...], bytes]:
+    def _encoded(
+        self, spec: ModelSpec, inputs: Mapping[str, object] | InvalidInput
+    ) -> tuple[tuple[Tensor, ...], bytes]:
         """The inputs as bytes, checked against the model's signature and the size limit."""
         if not isinstance(inputs, Mapping):
+            if isinstance(inputs, InvalidInput):
+                raise inputs
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping from input name to value")
-        arrays = spec.signature.check(inputs)
+        try:
+            arrays = spec.signature.check(inputs)
+        except InvalidInput as refusal:
+            arrays = self._converted(spec, inputs, refusal)
         if (size := encoded_size(arrays)) > self._max_bytes:
             raise self._too_large(size)
         content, body = encode(arrays)
         if len(body) > self._max_bytes:
             raise self._too_large(len(body))
         return content, body
+
+    def _converted(self, spec: ModelSpec, inputs: Mapping[str, object], refusal: InvalidInput) -> dict[str, Array]:
+        """The inputs with those of another dtype converted. Raises `refusal` when there is nothing to convert."""
+        from penstock.registry.package.conversion import conversions
+
+        changed = conversions(spec.inputs, inputs)
+        if not changed:
+            raise refusal
+        try:
+            arrays = spec.signature.check({**inputs, **changed})
+        except InvalidInput as error:
+            raise error from None
+        if logger.isEnabledFor(logging.DEBUG):
+            self._tell(spec.name, changed)
+        return arrays
+
+    def _tell(self, model: str, changed: Iterable[str]) -> None:
+        """One line for each converted input of a model, at its first job."""
+        for name in changed:
+            if (model, name) not in self._told:
+                self._told.add((model, name))
+                logger.debug("input converted to the declared dtype", extra={"model": model, "input": name})
 
     def _too_large(self, size: int) -> InvalidInput:
         return InvalidInput(f"The inputs take {size} bytes. Expected at most {self._max_bytes}")

@@ -8,6 +8,7 @@
         DeadlineExceeded         the deadline had passed when the job was offered
         IdempotencyConflict      the key is taken by a job with other inputs
         Unauthorized  Forbidden
+        ClientUnusable           the client is closed, or serves another event loop; a handle has no client
         QueueFull                carries retry_after_s
         TransitionRefused        a stage change that the rules, an approver or the gate forbid
           TransitionConflict       another change of the same model came first
@@ -37,6 +38,7 @@ __all__ = [
     "BadSignature",
     "BrokerUnavailable",
     "Cancelled",
+    "ClientUnusable",
     "ConfigurationError",
     "ContentChanged",
     "Corrupt",
@@ -117,6 +119,10 @@ class Unauthorized(Rejected):
 
 class Forbidden(Rejected):
     """The credential is known but lacks the necessary scope."""
+
+
+class ClientUnusable(Rejected, RuntimeError):
+    """The client was closed or serves another event loop, or a handle has no client. The broker was not asked."""
 
 
 class QueueFull(Rejected):

@@ -122,12 +122,11 @@ class JobRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelOutcome(Enum):
-    """`CANCELLED`: the job will never run. `REQUESTED`: a worker holds the job and is told to stop. `SETTLED`: the job
-    had ended before. `UNKNOWN`: there is no such job."""
+    """What became of a job that had not ended. `CANCELLED`: it will never run. `REQUESTED`: a worker holds the job and
+    is told to stop. `UNKNOWN`: there is no such job."""
 
     CANCELLED = "cancelled"
     REQUESTED = "requested"
-    SETTLED = "settled"
     UNKNOWN = "unknown"
 
 
@@ -293,8 +292,10 @@ class ProducerEnd(Protocol):
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """The record of one job, or None. With `subscribe` the job's terminal event appears on its event stream."""
 
-    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
-        """Withdraw a waiting job, with `sealed` as its result. If a worker holds the job, ask the worker to stop."""
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """Withdraw a waiting job, with `sealed` as its result. If a worker holds the job, ask the worker to stop.
+
+        Returns the terminal record of a job that had ended. Its tenant is not compared: the sealed result has it."""
 
     def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """End a job whose deadline or lifetime has passed, with `sealed` as its result. Returns whether it did.

@@ -110,14 +110,14 @@ class MemoryBroker:
                 return found
             return structs.replace(found, is_claimed=lease.owner != NO_OWNER, deliveries=lease.deliveries)
 
-    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
         with self._changed:
             record = self._state.records.get(job_id)
             if record is None:
                 return CancelOutcome.UNKNOWN
             if record.state is not State.QUEUED:
-                return CancelOutcome.SETTLED
+                return record.job_record()
             if record.tenant != tenant:
                 return CancelOutcome.UNKNOWN
             queue = self._state.queue(slot_of(job_id), record.priority)

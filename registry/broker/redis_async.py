@@ -7,6 +7,7 @@ answers, without a task or a stream: those took a third of a client's time per j
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from penstock.registry.broker.record import parse_record
 from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
     RETRY_PAUSE_S,
+    closed_connection,
     open_client,
     refusal,
     unanswered,
@@ -37,7 +39,7 @@ _READ_COUNT: Final = 256
 
 
 class AsyncRedisStreams:
-    """ProducerEnd, awaited. Belongs to one event loop."""
+    """ProducerEnd, awaited. Belongs to one event loop at a time."""
 
     def __init__(self, client: redis.asyncio.Redis, *, timeout_s: float, result_ttl_ms: int) -> None:
         self.timeout_s = timeout_s
@@ -79,7 +81,7 @@ class AsyncRedisStreams:
         """See ProducerEnd.job_record."""
         return scripts.parse_job_record(await self._run(scripts.job_record(job_id, subscribe=subscribe)))
 
-    async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
         return scripts.cancelled(await self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
 
@@ -121,8 +123,13 @@ class AsyncRedisStreams:
         self._calling.forget()
         self._reading.forget()
 
+    def abandon_connections(self) -> None:
+        """After the event loop was closed: close the sockets without it. The next call connects in its own loop."""
+        self._calling.abandon()
+        self._reading.abandon()
+
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections. Later calls raise ClientUnusable."""
         await self._calling.aclose()
         await self._reading.aclose()
 
@@ -157,6 +164,7 @@ class _Connection:
         self._timeout_s = timeout_s
         self._wire: _Wire | None = None
         self._opening: asyncio.Lock | None = None
+        self._is_closed = False
 
     def ask_now(self, command: scripts.Call, on_answer: Callable[[Any], None]) -> bool:
         """Sends one command if the connection is open; see _Wire.send."""
@@ -174,11 +182,18 @@ class _Connection:
         if self._opening is None:
             self._opening = asyncio.Lock()
         async with self._opening:
+            if self._is_closed:
+                raise closed_connection()
             if self._wire is None or self._wire.is_lost:
                 # redis-py leaves the pool's methods untyped.
                 pool: Any = self._client.connection_pool
                 connection = pool.connection_class(**pool.connection_kwargs)
-                await connection.connect()
+                try:
+                    await connection.connect()
+                except BaseException:
+                    # A caller that is cancelled meanwhile would leave its socket behind.
+                    connection._close()
+                    raise
                 self._wire = _Wire(connection, self._timeout_s)
             return self._wire
 
@@ -186,8 +201,16 @@ class _Connection:
         """After a fork: the connection belongs to the parent."""
         self._wire = self._opening = None
 
+    def abandon(self) -> None:
+        """After its event loop was closed: closes the socket."""
+        wire = self._wire
+        self.forget()
+        if wire is not None:
+            wire.abandon()
+
     async def aclose(self) -> None:
-        """Closes the connection."""
+        """Closes the connection for good."""
+        self._is_closed = True
         if self._wire is not None:
             await self._wire.aclose()
 
@@ -277,6 +300,22 @@ class _Wire(asyncio.Protocol):
         asked, self._asked = self._asked, deque()
         for on_answer, _ in asked:
             on_answer(error)
+
+    def abandon(self) -> None:
+        """Closes the socket of a connection whose event loop was closed, and drops the callers of that loop."""
+        self.is_lost = True
+        self._asked.clear()
+        transport: Any = self._transport
+        # With TLS, the transport of the socket is below.
+        below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None) or transport
+        for close in (transport.abort, self._connection._close):
+            # They mark it as closed before they ask the loop.
+            with contextlib.suppress(RuntimeError):
+                close()
+        # asyncio closes the socket in a callback of its loop, which runs no more. Other loops do it themselves.
+        if getattr(below, "_sock", None) is not None:
+            with contextlib.suppress(RuntimeError):
+                below._call_connection_lost(None)
 
     async def aclose(self) -> None:
         """Closes the connection."""

@@ -14,7 +14,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 import redis
 from hiredis import pack_command
@@ -23,13 +23,14 @@ from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError,
 from redis.retry import Retry
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.errors import BrokerUnavailable, ClientUnusable, ConfigurationError
 
 __all__ = [
     "LOST_CONNECTION",
     "RETRY_PAUSE_S",
     "DirectConnection",
     "RedisConnection",
+    "closed_connection",
     "connection_options",
     "is_no_group",
     "open_client",
@@ -99,7 +100,7 @@ class RedisConnection:
         # The wall clock is the best guess until the broker has told its time.
         self.clock_offset_ms = (time.time() - time.monotonic()) * 1000
         self._redis = client
-        self._pool = client.connection_pool
+        self._pool: Any = client.connection_pool
         self._result_ttl_ms = result_ttl_ms
 
     @classmethod
@@ -113,7 +114,9 @@ class RedisConnection:
         return time.monotonic() * 1000 + self.clock_offset_ms
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Later calls raise ClientUnusable."""
+        # Before the pool closes: a call under way in another thread would open a new connection.
+        self._pool = _ClosedPool()
         self._redis.close()
 
     def forget_connections(self) -> None:
@@ -152,7 +155,8 @@ class RedisConnection:
 
     def _ask(self, command: scripts.Call) -> Any:
         """One command on a pooled connection, without the layers that redis-py puts around each."""
-        connection: Any = self._pool.get_connection()
+        pool = self._pool
+        connection: Any = pool.get_connection()
         try:
             connection.send_packed_command([pack_command(tuple(command))], check_health=False)
             return connection.read_response()
@@ -163,11 +167,18 @@ class RedisConnection:
             connection.disconnect()
             raise
         finally:
-            self._pool.release(connection)
+            pool.release(connection)
 
     def _load(self) -> None:
         for source in scripts.SOURCES.values():
             self._ask(["SCRIPT", "LOAD", source])
+
+
+class _ClosedPool:
+    """The pool of a closed RedisConnection."""
+
+    def get_connection(self) -> NoReturn:
+        raise closed_connection()
 
 
 class DirectConnection:
@@ -197,6 +208,11 @@ class DirectConnection:
         """Close the connection."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._connection.disconnect()
+
+
+def closed_connection() -> ClientUnusable:
+    """The error of a call on a connection that was closed."""
+    return ClientUnusable("The connection to the broker was closed. Expected an open one")
 
 
 def is_no_group(error: object) -> bool:

@@ -31,7 +31,7 @@ class RedisProducer(RedisConnection):
         """See ProducerEnd.job_record."""
         return scripts.parse_job_record(self._run(scripts.job_record(job_id, subscribe=subscribe)))
 
-    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
         return scripts.cancelled(self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
 

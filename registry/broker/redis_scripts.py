@@ -95,7 +95,6 @@ _REPLAYS: Final = {
 _CANCELS: Final = {
     b"C": CancelOutcome.CANCELLED,
     b"R": CancelOutcome.REQUESTED,
-    b"S": CancelOutcome.SETTLED,
     b"U": CancelOutcome.UNKNOWN,
 }
 
@@ -378,9 +377,9 @@ def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tup
     return encode_result(state, sealed), _local(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix
 
 
-def cancelled(answer: bytes) -> CancelOutcome:
-    """Parses the answer of `cancel`."""
-    return _CANCELS[answer]
+def cancelled(answer: bytes) -> CancelOutcome | JobRecord:
+    """Parses the answer of `cancel`. A record is longer than a letter."""
+    return _CANCELS[answer] if len(answer) == 1 else parse_record(answer)
 
 
 def job_record(job_id: str, *, subscribe: bool) -> Call:

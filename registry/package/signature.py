@@ -156,8 +156,9 @@ class Signature:
     def check(self, inputs: Mapping[str, object]) -> dict[str, Array]:
         """The inputs as arrays of the declared dtypes, in declared order.
 
-        A NumPy array must have the dtype already. Python numbers and nested lists are converted where no value
-        changes, except that a float is rounded to the declared precision. Raises InvalidInput.
+        A NumPy array must have the dtype already; conversion.py converts arrays for producers. Python numbers and
+        nested lists are converted where no value changes, except that a float is rounded to the declared precision.
+        Raises InvalidInput.
         """
         if not isinstance(inputs, Mapping):
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping of names to values")
@@ -271,11 +272,17 @@ class _Numbers:
             array = np.asarray(value)
             if array.dtype.newbyteorder("<") == self._dtype:
                 return array.astype(self._dtype)
-            raise InvalidInput(f"{self.name}: dtype {_dtype_text(array.dtype)}. Expected {self._dtype_name}")
+            raise InvalidInput(
+                f"{self.name}: dtype {_dtype_text(array.dtype)}. Expected {self._dtype_name}{self._remedy(array)}"
+            )
         elements = _elements(self.name, value)
         kinds = set(map(type, elements.ravel().tolist()))
         self._check_kinds(kinds)
         return self._cast(elements, kinds)
+
+    def _remedy(self, array: Array) -> str:
+        """The line that makes numbers of another dtype acceptable, if there is one."""
+        return f': {self.name}.astype("{self._dtype_name}")' if array.dtype.kind in "biufO" else ""
 
     def _check_kinds(self, kinds: Iterable[type]) -> None:
         for kind in kinds:
@@ -319,6 +326,9 @@ class _Strings:
 
     def accept(self, value: object, extents: dict[str, int]) -> Array:
         """`value` as an object array of str. Raises InvalidInput."""
+        if isinstance(value, str) and self._shape:
+            example = f'{"[" * len(self._shape)}"hello"{"]" * len(self._shape)}'
+            raise InvalidInput(f"{self.name}: one str. Expected {shape_text(self._shape)}, such as {example}")
         array = self._convert(value)
         _bind(self.name, self._shape, array.shape, extents)
         elements = array.ravel().tolist()

@@ -55,12 +55,12 @@ def test_request_survives_the_worker(brokerage: Brokerage, broker: Broker, slot:
 
 
 @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED, State.CANCELLED, State.EXPIRED, State.DEAD])
-def test_finished_job_is_settled(broker: Broker, slot: str, state: State):
-    """Too late: the result stays."""
+def test_finished_job_answers_with_its_record(broker: Broker, slot: str, state: State):
+    """Too late: the result stays, and the caller needs no second call to learn how the job ended."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
     settle(broker, "w", commit_of(delivery, b"result", state=state))
-    assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.SETTLED
+    assert broker.cancel(job_id, "acme", b"cancelled") == JobRecord(state, "", b"result")
     assert broker.job_record(job_id) == JobRecord(state, "", b"result")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.registry.broker.base import Broker, JobRecord, Limits, State
+from penstock.registry.broker.base import Broker, CancelOutcome, JobRecord, Limits, State
 from penstock.registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import ROOMY, claim, commit_of, ids, publication, publish, queued, settle
@@ -25,7 +25,7 @@ def test_jobs_can_be_looked_at_before_any_worker_existed(broker: Broker, slot: s
     record = broker.job_record(waiting, subscribe=True)
     assert record is not None
     assert (record.state, record.is_claimed, record.deliveries) == (State.QUEUED, False, 0)
-    assert broker.cancel(withdrawn, "acme", b"cancelled").value == "cancelled"
+    assert broker.cancel(withdrawn, "acme", b"cancelled") is CancelOutcome.CANCELLED
     assert ids(claim(broker, "w", slot)) == [waiting]
 
 
@@ -108,11 +108,11 @@ def test_tenant_has_its_own_limit(broker: Broker, slot: str):
     settle(broker, "w", commit_of(delivery, tenant="noisy"))
     assert [offer("noisy"), offer("noisy")] == ["accepted", "tenant-full"]
     second = ids(claim(broker, "w", slot, credit=1))
-    assert broker.cancel(second[0], "noisy", b"").value == "requested"
+    assert broker.cancel(second[0], "noisy", b"") is CancelOutcome.REQUESTED
     third = publication(slot, tenant="other")
     broker.publish(slot, [third], limits)
     assert [offer("other"), offer("other")] == ["accepted", "tenant-full"]
-    assert broker.cancel(third.job_id, "other", b"").value == "cancelled"
+    assert broker.cancel(third.job_id, "other", b"") is CancelOutcome.CANCELLED
     assert [offer("other"), offer("other")] == ["accepted", "tenant-full"]
 
 

@@ -57,7 +57,7 @@ def test_failures_are_raised_or_returned(client: Client):
     assert [number for number, answer in enumerate(answers) if isinstance(answer, ModelError)] == [3, 7]
     assert answers[9][0] == 18
     with pytest.raises(ConfigurationError, match="Expected 'raise' or 'return'"):
-        client.map("raiser", rows, on_error="ignore")  # type: ignore[arg-type]
+        client.map("raiser", rows, on_error="ignore")  # type: ignore[call-overload]
 
 
 def test_refused_item_names_the_input(client: Client):

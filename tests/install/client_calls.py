@@ -25,9 +25,11 @@ def blocking(model: str, local_model: str) -> int:
         assert job.status() == "completed"
         assert job.info().attempt == 1
         assert [event.type for event in job.stream()][-1] == "completed"
-        answers += [job.result(60)["y"] for job in client.submit_many(model, [INPUTS, INPUTS])]
+        jobs = client.submit_many(model, [INPUTS, INPUTS])
+        assert {job.id for job in client.as_completed(jobs, 60)} == {job.id for job in jobs}
+        answers += [outputs["y"] for outputs in client.gather(jobs)]
         answers += client.map(model, [ROW, ROW], progress=True)
-        assert client.submit(local_model, INPUTS).cancel()
+        assert client.submit(local_model, INPUTS).cancel() == "cancelled"
     client.close()
     return len(answers)
 
@@ -40,9 +42,11 @@ async def on_a_loop(model: str, local_model: str) -> int:
         assert await job.status() == "completed"
         assert (await job.info()).attempt == 1
         assert [event.type async for event in job.stream()][-1] == "completed"
-        answers += [(await job.result(60))["y"] for job in await client.submit_many(model, [INPUTS, INPUTS])]
+        jobs = await client.submit_many(model, [INPUTS, INPUTS])
+        assert {job.id async for job in client.as_completed(jobs, 60)} == {job.id for job in jobs}
+        answers += [outputs["y"] for outputs in await client.gather(jobs)]
         answers += await client.map(model, [ROW, ROW], progress=True)
-        assert await (await client.submit(local_model, INPUTS)).cancel()
+        assert await (await client.submit(local_model, INPUTS)).cancel() == "cancelled"
     await client.aclose()
     return len(answers)
 

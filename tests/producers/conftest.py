@@ -55,3 +55,10 @@ def client(shared_redis: RedisServer) -> Iterator[Client]:
     """A client of the shared server."""
     with Client(shared_redis.url) as client:
         yield client
+
+
+@pytest.fixture
+def announced(redis_server: RedisServer, slot: str) -> str:
+    """A model without a worker, on a server of the test's own."""
+    announce(redis_server, slot)
+    return slot

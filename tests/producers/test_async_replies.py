@@ -14,7 +14,7 @@ from penstock.producers.job_state import JobState, ResultPolicy
 from penstock.registry.broker.base import Limits, Publication, Receipt, State, StreamEntry
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.envelope import Keyring
-from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.errors import BrokerUnavailable, ClientUnusable
 from penstock.registry.queues import Priority, events_key, new_job_id
 from tests.servers import RedisServer
 
@@ -232,7 +232,7 @@ def test_events_reach_a_subscriber_until_it_leaves(shared_redis: RedisServer, sl
 
 
 def test_a_closed_reader_answers_at_once(shared_redis: RedisServer, slot: str):
-    """Its waiters get BrokerUnavailable, and so do later ones: no reply would come."""
+    """Its waiters get ClientUnusable, and so do later ones: no reply would come."""
 
     async def main() -> None:
         async with connected(shared_redis.url) as broker:
@@ -240,10 +240,10 @@ def test_a_closed_reader_answers_at_once(shared_redis: RedisServer, slot: str):
             job = await submitted(broker, reader, slot)
             waiter = reader.reply_to(job)
             await reader.aclose()
-            with pytest.raises(BrokerUnavailable, match="was closed"):
+            with pytest.raises(ClientUnusable, match="was closed"):
                 await waiter
             for ask in (lambda: reader.reply_to(job), lambda: reader.subscribe(job.id, 0)):
-                with pytest.raises(BrokerUnavailable, match="was closed"):
+                with pytest.raises(ClientUnusable, match="was closed"):
                     ask()
             assert not is_reading(reader)
 

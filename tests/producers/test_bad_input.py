@@ -24,7 +24,30 @@ _INPUTS: list[tuple[str, object, str]] = [
         {"X": X},
         "Missing required input(s): x. Unexpected input(s): X. Expected inputs: label, x",
     ),
-    ("dtype", {"x": X.astype(np.float64)}, "x: dtype float64. Expected float32"),
+    ("truth values", {"x": X.astype(bool)}, 'x: dtype bool. Expected float32: x.astype("float32")'),
+    ("objects", {"x": X.astype(object)}, 'x: dtype object. Expected float32: x.astype("float32")'),
+    ("complex", {"x": X.astype(complex)}, "x: dtype complex128. Expected float32"),
+    (
+        "overflow",
+        {"x": X.astype(np.float64) * 1e39},
+        "x: dtype float64, and a value does not fit. Expected numbers that float32 can hold",
+    ),
+    (
+        "rounded integers",
+        {"x": X.astype(np.int64) * (2**24 + 1)},
+        "x: dtype int64, and a value does not fit. Expected numbers that float32 can hold, "
+        'or x.astype("float32") to round them',
+    ),
+    (
+        "fractions",
+        {"x": X, "label": np.array([1, 1.5])},
+        "label: dtype float64, and a value does not fit. Expected numbers that int64 can hold",
+    ),
+    (
+        "converted and wrong",
+        {"x": X[:, :3].astype(np.float64)},
+        "x: shape (2, 3). Expected (batch, 4), every extent at least 1",
+    ),
     ("extent", {"x": X[:, :3]}, "x: shape (2, 3). Expected (batch, 4), every extent at least 1"),
     ("rank", {"x": X[0]}, "x: shape (4,). Expected (batch, 4)"),
     ("empty", {"x": X[:0]}, "x: shape (0, 4). Expected (batch, 4), every extent at least 1"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.producers.core import ClientCore, Inputs, Items
+from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.job_state import HandleCore, JobState
 from penstock.producers.rows import MAP_WINDOW, MapOrder
 from penstock.registry import stack_file
@@ -36,7 +36,7 @@ class NotedReader:
         self.expected.append(job.id)
 
 
-class NotedClient(ClientCore[HandleCore, Any, Any, Any]):
+class NotedClient(ClientCore[HandleCore, Any, Any, Any, Any]):
     """A client without a broker: each call returns what it was given."""
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
@@ -53,7 +53,14 @@ class NotedClient(ClientCore[HandleCore, Any, Any, Any]):
         return model, inputs, options, key
 
     def _submit_many(
-        self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
     ) -> Any:
         return model, list(items), options, timeout_s
 

@@ -133,6 +133,36 @@ def test_running_job_is_left_alone(client: Client, parked: str, broker: RedisStr
     assert job.status() == "running"
 
 
+def test_jobs_in_a_group_end_at_their_deadlines(
+    client: Client, parked: str, broker: RedisStreams, shared_redis: RedisServer
+):
+    """as_completed and gather, over own jobs and over those of another client."""
+    own = client.submit_many(parked, [INPUTS] * 3, deadline_s=SOON_S)
+    assert {job.status() for job in client.as_completed(own)} == {"expired"}
+    with Client(shared_redis.url) as other:
+        jobs = [other.job(job.id) for job in client.submit_many(parked, [INPUTS] * 3, deadline_s=SOON_S)]
+        found = other.gather(jobs, return_exceptions=True)
+    assert {type(each) for each in found} == {Expired}
+    assert depth(broker, parked) == 0
+
+
+async def _gathered(url: str, model: str) -> None:
+    async with AsyncClient(url) as client:
+        jobs = await client.submit_many(model, [INPUTS] * 5, deadline_s=SOON_S)
+        async with AsyncClient(url) as other:
+            ended = [job async for job in other.as_completed([other.job(job.id) for job in jobs])]
+        assert len(ended) == 5
+        late = await client.submit_many(model, [INPUTS] * 5, deadline_s=SOON_S)
+        found = await client.gather([*jobs, *late], return_exceptions=True)
+    assert {type(each) for each in found} == {Expired}
+
+
+def test_async_group_ends_at_its_deadlines(shared_redis: RedisServer, parked: str, broker: RedisStreams):
+    """The same, awaited."""
+    asyncio.run(_gathered(shared_redis.url, parked))
+    assert depth(broker, parked) == 0
+
+
 async def _results(url: str, model: str) -> list[BaseException | object]:
     async with AsyncClient(url) as client:
         jobs = [await client.submit(model, INPUTS, deadline_s=SOON_S) for _ in range(50)]
@@ -143,7 +173,7 @@ async def _results(url: str, model: str) -> list[BaseException | object]:
         assert events == ["queued", "expired"]
         found = await asyncio.gather(*(job.result(PATIENCE_S) for job in jobs), return_exceptions=True)
         assert {await job.status() for job in jobs} == {"expired"}
-        assert await patient.cancel()
+        assert await patient.cancel() == "cancelled"
         return list(found)
 
 

@@ -97,15 +97,27 @@ def test_the_result_of_another_job_is_refused(own: JobState):
 
 
 def test_cancelling_follows_the_answer_of_the_broker(own: JobState):
-    """Cancelled is True, a request is False, a settled job tells from its record, an unknown one raises."""
-    assert own.cancelled(CancelOutcome.CANCELLED)
-    assert not own.cancelled(CancelOutcome.REQUESTED)
+    """A job that had ended tells from its record, and an unknown one raises."""
+    assert own.cancelled(CancelOutcome.CANCELLED) == "cancelled"
+    assert own.cancelled(CancelOutcome.REQUESTED) == "requested"
     with pytest.raises(ResultGone):
         own.cancelled(CancelOutcome.UNKNOWN)
-    own.accept(_ended(own.id, State.CANCELLED))
-    assert own.cancelled(CancelOutcome.SETTLED)
+    assert own.cancelled(_ended(own.id, State.CANCELLED)) == "cancelled"
     with pytest.raises(Cancelled):
         own.opened().outputs()
+
+
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED, State.EXPIRED, State.DEAD])
+def test_cancelling_an_ended_job_is_too_late(own: JobState, state: State):
+    """The answer brings the record: the result needs no further call."""
+    assert own.cancelled(_ended(own.id, state)) == "too_late"
+    assert own.record is not None
+
+
+def test_cancelling_does_not_show_the_end_of_another_tenants_job(own: JobState):
+    """The broker compares no tenant for an ended job. The client does, and its error is that of a missing job."""
+    with pytest.raises(UnknownJob):
+        JobState(own.id, "rival", POLICY, awaits_reply=False).cancelled(_ended(own.id))
 
 
 def test_the_timeout_says_that_the_job_goes_on():

@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from penstock import AsyncClient, Client
+from penstock import AsyncClient, CancelStatus, Client
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Keyring, open_job
 from penstock.registry.errors import Cancelled, PenstockError, ResultGone, ResultTimeout, UnknownJob
 from penstock.registry.queues import Priority, job_time_ms, new_job_id, stream_key
 from penstock.registry.settings import Settings
+from tests.producers.answers import claim, end, held
 from tests.servers import ROOT, RedisServer, wait_until
 
 INPUTS = {"x": np.ones((1, 4), np.float32)}
@@ -46,13 +47,46 @@ def _refusals(client: Client, job_id: str) -> list[tuple[type[PenstockError], st
 def test_waiting_job_is_withdrawn(client: Client, parked: str, broker: RedisStreams):
     """cancel() of a waiting job: it leaves the queue, will never run, and its result says so."""
     job = client.submit(parked, INPUTS)
-    assert job.cancel() is True
-    assert job.cancel() is True
+    assert job.cancel() == "cancelled"
+    assert job.cancel() == "cancelled"
     assert job.status() == "cancelled"
     with pytest.raises(Cancelled, match="The job was cancelled before it ran"):
         job.result(1)
     assert [event.type for event in job.stream()] == ["queued", "cancelled"]
     assert sum(depth.jobs for depth in broker.depths(parked)) == 0
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_cancel_says_what_it_did(kind: str, shared_redis: RedisServer, parked: str, broker: RedisStreams):
+    """A claimed job is asked to stop; for one that ended it is too late, and then the result needs no further call."""
+    with Client(shared_redis.url) as client:
+        job_id = client.submit(parked, INPUTS).id
+    (claimed,) = claim(broker, parked)
+    assert _cancelled(kind, shared_redis.url, job_id) == "requested"
+    assert broker.renew("test", [held(claimed)]).cancelled == {job_id}
+    end(broker, claimed)
+    assert _cancelled(kind, shared_redis.url, job_id) == "too_late"
+
+
+def _cancelled(kind: str, url: str, job_id: str) -> CancelStatus:
+    if kind == "blocking":
+        with Client(url) as client:
+            return client.job(job_id).cancel()
+
+    async def cancel() -> CancelStatus:
+        async with AsyncClient(url) as client:
+            return await client.job(job_id).cancel()
+
+    return asyncio.run(cancel())
+
+
+def test_a_job_that_ended_brings_its_result_with_the_refusal(client: Client, parked: str, broker: RedisStreams):
+    """The answer "too_late" has the record: the closed client is not asked again."""
+    job = client.job(client.submit(parked, INPUTS).id)
+    end(broker, *claim(broker, parked), value=7)
+    assert job.cancel() == "too_late"
+    client.close()
+    assert job.result()["z"].tolist() == [7.0]
 
 
 def test_first_failure_of_a_map_withdraws_the_rest(client: Client, parked: str, broker: RedisStreams):
@@ -63,7 +97,7 @@ def test_first_failure_of_a_map_withdraws_the_rest(client: Client, parked: str, 
         wait_until(lambda: broker.depths(parked)[Priority.NORMAL].jobs == 8, 5, "all jobs wait")
         (first, *_) = broker.read({stream_key(parked, Priority.NORMAL): "0-0"}, 0)
         header, _ = open_job(first.fields[1], Keyring.parse(None))
-        assert client.job(header.id).cancel()
+        assert client.job(header.id).cancel() == "cancelled"
         with pytest.raises(Cancelled):
             mapping.result(60)
     assert sum(depth.jobs for depth in broker.depths(parked)) == 0
@@ -75,7 +109,7 @@ def test_asyncio_client_withdraws_a_waiting_job(shared_redis: RedisServer, parke
     async def withdraw() -> list[str]:
         async with AsyncClient(shared_redis.url) as client:
             job = await client.submit(parked, INPUTS)
-            assert await job.cancel() is True
+            assert await job.cancel() == "cancelled"
             assert await job.status() == "cancelled"
             with pytest.raises(Cancelled):
                 await job.result(1)
@@ -140,7 +174,7 @@ import sys
 from penstock import Client
 client = Client({shared_redis.url!r})
 job = client.submit({parked!r}, {{"x": [[1, 2, 3, 4]]}})
-assert job.status() == "queued" and job.cancel()
+assert job.status() == "queued" and job.cancel() == "cancelled"
 print(sorted({{"torch", "transformers", "onnxruntime", "celery"}} & set(sys.modules)))
 """
     done = subprocess.run(

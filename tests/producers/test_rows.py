@@ -135,3 +135,32 @@ def test_a_window_without_room_is_refused(window: Any):
     """A map could never submit an item: it says so instead of waiting for ever."""
     with pytest.raises(ConfigurationError, match="Expected a whole number of at least 1"):
         _run([[1.0, 2.0]], window=window)
+
+
+def test_refused_items_stand_among_the_results():
+    """Each in its place, before, between and after jobs; they count as finished, and have no handle to wait for."""
+    counts: list[int] = []
+    with _run([[0.0, 0.0]] * 6, window=24, on_error="return", progress=counts.append) as run:
+        run.next_items()
+        assert run.refused == {}
+        run.refused.update({index: InvalidInput(f"Item {index}: bad") for index in (0, 1, 3, 5)})
+        run.submitted(_handles(0, 2))
+        assert counts == [1, 2]
+        assert run.next_items() == []
+        assert [handle.id for handle in run.due()] == ["m.0", "m.1"]
+        assert [handle.id for handle in run.unfinished()] == ["m.0", "m.1"]
+        run.complete(_outcome(2))
+        assert counts == [1, 2, 3, 4]
+        run.complete(_outcome(4))
+        assert run.is_over
+    assert [str(each) if isinstance(each, InvalidInput) else each[0] for each in run.results] == [
+        *("Item 0: bad", "Item 1: bad", 2, "Item 3: bad", 4, "Item 5: bad")
+    ]
+
+
+def test_items_that_cannot_be_rows_are_errors_among_the_inputs():
+    """A model with several inputs takes mappings only, and says so for the item."""
+    run: MapRun[HandleCore] = MapRun(RowShape(_spec(inputs=2)), MapOrder([[1.0], {"x0": 1}], None, False, "return", 8))
+    (refused, _), (inputs, _) = run.next_items()
+    assert isinstance(refused, InvalidInput)
+    assert inputs == {"x0": 1}

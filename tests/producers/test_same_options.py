@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +19,8 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import JobHeader, Keyring, open_job
 from penstock.registry.errors import IdempotencyConflict, InvalidInput
 from penstock.registry.queues import Priority, stream_key
-from tests.servers import RedisServer, wait_until
+from tests.producers.answers import claim, end
+from tests.servers import RedisServer, require_module, wait_until
 
 X = np.ones((1, 4), np.float32)
 KINDS = ("blocking", "asyncio")
@@ -67,7 +69,7 @@ def _mapping(kind: str, server: RedisServer, model: str, count: int, **options: 
             yield headers
         finally:
             with Client(server.url) as other:
-                assert other.job(headers[0].id, tenant=headers[0].tenant).cancel()
+                assert other.job(headers[0].id, tenant=headers[0].tenant).cancel() == "cancelled"
             with pytest.raises(Cancelled):
                 ended.result(60)
 
@@ -187,3 +189,93 @@ def test_the_literal_types_name_all_values():
     assert get_args(PriorityName) == tuple(priority.label for priority in Priority)
     assert set(get_args(JobStatus)) == {"queued", "running", *END_NAMES.values()}
     assert set(get_args(EventType)) == {"queued", "started", "chunk", "progress", "reset", *END_NAMES.values()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_map_returns_the_error_of_a_bad_item_in_its_place(
+    kind: str, shared_redis: RedisServer, parked: str, broker: RedisStreams
+):
+    """Of the first and the last one, too, and beyond the first chunk. The other items are submitted and answered."""
+    items: list[Any] = [X[0, :3], X[0], {"x": X}, "text", X[0], X[0], X[0], {"w": X}]
+
+    with ThreadPoolExecutor(1) as pool:
+        mapping = pool.submit(
+            _run,
+            kind,
+            shared_redis.url,
+            lambda client: client.map(parked, items, on_error="return", window=8),
+        )
+        wait_until(lambda: len(_headers(shared_redis, parked)) == 5, 60, "all good items wait")
+        end(broker, *claim(broker, parked), value=2)
+        results = mapping.result(60)
+    errors = {index: str(each) for index, each in enumerate(results) if isinstance(each, InvalidInput)}
+    assert list(errors) == [0, 3, 7]
+    assert errors[0] == "Item 0: x: shape (1, 3). Expected (batch, 4), every extent at least 1"
+    assert errors[7].startswith("Item 7: Missing required input(s): x. Unexpected input(s): w.")
+    rows = [each["y"].shape for each in results if isinstance(each, dict)]
+    assert rows == [(4,), (1, 4), (4,), (4,), (4,)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_map_of_bad_items_submits_nothing(kind: str, shared_redis: RedisServer, parked: str):
+    """Every result is the error of its item."""
+    results = _run(kind, shared_redis.url, lambda client: client.map(parked, ["text"] * 9, on_error="return", window=4))
+    assert [str(each).partition(":")[0] for each in results] == [f"Item {index}" for index in range(9)]
+    assert _headers(shared_redis, parked) == []
+
+
+PROGRAM = """
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from penstock import AsyncClient, CancelStatus, Client, EventType, JobHandle, JobStatus, PriorityName
+
+X: list[Mapping[str, object]] = [{"x": [1.0]}]
+
+
+def wrong(client: Client, job: JobHandle) -> None:
+    client.submit("m", X[0], priority="hgih")
+    client.submit_many("m", X, priority="urgent")
+    client.map("m", ["a"], on_error="ignore")
+    job.status() == "complete"
+    job.info().status == "queued"
+    job.cancel() == "canceled"
+    next(job.stream()).type == "chunks"
+
+
+def right(client: Client, job: JobHandle, priority: PriorityName) -> None:
+    client.submit("m", X[0], priority=priority).status() == "completed"
+    cancelled: CancelStatus = job.cancel()
+    status: JobStatus = job.status()
+    kind: EventType = next(job.stream(timeout=5)).type
+    outputs: list[dict[str, np.ndarray[Any, Any]]] = client.map("m", X)
+    gathered: list[dict[str, np.ndarray[Any, Any]]] = client.gather([job])
+    reveal_type(client.map("m", X))
+    reveal_type(client.map("m", ["a"]))
+    reveal_type(client.gather([job], return_exceptions=True))
+    np.stack(client.map("m", np.zeros((2, 4))))
+    anything: list[Any] = []
+    np.stack(client.map("m", anything))
+    client.map("m", (each for each in X))[0]["y"].shape
+
+
+async def right_too(client: AsyncClient) -> None:
+    reveal_type(await client.map("m", X))
+    reveal_type(await client.gather([await client.submit("m", X[0])]))
+"""
+
+
+@pytest.mark.slow  # mypy reads NumPy and the client anew
+def test_a_type_checker_finds_misspelt_words_and_knows_the_results(tmp_path: Path):
+    """priority="hgih" is an error before the program runs; a map of mappings gives a list of mappings."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    api = require_module("mypy.api")
+    out, err, _ = api.run(["--strict", "--no-incremental", str(program)])
+    found = [line.partition("program.py:")[2] for line in out.splitlines() if "program.py:" in line]
+    wrong = [int(line.split(":")[0]) for line in found if " error: " in line]
+    begin = PROGRAM.splitlines().index("def wrong(client: Client, job: JobHandle) -> None:") + 2
+    assert wrong == [*range(begin, begin + 7)], out + err
+    revealed = [line.partition("Revealed type is ")[2] for line in found if "Revealed type" in line]
+    assert ["dict[" in each for each in revealed] == [True, False, True, True, True], revealed

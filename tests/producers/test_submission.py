@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
-from penstock.producers.submission import SubmitRun, chunks, with_keys
+from penstock.producers.submission import ItemIndex, SubmitRun, chunks, with_keys
 from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
@@ -96,8 +96,8 @@ def test_a_repeated_call_is_known_under_its_own_id():
 
 
 def test_a_conflict_names_its_item_and_carries_the_accepted_jobs():
-    """The index counts from `first_index`. The other jobs of the call stay accepted."""
-    run = _run(3, first_index=100)
+    """The index counts the items of the whole call. The other jobs of the call stay accepted."""
+    run = _run(3, index_of=ItemIndex(100))
     receipts = _receipts(run.next_chunk(), m1=Receipt("conflict", "m.1"))
     with pytest.raises(IdempotencyConflict, match=r"^Item 101: The idempotency key belongs to") as conflict:
         run.settle(receipts, now=0)
@@ -138,3 +138,10 @@ def test_keys_that_do_not_fit_the_items_are_refused(keys: Any, text: str):
     with pytest.raises(InvalidInput) as refused:
         list(with_keys(["a", "b"], keys))
     assert str(refused.value) == text
+
+
+def test_refused_items_count_in_the_index_of_a_job():
+    """The jobs of items 3, 5 and 8 are at the positions 0, 1 and 2."""
+    index_of = ItemIndex(3, {7: None, 4: None, 6: None}.keys())
+    assert [index_of(position) for position in range(3)] == [3, 5, 8]
+    assert ItemIndex(3, {3: None}.keys())(0) == 4

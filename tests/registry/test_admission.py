@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from penstock import AsyncClient, Client, PriorityName
+from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import JobHeader, Keyring, open_job
 from penstock.registry.errors import IdempotencyConflict, QueueFull
+from penstock.registry.package import ModelSpec
 from penstock.registry.queues import Priority, stream_key
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
@@ -73,7 +75,7 @@ def test_submit_many_waits_for_room(narrow: Client, parked: str, broker: RedisSt
         waiting = pool.submit(narrow.submit_many, parked, [INPUTS] * MAX_DEPTH)
         wait_until(lambda: _queued(broker, parked)["normal"] == MAX_DEPTH, 5, "the queue is full")
         assert not waiting.done()
-        assert all(job.cancel() for job in early)
+        assert all(job.cancel() == "cancelled" for job in early)
         late = waiting.result(60)
     assert len({job.id for job in late}) == MAX_DEPTH
     assert {job.status() for job in late} == {"queued"}
@@ -98,7 +100,7 @@ def test_asyncio_submit_many_waits_for_room_too(shared_redis: RedisServer, parke
             assert len(full.value.accepted) == MAX_DEPTH
             waiting = asyncio.create_task(client.submit_many(parked, [INPUTS] * 2))
             for job in full.value.accepted[:2]:
-                assert await job.cancel()  # type: ignore[attr-defined]
+                assert await job.cancel() == "cancelled"  # type: ignore[attr-defined]
             assert len(await asyncio.wait_for(waiting, 10)) == 2
 
     asyncio.run(fill())
@@ -113,7 +115,7 @@ def test_one_tenant_cannot_fill_the_queue(shared_redis: RedisServer, parked: str
         with pytest.raises(QueueFull, match="The tenant has reached its limit of jobs in flight"):
             client.submit(parked, INPUTS, tenant="acme", priority="critical")
         client.submit(parked, INPUTS, tenant="globex")
-        assert first.cancel()
+        assert first.cancel() == "cancelled"
         client.submit(parked, INPUTS, tenant="acme")
 
 
@@ -204,3 +206,32 @@ def test_submits_of_one_tick_travel_together(shared_redis: RedisServer, parked: 
 
     commands = asyncio.run(submit_at_once())
     assert 1 <= sum(command.startswith("EVALSHA") for command in commands) <= 2
+
+
+def test_numbers_of_another_dtype_are_sent_as_the_declared_one(caplog: pytest.LogCaptureFixture):
+    """float64 for float32, and one text for a list of texts. The log names each input once, at DEBUG."""
+    spec = ModelSpec.model_validate(
+        {
+            "name": "m",
+            "version": "1",
+            "format": "python",
+            "entrypoint": "model:build",
+            "inputs": [
+                {"name": "x", "dtype": "float32", "shape": ["batch", 2]},
+                {"name": "text", "dtype": "string", "shape": ["batch"], "optional": True},
+            ],
+            "outputs": [{"name": "y", "dtype": "float32", "shape": ["batch"]}],
+        }
+    )
+    builder = JobBuilder(tenant="acme", keyring=Keyring.parse(None), max_bytes=1000)
+    inputs = {"x": np.array([[0.5, 1e-3]]), "text": "hello"}
+    with caplog.at_level("DEBUG", "penstock.client"):
+        jobs = [builder.build(spec, inputs), *builder.build_many(spec, [(inputs, None)] * 2)]
+    for job in jobs:
+        header, sent = open_job(job.sealed, Keyring.parse(None))
+        arrays = decode(header.content, sent)
+        assert arrays["x"].dtype == np.float32
+        assert arrays["x"].tolist() == inputs["x"].astype(np.float32).tolist()  # type: ignore[attr-defined]
+        assert arrays["text"].tolist() == ["hello"]
+    told = [(record.getMessage(), record.__dict__["input"]) for record in caplog.records]
+    assert told == [("input converted to the declared dtype", name) for name in ("x", "text")]

@@ -47,7 +47,7 @@ class Queue:
 
     def states(self, ids: list[str]) -> list[State | None]:
         """How the jobs stand."""
-        return [record and record.state for record in self.broker.job_records(ids)]
+        return [None if record is None else record.state for record in self.broker.job_records(ids)]
 
 
 @pytest.fixture

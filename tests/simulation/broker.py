@@ -195,16 +195,17 @@ class UnreliableEnd(MemoryBroker):
                 self.truth.accepted_at[job_id] = self.schedule.now
                 self.truth.expires_ms[job_id] = int(self.now_ms()) + self.truth.lifetime_ms[job_id]
 
-    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
         return self._call("cancel", lambda: self.serve_cancel(job_id, tenant, sealed))
 
-    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """The broker's side of `cancel`."""
         outcome = super().cancel(job_id, tenant, sealed)
         if outcome is CancelOutcome.CANCELLED:
             self.truth.withdrawn[job_id] = self.schedule.now
-        self.schedule.note(f"cancel {job_id[-4:]} {outcome.value}")
+        told = "too late" if isinstance(outcome, JobRecord) else outcome.value
+        self.schedule.note(f"cancel {job_id[-4:]} {told}")
         return outcome
 
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:

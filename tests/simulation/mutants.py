@@ -335,7 +335,7 @@ class RefusedAndKept(UnreliableEnd):
 class CancelForgotten(UnreliableEnd):
     """A waiting job is said to be withdrawn, and stays."""
 
-    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
+    def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         record = self._state.records.get(job_id)
         if record is None or record.state is not State.QUEUED:
             return super().serve_cancel(job_id, tenant, sealed)

@@ -93,7 +93,7 @@ def test_producer_does_all_of_its_work(stack: Stack):
         job = client.submit("counter", {"count": [3]})
         assert [event.type for event in job.stream()][-1] == "completed"
         running, *waiting = client.submit_many("napper", [{"x": [[n, 0, 0, 0]]} for n in range(6)])
-        assert waiting[-1].cancel()
+        assert waiting[-1].cancel() == "cancelled"
         with pytest.raises(Cancelled):
             waiting[-1].result(60)
         wait_until(lambda: running.status() != "queued", 10, "the job runs")

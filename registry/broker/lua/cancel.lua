@@ -2,11 +2,11 @@
 -- KEYS  1 flow, 2-5 streams by priority, 6 record
 -- ARGV  group, tenant, then the arguments of `finish`: result record, local id, result_ttl_ms, reply_ttl_ms,
 --       reply cap, prefix of idempotency keys
--- Returns 'C' cancelled, 'R' requested, 'S' settled, 'U' unknown.
+-- Returns 'C' cancelled, 'R' requested, 'U' unknown; the record of a job that had ended.
 local record = redis.call('GET', KEYS[6])
 if not record then return 'U' end
 local state, _, priority, entry, tenant = parts(record)
-if not state then return 'S' end
+if not state then return record end
 if tenant ~= ARGV[2] then return 'U' end
 local stream = KEYS[2 + priority]
 -- Before the first worker there is no group, and XPENDING fails.

@@ -44,7 +44,7 @@ REFUSED: list[tuple[str, Signature, object, str]] = [
     ),
     ("misnamed", ROWS, {"X": 1}, "Missing required input(s): x. Unexpected input(s): X. Expected inputs: x"),
     ("not a mapping", ROWS, [1], "Inputs are a list. Expected a mapping of names to values"),
-    ("dtype", ROWS, {"x": np.zeros((1, 4))}, "x: dtype float64. Expected float32"),
+    ("dtype", ROWS, {"x": np.zeros((1, 4))}, 'x: dtype float64. Expected float32: x.astype("float32")'),
     ("dtype of text", TEXT, {"text": np.zeros(1)}, "text: dtype float64. Expected string"),
     ("text for numbers", ROWS, {"x": np.array([["a"] * 4])}, "x: dtype string. Expected float32"),
     ("rank", ROWS, {"x": np.zeros(4, "f4")}, "x: shape (4,). Expected (batch, 4)"),
@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, Signature, object, str]] = [
     ),
     ("long text", TEXT, {"text": ["ok", "a" * 11]}, "text: 11 characters. Expected at most 10"),
     ("not str", TEXT, {"text": ["ok", b"no"]}, "text: contains bytes. Expected str"),
-    ("one string", TEXT, {"text": "bare"}, "text: shape (). Expected (batch,)"),
+    ("one string", TEXT, {"text": "bare"}, 'text: one str. Expected (batch,), such as ["hello"]'),
 ]
 
 
