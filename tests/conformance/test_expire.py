@@ -44,7 +44,7 @@ def test_overdue_job_is_ended_once(brokerage: Brokerage, broker: Broker, slot: s
 
 
 def test_job_lives_until_its_deadline(broker: Broker, slot: str):
-    """Before its time nobody can end a job as expired; the record tells how much of the time is left."""
+    """Before its time no call can end a job as expired; the record tells how much of the time is left."""
     job = publication(slot, deadline_ms=60_000)
     broker.publish(slot, [job], Limits(100, 0, 3_600_000))
     assert not broker.expire(job.job_id, "acme", b"expired")
@@ -66,7 +66,7 @@ def test_lifetime_ends_a_job_without_a_deadline(brokerage: Brokerage, broker: Br
 
 
 def test_reader_learns_that_the_time_has_passed(brokerage: Brokerage, broker: Broker, slot: str):
-    """A record that nobody has ended yet shows a negative rest."""
+    """A record that is not ended yet shows a negative rest."""
     (job_id,) = urgent(broker, slot)
     brokerage.elapse(2 * DEADLINE_MS)
     record = broker.job_record(job_id)
@@ -76,7 +76,7 @@ def test_reader_learns_that_the_time_has_passed(brokerage: Brokerage, broker: Br
 
 
 def test_held_job_is_left_to_its_worker(brokerage: Brokerage, broker: Broker, slot: str):
-    """A worker that began in time finishes: nobody else ends the job while its lease counts."""
+    """A worker that began in time finishes: no other process ends the job while its lease counts."""
     (job_id,) = urgent(broker, slot)
     (delivery,) = claim(broker, "w", slot)
     brokerage.elapse(2 * DEADLINE_MS)
