@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.registry.envelope import Retry
     from penstock.registry.errors import (
         BadSignature,
+        BrokerRefused,
         BrokerUnavailable,
         Cancelled,
         ConfigurationError,
@@ -58,6 +59,7 @@ __all__ = [
     "AsyncClient",
     "AsyncJobHandle",
     "BadSignature",
+    "BrokerRefused",
     "BrokerUnavailable",
     "Cancelled",
     "Client",

@@ -17,7 +17,15 @@ import penstock.registry.settings  # noqa: F401 - now, because a running loop wo
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent
-from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.job_state import (
+    HandleCore,
+    JobInfo,
+    JobState,
+    JobStatus,
+    Outcome,
+    check_timeout,
+    result_timeout,
+)
 from penstock.producers.replies import SILENCE_S
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
@@ -172,6 +180,8 @@ class AsyncJobHandle(HandleCore):
         return self._state.accept(await self._client._broker.job_record(self.id, subscribe=subscribe))
 
     async def _ended(self, timeout: float | None) -> Outcome:
+        if timeout is not None:
+            check_timeout(timeout)
         state = self._state
         if state.record is None:
             until = inf if timeout is None else asyncio.get_running_loop().time() + timeout

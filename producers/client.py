@@ -15,7 +15,15 @@ from typing import Any
 
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent, is_end
-from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.job_state import (
+    HandleCore,
+    JobInfo,
+    JobState,
+    JobStatus,
+    Outcome,
+    check_timeout,
+    result_timeout,
+)
 from penstock.producers.replies import SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation
@@ -169,6 +177,8 @@ class JobHandle(HandleCore):
         return self._state.accept(self._client._broker.job_record(self.id, subscribe=subscribe))
 
     def _ended(self, timeout: float | None) -> Outcome:
+        if timeout is not None:
+            check_timeout(timeout)
         state = self._state
         if state.record is None:
             deadline = None if timeout is None else time.monotonic() + timeout

@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import isnan
+from numbers import Real
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
-from penstock.registry.errors import BadSignature, ResultGone, ResultTimeout, UnknownJob, job_failure
+from penstock.registry.errors import (
+    BadSignature,
+    InvalidInput,
+    ResultGone,
+    ResultTimeout,
+    UnknownJob,
+    described,
+    job_failure,
+)
 from penstock.registry.queues import job_time_ms
 from penstock.registry.tensors import Array, decode
 
@@ -27,6 +37,7 @@ __all__ = [
     "JobStatus",
     "Outcome",
     "ResultPolicy",
+    "check_timeout",
     "open_outcome",
     "result_timeout",
 ]
@@ -110,6 +121,15 @@ def open_outcome(job_id: str, record: JobRecord, keyring: Keyring) -> Outcome:
     if header.id != job_id:
         raise BadSignature("the result belongs to another job")
     return Outcome(record.state, header, body)
+
+
+def check_timeout(timeout: object) -> None:
+    """Raises InvalidInput unless the argument is None or a number of seconds."""
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool) and not isnan(timeout)
+    if timeout is not None and not is_number:
+        raise InvalidInput(
+            f"timeout is {described(timeout)}. Expected a number of seconds, or None to wait until the job has ended"
+        )
 
 
 def result_timeout(timeout_s: float | None) -> ResultTimeout:

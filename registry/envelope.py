@@ -22,7 +22,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from penstock.registry.backoff import backoff_delay_s
-from penstock.registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
+from penstock.registry.errors import BadSignature, ConfigurationError, InvalidInput, UndecodableEnvelope
 from penstock.registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
 __all__ = [
@@ -48,6 +48,8 @@ PROTOCOL: Final = 1
 MAX_HEADER_BYTES: Final = 64 * 1024
 _MAGIC: Final = b"PS"
 _MAC_BYTES: Final = 32
+_MAX_ATTEMPTS: Final = 100
+_MAX_PAUSE_S: Final = 3600
 _FIXED: Final = 8
 """Bytes before the header: magic, protocol, kind, header length."""
 
@@ -61,11 +63,25 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     The pauses double from `backoff_s` up to `longest_s`. Each is reduced at random by up to a half, so that jobs that
     failed together do not return together. Crashes of a worker have a limit of their own.
+    Raises InvalidInput for numbers out of range.
     """
 
     attempts: int = 3
     backoff_s: float = 0.5
     longest_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        # The exact types only: True and 3.0 compare as numbers, but no worker can read a header with them.
+        if type(self.attempts) is not int or not 1 <= self.attempts <= _MAX_ATTEMPTS:
+            raise InvalidInput(
+                f"retry.attempts is {self.attempts!r:.40}. Expected a whole number from 1 to {_MAX_ATTEMPTS}"
+            )
+        pauses = (self.backoff_s, self.longest_s)
+        if any(type(pause) not in (int, float) for pause in pauses) or not 0 <= pauses[0] <= pauses[1] <= _MAX_PAUSE_S:
+            raise InvalidInput(
+                f"retry pauses are {pauses[0]!r:.40} to {pauses[1]!r:.40} s. Expected plain numbers, "
+                f"backoff_s <= longest_s, both from 0 to {_MAX_PAUSE_S}"
+            )
 
     def pause_s(self, tries: int, jitter: float) -> float:
         """The pause in seconds after `tries` forwards. `jitter` is in [0, 1).

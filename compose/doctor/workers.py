@@ -14,7 +14,7 @@ __all__ = ["check_workers"]
 def check_workers(broker: RedisStreams) -> Iterator[Finding]:
     """The workers by their reports, then the queues of each model. Raises BrokerUnavailable."""
     models = broker.models()
-    reports = [json.loads(report) for report in broker.workers()]
+    reports = sorted(map(json.loads, broker.workers()), key=lambda report: str(report["name"]))
     served: dict[str, set[str]] = {model: set() for model in models}
     for report in reports:
         for model, version in report["models"].items():
