@@ -108,7 +108,12 @@ class AsyncClient(
         await self.aclose()
 
     async def _spec(self, model: str, version: str | None) -> ModelSpec:
-        return await self._specs.get_async(model, version, self._broker.spec)
+        return await self._specs.get_async(model, version, self._read_spec)
+
+    async def _read_spec(self, model: str, version: str) -> bytes | None:
+        if version:
+            return await self._broker.spec(model, version)
+        return self._spec_of(await self._broker.announced(model))
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
         self._broker = AsyncRedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)

@@ -48,7 +48,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
     _reader: ReplyReader
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> JobHandle:
-        spec = self._specs.get(model, options.version, self._broker.spec)
+        spec = self._specs.get(model, options.version, self._read_spec)
         job, handle = self._new_job(spec, inputs, options, key)
         (receipt,) = self._broker.publish(model, [job], self._limits)
         return self._accepted(handle, receipt, model)
@@ -56,7 +56,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
     def _submit_many(
         self, model: str, items: Items, options: SubmitOptions, *, first_index: int = 0, timeout_s: float | None = None
     ) -> list[JobHandle]:
-        spec = self._specs.get(model, options.version, self._broker.spec)
+        spec = self._specs.get(model, options.version, self._read_spec)
         with self._submit_run(spec, items, options, first_index, timeout_s) as run:
             while chunk := run.next_chunk():
                 receipts = self._broker.publish(model, chunk, self._limits)
@@ -65,7 +65,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         return run.handles
 
     def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> list[Any]:
-        spec = self._specs.get(model, options.version, self._broker.spec)
+        spec = self._specs.get(model, options.version, self._read_spec)
         with self._map_run(spec, options, order) as run:
             try:
                 while not run.is_over:
@@ -96,6 +96,9 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _read_spec(self, model: str, version: str) -> bytes | None:
+        return self._broker.spec(model, version) if version else self._spec_of(self._broker.announced(model))
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
         # For the first client: redis costs more than the rest of `from penstock import Client`.

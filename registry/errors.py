@@ -115,7 +115,7 @@ class IdempotencyConflict(Rejected):
 
 
 class Unauthorized(Rejected):
-    """There is no credential, or an unknown one."""
+    """There is no credential, or an unknown one: for example no live worker has the signing keys of this process."""
 
 
 class Forbidden(Rejected):

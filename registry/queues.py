@@ -34,6 +34,7 @@ __all__ = [
     "is_reply_key",
     "job_time_ms",
     "key_group",
+    "keyrings_key",
     "lane_key",
     "local_record_key",
     "new_job_id",
@@ -189,6 +190,11 @@ def spec_key(slot: str) -> str:
 def specs_key(slot: str) -> str:
     """Hash: the specs of the versions that jobs may name, as JSON."""
     return f"{{{slot}}}:specs"
+
+
+def keyrings_key(slot: str) -> str:
+    """The names of the live workers' signing keys, a line for each worker; see registry/key_reports.py."""
+    return f"{{{slot}}}:keyrings"
 
 
 def active_key(slot: str) -> str:

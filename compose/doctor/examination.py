@@ -59,7 +59,7 @@ def _examine_broker(settings: Settings, url: str) -> Iterator[Finding]:
         return
     try:
         with closing(RedisStreams.from_url(url, timeout_s=_TIMEOUT_S)) as broker:
-            yield from check_workers(broker)
+            yield from check_workers(broker, settings.keyring)
             yield from check_deployments(settings, broker)
     except (BrokerUnavailable, redis.ResponseError) as error:
         what = str(error) if isinstance(error, BrokerUnavailable) else "the broker refuses a command of an operator"

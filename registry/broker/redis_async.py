@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
+from penstock.registry.broker.base import Announced, CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
 from penstock.registry.broker.record import parse_record
 from penstock.registry.broker.redis_connection import (
@@ -117,6 +117,10 @@ class AsyncRedisStreams:
         """See ProducerEnd.spec."""
         found: bytes | None = await self._run(scripts.spec(slot, version))
         return found
+
+    async def announced(self, slot: str) -> Announced:
+        """See ProducerEnd.announced."""
+        return scripts.parse_announced(await self._run(scripts.announced(slot)))
 
     def forget_connections(self) -> None:
         """After a fork: drop the parent's connections without closing its sockets."""

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 from msgspec import structs
 
 from penstock.registry.broker.base import (
+    Announced,
     CancelOutcome,
     Claim,
     Commit,
@@ -54,6 +55,7 @@ from penstock.registry.queues import (
     flow_key,
     idempotency_key,
     key_group,
+    keyrings_key,
     lane_key,
     local_record_key,
     paused_key,
@@ -223,6 +225,22 @@ def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int) -> Cal
 def spec(slot: str, version: str) -> Call:
     """Reads the spec of a version, or of the active one."""
     return ["HGET", specs_key(slot), version] if version else ["GET", spec_key(slot)]
+
+
+def announced(slot: str) -> Call:
+    """Reads the spec of the active version and the keyrings of the slot's workers."""
+    return ["MGET", spec_key(slot), keyrings_key(slot)]
+
+
+def parse_announced(answer: Sequence[bytes | None]) -> Announced:
+    """Parses the answer of `announced`."""
+    spec, lines = answer
+    return Announced(spec, tuple(line.partition(b" ")[2] for line in (lines or b"").splitlines()))
+
+
+def report_keys(slot: str, report: bytes, ttl_ms: int, *, is_live: bool) -> Call:
+    """One call that publishes or withdraws a worker's report about its keys."""
+    return _call("report_keys", [keyrings_key(slot)], [ttl_ms, report, int(is_live)])
 
 
 def actives(slots: Sequence[str]) -> Call:

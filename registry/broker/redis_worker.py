@@ -216,6 +216,10 @@ class RedisWorker(RedisSpecs):
             self._run(["DEL", worker_key(worker)])
             self._run(["ZREM", WORKERS_KEY, worker])
 
+    def report_keys(self, slot: str, report: bytes, ttl_ms: int, *, is_live: bool = True) -> None:
+        """See WorkerEnd.report_keys."""
+        self._run(scripts.report_keys(slot, report, ttl_ms, is_live=is_live))
+
     def close(self) -> None:
         """See Broker.close."""
         self.drop_armed()
