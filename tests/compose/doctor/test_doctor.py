@@ -119,6 +119,26 @@ def test_the_fix_removes_the_finding(environ: dict[str, str], server: RedisServe
     assert _found(environ, "append-only persistence is on").status == "ok"
 
 
+def test_a_development_redis_passes(environ: dict[str, str], server: RedisServer):
+    """Without append-only persistence it works: a warning, and exit status 0."""
+    with server.client() as client:
+        client.config_set("appendonly", "no")
+    assert _doctor(environ).exit_code == 0
+
+
+def test_a_home_that_is_a_file_is_named_first(environ: dict[str, str], tmp_path: Path):
+    """The line that explains why no stack is found comes before that one, and its fix is no `penstock up`."""
+    (tmp_path / "file").touch()
+    del environ["PENSTOCK_REDIS_URL"]
+    found = [each for each in examine({**environ, "PENSTOCK_HOME": str(tmp_path / "file")}, tmp_path) if each.fix]
+    broken = [each for each in found if each.status == "broken"]
+    assert [each.what.partition(".")[0] for each in broken] == [
+        "PENSTOCK_HOME is a file",
+        "PENSTOCK_HOME cannot be read (Not a directory)",
+    ]
+    assert broken[1].fix == "correct PENSTOCK_HOME, or set PENSTOCK_REDIS_URL"
+
+
 def test_replica_is_no_broker(environ: dict[str, str], server: RedisServer):
     """A server that accepts no writes is broken."""
     with server.client() as client:
