@@ -125,8 +125,9 @@ def open_outcome(job_id: str, record: JobRecord, keyring: Keyring) -> Outcome:
 
 def check_timeout(timeout: object) -> None:
     """Raises InvalidInput unless the argument is None or a number of seconds."""
-    is_number = isinstance(timeout, Real) and type(timeout) is not bool and not isnan(timeout)
-    if timeout is not None and not is_number:
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or isnan(timeout):
         raise InvalidInput(
             f"timeout is {described(timeout)}. Expected a number of seconds, or None to wait until the job has ended"
         )

@@ -144,18 +144,22 @@ def demo(environ: Mapping[str, str], ask: tuple[str, ...], count: int, stay: boo
 
 
 def _check_broker(settings: Settings) -> None:
-    """Asks the broker before a worker starts, which takes seconds. Workers wait for a broker that is away.
+    """Asks the broker before a worker starts, which takes seconds, and Celery's one. Workers wait for one that is away.
 
     Raises BrokerRefused, or ConfigurationError for a database that the server does not have.
     """
     from penstock.registry.broker.redis_connection import check_broker
 
-    try:
-        check_broker(settings.redis_url or "", _FIRST_CONTACT_S)
-    except BrokerRefused:
-        raise
-    except BrokerUnavailable as error:
-        click.echo(f"{error}. Workers wait for it", err=True)
+    for url in dict.fromkeys((settings.redis_url or "", settings.celery_url or "")):
+        # Celery knows other brokers than Redis, and has another form for sockets.
+        if not url.startswith(("redis://", "rediss://", "unix://")):
+            continue
+        try:
+            check_broker(url, _FIRST_CONTACT_S)
+        except BrokerRefused:
+            raise
+        except BrokerUnavailable as error:
+            click.echo(f"{error}. Workers wait for it", err=True)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

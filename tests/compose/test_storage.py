@@ -114,7 +114,7 @@ def test_up_on_a_full_disk_is_one_line(tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PENSTOCK_INFERENCE_REPO_ROOT": str(tmp_path / "models")}
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _ON_A_FULL_DISK, "sh", disk]
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _ON_A_FULL_DISK, "sh", str(disk)]
     require(shutil.which("unshare"), "unshare on PATH")
     ended = subprocess.run(
         [*command, sys.executable], env=environ, capture_output=True, text=True, timeout=60, check=False

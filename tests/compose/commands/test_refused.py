@@ -52,3 +52,16 @@ def test_the_refusal_is_one_line(shared_redis: RedisServer, tmp_path: Path, comm
     assert shown.stderr.startswith(f"Error: the broker's unix socket, database {99 if '99' in url else 0}: {text}")
     assert shown.stderr.count("\n") == 1
     assert "hunter2" not in shown.output + shown.stderr
+
+
+def test_a_worker_asks_celerys_broker_too(shared_redis: RedisServer, tmp_path: Path):
+    """Its Celery side would repeat the connection for ever."""
+    write_double(tmp_path / "models")
+    environ = {
+        "PENSTOCK_REDIS_URL": shared_redis.url,
+        "PENSTOCK_CELERY_URL": f"unix://{shared_redis.socket}?db=77",
+        "PENSTOCK_INFERENCE_REPO_ROOT": str(tmp_path / "models"),
+    }
+    shown = penstock(tmp_path, "worker", "--device", "cpu", **environ)
+    assert shown.exit_code == EXIT_CONFIGURATION
+    assert "has no database 77" in shown.stderr
