@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from penstock import AsyncClient, Client
+from penstock.registry.broker.redis_async import AsyncRedisStreams
+from penstock.registry.broker.redis_connection import check_broker
 from penstock.registry.broker.redis_tls import answers_plainly, answers_tls
 from penstock.registry.errors import BrokerRefused, BrokerUnavailable
 from tests.servers import RedisServer, free_port
@@ -44,10 +46,15 @@ SUBMITS = pytest.mark.parametrize("submit", [_submit, _submit_async], ids=["Clie
 
 
 class TlsListener:
-    """A port that does a TLS handshake and then says nothing. `accepted` counts the connections."""
+    """A port that does a TLS handshake and then says nothing. `accepted` counts the connections.
+
+    ignored: so many connections get no handshake, as from a server that stands still for a moment.
+    speaks: it answers each command with OK.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.accepted = 0
+        self.accepted = self.ignored = 0
+        self.speaks = False
         self.certificate = folder / "certificate.pem"
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(_write_certificate(self.certificate, folder / "key.pem"), folder / "key.pem")
@@ -65,10 +72,20 @@ class TlsListener:
             while True:
                 connection, _ = self._listener.accept()
                 self.accepted += 1
+                if self.accepted <= self.ignored:
+                    self._open.append(connection)
+                    continue
                 try:
                     self._open.append(self._context.wrap_socket(connection, server_side=True))
                 except OSError:
                     connection.close()
+                    continue
+                if self.speaks:
+                    self._answer(self._open[-1])
+
+    def _answer(self, connection: socket.socket) -> None:
+        while received := connection.recv(4096):
+            connection.sendall(b"+OK\r\n" * received.count(b"*"))
 
     def close(self) -> None:
         """Ends the listener and its connections."""
@@ -155,3 +172,24 @@ def test_a_silent_port_is_no_refusal(listener: TlsListener):
     with Client(url, timeout_s=0.1) as client, pytest.raises(BrokerUnavailable, match="timed out") as away:
         client.submit("any", INPUTS)
     assert not isinstance(away.value, BrokerRefused)
+
+
+def test_a_slow_handshake_has_the_whole_time_out(listener: TlsListener):
+    """The first try ends early, to ask the port without TLS; the next one may take as long as any connection."""
+    listener.ignored, listener.speaks = 2, True
+    check_broker(f"rediss://127.0.0.1:{listener.port}/0?ssl_ca_certs={listener.certificate}", 30)
+    assert listener.accepted == 3
+
+
+def test_a_slow_handshake_has_the_whole_time_out_in_asyncio(listener: TlsListener):
+    """As above."""
+    listener.ignored, listener.speaks = 2, True
+
+    async def nudge() -> None:
+        url = f"rediss://127.0.0.1:{listener.port}/0?ssl_ca_certs={listener.certificate}"
+        broker = AsyncRedisStreams.from_url(url, timeout_s=30)
+        await broker.nudge("{any}:reply:x")
+        await broker.aclose()
+
+    asyncio.run(nudge())
+    assert listener.accepted == 3
