@@ -41,6 +41,9 @@ _PASSING: Final = frozenset(
 _CREDENTIALS: Final = frozenset({"NOAUTH", "WRONGPASS"})
 _BY_CLASS: Final = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", NoPermissionError: "NOPERM"}
 _IN_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -([A-Z]+) ")
+_ALERTS: Final = ("CERTIFICATE", "HANDSHAKE_FAILURE", "UNKNOWN_CA", "PROTOCOL_VERSION")
+"""Parts of the reasons for which a server ends a handshake, and would end the next one."""
+_NO_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"})
 _NO_DATABASE: Final = "DB index is out of range"
 _HERE: Final = "the URL of this process (PENSTOCK_REDIS_URL)"
 
@@ -57,8 +60,8 @@ def final(error: BaseException, address: BrokerAddress) -> PenstockError | None:
                 f"{address}: the server has no database {address.database}. Expected one from 0 to its setting "
                 f"`databases` - 1, by default 0 to 15: change {_HERE}, or the server"
             )
-        if isinstance(cause, ServerWithoutTls | ssl.SSLError):
-            return _bad_tls(cause, address)
+        if isinstance(cause, ServerWithoutTls | ssl.SSLError) and (refused := _bad_tls(cause, address)) is not None:
+            return refused
         if address.is_tls and isinstance(cause, FileNotFoundError | PermissionError):
             return ConfigurationError(
                 f"{address}: a file of certificates in the URL cannot be read ({cause.strerror}). Expected readable "
@@ -112,21 +115,25 @@ def _bad_credentials(text: str, address: BrokerAddress) -> BrokerRefused:
     )
 
 
-def _bad_tls(cause: BaseException, address: BrokerAddress) -> BrokerRefused:
+def _bad_tls(cause: BaseException, address: BrokerAddress) -> BrokerRefused | None:
+    """None for a connection that ended: TLS calls that an error, too, and a server that restarts does it."""
     if isinstance(cause, ssl.SSLCertVerificationError):
         return BrokerRefused(
             f"{address}: the server's certificate is not trusted here ({cause.verify_message.rstrip('.')}). Expected "
             f"its authority in ssl_ca_certs=FILE of {_HERE}, or another certificate on the server"
         )
-    reason = (getattr(cause, "reason", None) or "").replace("_", " ").lower()
-    if "alert" in reason:
+    reason = getattr(cause, "reason", None) or ""
+    if "ALERT" in reason and any(part in reason for part in _ALERTS):
         return BrokerRefused(
-            f"{address}: the server ended the TLS handshake ({reason}). Expected a client certificate that it trusts, "
-            f"as ssl_certfile=FILE&ssl_keyfile=FILE in {_HERE}, and a TLS version that both sides have"
+            f"{address}: the server ended the TLS handshake ({reason.replace('_', ' ').lower()}). Expected a client "
+            f"certificate that it trusts, as ssl_certfile=FILE&ssl_keyfile=FILE in {_HERE}, and a TLS version that "
+            "both sides have"
         )
-    return BrokerRefused(
-        f"{address}: this port does not speak TLS. Expected redis:// in {_HERE}, or a port with TLS on the server"
-    )
+    if isinstance(cause, ServerWithoutTls) or reason in _NO_TLS:
+        return BrokerRefused(
+            f"{address}: this port does not speak TLS. Expected redis:// in {_HERE}, or a port with TLS on the server"
+        )
+    return None
 
 
 def _not_permitted(error: BaseException, address: BrokerAddress, call: Sequence[Any]) -> BrokerRefused:

@@ -72,3 +72,30 @@ def test_the_check_of_a_broker_that_is_away_ends_in_time():
     with pytest.raises(BrokerUnavailable) as away:
         check_broker(f"redis://127.0.0.1:{free_port()}/0", 0.01)
     assert not isinstance(away.value, BrokerRefused)
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (ssl.SSLEOFError(8, "EOF occurred in violation of protocol"), None),
+        (ssl.SSLZeroReturnError(6, "TLS/SSL connection has been closed"), None),
+        (ssl.SSLError(1, "[SSL: TLSV1_ALERT_INTERNAL_ERROR]"), None),
+        (ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER]"), "this port does not speak TLS. Expected redis://"),
+        (ssl.SSLError(1, "[SSL: RECORD_LAYER_FAILURE]"), "this port does not speak TLS. Expected redis://"),
+        (
+            ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED]"),
+            "the server ended the TLS handshake (tlsv13 alert certificate required). Expected a client certificate",
+        ),
+    ],
+)
+def test_an_end_of_a_tls_connection_may_pass(cause: ssl.SSLError, text: str | None):
+    """A server that restarts ends connections: only what it would do again is final."""
+    cause.reason = cause.args[1].removeprefix("[SSL: ").removesuffix("]")
+    error = redis.ConnectionError("redis-py says")
+    error.__cause__ = cause
+    found = final(error, parse_broker_url("rediss://host:7000/3"))
+    if text is None:
+        assert found is None
+    else:
+        assert isinstance(found, BrokerRefused)
+        assert str(found).startswith(f"rediss://host:7000/3: {text}")

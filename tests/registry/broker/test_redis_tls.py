@@ -49,11 +49,11 @@ class TlsListener:
     """A port that does a TLS handshake and then says nothing. `accepted` counts the connections.
 
     ignored: so many connections get no handshake, as from a server that stands still for a moment.
-    speaks: it answers each command with OK.
+    speaks: it answers each command with OK. cuts: so many connections end at their first command instead.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.accepted = self.ignored = 0
+        self.accepted = self.ignored = self.cuts = 0
         self.speaks = False
         self.certificate = folder / "certificate.pem"
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -85,6 +85,11 @@ class TlsListener:
 
     def _answer(self, connection: socket.socket) -> None:
         while received := connection.recv(4096):
+            if self.cuts:
+                self.cuts -= 1
+                # Without TLS's own farewell, as when the server is killed.
+                connection.close()
+                return
             connection.sendall(b"+OK\r\n" * received.count(b"*"))
 
     def close(self) -> None:
@@ -184,12 +189,28 @@ def test_a_slow_handshake_has_the_whole_time_out(listener: TlsListener):
 def test_a_slow_handshake_has_the_whole_time_out_in_asyncio(listener: TlsListener):
     """As above."""
     listener.ignored, listener.speaks = 2, True
+    _nudge(f"rediss://127.0.0.1:{listener.port}/0?ssl_ca_certs={listener.certificate}")
+    assert listener.accepted == 3
 
+
+def _nudge(url: str) -> None:
     async def nudge() -> None:
-        url = f"rediss://127.0.0.1:{listener.port}/0?ssl_ca_certs={listener.certificate}"
         broker = AsyncRedisStreams.from_url(url, timeout_s=30)
         await broker.nudge("{any}:reply:x")
         await broker.aclose()
 
     asyncio.run(nudge())
+
+
+def test_a_tls_connection_that_ends_is_made_again(listener: TlsListener):
+    """As after a restart of the server: it is no refusal."""
+    listener.speaks, listener.cuts = True, 2
+    check_broker(f"rediss://127.0.0.1:{listener.port}/0?ssl_ca_certs={listener.certificate}", 30)
+    assert listener.accepted == 3
+
+
+def test_a_tls_connection_that_ends_is_made_again_in_asyncio(listener: TlsListener):
+    """As above."""
+    listener.speaks, listener.cuts = True, 2
+    _nudge(f"rediss://127.0.0.1:{listener.port}/0?ssl_ca_certs={listener.certificate}")
     assert listener.accepted == 3
