@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from penstock.registry.errors import ConfigurationError, PenstockError
+from penstock.registry.errors import BrokerRefused, ConfigurationError, PenstockError
 from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Commands(click.Group):
         try:
             return super().invoke(context)
         except PenstockError as error:
-            refusal = _Misconfigured if isinstance(error, ConfigurationError) else click.ClickException
+            refusal = _Misconfigured if isinstance(error, ConfigurationError | BrokerRefused) else click.ClickException
             raise refusal(str(error)) from error
 
 

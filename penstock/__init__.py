@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.registry.envelope import Retry
     from penstock.registry.errors import (
         BadSignature,
+        BrokerRefused,
         BrokerUnavailable,
         Cancelled,
         ClientUnusable,
@@ -59,6 +60,7 @@ __all__ = [
     "AsyncClient",
     "AsyncJobHandle",
     "BadSignature",
+    "BrokerRefused",
     "BrokerUnavailable",
     "CancelStatus",
     "Cancelled",

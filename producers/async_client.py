@@ -20,7 +20,16 @@ from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, S
 from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence
 from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered
-from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.job_state import (
+    CancelStatus,
+    HandleCore,
+    JobInfo,
+    JobState,
+    JobStatus,
+    Outcome,
+    checked_timeout,
+    result_timeout,
+)
 from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation, expiry
@@ -227,7 +236,12 @@ class AsyncClient(
 
     async def _spec(self, model: str, version: str | None) -> ModelSpec:
         self._enter_loop()
-        return await self._specs.get_async(model, version, self._broker.spec)
+        return await self._specs.get_async(model, version, self._read_spec)
+
+    async def _read_spec(self, model: str, version: str) -> bytes | None:
+        if version:
+            return await self._broker.spec(model, version)
+        return self._spec_of(await self._broker.announced(model))
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
         self._broker = AsyncRedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
@@ -332,6 +346,7 @@ class AsyncJobHandle(HandleCore):
         return record
 
     async def _ended(self, timeout: float | None) -> Outcome:
+        timeout = checked_timeout(timeout)
         state = self._state
         if state.record is None:
             self._client._enter_loop()

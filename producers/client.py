@@ -17,7 +17,16 @@ from typing import Any, Literal, Protocol, overload
 from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
 from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered
-from penstock.producers.job_state import CancelStatus, HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
+from penstock.producers.job_state import (
+    CancelStatus,
+    HandleCore,
+    JobInfo,
+    JobState,
+    JobStatus,
+    Outcome,
+    checked_timeout,
+    result_timeout,
+)
 from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation, expiry
@@ -54,7 +63,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
     _reader: ReplyReader
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> JobHandle:
-        spec = self._specs.get(model, options.version, self._broker.spec)
+        spec = self._specs.get(model, options.version, self._read_spec)
         job, handle = self._new_job(spec, inputs, options, key)
         (receipt,) = self._broker.publish(model, [job], self._limits)
         return self._accepted(handle, receipt, model)
@@ -69,7 +78,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         refused: Refused = None,
         timeout_s: float | None = None,
     ) -> list[JobHandle]:
-        spec = self._specs.get(model, options.version, self._broker.spec)
+        spec = self._specs.get(model, options.version, self._read_spec)
         with self._submit_run(spec, items, options, first_index, refused, timeout_s) as run:
             while chunk := run.next_chunk():
                 receipts = self._broker.publish(model, chunk, self._limits)
@@ -78,7 +87,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         return run.handles
 
     def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> list[Any]:
-        spec = self._specs.get(model, options.version, self._broker.spec)
+        spec = self._specs.get(model, options.version, self._read_spec)
         with self._map_run(spec, options, order) as run:
             try:
                 while not run.is_over:
@@ -209,6 +218,9 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
     ) -> None:
         self.close()
 
+    def _read_spec(self, model: str, version: str) -> bytes | None:
+        return self._broker.spec(model, version) if version else self._spec_of(self._broker.announced(model))
+
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
         # For the first client: redis costs more than the rest of `from penstock import Client`.
         from penstock.registry.broker.redis_streams import RedisStreams
@@ -305,6 +317,7 @@ class JobHandle(HandleCore):
         return record
 
     def _ended(self, timeout: float | None) -> Outcome:
+        timeout = checked_timeout(timeout)
         state = self._state
         if state.record is None:
             deadline = None if timeout is None else time.monotonic() + timeout

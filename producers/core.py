@@ -25,9 +25,10 @@ from penstock.producers.submission import ItemIndex, SubmitRun, accepted, log_ac
 from penstock.producers.unusable import closed
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
-from penstock.registry.broker.base import Publication, Receipt
+from penstock.registry.broker.base import Announced, Publication, Receipt
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import InvalidInput
+from penstock.registry.key_reports import check_keys
 from penstock.registry.queues import PriorityName, slot_of
 
 if TYPE_CHECKING:
@@ -264,6 +265,11 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
     def _check_open(self) -> None:
         if self._is_closed:
             raise closed()
+
+    def _spec_of(self, found: Announced) -> bytes | None:
+        """The spec that was read. Raises Unauthorized when no live worker has the signing keys of this process."""
+        check_keys(self._builder.keyring, found.key_reports)
+        return found.spec
 
     def _find(self, job_id: str, tenant: str) -> Handle:
         return self._handle(JobState(job_id, tenant, self._policy, awaits_reply=False))

@@ -39,8 +39,6 @@ _MAX_DEADLINE_S: Final = 366 * 86_400
 _KEEP_SPEC_S: Final = 1.0
 _MOST_SPECS: Final = 10_000
 _NO_OPTIONS: Final = Options()
-_MAX_ATTEMPTS: Final = 100
-_MAX_PAUSE_S: Final = 3600
 
 
 def limits_of(queue: QueueConfig) -> Limits:
@@ -307,17 +305,6 @@ def _header_options(spec: ModelSpec, options: SubmitOptions, lane: bool) -> Opti
 def _check_retry(spec: ModelSpec, retry: object) -> None:
     if not isinstance(retry, Retry):
         raise InvalidInput(f"retry is a {type(retry).__name__}. Expected a Retry(attempts, backoff_s, longest_s)")
-    # The exact types only: True and 3.0 compare as numbers, but no worker can read a header with them.
-    if type(retry.attempts) is not int or not 1 <= retry.attempts <= _MAX_ATTEMPTS:
-        raise InvalidInput(
-            f"retry.attempts is {retry.attempts!r:.40}. Expected a whole number from 1 to {_MAX_ATTEMPTS}"
-        )
-    pauses = (retry.backoff_s, retry.longest_s)
-    if any(type(pause) not in (int, float) for pause in pauses) or not 0 <= pauses[0] <= pauses[1] <= _MAX_PAUSE_S:
-        raise InvalidInput(
-            f"retry pauses are {pauses[0]!r:.40} to {pauses[1]!r:.40} s. Expected plain numbers, "
-            f"backoff_s <= longest_s, both from 0 to {_MAX_PAUSE_S}"
-        )
     if spec.streams:
         raise InvalidInput(f"{spec.name} streams, and a retry cannot take back its events. Expected no retry")
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 import redis
 
+from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
 from penstock.registry.broker.redis_connection import connection_options
+from penstock.registry.broker.redis_refusals import final
 from penstock.registry.errors import BrokerUnavailable, UndecodableEnvelope
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
@@ -59,16 +61,17 @@ _decode = msgspec.json.Decoder(DesiredVersion).decode
 class StateStore:
     """Model states in Redis, under one prefix. Calls raise BrokerUnavailable when Redis does not answer."""
 
-    def __init__(self, client: redis.Redis, prefix: str) -> None:
+    def __init__(self, client: redis.Redis, prefix: str, address: BrokerAddress) -> None:
         self._redis: Any = client
+        self._address = address
         self._wanted = f"{prefix}:wanted"
         self._loaded = f"{prefix}:loaded"
 
     @classmethod
-    def from_url(cls, url: str, prefix: str) -> StateStore:
-        """From the URL of Redis. Connects with the first call."""
+    def from_url(cls, url: str, prefix: str) -> Self:
+        """From the URL of Redis. Connects with the first call. Raises ConfigurationError for an unusable URL."""
         client = redis.Redis.from_url(url, **connection_options(_TIMEOUT_S))
-        return cls(client, prefix)
+        return cls(client, prefix, parse_broker_url(url))
 
     def put(self, desired_version: DesiredVersion, sign: Signer | None = None) -> None:
         """Ask every worker of the model to load or to unload the version."""
@@ -100,4 +103,5 @@ class StateStore:
         try:
             return step()
         except (redis.RedisError, OSError) as error:
-            raise BrokerUnavailable(f"The store of model states does not answer ({type(error).__name__})") from error
+            away = BrokerUnavailable(f"The store of model states does not answer ({type(error).__name__})")
+            raise final(error, self._address) or away from error

@@ -17,12 +17,12 @@ import binascii
 import hashlib
 import hmac
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.registry.backoff import backoff_delay_s
-from penstock.registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
+from penstock.registry.errors import BadSignature, ConfigurationError, InvalidInput, UndecodableEnvelope, shown
 from penstock.registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "EventHeader",
     "Failure",
     "JobHeader",
+    "KeyName",
     "Keyring",
     "Mac",
     "Options",
@@ -49,6 +50,9 @@ PROTOCOL: Final = 1
 MAX_HEADER_BYTES: Final = 64 * 1024
 _MAGIC: Final = b"PS"
 _MAC_BYTES: Final = 32
+_SAME_KEYS: Final = "Expected the same PENSTOCK_SIGNING_KEYS at both ends"
+_MAX_ATTEMPTS: Final = 100
+_MAX_PAUSE_S: Final = 3600
 _FIXED: Final = 8
 """Bytes before the header: magic, protocol, kind, header length."""
 
@@ -62,11 +66,25 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     The pauses double from `backoff_s` up to `longest_s`. Each is reduced at random by up to a half, so that jobs that
     failed together do not return together. Crashes of a worker have a limit of their own.
+    Raises InvalidInput for numbers out of range.
     """
 
     attempts: int = 3
     backoff_s: float = 0.5
     longest_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        # The exact types only: True and 3.0 compare as numbers, but no worker can read a header with them.
+        if type(self.attempts) is not int or not 1 <= self.attempts <= _MAX_ATTEMPTS:
+            raise InvalidInput(
+                f"retry.attempts is {self.attempts!r:.40}. Expected a whole number from 1 to {_MAX_ATTEMPTS}"
+            )
+        pauses = (self.backoff_s, self.longest_s)
+        if any(type(pause) not in (int, float) for pause in pauses) or not 0 <= pauses[0] <= pauses[1] <= _MAX_PAUSE_S:
+            raise InvalidInput(
+                f"retry pauses are {pauses[0]!r:.40} to {pauses[1]!r:.40} s. Expected plain numbers, "
+                f"backoff_s <= longest_s, both from 0 to {_MAX_PAUSE_S}"
+            )
 
     def pause_s(self, tries: int, jitter: float) -> float:
         """The pause in seconds after `tries` forwards. `jitter` is in [0, 1).
@@ -201,6 +219,13 @@ class Mac:
         return outer.digest()
 
 
+class KeyName(NamedTuple):
+    """A signing key without the key: its id, and 8 hex digits that tell two keys of one id apart."""
+
+    id: str
+    fingerprint: str
+
+
 @dataclass(frozen=True, slots=True)
 class Keyring:
     """The signing keys: the first one signs, all verify. Without a key, signing is off.
@@ -208,14 +233,13 @@ class Keyring:
     Key rotation: put the new key first, wait until every process trusts both keys, then remove the old one.
     """
 
-    ids: tuple[str, ...]
+    names: tuple[KeyName, ...]
     job_macs: dict[str, Mac] = field(repr=False)
     result_macs: dict[str, Mac] = field(repr=False)
 
     @classmethod
     def parse(cls, text: str | None) -> Keyring:
         """From `id:base64[,id:base64]`, each key at least 32 bytes. Raises ConfigurationError, without the key."""
-        ids: list[str] = []
         secrets: dict[str, bytes] = {}
         for position, item in enumerate(filter(None, (text or "").split(",")), 1):
             key_id, colon, encoded = item.strip().partition(":")
@@ -228,23 +252,32 @@ class Keyring:
                     f"Signing key {position} is not usable. Expected id:base64[,id:base64] with distinct ids and "
                     "keys of at least 32 bytes"
                 )
-            ids.append(key_id)
             secrets[key_id] = secret
         return cls(
-            tuple(ids),
-            {key_id: Mac(hmac.digest(secret, b"penstock job v1", "sha256")) for key_id, secret in secrets.items()},
-            {key_id: Mac(hmac.digest(secret, b"penstock result v1", "sha256")) for key_id, secret in secrets.items()},
+            tuple(KeyName(key_id, _derived(secret, "name")[:4].hex()) for key_id, secret in secrets.items()),
+            {key_id: Mac(_derived(secret, "job")) for key_id, secret in secrets.items()},
+            {key_id: Mac(_derived(secret, "result")) for key_id, secret in secrets.items()},
         )
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of the keys, the signing one first."""
+        return tuple(name.id for name in self.names)
 
     @property
     def signs(self) -> bool:
         """Whether envelopes are signed, and unsigned ones refused."""
-        return bool(self.ids)
+        return bool(self.names)
 
     @property
     def signing_id(self) -> str:
         """The key id for a header before it is sealed; empty when signing is off."""
-        return self.ids[0] if self.ids else ""
+        return self.names[0].id if self.names else ""
+
+
+def _derived(secret: bytes, purpose: str) -> bytes:
+    """A key of its own for each purpose: none of them tells anything about another one, nor about the secret."""
+    return hmac.digest(secret, f"penstock {purpose} v1".encode(), "sha256")
 
 
 def seal(kind: Kind, header: JobHeader | ResultHeader | EventHeader, body: bytes, keyring: Keyring) -> bytes:
@@ -308,11 +341,11 @@ def _open(
     end = len(sealed)
     if header.key:
         end -= _MAC_BYTES
-        if (problem := _mismatch(kind, header.key, view, end, keyring)) is not None:
+        if (problem := _mismatch(kind, header, view, end, keyring)) is not None:
             raise BadSignature(problem, _claimed(header))
     elif keyring.signs:
         raise BadSignature(
-            f"an unsigned {kind}, but this process has signing keys. Expected the same signing keys at its sender",
+            f"an unsigned {kind}{_sender(header)}, but its reader has signing keys. {_SAME_KEYS}",
             _claimed(header),
         )
     if end < _FIXED + size:
@@ -320,15 +353,28 @@ def _open(
     return header, view[_FIXED + size : end]
 
 
-def _mismatch(kind: Kind, key_id: str, sealed: memoryview, end: int, keyring: Keyring) -> str | None:
+def _mismatch(
+    kind: Kind, header: JobHeader | ResultHeader | EventHeader, sealed: memoryview, end: int, keyring: Keyring
+) -> str | None:
     """Why the signature is wrong, or None."""
     macs = keyring.job_macs if kind == "job" else keyring.result_macs
-    mac = macs.get(key_id)
+    mac = macs.get(header.key)
     if mac is None:
-        return f"signed with key {key_id!r:.80}, which this process does not have. Expected the same signing keys"
+        return (
+            f"a {kind}{_sender(header)} that is signed with key {header.key!r:.80}, which its reader does not have. "
+            f"{_SAME_KEYS}"
+        )
     if end < _FIXED or not hmac.compare_digest(mac.digest(sealed[:end]), sealed[end:]):
-        return f"the signature of this {kind} is wrong"
+        return (
+            f"a {kind}{_sender(header)} whose signature is wrong: it was changed, or key {header.key!r:.80} is another "
+            f"one at its sender. {_SAME_KEYS}"
+        )
     return None
+
+
+def _sender(header: JobHeader | ResultHeader | EventHeader) -> str:
+    """The worker that a result names, for a message: the name is not verified."""
+    return f" of worker {shown(header.worker)}" if isinstance(header, ResultHeader) and header.worker else ""
 
 
 def _claimed(header: JobHeader | ResultHeader | EventHeader) -> tuple[str, str] | None:

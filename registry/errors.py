@@ -14,7 +14,9 @@
           TransitionConflict       another change of the same model came first
         ContentChanged           a version's files are not those that were registered
       Retryable                the job goes back to the queue
-        BrokerUnavailable  RegistryUnavailable  ModelNotReady  OutOfMemory
+        BrokerUnavailable
+          BrokerRefused            the broker answers, and refuses this process: password, rights or TLS
+        RegistryUnavailable  ModelNotReady  OutOfMemory
       Corrupt                  the bytes go to the dead letters
         UndecodableEnvelope  BadSignature
       JobFailed                what result() raises
@@ -36,6 +38,7 @@ Disposition = Literal["reject", "retry", "dead-letter", "fail", "stop"]
 
 __all__ = [
     "BadSignature",
+    "BrokerRefused",
     "BrokerUnavailable",
     "Cancelled",
     "ClientUnusable",
@@ -114,7 +117,7 @@ class IdempotencyConflict(Rejected):
 
 
 class Unauthorized(Rejected):
-    """There is no credential, or an unknown one."""
+    """There is no credential, or an unknown one: for example no live worker has the signing keys of this process."""
 
 
 class Forbidden(Rejected):
@@ -166,6 +169,13 @@ class BrokerUnavailable(Retryable, ConnectionError):
         super().__init__(*args)
         self.accepted: Sequence[object] = ()
         self.in_doubt: Sequence[object] = ()
+
+
+class BrokerRefused(BrokerUnavailable):
+    """The broker answers and refuses this process: a wrong user or password, a missing right, or TLS on one side only.
+
+    It is raised at once, because no repetition helps. The message names the address and the side to change.
+    """
 
 
 class RegistryUnavailable(Retryable, ConnectionError):

@@ -33,6 +33,8 @@ __all__ = [
     "is_job_id",
     "is_reply_key",
     "job_time_ms",
+    "key_group",
+    "keyrings_key",
     "lane_key",
     "local_record_key",
     "new_job_id",
@@ -190,6 +192,11 @@ def specs_key(slot: str) -> str:
     return f"{{{slot}}}:specs"
 
 
+def keyrings_key(slot: str) -> str:
+    """The names of the live workers' signing keys, a line for each worker; see registry/key_reports.py."""
+    return f"{{{slot}}}:keyrings"
+
+
 def active_key(slot: str) -> str:
     """The record of the active version; see registry/deployment.py. It is missing until a version is promoted."""
     return f"{{{slot}}}:active"
@@ -242,6 +249,22 @@ def is_reply_key(key: str, slot: str) -> bool:
 def lane_key(slot: str) -> str:
     """The reply stream of jobs that came through Celery. The workers share it; entries stay until they are stored."""
     return f"{{{slot}}}:lane"
+
+
+def key_group(key: str) -> str:
+    """The pattern of keys like this one, as the rules of a Redis user name them; empty for a name that is none of ours.
+
+    >>> key_group("{minilm}:job:0198c5"), key_group("infer.{minilm}.high"), key_group("penstock:worker:cpu0@host")
+    ('{*}:job:*', 'infer.{*}.high', 'penstock:worker:*')
+    """
+    found = _KEY.fullmatch(key)
+    if found is None:
+        return ""
+    name, rest = (found[2], found[3]) if found[2] else (found[4], found[5])
+    return f"{f'{found[1]}{{*}}' if found[2] else 'penstock'}{name}{':*' if rest else ''}"
+
+
+_KEY: Final = re.compile(r"(infer\.|)\{[a-z0-9._-]+\}([.:][a-z]+)(:.*)?|penstock(:[a-z_]+)(:.*)?", re.DOTALL)
 
 
 def worker_key(name: str) -> str:

@@ -29,6 +29,7 @@ from pydantic import (
     field_validator,
 )
 
+from penstock.registry.broker.broker_url import parse_broker_url
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import ConfigurationError, shown
 from penstock.registry.queues import parse_name
@@ -65,8 +66,11 @@ PrivacyMode = Literal["ephemeral", "hashes_only", "persisted_encrypted"]
 
 
 def _redis_url(url: str) -> str:
-    if url and not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("expected a URL that begins with redis://, rediss:// or unix://")
+    if url:
+        try:
+            parse_broker_url(url)
+        except ConfigurationError as problem:
+            raise ValueError(str(problem)) from None
     return url
 
 

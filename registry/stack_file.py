@@ -139,8 +139,10 @@ def _is_held(home: Path) -> bool:
             return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    except OSError:
-        raise ConfigurationError("The home folder cannot be read by this user; PENSTOCK_HOME names another") from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"PENSTOCK_HOME cannot be read ({error.strerror}). Expected a folder of this user"
+        ) from None
 
 
 def _try_lock(fd: int, kind: int) -> bool:

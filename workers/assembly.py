@@ -114,7 +114,7 @@ class _Assembly:
         types, inference = options.types, settings.inference
         # A restarted worker must not pass the fence of its predecessor.
         consumer = f"{options.name}:{secrets.token_hex(4)}"
-        self.identity = WorkerIdentity(options.name, consumer, options.device, options.probe_url)
+        self.identity = WorkerIdentity(options.name, consumer, options.device, options.probe_url, settings.keyring)
         self.most_jobs = inference.batching.max_queue_depth
         self.job_ttl_ms = int(inference.queue.job_ttl_s * 1000)
         self.tuner = options.tuner or NullTuner()

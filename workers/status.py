@@ -8,10 +8,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from penstock.registry.broker.base import Broker
+from penstock.registry.envelope import Keyring
+from penstock.registry.key_reports import key_report
 from penstock.registry.overdue import OverdueJobs
 from penstock.workers.cache import L1Cache
 from penstock.workers.leases import LeasedJobs
@@ -25,6 +27,9 @@ __all__ = ["StatusReporter", "WorkerIdentity"]
 logger = logging.getLogger("penstock.server")
 
 _REPORT_TTL_MS: Final = 5000
+_KEYS_EVERY: Final = 5
+"""Reports between two announcements of the names of the signing keys."""
+_KEYS_TTL_MS: Final = 15_000
 _TRY_AGAIN_EVERY: Final = 10
 """Reports, and so seconds, between two tries to load an active version that could not be loaded."""
 
@@ -38,6 +43,8 @@ class WorkerIdentity:
     device: str
     probe_url: str = ""
     """Where its probe answers; empty: it has none."""
+    keyring: Keyring = field(default=Keyring.parse(None), repr=False)
+    """Its signing keys. Only their names are reported."""
 
 
 class StatusReporter:
@@ -72,6 +79,7 @@ class StatusReporter:
         self._tuner = tuner
         self._overdue = overdue
         self._on_change = on_change
+        self._key_report = key_report(identity.name, identity.keyring)
         self._started_at = time.time()
         self._reports = 0
 
@@ -98,11 +106,16 @@ class StatusReporter:
         self._cache.expire()
         self._metrics.cache_size(len(self._cache), self._cache.nbytes, self._cache.evicted)
         self._broker.report(self._identity.name, self._encoded(names, is_ready=is_ready), _REPORT_TTL_MS)
+        if self._reports % _KEYS_EVERY == 1:
+            for name in names:
+                self._broker.report_keys(name, self._key_report, _KEYS_TTL_MS)
         self._lifecycle.remember()
 
     def withdraw(self) -> None:
         """The worker has left. Raises BrokerUnavailable: then the report expires by itself."""
         self._broker.report(self._identity.name, b"", 1)
+        for name in self._lifecycle.models:
+            self._broker.report_keys(name, self._key_report, _KEYS_TTL_MS, is_live=False)
 
     def _read_pauses(self, names: list[str]) -> None:
         paused = self._broker.paused(names)
@@ -124,6 +137,7 @@ class StatusReporter:
             "batches": self._telemetry.batches,
             "probe": self._identity.probe_url,
             "host": socket.gethostname(),
+            "keys": self._identity.keyring.names,
             "started": self._started_at,
             "load": self._metrics.totals(),
             "levels": self._tuner.report(),

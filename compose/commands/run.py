@@ -8,18 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from penstock.compose.terminal import as_json_option, connected, console, load_settings, print_drawn, terminable
-from penstock.registry.errors import ConfigurationError
+from penstock.registry.errors import BrokerRefused, BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
     from penstock.registry.settings import Settings
 
 __all__ = ["bench", "demo", "up", "worker"]
 
+_FIRST_CONTACT_S: Final = 1.0
 _device_option = click.option("--device", help="auto, cpu, cuda or cuda:N (default: the setting, auto).")
 _models_option = click.option("--models", help="Comma-separated names (default: all under the models root).")
 
@@ -86,6 +87,7 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     from penstock.registry import logs
 
     settings = connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
+    _check_broker(settings)
     children = _child_environ(environ, settings)
     logs.configure()
     programs = [worker_program(each, settings, children, None) for each in choose(settings, environ)]
@@ -139,6 +141,25 @@ def demo(environ: Mapping[str, str], ask: tuple[str, ...], count: int, stay: boo
         demonstration = demonstrate(screen, environ, count=count, ask=ask, stay=wait)
     if as_json:
         click.echo(json.dumps(demonstration.as_json()))
+
+
+def _check_broker(settings: Settings) -> None:
+    """Asks the broker before a worker starts, which takes seconds, and Celery's one. Workers wait for one that is away.
+
+    Raises BrokerRefused, or ConfigurationError for a database that the server does not have.
+    """
+    from penstock.registry.broker.redis_connection import check_broker
+
+    for url in dict.fromkeys((settings.redis_url or "", settings.celery_url or "")):
+        # Celery knows other brokers than Redis, and has another form for sockets.
+        if not url.startswith(("redis://", "rediss://", "unix://")):
+            continue
+        try:
+            check_broker(url, _FIRST_CONTACT_S)
+        except BrokerRefused:
+            raise
+        except BrokerUnavailable as error:
+            click.echo(f"{error}. Workers wait for it", err=True)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

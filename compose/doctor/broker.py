@@ -12,9 +12,11 @@ import redis
 
 from penstock.compose.doctor.findings import Finding
 from penstock.compose.doctor.installed import version_numbers
-from penstock.compose.doctor.security import shown_url
+from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
 from penstock.registry.broker.limits import MEMORY_HIGH_WATER_PCT
-from penstock.registry.broker.redis_connection import connection_options
+from penstock.registry.broker.redis_connection import diagnosed, open_redis
+from penstock.registry.broker.redis_refusals import lost
+from penstock.registry.errors import ConfigurationError
 
 __all__ = ["check_server"]
 
@@ -22,32 +24,35 @@ _PINGS: Final = 20
 _SLOW_MS: Final = 5.0
 _SKEW_S: Final = 1.0
 _REDIS_VERSION: Final = (6, 2)
+_URL: Final = "PENSTOCK_REDIS_URL=redis://user:password@host:6379/0"
 
 
 def check_server(url: str, timeout_s: float) -> Generator[Finding, None, bool]:
     """The server of the broker. Returns whether further checks can ask it."""
     try:
-        client = redis.Redis.from_url(url, **connection_options(timeout_s))
-    except ValueError:
-        yield Finding("broker", "broken", "the broker's URL is not valid", "PENSTOCK_REDIS_URL=redis://host:6379/0")
+        client, shown = open_redis(url, timeout_s), parse_broker_url(url)
+    except ConfigurationError as error:
+        yield Finding("broker", "broken", str(error), _URL)
         return False
-    shown = shown_url(url)
     with closing(client):
         try:
-            yield from _check_info(client, shown)
-        except redis.AuthenticationError:
-            what = f"{shown} refuses this user or password"
-            yield Finding("broker", "broken", what, "PENSTOCK_REDIS_URL=redis://user:password@host:6379/0")
-            return False
+            yield from _check_info(client, str(shown))
         except redis.exceptions.NoPermissionError:
             what = f"{shown}: this user may not run INFO, so the server's configuration is not checked"
             yield Finding("broker", "warning", what, "use the operator role; see compose/redis/operator.acl")
         except (redis.RedisError, OSError) as error:
-            why = "did not answer in time" if isinstance(error, redis.TimeoutError) else "cannot be reached or refuses"
-            fix = "start it, or correct PENSTOCK_REDIS_URL; `penstock up` starts one"
-            yield Finding("broker", "broken", f"{shown} {why}", fix)
+            yield _unusable(error, shown)
             return False
     return True
+
+
+def _unusable(error: Exception, address: BrokerAddress) -> Finding:
+    if refused := diagnosed(error, address):
+        return Finding("broker", "broken", str(refused), _URL)
+    if isinstance(error, redis.ResponseError):
+        return Finding("broker", "broken", f"{address} refuses INFO", "read the broker's log")
+    fix = "start it, or correct PENSTOCK_REDIS_URL; `penstock up` starts one"
+    return Finding("broker", "broken", str(lost(error, address)), fix)
 
 
 def _check_info(client: redis.Redis, shown: str) -> Iterator[Finding]:
@@ -94,11 +99,12 @@ def _check_role(info: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _check_persistence(client: redis.Redis, info: Mapping[str, Any]) -> Iterator[Finding]:
     if not info.get("aof_enabled"):
+        # A Redis for development has none, and works.
         yield Finding(
             "broker",
-            "broken",
+            "warning",
             "append-only persistence is off: accepted jobs are lost when Redis ends",
-            "redis-cli CONFIG SET appendonly yes   (and `appendonly yes` in redis.conf)",
+            "redis-cli CONFIG SET appendonly yes   (and `appendonly yes` in redis.conf; needed in production)",
         )
         return
     if info.get("aof_last_write_status", "ok") != "ok":

@@ -1,15 +1,16 @@
-"""Checks of the settings against each other, and of the packages under the models root."""
+"""Checks of the settings against each other, of the home folder, and of the packages under the models root."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from penstock.compose.doctor.findings import Finding
+from penstock.compose.storage import home_problem
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import discover, load_package
 from penstock.registry.settings import Settings
 
-__all__ = ["check_contradictions", "check_packages"]
+__all__ = ["check_contradictions", "check_home", "check_packages"]
 
 
 def check_contradictions(settings: Settings) -> Iterator[Finding]:
@@ -35,6 +36,19 @@ def check_packages(settings: Settings) -> Iterator[Finding]:
         except ConfigurationError as error:
             yield Finding("models", "broken", str(error), "correct that package, or move it out of the models root")
     yield Finding("models", "ok", f"packages that load: {', '.join(names) or 'none'}")
+
+
+def check_home(settings: Settings) -> Iterator[Finding]:
+    """The folder of PENSTOCK_HOME: whether this user can write there, and whether the disk has room."""
+    home = settings.home
+    if problem := home_problem(home):
+        # Keys, locks and the registry of a stack, a worker or an operator lie there; a client needs none of them.
+        is_client = bool(settings.redis_url) and not settings.inference.repo_root.is_dir()
+        fix = "PENSTOCK_HOME=<a folder of this user, on a disk with room>"
+        yield Finding("settings", "warning" if is_client else "broken", problem, fix)
+    else:
+        state = "can be written to" if home.is_dir() else "is not made yet, and can be"
+        yield Finding("settings", "ok", f"PENSTOCK_HOME {state}")
 
 
 def _pairs(settings: Settings) -> list[tuple[bool, str, str]]:

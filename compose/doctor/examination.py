@@ -10,12 +10,13 @@ from typing import Final
 import redis
 
 from penstock.compose.doctor.broker import check_server
-from penstock.compose.doctor.configuration import check_contradictions, check_packages
+from penstock.compose.doctor.configuration import check_contradictions, check_home, check_packages
 from penstock.compose.doctor.deployments import check_deployments
 from penstock.compose.doctor.findings import Finding
 from penstock.compose.doctor.installed import check_installed
 from penstock.compose.doctor.security import check_operator, check_security, check_signing, check_transport
 from penstock.compose.doctor.workers import check_workers
+from penstock.compose.storage import home_problem
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
@@ -39,13 +40,15 @@ def _examine(environ: Mapping[str, str], cwd: Path) -> Iterator[Finding]:
         yield Finding("settings", "broken", str(error), "correct that name or value")
         return
     yield from check_contradictions(settings)
+    yield from check_home(settings)
     yield from check_security(settings)
     yield from check_packages(settings)
     try:
         settings = stack_file.with_broker(settings)
     except ConfigurationError as error:
         yield from check_operator(settings)
-        yield Finding("broker", "broken", str(error), "penstock up")
+        fix = "correct PENSTOCK_HOME, or set PENSTOCK_REDIS_URL" if home_problem(settings.home) else "penstock up"
+        yield Finding("broker", "broken", str(error), fix)
         return
     yield from check_operator(settings)
     yield from check_signing(settings)
@@ -59,7 +62,7 @@ def _examine_broker(settings: Settings, url: str) -> Iterator[Finding]:
         return
     try:
         with closing(RedisStreams.from_url(url, timeout_s=_TIMEOUT_S)) as broker:
-            yield from check_workers(broker)
+            yield from check_workers(broker, settings.keyring)
             yield from check_deployments(settings, broker)
     except (BrokerUnavailable, redis.ResponseError) as error:
         what = str(error) if isinstance(error, BrokerUnavailable) else "the broker refuses a command of an operator"

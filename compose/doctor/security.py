@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 from penstock.compose.doctor.findings import Finding
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.registry import stack_file
+from penstock.registry.broker.broker_url import parse_broker_url
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
 
-__all__ = ["check_operator", "check_security", "check_signing", "check_transport", "shown_url"]
+__all__ = ["check_operator", "check_security", "check_signing", "check_transport"]
 
 
 def check_security(settings: Settings) -> Iterator[Finding]:
@@ -66,12 +67,12 @@ def check_transport(url: str, settings: Settings) -> Iterator[Finding]:
     parts = urlsplit(url)
     if parts.scheme == "unix" or _is_loopback(parts.hostname or "localhost"):
         return
+    shown = parse_broker_url(url)
     if not parts.password:
         yield Finding(
             "security",
             "broken",
-            f"{shown_url(url)} is off this machine and has no password: every host that reaches it can read and write "
-            "every job",
+            f"{shown} is off this machine and has no password: every host that reaches it can read and write every job",
             "requirepass or an ACL file for Redis, and PENSTOCK_REDIS_URL=rediss://user:password@host:6379/0",
         )
     if parts.scheme == "redis":
@@ -79,18 +80,9 @@ def check_transport(url: str, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "security",
             "broken" if is_sealed else "warning",
-            f"{shown_url(url)} is off this machine and not encrypted: the network can read inputs, results and the "
-            "password",
+            f"{shown} is off this machine and not encrypted: the network can read inputs, results and the password",
             "PENSTOCK_REDIS_URL=rediss://... (TLS)",
         )
-
-
-def shown_url(url: str) -> str:
-    """The address of a broker without user, password and options."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return "the broker on its unix socket"
-    return f"{parts.scheme}://{parts.hostname or ''}:{parts.port or 6379}{parts.path}"
 
 
 def _check_modes(settings: Settings) -> Iterator[Finding]:

@@ -16,9 +16,11 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from penstock.registry import operator_rpc
+from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
+from penstock.registry.broker.redis_refusals import final
 from penstock.registry.celery_url import celery_url
 from penstock.registry.control import CONTROL_COMMAND, Command
-from penstock.registry.errors import BrokerUnavailable, ModelNotReady, UndecodableEnvelope
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError, ModelNotReady, UndecodableEnvelope
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Signer
 
@@ -37,6 +39,7 @@ class ControlClient:
     def __init__(self, settings: Settings, sign: Signer) -> None:
         self._sign = sign
         self._keyring = settings.keyring
+        self._address = _redis_address(settings.celery_url or "")
         self._app = Celery("penstock", broker=celery_url(settings.celery_url or ""), set_as_current=False)
         self._app.conf.update(
             broker_transport_options=_CONNECTION,
@@ -128,7 +131,18 @@ class ControlClient:
         try:
             return call()
         except (OperationalError, RedisError, OSError) as error:
+            if self._address is not None and (refused := final(error, self._address)) is not None:
+                text = str(refused).replace("PENSTOCK_REDIS_URL", "PENSTOCK_CELERY_URL")
+                raise type(refused)(f"Celery's broker: {text}") from error
             raise BrokerUnavailable(f"Celery's broker does not answer ({type(error).__name__})") from error
+
+
+def _redis_address(url: str) -> BrokerAddress | None:
+    """The address of a broker that is Redis; None for the other ones that Celery knows."""
+    try:
+        return parse_broker_url(url)
+    except ConfigurationError:
+        return None
 
 
 def _no_reply(timeout_s: float) -> str:

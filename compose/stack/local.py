@@ -33,9 +33,10 @@ import redis
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.stack.fleet import Device, worker_program, worker_timeouts
 from penstock.compose.stack.supervisor import Program, Supervisor, SupervisorTimeouts
+from penstock.compose.storage import home_problem
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
-from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError, PenstockError
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import RunningStack
 
@@ -82,8 +83,8 @@ class LocalStack:
     """Redis, workers and Flower of one home; they run for the length of the `with` block.
 
     `settings` has the home, the models and the limits; children inherit `environ`. `on_progress` is called with one
-    line per step. Entering raises ConfigurationError when another stack uses the home, a program is missing, or a child
-    is not ready in time; the children that had started are stopped.
+    line per step. Entering raises ConfigurationError when another stack uses the home, the home cannot be written to, a
+    program is missing, or a child is not ready in time; the children that had started are stopped.
     """
 
     def __init__(
@@ -142,8 +143,18 @@ class LocalStack:
         return ""
 
     def __enter__(self) -> LocalStack:
+        if problem := home_problem(self._settings.home):
+            raise ConfigurationError(problem)
         with ExitStack() as exits:
-            self._start(exits)
+            try:
+                self._start(exits)
+            except PenstockError:
+                raise
+            except OSError as error:
+                raise ConfigurationError(
+                    f"The files of the stack cannot be written ({error.strerror}). Expected free space and the right "
+                    "to write in PENSTOCK_HOME"
+                ) from error
             self._exits = exits.pop_all()
         return self
 

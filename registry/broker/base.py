@@ -31,6 +31,7 @@ import msgspec
 from penstock.registry.queues import Priority
 
 __all__ = [
+    "Announced",
     "Broker",
     "CancelOutcome",
     "Claim",
@@ -280,6 +281,13 @@ class Withdrawal(NamedTuple):
     state: State = State.CANCELLED
 
 
+class Announced(NamedTuple):
+    """A model as its workers announce it: the spec of the active version as JSON, and the reports about their keys."""
+
+    spec: bytes | None
+    key_reports: tuple[bytes, ...] = ()
+
+
 class ProducerEnd(Protocol):
     """The calls of clients. Each raises BrokerUnavailable when the broker does not answer in time."""
 
@@ -315,6 +323,12 @@ class ProducerEnd(Protocol):
 
     def spec(self, slot: str, version: str = "") -> bytes | None:
         """The spec of a version as JSON, or None. Without `version`, the spec of the active version."""
+
+    def announced(self, slot: str) -> Announced:
+        """The spec of the active version and the reports of `report_keys`, in one round trip.
+
+        A report may be seen for as long again as it was published for.
+        """
 
 
 class WorkerEnd(Protocol):
@@ -396,6 +410,9 @@ class WorkerEnd(Protocol):
 
     def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
         """Publish the report of a live worker as JSON, for `ttl_ms`. An empty report withdraws it."""
+
+    def report_keys(self, slot: str, report: bytes, ttl_ms: int, *, is_live: bool = True) -> None:
+        """Publish a live worker's report about its signing keys, for `ttl_ms`. Not live: withdraw the same report."""
 
     def now_ms(self) -> float:
         """The broker's clock."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from penstock.registry.broker.base import (
+    Announced,
     CancelOutcome,
     Claim,
     Commit,
@@ -163,6 +164,11 @@ class MemoryBroker:
     def spec(self, slot: str, version: str = "") -> bytes | None:
         """See ProducerEnd.spec."""
         return self._state.specs.get((slot, version))
+
+    def announced(self, slot: str) -> Announced:
+        """See ProducerEnd.announced."""
+        with self._changed:
+            return Announced(self.spec(slot), tuple(self._state.keyrings[slot].values()))
 
     # Workers' end
 
@@ -341,6 +347,14 @@ class MemoryBroker:
             self._state.reports.pop(worker)
             if report:
                 self._state.reports.put(worker, report, ttl_ms)
+
+    def report_keys(self, slot: str, report: bytes, ttl_ms: int, *, is_live: bool = True) -> None:
+        """See WorkerEnd.report_keys."""
+        with self._changed:
+            keyrings, name = self._state.keyrings[slot], report.decode()
+            keyrings.pop(name)
+            if is_live:
+                keyrings.put(name, report, ttl_ms)
 
     def now_ms(self) -> float:
         """See WorkerEnd.now_ms."""

@@ -313,6 +313,7 @@ class MemoryState:
         """Fingerprint and job id by idempotency key."""
         self.streams: _Expiring[EntryStream] = _Expiring(self.now_ms)
         self.reports: _Expiring[bytes] = _Expiring(self.now_ms)
+        self.keyrings: defaultdict[str, _Expiring[bytes]] = defaultdict(lambda: _Expiring(self.now_ms))
         self.crashes: _Expiring[frozenset[str]] = _Expiring(self.now_ms)
         """Incidents by entry; see crashes_key."""
         self.specs: dict[tuple[str, str], bytes] = {}

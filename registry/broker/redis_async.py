@@ -20,16 +20,18 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
+from penstock.registry.broker.base import Announced, CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
+from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
 from penstock.registry.broker.record import parse_record
 from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
     RETRY_PAUSE_S,
     closed_connection,
+    diagnosed,
+    may_speak_tls,
     open_client,
-    refusal,
-    unanswered,
 )
+from penstock.registry.broker.redis_refusals import final, refusal, unanswered
 from penstock.registry.queues import record_key
 
 __all__ = ["AsyncRedisStreams"]
@@ -41,17 +43,21 @@ _READ_COUNT: Final = 256
 class AsyncRedisStreams:
     """ProducerEnd, awaited. Belongs to one event loop at a time."""
 
-    def __init__(self, client: redis.asyncio.Redis, *, timeout_s: float, result_ttl_ms: int) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, address: BrokerAddress, *, timeout_s: float, result_ttl_ms: int
+    ) -> None:
         self.timeout_s = timeout_s
+        self.address = address
         self._calling = _Connection(client, timeout_s)
         self._reading = _Connection(client, timeout_s)
         self._result_ttl_ms = result_ttl_ms
+        self._has_answered = False
 
     @classmethod
     def from_url(cls, url: str, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> AsyncRedisStreams:
         """From redis://, rediss:// or unix://. Connects later. Raises ConfigurationError for other URLs."""
         client = open_client(redis.asyncio.Redis.from_url, Retry(NoBackoff(), 0), url, timeout_s)
-        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+        return cls(client, parse_broker_url(url), timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
 
     def publish_now(
         self, slot: str, jobs: Sequence[Publication], limits: Limits, on_answer: Callable[[list[Receipt] | None], None]
@@ -118,6 +124,10 @@ class AsyncRedisStreams:
         found: bytes | None = await self._run(scripts.spec(slot, version))
         return found
 
+    async def announced(self, slot: str) -> Announced:
+        """See ProducerEnd.announced."""
+        return scripts.parse_announced(await self._run(scripts.announced(slot)))
+
     def forget_connections(self) -> None:
         """After a fork: drop the parent's connections without closing its sockets."""
         self._calling.forget()
@@ -139,13 +149,26 @@ class AsyncRedisStreams:
         connection = connection or self._calling
         while True:
             try:
-                return await self._once(connection, command)
+                answer = await self._once(connection, command)
             except ResponseError as error:
-                raise refusal(error) or error from error
+                raise refusal(error, self.address, command) or error from error
             except LOST_CONNECTION as error:
+                await self._raise_if_final(error)
                 if deadline - time.monotonic() <= RETRY_PAUSE_S:
-                    raise unanswered(error, self.timeout_s) from error
+                    raise unanswered(error, self.address, self.timeout_s) from error
                 await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                self._has_answered = True
+                return answer
+
+    async def _raise_if_final(self, error: BaseException) -> None:
+        """See RedisConnection."""
+        was_known, self._has_answered = self._has_answered, True
+        refused = final(error, self.address)
+        if refused is None and not was_known and may_speak_tls(error, self.address):
+            refused = await asyncio.to_thread(diagnosed, error, self.address)
+        if refused is not None:
+            raise refused from error
 
     async def _once(self, connection: _Connection, command: scripts.Call) -> Any:
         try:

@@ -1,29 +1,36 @@
 """Connections to one Redis: commands with a time-out, repeated when the connection is lost, and errors translated.
 
+    URL -> parse_broker_url -> open_client -> command -> answer
+                                                 `-> error -> redis_refusals: refused at once, or repeated
+
     RedisConnection    one command at a time on pooled connections; the base of the ends in redis_producer.py,
                        redis_worker.py and redis_operator.py
     DirectConnection   a connection that one thread owns; several commands in one round trip
 
-A lost connection becomes BrokerUnavailable when the time-out is over. Every command may be repeated, because the call
-that sends it may: publishing goes by job id, commits are fenced, other calls read or extend.
+A lost connection becomes BrokerUnavailable when the time-out is over; a refusal becomes BrokerRefused at once. Every
+command may be repeated, because the call that sends it may: publishing goes by job id, commits are fenced, other calls
+read or extend.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 import redis
+import redis.asyncio
 from hiredis import pack_command
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 from redis.retry import Retry
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.errors import BrokerUnavailable, ClientUnusable, ConfigurationError
+from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
+from penstock.registry.broker.redis_refusals import final, lost, refusal, speaks_tls, unanswered
+from penstock.registry.broker.redis_tls import AsyncTlsConnection, TlsConnection, answers_tls
+from penstock.registry.errors import ClientUnusable, ConfigurationError, PenstockError
 
 __all__ = [
     "LOST_CONNECTION",
@@ -31,35 +38,19 @@ __all__ = [
     "DirectConnection",
     "RedisConnection",
     "closed_connection",
+    "check_broker",
     "connection_options",
+    "diagnosed",
     "is_no_group",
+    "may_speak_tls",
     "open_client",
-    "refusal",
-    "translated",
-    "unanswered",
+    "open_redis",
 ]
 
-Client = TypeVar("Client")
+Client = TypeVar("Client", redis.Redis, redis.asyncio.Redis)
 
 RETRY_PAUSE_S: Final = 0.05
-LOST_CONNECTION: Final = (redis.ConnectionError, redis.TimeoutError, OSError)
-_PASSING: Final = frozenset(
-    {
-        "MISCONF",
-        "NOREPLICAS",
-        "MASTERDOWN",
-        "CLUSTERDOWN",
-        "TRYAGAIN",
-        "LOADING",
-        "BUSY",
-        "NOPERM",
-        "NOAUTH",
-        "READONLY",
-    }
-)
-"""First words of errors that are about the server's present state, not about our command."""
-_BY_CLASS: Final = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", NoPermissionError: "NOPERM"}
-_IN_SCRIPT: Final = re.compile(r"@user_script: ?\d+: -([A-Z]+) ")
+LOST_CONNECTION: Final = (redis.ConnectionError, redis.TimeoutError, InvalidResponse, OSError)
 
 
 def connection_options(timeout_s: float) -> dict[str, Any]:
@@ -79,12 +70,54 @@ def open_client(from_url: Callable[..., Client], retry: object, url: str, timeou
 
     retry: redis-py's policy, which must not repeat: we repeat, so that `timeout_s` is the longest time of a call.
     """
+    address = parse_broker_url(url)
     try:
-        return from_url(url, retry=retry, **connection_options(timeout_s))
-    except ValueError:
+        client = from_url(url, retry=retry, **connection_options(timeout_s))
+        pool: Any = client.connection_pool
+        if address.is_tls:
+            pool.connection_class = AsyncTlsConnection if isinstance(client, redis.asyncio.Redis) else TlsConnection
+        # Options of the URL are arguments of a connection. An unknown one would be found with the first command.
+        pool.connection_class(**pool.connection_kwargs)
+    except (ValueError, TypeError, redis.RedisError):
         raise ConfigurationError(
-            "The broker's URL is not usable. Expected redis://host:port/db, rediss://... or unix:///path?db=0"
+            f"{address}: the broker's URL has an option that is unknown or has an unusable value. Expected the options "
+            "of redis-py, such as ?db=0 or ?ssl_ca_certs=FILE"
         ) from None
+    return client
+
+
+def open_redis(url: str, timeout_s: float) -> redis.Redis:
+    """A plain client of redis-py with our options. Connects later. Raises ConfigurationError for an unusable URL."""
+    return open_client(redis.Redis.from_url, Retry(NoBackoff(), 0), url, timeout_s)
+
+
+def check_broker(url: str, timeout_s: float) -> None:
+    """Asks the broker once whether it accepts this process.
+
+    Raises BrokerRefused, ConfigurationError for an unusable URL, and BrokerUnavailable when there is no answer.
+    """
+    connection = RedisConnection.from_url(url, timeout_s=timeout_s)
+    with contextlib.closing(connection):
+        connection.ping()
+
+
+def may_speak_tls(error: BaseException, address: BrokerAddress) -> bool:
+    """Whether the server hung up on a first command without TLS. Then ask it with `answers_tls`."""
+    hung_up = ConnectionResetError | BrokenPipeError
+    is_of_system = isinstance(error.__context__, OSError) and not isinstance(error.__context__, hung_up)
+    is_lost = isinstance(error, redis.ConnectionError | InvalidResponse) and not isinstance(error, redis.TimeoutError)
+    return address.scheme == "redis" and is_lost and not is_of_system
+
+
+def diagnosed(error: BaseException, address: BrokerAddress) -> PenstockError | None:
+    """The error for a first command that failed and that no repetition helps; None for any other failure.
+
+    It may ask the port itself whether it speaks TLS, for half a second.
+    """
+    refused = final(error, address)
+    if refused is None and may_speak_tls(error, address) and answers_tls(address.host, address.port):
+        return speaks_tls(address)
+    return refused
 
 
 class RedisConnection:
@@ -95,19 +128,28 @@ class RedisConnection:
             depths. A change of this machine's wall clock has no effect on it.
     """
 
-    def __init__(self, client: redis.Redis, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> None:
+    def __init__(
+        self, client: redis.Redis, address: BrokerAddress, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000
+    ) -> None:
         self.timeout_s = timeout_s
+        self.address = address
         # The wall clock is the best guess until the broker has told its time.
         self.clock_offset_ms = (time.time() - time.monotonic()) * 1000
         self._redis = client
         self._pool: Any = client.connection_pool
         self._result_ttl_ms = result_ttl_ms
+        self._has_answered = False
+        """Whether the server has answered once, or was asked for the reason why it does not."""
 
     @classmethod
     def from_url(cls, url: str, *, timeout_s: float = 5.0, result_ttl_ms: int = 3_600_000) -> Self:
         """From redis://, rediss:// or unix://. Connects later. Raises ConfigurationError for other URLs."""
-        client = open_client(redis.Redis.from_url, Retry(NoBackoff(), 0), url, timeout_s)
-        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+        client = open_redis(url, timeout_s)
+        return cls(client, parse_broker_url(url), timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+
+    def ping(self) -> None:
+        """Asks for any answer. Raises BrokerRefused or BrokerUnavailable."""
+        self._run(["PING"])
 
     def now_ms(self) -> float:
         """The broker's clock, without a command."""
@@ -133,17 +175,38 @@ class RedisConnection:
         self.clock_offset_ms = min(max(self.clock_offset_ms, earliest), latest)
 
     def _run(self, command: scripts.Call) -> Any:
-        """One command, repeated on a new connection until the time-out."""
+        """One command, repeated on a new connection until the time-out. A refusal is raised at once."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                return self._once(command)
+                answer = self._once(command)
             except ResponseError as error:
-                raise refusal(error) or error from error
+                raise refusal(error, self.address, command) or error from error
             except LOST_CONNECTION as error:
+                self._raise_if_final(error)
                 if deadline - time.monotonic() <= RETRY_PAUSE_S:
-                    raise unanswered(error, self.timeout_s) from error
+                    raise unanswered(error, self.address, self.timeout_s) from error
                 time.sleep(RETRY_PAUSE_S)
+            else:
+                self._has_answered = True
+                return answer
+
+    def _raise_if_final(self, error: BaseException) -> None:
+        refused = final(error, self.address) if self._has_answered else diagnosed(error, self.address)
+        # Asked once: the port does not change its mind, and the question takes time.
+        self._has_answered = True
+        if refused is not None:
+            raise refused from error
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """A lost connection becomes BrokerUnavailable, and so does a server that cannot work at present."""
+        try:
+            yield
+        except ResponseError as error:
+            raise refusal(error, self.address, ()) or error from error
+        except LOST_CONNECTION as error:
+            raise final(error, self.address) or lost(error, self.address) from error
 
     def _once(self, command: scripts.Call) -> Any:
         """One command, not repeated when the connection is lost. Loads the scripts if the server has lost them."""
@@ -219,48 +282,3 @@ def is_no_group(error: object) -> bool:
     """Whether this error says that the consumer group is missing."""
     # Redis 7 answers a blocked reader of a deleted stream with another word.
     return isinstance(error, ResponseError) and ("NOGROUP" in str(error) or str(error).startswith("UNBLOCKED"))
-
-
-@contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """A lost connection becomes BrokerUnavailable, and so does a server that cannot work at present."""
-    try:
-        yield
-    except ResponseError as error:
-        raise refusal(error) or error from error
-    except LOST_CONNECTION as error:
-        raise BrokerUnavailable(f"The broker does not answer: {_reason(error)}") from error
-
-
-def refusal(error: ResponseError) -> BrokerUnavailable | None:
-    """BrokerUnavailable when the server cannot work at present; None for an error of the command itself."""
-    word = _first_word(error)
-    if word == "OOM":
-        return BrokerUnavailable("The broker refuses to write: it is out of memory")
-    if word in _PASSING:
-        return BrokerUnavailable(f"The broker refuses to work: {word}")
-    return None
-
-
-def _first_word(error: ResponseError) -> str:
-    """The first word of a server's error, such as OOM or READONLY.
-
-    redis-py removes the word from some errors and makes a class of it. Redis 6.2 puts the name and line of the script
-    before the error of a command in it.
-    """
-    for kind, word in _BY_CLASS.items():
-        if isinstance(error, kind):
-            return word
-    if "The user executing the script can't" in str(error):
-        return "NOPERM"
-    found = _IN_SCRIPT.search(str(error))
-    return found[1] if found else str(error).partition(" ")[0]
-
-
-def unanswered(error: BaseException, timeout_s: float) -> BrokerUnavailable:
-    """The error that a user sees after a lost connection. It holds no address and no credentials."""
-    return BrokerUnavailable(f"The broker did not answer within {timeout_s:g} s: {_reason(error)}")
-
-
-def _reason(error: BaseException) -> str:
-    return "timed out" if isinstance(error, TimeoutError | redis.TimeoutError) else "no connection"

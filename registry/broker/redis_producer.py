@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
+from penstock.registry.broker.base import Announced, CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
 from penstock.registry.broker.record import parse_record
 from penstock.registry.broker.redis_connection import RedisConnection
 from penstock.registry.queues import record_key
@@ -56,3 +56,7 @@ class RedisProducer(RedisConnection):
         """See ProducerEnd.spec."""
         found: bytes | None = self._run(scripts.spec(slot, version))
         return found
+
+    def announced(self, slot: str) -> Announced:
+        """See ProducerEnd.announced."""
+        return scripts.parse_announced(self._run(scripts.announced(slot)))

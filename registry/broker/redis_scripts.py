@@ -7,6 +7,7 @@ its call, and usually a second one that parses its answer. All keys of one call 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Final, TypeAlias
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeAlias
 from msgspec import structs
 
 from penstock.registry.broker.base import (
+    Announced,
     CancelOutcome,
     Claim,
     Commit,
@@ -52,6 +54,8 @@ from penstock.registry.queues import (
     dead_key,
     flow_key,
     idempotency_key,
+    key_group,
+    keyrings_key,
     lane_key,
     local_record_key,
     paused_key,
@@ -63,7 +67,7 @@ from penstock.registry.queues import (
     stream_keys,
 )
 
-__all__ = ["SOURCES", "Call", "sha_of"]
+__all__ = ["SOURCES", "Call", "commands_of", "keys_of", "script_of", "sha_of"]
 
 Call: TypeAlias = list[Any]
 """The words of a command; EVALSHA is the first one of a script's call."""
@@ -82,6 +86,8 @@ SOURCES: Final[dict[str, str]] = {
 _SHAS: Final = {
     name: hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()
 }
+_NAMES: Final = {sha: name for name, sha in _SHAS.items()}
+_COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _PRIORITIES: Final = tuple(Priority)
 _STATUSES: Final = {ord("C"): CommitStatus.COMMITTED, ord("F"): CommitStatus.FENCED, ord("G"): CommitStatus.GONE}
 _REFUSALS: Final = {b"f": "full", b"t": "tenant-full", b"m": "memory"}
@@ -102,6 +108,22 @@ _CANCELS: Final = {
 def sha_of(name: str) -> str:
     """The name of a loaded script in Redis."""
     return _SHAS[name]
+
+
+def script_of(call: Sequence[Any]) -> str:
+    """The name of the script that a call runs; empty for any other command."""
+    return _NAMES.get(call[1], "") if call and call[0] == "EVALSHA" else ""
+
+
+def commands_of(name: str) -> list[str]:
+    """The commands that a script runs, in alphabetical order."""
+    return sorted(set(_COMMAND.findall(SOURCES[name])))
+
+
+def keys_of(call: Sequence[Any]) -> list[str]:
+    """The keys of a call, without its values."""
+    words = call[3 : 3 + call[2]] if script_of(call) else call[1:]
+    return [word for word in words if isinstance(word, str) and key_group(word)]
 
 
 def _call(name: str, keys: Sequence[str], args: Iterable[Any]) -> Call:
@@ -203,6 +225,22 @@ def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int) -> Cal
 def spec(slot: str, version: str) -> Call:
     """Reads the spec of a version, or of the active one."""
     return ["HGET", specs_key(slot), version] if version else ["GET", spec_key(slot)]
+
+
+def announced(slot: str) -> Call:
+    """Reads the spec of the active version and the keyrings of the slot's workers."""
+    return ["MGET", spec_key(slot), keyrings_key(slot)]
+
+
+def parse_announced(answer: Sequence[bytes | None]) -> Announced:
+    """Parses the answer of `announced`."""
+    spec, lines = answer
+    return Announced(spec, tuple(line.partition(b" ")[2] for line in (lines or b"").splitlines()))
+
+
+def report_keys(slot: str, report: bytes, ttl_ms: int, *, is_live: bool) -> Call:
+    """One call that publishes or withdraws a worker's report about its keys."""
+    return _call("report_keys", [keyrings_key(slot)], [ttl_ms, report, int(is_live)])
 
 
 def actives(slots: Sequence[str]) -> Call:

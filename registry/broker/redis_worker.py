@@ -14,14 +14,13 @@ from typing import Any, Final, Self
 
 import redis
 from hiredis import pack_command
-from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ResponseError
-from redis.retry import Retry
 
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import Claim, Commit, CommitStatus, Delivery, Event, Held, Renewal
+from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
 from penstock.registry.broker.limits import DEAD_LETTERS_BYTES
-from penstock.registry.broker.redis_connection import DirectConnection, is_no_group, open_client, translated
+from penstock.registry.broker.redis_connection import DirectConnection, is_no_group, open_redis
 from penstock.registry.broker.redis_specs import RedisSpecs
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import GROUP, WORKERS_KEY, paused_key, stream_keys, worker_key
@@ -38,12 +37,13 @@ class RedisWorker(RedisSpecs):
     def __init__(
         self,
         client: redis.Redis,
+        address: BrokerAddress,
         *,
         timeout_s: float = 5.0,
         result_ttl_ms: int = 3_600_000,
         dead_letters_bytes: int = DEAD_LETTERS_BYTES,
     ) -> None:
-        super().__init__(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
+        super().__init__(client, address, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
         self._dead_letters_bytes = dead_letters_bytes
         self._paused: frozenset[str] = frozenset()
         self._exchanging: DirectConnection | None = None
@@ -59,8 +59,13 @@ class RedisWorker(RedisSpecs):
         dead_letters_bytes: int = DEAD_LETTERS_BYTES,
     ) -> Self:
         """From redis://, rediss:// or unix://. Connects later. Raises ConfigurationError for other URLs."""
-        client = open_client(redis.Redis.from_url, Retry(NoBackoff(), 0), url, timeout_s)
-        return cls(client, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms, dead_letters_bytes=dead_letters_bytes)
+        return cls(
+            open_redis(url, timeout_s),
+            parse_broker_url(url),
+            timeout_s=timeout_s,
+            result_ttl_ms=result_ttl_ms,
+            dead_letters_bytes=dead_letters_bytes,
+        )
 
     def prepare(self, slots: Sequence[str]) -> None:
         """See WorkerEnd.prepare."""
@@ -166,7 +171,7 @@ class RedisWorker(RedisSpecs):
         return self._taken_over(slot, lambda: self._stamped_take_over(consumer, slot, lease_ms, count))
 
     def _taken_over(self, slot: str, call: Callable[[], scripts.Call]) -> list[Delivery]:
-        with translated():
+        with self._translated():
             # Not repeated: a delayed call must not look like a new one.
             answer = _tolerating_no_group(lambda: self._once(call()))
         if isinstance(answer, ResponseError):
@@ -211,6 +216,10 @@ class RedisWorker(RedisSpecs):
             self._run(["DEL", worker_key(worker)])
             self._run(["ZREM", WORKERS_KEY, worker])
 
+    def report_keys(self, slot: str, report: bytes, ttl_ms: int, *, is_live: bool = True) -> None:
+        """See WorkerEnd.report_keys."""
+        self._run(scripts.report_keys(slot, report, ttl_ms, is_live=is_live))
+
     def close(self) -> None:
         """See Broker.close."""
         self.drop_armed()
@@ -225,11 +234,11 @@ class RedisWorker(RedisSpecs):
 
     @contextlib.contextmanager
     def _armed_connection(self) -> Iterator[_ArmedClaim]:
-        with translated():
+        with self._translated():
             if self._armed is None:
                 self._armed = _ArmedClaim(self._redis)
         try:
-            with translated():
+            with self._translated():
                 yield self._armed
         except BrokerUnavailable:
             self.drop_armed()
@@ -241,7 +250,7 @@ class RedisWorker(RedisSpecs):
         The error of a missing consumer group stands in its call's place; other errors are raised.
         """
         try:
-            with translated():
+            with self._translated():
                 if self._exchanging is None:
                     self._exchanging = DirectConnection(self._redis)
                 answers = self._exchanging.ask(calls)

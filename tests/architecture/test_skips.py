@@ -18,6 +18,7 @@ EXCUSES = {
     "this machine has no CUDA device": "few machines have a GPU; the marker is `gpu`",
     "this CPU has no units for bf16": "no installation gives it some",
     "only Linux kills children with their parent": "the promise is made for Linux",
+    "this machine mounts no disk in a namespace": "containers often may not; another test injects the full disk",
     "needs docker compose": "containers have no docker of their own; the marker is `docker`",
 }
 """Why a test may be skipped in CI, too."""

@@ -13,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import redis
 
 from penstock.compose.deploy import Deployer
 from penstock.compose.rollout.active_version import active_deployment
@@ -152,9 +151,7 @@ def site(shared_redis: RedisServer, tmp_path: Path) -> Iterator[Site]:
     root.mkdir()
     prefix = f"test:{uuid4().hex}"
     with ExitStack() as ends:
-        site = Site(
-            root, UnreliableBroker(), lambda: UnreliableStore(redis.Redis.from_url(shared_redis.url), prefix), ends
-        )
+        site = Site(root, UnreliableBroker(), lambda: UnreliableStore.from_url(shared_redis.url, prefix), ends)
         ends.callback(site.store.close)
         write_scale(root, site.model, "1", 1)
         write_scale(root, site.model, "2", 10)

@@ -62,7 +62,7 @@ def test_result_timeout_before_the_deadline_is_one(client: Client, parked: str):
 
 
 def test_later_asker_ends_the_job(client: Client, parked: str, broker: RedisStreams, shared_redis: RedisServer):
-    """Without a client that waits, the first status() or result() after the deadline ends the job, with nothing but its id."""
+    """Without a client that waits, the first status() or result() after the deadline ends the job, by its id alone."""
     jobs = client.submit_many(parked, [INPUTS] * 3, deadline_s=SOON_S)
 
     def is_overdue() -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
-from penstock.producers.job_state import END_NAMES, JobState, ResultPolicy, result_timeout
+from penstock import AsyncClient, Client
+from penstock.producers.job_state import END_NAMES, JobState, ResultPolicy, checked_timeout, result_timeout
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
-from penstock.registry.errors import BadSignature, Cancelled, ResultGone, UnknownJob
+from penstock.registry.errors import BadSignature, Cancelled, InvalidInput, ResultGone, UnknownJob, described
 from penstock.registry.queues import new_job_id
 from penstock.registry.tensors import encode
 
@@ -125,3 +130,27 @@ def test_the_timeout_says_that_the_job_goes_on():
     error = result_timeout(0.5)
     assert str(error) == "No result within 0.5 s; the job goes on"
     assert isinstance(error, TimeoutError)
+
+
+@pytest.mark.parametrize("timeout", ["1", math.nan, True, [1], b"1", np.float32("nan")])
+def test_a_timeout_that_is_no_number_is_refused(timeout: Any):
+    """By `result` and `info` of both clients, before they ask the broker, with what was given and what is expected."""
+    job_id = new_job_id("m")
+    expected = f"timeout is {described(timeout)}. Expected a number of seconds, or None to wait without a limit"
+
+    async def read_async() -> None:
+        async with AsyncClient("redis://127.0.0.1:1") as client:
+            await client.job(job_id).result(timeout)
+
+    with Client("redis://127.0.0.1:1") as client:
+        job = client.job(job_id)
+        for read in (lambda: job.result(timeout), lambda: job.info(timeout), lambda: asyncio.run(read_async())):
+            with pytest.raises(InvalidInput) as refused:
+                read()
+            assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 1.5, math.inf, -1, np.float32(1), np.int64(1)])
+def test_any_number_of_seconds_is_a_timeout(timeout: object):
+    """NumPy's numbers are numbers, too."""
+    checked_timeout(timeout)

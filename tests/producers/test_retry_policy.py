@@ -1,4 +1,4 @@
-"""A retry policy that no worker could follow is refused before anything is written, by both clients."""
+"""A retry policy that no worker could follow cannot be made, and nothing else is taken for one by either client."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from penstock import AsyncClient, Client, Retry
 from penstock.registry.broker.base import Claim
 from penstock.registry.broker.redis_streams import RedisStreams
-from penstock.registry.envelope import Keyring, open_job
-from penstock.registry.errors import InvalidInput
+from penstock.registry.envelope import JobHeader, Keyring, Options, open_job, seal
+from penstock.registry.errors import InvalidInput, UndecodableEnvelope
 from penstock.registry.package import ModelSpec
 from tests.servers import RedisServer
 
@@ -23,23 +23,42 @@ _PAUSES = "Expected plain numbers, backoff_s <= longest_s, both from 0 to 3600"
 _REFUSED: list[tuple[Any, str]] = [
     (3, "retry is a int. Expected a Retry(attempts, backoff_s, longest_s)"),
     ({"attempts": 3}, "retry is a dict. Expected a Retry(attempts, backoff_s, longest_s)"),
-    (Retry(attempts=0), f"retry.attempts is 0. {_ATTEMPTS}"),
-    (Retry(attempts=101), f"retry.attempts is 101. {_ATTEMPTS}"),
-    (Retry(attempts=2.5), f"retry.attempts is 2.5. {_ATTEMPTS}"),  # type: ignore[arg-type]
-    (Retry(attempts=3.0), f"retry.attempts is 3.0. {_ATTEMPTS}"),  # type: ignore[arg-type]
-    (Retry(attempts=True), f"retry.attempts is True. {_ATTEMPTS}"),
-    (Retry(attempts="3"), f"retry.attempts is '3'. {_ATTEMPTS}"),  # type: ignore[arg-type]
-    (Retry(attempts=10**400), f"retry.attempts is 1{'0' * 39}. {_ATTEMPTS}"),
-    (Retry(backoff_s=-1), f"retry pauses are -1 to 30.0 s. {_PAUSES}"),
-    (Retry(backoff_s=31), f"retry pauses are 31 to 30.0 s. {_PAUSES}"),
-    (Retry(longest_s=3601), f"retry pauses are 0.5 to 3601 s. {_PAUSES}"),
-    (Retry(longest_s=math.inf), f"retry pauses are 0.5 to inf s. {_PAUSES}"),
-    (Retry(backoff_s=math.nan), f"retry pauses are nan to 30.0 s. {_PAUSES}"),
-    (Retry(backoff_s=True), f"retry pauses are True to 30.0 s. {_PAUSES}"),
-    (Retry(backoff_s="1"), f"retry pauses are '1' to 30.0 s. {_PAUSES}"),  # type: ignore[arg-type]
-    (Retry(backoff_s=np.float64(1)), "Expected plain numbers"),
-    (Retry(longest_s=10**400), f"retry pauses are 0.5 to 1{'0' * 39} s. {_PAUSES}"),
 ]
+_UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"attempts": 0}, f"retry.attempts is 0. {_ATTEMPTS}"),
+    ({"attempts": 101}, f"retry.attempts is 101. {_ATTEMPTS}"),
+    ({"attempts": 2.5}, f"retry.attempts is 2.5. {_ATTEMPTS}"),
+    ({"attempts": 3.0}, f"retry.attempts is 3.0. {_ATTEMPTS}"),
+    ({"attempts": True}, f"retry.attempts is True. {_ATTEMPTS}"),
+    ({"attempts": "3"}, f"retry.attempts is '3'. {_ATTEMPTS}"),
+    ({"attempts": 10**400}, f"retry.attempts is 1{'0' * 39}. {_ATTEMPTS}"),
+    ({"backoff_s": -1}, f"retry pauses are -1 to 30.0 s. {_PAUSES}"),
+    ({"backoff_s": 31}, f"retry pauses are 31 to 30.0 s. {_PAUSES}"),
+    ({"longest_s": 3601}, f"retry pauses are 0.5 to 3601 s. {_PAUSES}"),
+    ({"longest_s": math.inf}, f"retry pauses are 0.5 to inf s. {_PAUSES}"),
+    ({"backoff_s": math.nan}, f"retry pauses are nan to 30.0 s. {_PAUSES}"),
+    ({"backoff_s": True}, f"retry pauses are True to 30.0 s. {_PAUSES}"),
+    ({"backoff_s": "1"}, f"retry pauses are '1' to 30.0 s. {_PAUSES}"),
+    ({"backoff_s": np.float64(1)}, "Expected plain numbers"),
+    ({"longest_s": 10**400}, f"retry pauses are 0.5 to 1{'0' * 39} s. {_PAUSES}"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "text"), _UNUSABLE, ids=[str(case)[:40] for case, _ in _UNUSABLE])
+def test_a_policy_that_no_worker_could_follow_cannot_be_made(numbers: dict[str, Any], text: str):
+    """The text says what was given and what is expected, where it was given."""
+    with pytest.raises(InvalidInput) as refused:
+        Retry(**numbers)
+    assert text in str(refused.value)
+
+
+def test_a_forged_policy_is_no_job():
+    """A header whose policy could not be made is undecodable, also under a good signature."""
+    header = JobHeader("double.1", "default", "double", "normal", (), options=Options(retry=Retry(attempts=7)))
+    sealed = seal("job", header, b"", Keyring.parse(None))
+    assert sealed.count(b"\xa8attempts\x07") == 1
+    with pytest.raises(UndecodableEnvelope, match="its header is not the header of a job"):
+        open_job(sealed.replace(b"\xa8attempts\x07", b"\xa8attempts\x00"), Keyring.parse(None))
 
 
 async def _submit(url: str, model: str, retry: Any) -> str:
@@ -48,7 +67,7 @@ async def _submit(url: str, model: str, retry: Any) -> str:
 
 
 @pytest.mark.parametrize(("retry", "text"), _REFUSED, ids=[str(case)[:40] for case, _ in _REFUSED])
-def test_a_bad_retry_policy_is_refused(
+def test_what_is_no_retry_policy_is_refused(
     retry: Any, text: str, client: Client, shared_redis: RedisServer, parked: str, broker: RedisStreams
 ):
     """The text says what was given and what is expected; nothing is in the queue."""

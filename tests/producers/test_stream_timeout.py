@@ -39,7 +39,9 @@ def test_each_event_begins_the_time_anew():
 @pytest.mark.parametrize("timeout", ["1", math.nan, True, [1]])
 def test_a_timeout_that_is_no_number_is_refused(timeout: Any):
     """The text says what was found, and that None waits without a limit."""
-    with pytest.raises(InvalidInput, match=r"^timeout is .*Expected seconds, or None to wait without a limit"):
+    with pytest.raises(
+        InvalidInput, match=r"^timeout is .*Expected a number of seconds, or None to wait without a limit"
+    ):
         Silence(timeout)
 
 

@@ -143,7 +143,7 @@ def test_both_live_keys_verify_and_the_first_signs():
     assert (SIGNING.signing_id, SIGNING.signs) == ("new", True)
     by_old = _sealed("job", Keyring.parse(OLD))
     assert open_job(by_old, SIGNING)[0].key == "old"
-    with pytest.raises(BadSignature, match="key 'old', which this process does not have"):
+    with pytest.raises(BadSignature, match="signed with key 'old', which its reader does not have"):
         open_job(by_old, Keyring.parse(NEW))
     with pytest.raises(BadSignature, match="is wrong"):
         open_job(by_old, Keyring.parse(_key("old", "x")))
@@ -151,7 +151,7 @@ def test_both_live_keys_verify_and_the_first_signs():
 
 def test_unsigned_is_refused_where_signatures_are_required():
     """Leaving the signature out is no way around it."""
-    with pytest.raises(BadSignature, match="an unsigned job, but this process has signing keys"):
+    with pytest.raises(BadSignature, match="an unsigned job, but its reader has signing keys"):
         open_job(_sealed("job", UNSIGNED), SIGNING)
     with pytest.raises(BadSignature, match="does not have"):
         open_job(_sealed("job", SIGNING), UNSIGNED)

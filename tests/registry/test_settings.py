@@ -462,7 +462,10 @@ def test_empty_variable_counts_as_unset(tmp_path: Path):
         ("PENSTOCK_TENANT_ID", "Acme Inc", "Bad tenant name"),
         ("PENSTOCK_WORKER_MODELS", "mlp,../x", "Bad model name"),
         ("PENSTOCK_METRICS_PORT", "70000", "less than or equal to 65535"),
-        ("PENSTOCK_REDIS_URL", "http://host", "redis://, rediss:// or unix://"),
+        ("PENSTOCK_REDIS_URL", "http://host", "has the scheme 'http'. Expected redis://host:6379/0"),
+        ("PENSTOCK_REDIS_URL", "redis://host/abc", "names a database that is no whole number"),
+        ("PENSTOCK_REDIS_URL", "redis://host:port/0", "has a port that is no number from 1 to 65535"),
+        ("PENSTOCK_INFERENCE_STATE_REDIS_URL", "memory://", "has the scheme 'memory'"),
     ],
 )
 def test_bad_value_is_refused_in_one_line(variable, text, expectation, tmp_path: Path):

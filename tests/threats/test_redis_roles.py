@@ -371,6 +371,7 @@ FORBIDDEN_FROM_7: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("SET", "{double}:spec", "x"),
         ("XREAD", "STREAMS", "{double}:lane", "0"),
         ("HSET", "{double}:specs", "1", "x"),
+        ("SET", "{double}:keyrings", "x"),
     ),
     "worker": (("HSET", "penstock:model_state:wanted", "double/1", "x"),),
     "flower": (("BRPOP", "penstock", 1), ("DEL", "penstock")),
@@ -437,6 +438,7 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
 OF_PRODUCERS = {"cancel", "expire", "publish", "job_record"}
 OF_WORKERS = {
     *("announce", "dead_letter", "claim", "commit", "emit", "publish", "release", "renew", "job_record", "suspect"),
+    "report_keys",
     "adopt",
     "take_over",
 }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from penstock.registry.broker.base import Depth
 from penstock.registry.broker.memory import MemoryBroker
-from tests.packages import write_recorder
+from penstock.registry.envelope import Keyring
+from penstock.registry.key_reports import key_report
+from tests.packages import write_double, write_recorder
 from tests.servers import wait_until
-from tests.workers.stepped import (
-    SteppedHarness,
-)
+from tests.workers.stepped import SteppedHarness, open_harness
 
 
 class SlowDepths(MemoryBroker):
@@ -46,3 +51,45 @@ def test_a_worker_that_has_stopped_is_not_reported_any_more(
     broker.may_go.set()
     stopping.join(60)
     assert harness.broker.workers() == []
+
+
+SECRET = base64.b64encode(b"s" * 32).decode()
+
+
+@pytest.fixture
+def signing(models_root: Path) -> Iterator[SteppedHarness]:
+    """Two models, and workers with two keys."""
+    write_double(models_root, "one")
+    write_double(models_root, "two")
+    yield from open_harness(models_root, signing_keys=f"k1:{SECRET},k2:{SECRET}")
+
+
+def test_the_names_of_the_signing_keys_are_published(signing: SteppedHarness):
+    """In the worker's report and beside the spec of each model, while the worker lives; the keys are in neither."""
+    harness = signing
+    worker = harness.start_worker()
+    worker.drain.leases.tick()
+    names = harness.settings.keyring.names
+    published = (key_report(worker.drain.name, harness.settings.keyring),)
+    assert {model: harness.broker.announced(model).key_reports for model in ("one", "two")} == {
+        "one": published,
+        "two": published,
+    }
+    (report,) = harness.broker.workers()
+    assert json.loads(report)["keys"] == [[name.id, name.fingerprint] for name in names]
+    assert SECRET.encode() not in report + published[0]
+    harness.pass_time(60)
+    assert harness.broker.announced("one").key_reports == published
+    worker.drain.parts.status.withdraw()
+    assert harness.broker.announced("one").key_reports == ()
+
+
+def test_a_worker_without_keys_says_so(harness: SteppedHarness, models_root: Path):
+    """Then a client that signs learns that no job of its would be accepted; a dead worker says nothing."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    worker.drain.leases.tick()
+    assert harness.broker.announced("double").key_reports == (key_report(worker.drain.name, Keyring.parse(None)),)
+    harness.suspend(worker)
+    harness.pass_time(16)
+    assert harness.broker.announced("double").key_reports == ()

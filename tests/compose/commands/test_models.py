@@ -420,7 +420,7 @@ def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: P
     assert (refused.exit_code, "is no plain file name" in refused.stderr) == (1, True)
     assert not (far / "registry.db").exists()
     there["PENSTOCK_SIGNING_KEYS"] = "k1:" + "A" * 43 + "="
-    assert "which this process does not have" in run("list").stderr
+    assert "which its reader does not have" in run("list").stderr
     unknown = penstock(far, "models", "--via", "absent", "list", **there)
     assert unknown.stderr == f"Error: No worker 'absent' listens on Celery's broker. Expected one of: {worker}\n"
 

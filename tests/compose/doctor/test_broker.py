@@ -15,6 +15,7 @@ import pytest
 
 from penstock.compose.doctor.broker import check_server
 from penstock.compose.doctor.findings import Finding
+from penstock.registry.broker.broker_url import parse_broker_url
 
 HEALTHY = {
     "redis_version": "7.2.4",
@@ -178,7 +179,7 @@ def test_a_server_that_refuses_is_not_asked_further(server: Server):
     server.answers.refusals["INFO"] = "ERR disabled by the provider"
     found, can_go_on = server.check()
     assert ([finding.status for finding in found], can_go_on) == (["broken"], False)
-    assert "cannot be reached or refuses" in found[0].what
+    assert found[0].what == f"{parse_broker_url(server.url)} refuses INFO"
 
 
 def test_a_bad_url_is_broken():

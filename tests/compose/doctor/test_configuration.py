@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.compose.doctor.configuration import check_contradictions, check_packages
+from penstock.compose.doctor.configuration import check_contradictions, check_home, check_packages
 from penstock.compose.doctor.findings import Finding
 from penstock.registry.settings import Settings
 from tests.packages import write_double, write_package
@@ -78,3 +78,26 @@ def test_code_outside_the_trusted_roots_is_broken(load: Load, tmp_path: Path):
     write_double(tmp_path / "models")
     *broken, good = check_packages(load(PENSTOCK_TRUSTED_ROOTS=str(tmp_path / "elsewhere")))
     assert ([finding.status for finding in broken], good.what) == (["broken"], "packages that load: none")
+
+
+def test_a_home_with_room_is_fine(load: Load, tmp_path: Path):
+    """Whether it is made already or not."""
+    assert list(check_home(load())) == [Finding("settings", "ok", "PENSTOCK_HOME is not made yet, and can be")]
+    (tmp_path / "home").mkdir()
+    assert list(check_home(load())) == [Finding("settings", "ok", "PENSTOCK_HOME can be written to")]
+
+
+@pytest.mark.parametrize(
+    ("url", "has_models", "status"),
+    [("", False, "broken"), ("redis://host/0", True, "broken"), ("redis://host/0", False, "warning")],
+    ids=["a stack", "a worker", "a client"],
+)
+def test_a_home_that_is_a_file_is_found(load: Load, tmp_path: Path, url: str, has_models: bool, status: str):
+    """Broken where a stack or a worker may run, a warning on a machine that only submits."""
+    (tmp_path / "home").touch()
+    if has_models:
+        (tmp_path / "models").mkdir()
+    (finding,) = check_home(load(PENSTOCK_REDIS_URL=url))
+    assert (finding.area, finding.status) == ("settings", status)
+    assert finding.what == "PENSTOCK_HOME is a file. Expected a folder that this user may write to"
+    assert finding.fix.startswith("PENSTOCK_HOME=")

@@ -94,7 +94,7 @@ def test_a_broken_finding_ends_with_status_1(environ: dict[str, str], server: Re
 @pytest.mark.parametrize(
     ("option", "value", "status", "part"),
     [
-        ("appendonly", "no", "broken", "append-only persistence is off"),
+        ("appendonly", "no", "warning", "append-only persistence is off"),
         ("appendfsync", "no", "warning", "appendfsync is no"),
         ("maxmemory", "1mb", "broken", "beyond 80 % no job is accepted"),
     ],
@@ -119,6 +119,26 @@ def test_the_fix_removes_the_finding(environ: dict[str, str], server: RedisServe
     assert _found(environ, "append-only persistence is on").status == "ok"
 
 
+def test_a_development_redis_passes(environ: dict[str, str], server: RedisServer):
+    """Without append-only persistence it works: a warning, and exit status 0."""
+    with server.client() as client:
+        client.config_set("appendonly", "no")
+    assert _doctor(environ).exit_code == 0
+
+
+def test_a_home_that_is_a_file_is_named_first(environ: dict[str, str], tmp_path: Path):
+    """The line that explains why no stack is found comes before that one, and its fix is no `penstock up`."""
+    (tmp_path / "file").touch()
+    del environ["PENSTOCK_REDIS_URL"]
+    found = [each for each in examine({**environ, "PENSTOCK_HOME": str(tmp_path / "file")}, tmp_path) if each.fix]
+    broken = [each for each in found if each.status == "broken"]
+    assert [each.what.partition(".")[0] for each in broken] == [
+        "PENSTOCK_HOME is a file",
+        "PENSTOCK_HOME cannot be read (Not a directory)",
+    ]
+    assert broken[1].fix == "correct PENSTOCK_HOME, or set PENSTOCK_REDIS_URL"
+
+
 def test_replica_is_no_broker(environ: dict[str, str], server: RedisServer):
     """A server that accepts no writes is broken."""
     with server.client() as client:
@@ -131,14 +151,14 @@ def test_broker_away_is_broken(environ: dict[str, str], tmp_path: Path):
     url = f"redis://user:hunter2@127.0.0.1:{_closed_port()}/0"
     shown = _doctor({**environ, "PENSTOCK_REDIS_URL": url})
     assert shown.exit_code == 1
-    assert "cannot be reached" in shown.stdout
+    assert "nothing listens at redis://127.0.0.1:" in shown.stdout
     assert "hunter2" not in shown.stdout + shown.stderr
 
 
 def test_silent_broker_is_broken(environ: dict[str, str], server: RedisServer):
     """A frozen server, which accepts connections and answers nothing, is broken; the command ends."""
     server.freeze()
-    finding = _found(environ, "did not answer in time")
+    finding = _found(environ, "timed out")
     server.thaw()
     assert (finding.area, finding.status) == ("broker", "broken")
 
@@ -149,7 +169,7 @@ def test_a_wrong_password_is_named(environ: dict[str, str], server: RedisServer)
         client.config_set("requirepass", "right")
     shown = _doctor({**environ, "PENSTOCK_REDIS_URL": server.tcp_url.replace("//", "//:hunter2@")})
     assert shown.exit_code == 1
-    assert "refuses this user or password" in shown.stdout
+    assert "refuses the user or the password" in shown.stdout
     assert "hunter2" not in shown.stdout
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.compose.doctor.security import check_operator, check_security, check_signing, check_transport, shown_url
+from penstock.compose.doctor.security import check_operator, check_security, check_signing, check_transport
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey
 
@@ -20,19 +20,6 @@ def load(tmp_path: Path) -> Load:
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
     return lambda **environ: Settings.load(environ={"PENSTOCK_HOME": str(home)} | environ, cwd=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("redis://user:hunter2@host/3?socket_timeout=5", "redis://host:6379/3"),
-        ("rediss://:hunter2@host:7000", "rediss://host:7000"),
-        ("unix://:hunter2@/run/redis.sock", "the broker on its unix socket"),
-    ],
-)
-def test_a_broker_is_shown_without_secrets(url: str, expected: str):
-    """User, password, options and the path of a socket are left out."""
-    assert shown_url(url) == expected
 
 
 @pytest.mark.parametrize("url", ["unix:///s", "redis://localhost", "redis://127.9.9.9", "redis://[::1]:6379/0"])

@@ -13,7 +13,7 @@ from celery import Celery
 
 from penstock.compose.rollout.control_client import ControlClient
 from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
-from penstock.registry.errors import BrokerUnavailable, PenstockError
+from penstock.registry.errors import BrokerRefused, BrokerUnavailable, PenstockError
 from penstock.registry.settings import Settings
 from penstock.safety.keys import OperatorKey, PublicKeys
 from tests.servers import RedisServer, let_pass, wait_until
@@ -116,4 +116,18 @@ def test_a_broker_that_is_away_is_named(tmp_path: Path):
     control = _control(f"redis+socket://{tmp_path}/absent.sock", OperatorKey.generate(tmp_path / "operator.pem"))
     with pytest.raises(BrokerUnavailable, match=r"Celery's broker does not answer \(\w+\)\Z"):
         control.send(Command("reconcile"), ["absent@test"], 1)
+    control.close()
+
+
+def test_a_broker_of_celery_that_refuses_is_named_at_once(redis_server: RedisServer, tmp_path: Path):
+    """One connection, and a text with the address and the variable to change, without the password."""
+    control = _control(redis_server.tcp_url.replace("//", "//x:hunter2@"), OperatorKey.generate(tmp_path / "o.pem"))
+    with redis_server.client() as observer:
+        before = observer.info("stats")["total_connections_received"]
+        with pytest.raises(
+            BrokerRefused, match=r"Celery's broker: redis://127\.0\.0\.1:\d+/0.*PENSTOCK_CELERY"
+        ) as told:
+            control.send(Command("reconcile"), ["absent@test"], 60)
+        assert observer.info("stats")["total_connections_received"] - before == 1
+    assert "hunter2" not in str(told.value)
     control.close()
