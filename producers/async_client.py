@@ -20,6 +20,7 @@ from penstock.producers.events import EventMerger, JobEvent
 from penstock.producers.job_state import HandleCore, JobInfo, JobState, JobStatus, Outcome, result_timeout
 from penstock.producers.replies import SILENCE_S
 from penstock.producers.rows import MapOrder
+from penstock.producers.stack_start import StackStart
 from penstock.producers.submission import cancellation
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord
@@ -45,6 +46,8 @@ class AsyncClient(
     """
 
     _reader: AsyncReplyReader
+    _start: StackStart | None = None
+    """The wait for a stack that is starting, until it is over."""
 
     async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
         spec = (None if options.version else self._specs.fresh(model)) or await self._spec(model, options.version)
@@ -92,6 +95,11 @@ class AsyncClient(
         await self._broker.aclose()
 
     async def __aenter__(self) -> AsyncClient:
+        try:
+            await self._started()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -99,12 +107,22 @@ class AsyncClient(
     ) -> None:
         await self.aclose()
 
+    async def _started(self) -> None:
+        if self._start is not None:
+            await self._start.wait_async()
+            self._start = None
+
     async def _spec(self, model: str, version: str | None) -> ModelSpec:
+        await self._started()
         return await self._specs.get_async(model, version, self._broker.spec)
 
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
         self._broker = AsyncRedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
         self._start_reading()
+
+    def _await_start(self, start: StackStart) -> None:
+        # A wait here would hold up the caller's event loop: see `_started`.
+        self._start = start
 
     def _leave_parent(self) -> None:
         self._broker.forget_connections()

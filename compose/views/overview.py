@@ -31,6 +31,7 @@ __all__ = [
     "kinds",
     "latency_ms",
     "models",
+    "served",
     "snapshots",
     "status",
     "worker_pids",
@@ -80,6 +81,13 @@ def models(broker: Broker) -> list[dict[str, Any]]:
     """The models whose jobs are accepted: name, version, inputs and outputs. Raises BrokerUnavailable."""
     specs = [ModelSpec.from_json(spec) for spec in map(broker.spec, broker.models()) if spec]
     return [{"name": spec.name, "version": spec.version, **kinds(spec)} for spec in specs]
+
+
+def served(broker: FleetEnd) -> list[ModelSpec]:
+    """The models that a live worker serves, by name; those that stream come last. Raises BrokerUnavailable."""
+    names = {name for report in workers(broker) for name, active in report["models"].items() if active}
+    specs = [ModelSpec.from_json(sealed) for sealed in map(broker.spec, sorted(names)) if sealed]
+    return sorted(specs, key=lambda spec: spec.streams)
 
 
 def kinds(spec: ModelSpec) -> dict[str, dict[str, str]]:
