@@ -54,10 +54,11 @@ from penstock.safety.keys import PublicKeys
 from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
+    refuse_commands,
+    refuse_pool_commands,
     register_control_command,
     restored_tables,
     show_drain,
-    withdraw_commands,
 )
 from penstock.workers.celery_bridge.task_ingress import InferTask, TaskIngress
 from penstock.workers.celery_bridge.task_results import TaskResultBackend, TaskResultForwarder
@@ -435,8 +436,10 @@ def _remote_control(
     with restored_tables():
         show_drain(drain, celery.listener, celery.hostname, settings=settings.inference.as_shown())
         register_control_command(verifier, commands.execute)
-        if not settings.inference.celery.remote_control:
-            withdraw_commands()
+        if settings.inference.celery.remote_control:
+            refuse_pool_commands()
+        else:
+            refuse_commands()
         yield
 
 

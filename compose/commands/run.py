@@ -74,12 +74,18 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
 @_device_option
 @_models_option
 @click.option("--index", type=click.IntRange(0), help="The number of a CPU worker, when one machine runs several.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="warning", show_default=True)
 @click.pass_obj
-def worker(environ: Mapping[str, str], device: str | None, models: str | None, index: int | None) -> None:
+def worker(
+    environ: Mapping[str, str], device: str | None, models: str | None, index: int | None, log_level: str
+) -> None:
     """Run workers, one process per device, and restart them when they crash or hang.
 
     It needs a broker: PENSTOCK_REDIS_URL, or a stack that `penstock up` runs. After SIGTERM or Ctrl-C the running
-    batch finishes; a second signal stops at once.
+    batch finishes; a second signal stops at once. A worker that cannot work with this configuration says why in one
+    line, and the command exits with status 78; other crashes are followed by a restart, after longer and longer
+    pauses, which `penstock status` shows. --log-level is that of libraries; debug also shows the traceback of a failed
+    start.
 
     \b
     penstock worker
@@ -87,17 +93,21 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     penstock worker --device cpu --index 1
     """
     from penstock.compose.stack.fleet import choose, worker_program, worker_timeouts
+    from penstock.compose.stack.restarts import RestartReport
     from penstock.compose.stack.supervisor import Supervisor
     from penstock.registry import logs
 
     settings = connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
     children = _child_environ(environ, settings)
     logs.configure()
-    programs = [worker_program(each, settings, children, None) for each in choose(settings, environ)]
-    supervisor = Supervisor(programs, worker_timeouts(settings))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: supervisor.stop())
-    sys.exit(supervisor.run())
+    devices = choose(settings, environ)
+    programs = [worker_program(each, settings, children, None, log_level=log_level) for each in devices]
+    with RestartReport.open(settings.home) as report:
+        supervisor = Supervisor(programs, worker_timeouts(settings), on_change=report.write)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: supervisor.stop())
+        status = supervisor.run()
+    sys.exit(status)
 
 
 @click.command()

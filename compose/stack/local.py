@@ -33,7 +33,8 @@ import redis
 
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.stack.fleet import Device, worker_program, worker_timeouts
-from penstock.compose.stack.supervisor import Program, Supervisor, SupervisorTimeouts
+from penstock.compose.stack.restarts import RestartReport
+from penstock.compose.stack.supervisor import ChildState, Program, Supervisor, SupervisorTimeouts
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
@@ -173,6 +174,8 @@ class LocalStack:
         if stack.flower_url:
             self._on_progress("Starting Flower")
             self._supervise(exits, "flower", [self._flower(stack, environ)], SupervisorTimeouts(warm_s=5))
+        # Before anything stops, so that no client begins with a stack that ends.
+        exits.callback(stack_file.remove, home)
         self._await("worker", _WORKER_TIMEOUT_S, lambda: self._are_workers_ready(stack.redis_url))
         stack = replace(stack, awaits="")
         stack_file.write(home, stack)
@@ -200,7 +203,8 @@ class LocalStack:
         self._on_progress(f"Starting workers, which load their models: {names}")
         stack_file.write(self._settings.home, replace(stack, awaits=f"the workers, which load their models: {names}"))
         programs = [worker_program(device, self._settings, environ, self._log(device.name)) for device in self._devices]
-        self._supervise(exits, "worker", programs, worker_timeouts(self._settings))
+        report = exits.enter_context(RestartReport.open(self._settings.home))
+        self._supervise(exits, "worker", programs, worker_timeouts(self._settings), report.write)
 
     def _clear_logs(self) -> None:
         _private_folder(self.log_folder)
@@ -208,9 +212,14 @@ class LocalStack:
             old.unlink()
 
     def _supervise(
-        self, exits: ExitStack, part: str, programs: Sequence[Program], timeouts: SupervisorTimeouts
+        self,
+        exits: ExitStack,
+        part: str,
+        programs: Sequence[Program],
+        timeouts: SupervisorTimeouts,
+        on_change: Callable[[Sequence[ChildState]], None] = lambda states: None,
     ) -> None:
-        supervisor = self._supervisors[part] = Supervisor(programs, timeouts)
+        supervisor = self._supervisors[part] = Supervisor(programs, timeouts, on_change=on_change)
         exits.callback(supervisor.close)
         supervisor.start()
 
