@@ -11,7 +11,6 @@ goes on. The decision (`look`) reads one file and no clock.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from pathlib import Path
@@ -62,6 +61,9 @@ class StackStart:
 
     async def wait_async(self) -> None:
         """As `wait`, and the event loop goes on meanwhile."""
+        # Here: the blocking client needs no asyncio, and loads none.
+        import asyncio
+
         until = time.monotonic() + self._timeout_s
         while not self.look(is_over=time.monotonic() >= until):
             await asyncio.sleep(_LOOK_S)

@@ -21,14 +21,10 @@ def main(arguments: Sequence[str]) -> None:
         # Celery reads the option later, and an import may fail before.
         logging.getLogger("penstock").setLevel(logging.DEBUG)
     try:
-        from celery.__main__ import main as celery
-
-        import penstock.workers.app  # noqa: F401 - Celery finds it by its name; here an error of the import is ours
+        from penstock.workers.app import run
     except ImportError as error:
         exit_with(error)
-    # Quiet: without Celery's banner of twenty lines at each start.
-    sys.argv = ["celery", "-q", "-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1", *arguments]
-    celery()
+    run(arguments)
 
 
 if __name__ == "__main__":

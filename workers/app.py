@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from celery import Celery, bootsteps
+from celery.__main__ import main as celery_command
 from celery.concurrency.solo import TaskPool
 from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_shutting_down
@@ -29,7 +32,7 @@ from penstock.workers.process.device import pin
 from penstock.workers.process.exit_status import exit_with
 from penstock.workers.worker import CeleryParts, Worker
 
-__all__ = ["DrainStep", "app"]
+__all__ = ["DrainStep", "app", "run"]
 
 # Celery's five lines about the user root, at each start: they are about pickle, which is not accepted here.
 warnings.filterwarnings("ignore", "You're running the worker with superuser privileges", SecurityWarning)
@@ -63,6 +66,13 @@ def _load_transport(application: Celery) -> None:
 
 app = _application()
 infer_task = app.register_task(InferTask())
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Be Celery's command `worker` with these options; the process ends with it."""
+    # Quiet: without Celery's banner of twenty lines at each start.
+    sys.argv = ["celery", "-q", "-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1", *arguments]
+    celery_command()
 
 
 class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is untyped

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+from penstock.compose.bench import _allowed
 from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from tests.compose.conftest import penstock
 from tests.packages import write_double
@@ -24,6 +25,21 @@ def test_bench_measures_the_running_stack(home):
     assert 0 < report["saturated_p50_ms"] <= report["saturated_p99_ms"]
     assert min(report["jobs_per_s"], report["client_cpu_us"], report["redis_cpu_us"]) > 0
     assert report["worker_cpu_us"] is not None
+
+
+def test_bench_takes_the_model_that_is_served(home):
+    """Without --model and --count the first served model is measured; an unknown name lists the models."""
+    shown = penstock(home, "bench", "--count", "32", "--in-flight", "8", "--json")
+    assert shown.exit_code == 0, shown.stderr
+    assert (json.loads(shown.output)["model"], json.loads(shown.output)["jobs"]) == ("double", 32)
+    refused = penstock(home, "bench", "--model", "mlp")
+    assert refused.exit_code == 1
+    assert refused.stderr == "Error: Unknown model 'mlp'. Models that a worker serves: double\n"
+
+
+def test_bench_lets_the_time_decide_how_many_jobs_it_runs():
+    """A fast model runs the most, a slow one at least a few, others what fits."""
+    assert [_allowed(rate, 10.0, 20_000) for rate in (1e6, 300.0, 0.01)] == [20_000, 3_000, 8]
 
 
 def test_worker_command_serves_and_drains(shared_redis: RedisServer, tmp_path, slot):
