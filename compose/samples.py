@@ -63,13 +63,14 @@ def _random(tensor: TensorSpec, example: Array, number: int, random: np.random.G
 
 
 def _range(tensor: TensorSpec) -> tuple[float, float]:
-    """The declared range; without one, 0 to 1 for floats and to 100 for integers, moved to lie within a bound."""
-    width = 1 if DTYPES[tensor.dtype].kind == "f" else 100
-    if tensor.min is None:
-        high = width if tensor.max is None else tensor.max
-        return min(0, high), high
-    high = tensor.min + width if tensor.max is None else tensor.max
-    return tensor.min, min(high, tensor.min + width) if width > 1 else high
+    """A part of the declared range, 1 wide for floats and 100 for integers; from 0 on where the declaration allows it."""
+    dtype = DTYPES[tensor.dtype]
+    limits: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    width = 1 if dtype.kind == "f" else 100
+    lowest = limits.min if tensor.min is None else tensor.min
+    highest = limits.max if tensor.max is None else tensor.max
+    low = max(lowest, 0) if highest >= 0 else max(lowest, highest - width)
+    return low, min(highest, low + width)
 
 
 def _source(array: Array) -> str:

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from penstock.workers.process import garbage
 from penstock.workers.process.exit_status import exit_with
 
 __all__ = ["main"]
@@ -17,6 +18,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> None:
     """Run the worker with these options of Celery's `worker` command."""
+    garbage.collect_seldom()
     if "--loglevel=debug" in arguments:
         # Celery reads the option later, and an import may fail before.
         logging.getLogger("penstock").setLevel(logging.DEBUG)

@@ -174,8 +174,7 @@ class LocalStack:
         if stack.flower_url:
             self._on_progress("Starting Flower")
             self._supervise(exits, "flower", [self._flower(stack, environ)], SupervisorTimeouts(warm_s=5))
-        # Before anything stops, so that no client begins with a stack that ends.
-        exits.callback(stack_file.remove, home)
+        exits.callback(self._begin_to_stop)
         self._await("worker", _WORKER_TIMEOUT_S, lambda: self._are_workers_ready(stack.redis_url))
         stack = replace(stack, awaits="")
         stack_file.write(home, stack)
@@ -183,6 +182,14 @@ class LocalStack:
             self._await("flower", _FLOWER_TIMEOUT_S, lambda: _flower_answers(stack))
         self._running = stack
         self._on_progress("Ready")
+
+    def _begin_to_stop(self) -> None:
+        """Ask workers and Flower to stop, side by side; Redis stops when they have ended."""
+        # First, so that no client begins with a stack that ends.
+        stack_file.remove(self._settings.home)
+        for part in ("flower", "worker"):
+            if part in self._supervisors:
+                self._supervisors[part].stop()
 
     def _announce(self, exits: ExitStack, address: Path) -> RunningStack:
         """Write the addresses of the stack before anything answers there; they are removed at the end."""

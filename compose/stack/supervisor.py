@@ -275,7 +275,7 @@ class Supervisor:
 
         The status is 0 after a stop, and EXIT_CONFIGURATION after a child that exited with it.
         """
-        while not self._stop_requests:
+        while not self.is_stopping:
             now = time.monotonic()
             self._supervise(now)
             self._report(now)
@@ -296,11 +296,16 @@ class Supervisor:
 
     def close(self) -> int:
         """Stop the thread of `start`; returns the exit status of `run` once all children have ended."""
-        if not self._stop_requests:
+        if not self.is_stopping:
             self.stop()
         if self._thread is not None:
             self._thread.join()
         return self._status
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a stop was requested."""
+        return bool(self._stop_requests)
 
     @property
     def has_failed(self) -> bool:

@@ -19,6 +19,12 @@ DECLARATIONS: dict[str, list[dict[str, Any]]] = {
         {"name": "high", "dtype": "int8", "shape": ["batch"], "max": -7},
         {"name": "narrow", "dtype": "float32", "shape": ["batch"], "min": 0.25, "max": 0.5},
     ],
+    "edges": [
+        {"name": "last", "dtype": "uint8", "shape": ["batch"], "min": 250},
+        {"name": "first", "dtype": "int8", "shape": ["batch"], "max": -120},
+        {"name": "below", "dtype": "float32", "shape": ["batch"], "min": -5, "max": -1},
+        {"name": "vast", "dtype": "float32", "shape": ["batch"], "min": -3e38, "max": 3e38},
+    ],
     "flags": [{"name": "flag", "dtype": "bool", "shape": ["batch", 2]}],
     "same-length": [
         {"name": "ids", "dtype": "int32", "shape": ["batch", "length"]},

@@ -10,7 +10,6 @@ import logging
 import re
 import sys
 import traceback
-from importlib import metadata
 from typing import Final, NoReturn
 
 from penstock.registry.errors import ConfigurationError, PenstockError
@@ -55,6 +54,9 @@ def _unimportable(error: ImportError) -> str:
 
 def _extra_of(module: str) -> str | None:
     """The extra of Penstock that brings a module; empty for the base install, None for a foreign package."""
+    # Here: the `penstock` command reads this module's statuses, and --help is quick.
+    from importlib import metadata
+
     package = module.replace("_", "-").lower()
     try:
         stated = metadata.requires("penstock") or []

@@ -21,6 +21,7 @@ import redis
 from penstock import Client
 from penstock.compose.stack.fleet import Device
 from penstock.compose.stack.local import LocalStack, redis_binary
+from penstock.compose.stack.supervisor import Supervisor
 from penstock.registry import stack_file
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
@@ -166,6 +167,18 @@ def test_flower_requires_the_password(home, models):
         assert status_of(f"{where.flower_url}/api/workers", login) == 200
         shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True)
         assert where.flower_password not in shown.stdout
+
+
+def test_a_stack_that_ends_is_found_no_more_and_stops_side_by_side(home, models):
+    """Its addresses go first; workers and Flower are asked at the same time, and Redis, which they need, is not."""
+    ending = stack(home, models)
+    home.mkdir()
+    stack_file.write(home, stack_file.RunningStack(os.getpid(), "unix:///run/redis.sock", ""))
+    ending._supervisors = {part: Supervisor([]) for part in ("redis", "worker", "flower")}
+    ending._begin_to_stop()
+    assert not (home / "stack.json").exists()
+    asked = {part for part, supervisor in ending._supervisors.items() if supervisor.is_stopping}
+    assert asked == {"worker", "flower"}
 
 
 def test_only_this_user_gets_in(home, models):
