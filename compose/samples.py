@@ -63,7 +63,7 @@ def _random(tensor: TensorSpec, example: Array, number: int, random: np.random.G
 
 
 def _range(tensor: TensorSpec) -> tuple[float, float]:
-    """A part of the declared range, 1 wide for floats and 100 for integers; from 0 on where the declaration allows it."""
+    """A part of the declared range, 1 wide for floats and 100 for integers; it begins at 0 where that is allowed."""
     dtype = DTYPES[tensor.dtype]
     limits: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     width = 1 if dtype.kind == "f" else 100
