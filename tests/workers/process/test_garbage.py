@@ -26,7 +26,7 @@ def test_imports_trigger_few_collections():
         before = sum(each["collections"] for each in gc.get_stats())
         kept = [[number] for number in range(30_000)]
         assert len(kept) == 30_000
-        return sum(each["collections"] for each in gc.get_stats()) - before
+        return int(sum(each["collections"] for each in gc.get_stats()) - before)
 
     usual = collections()
     garbage.collect_seldom()
