@@ -45,7 +45,7 @@ def _application() -> Celery:
 
         application.config_from_object(celeryconfig)
         _load_transport(application)
-    except ConfigurationError as error:
+    except (ConfigurationError, ImportError) as error:
         exit_with(error)
     return application
 
