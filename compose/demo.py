@@ -2,13 +2,15 @@
 
     docstrings of this Python -> Client.map("minilm") -> embedded stack -> (N, 384) -> nearest to each question
 
-The stack is private and has a temporary home, which is deleted when the demo ends.
+The docstrings are collected while the stack starts. The stack is private and has a temporary home, which is deleted
+when the demo ends.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -83,13 +85,16 @@ def demonstrate(
     """
     title = ("Penstock demo", "bold")
     console.print(Text.assemble(title, ": search the docstrings of this Python's standard library by meaning"))
-    with private_settings(environ, [MODEL]) as (settings, own):
+    with ThreadPoolExecutor(1) as beside, private_settings(environ, [MODEL]) as (settings, own):
+        collecting = beside.submit(collect, count)
         devices = fleet.choose(settings, own)
         with LocalStack(settings, devices, environ=own, on_progress=_steps(console)) as stack:
             running = stack.running
             flower = f"{running.flower_url} (user {running.flower_user}, password {running.flower_password})"
             console.print(f"Flower shows every job at {flower}", soft_wrap=True)
-            demonstration = _search(console, settings, stack, count, _questions(ask))
+            passages = collecting.result()
+            console.print(f"{len(passages):,} docstrings collected")
+            demonstration = _search(console, settings, stack, passages, _questions(ask))
             draw(console, demonstration)
             console.print(f"\nFlower: {flower}; `penstock demo --stay` keeps it running", soft_wrap=True)
             stay()
@@ -105,10 +110,8 @@ def _questions(ask: Sequence[str]) -> list[str]:
 
 
 def _search(
-    console: Console, settings: Settings, stack: LocalStack, count: int, questions: Sequence[str]
+    console: Console, settings: Settings, stack: LocalStack, passages: Sequence[Passage], questions: Sequence[str]
 ) -> Demonstration:
-    passages = collect(count)
-    console.print(f"{len(passages):,} docstrings collected")
     with Client.from_env(settings=settings) as client:
         begin = time.perf_counter()
         vectors = _embed(console, client, [str(passage) for passage in passages])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _PIPE_WIDTH: Final = 200
+_REPEAT_S: Final = 0.05
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print data for programs.")
 
 
@@ -125,16 +128,39 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+class _Terminated(SystemExit):
+    """Raised by the signal `number`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the block as Ctrl-C does, so that started processes are stopped in order."""
+    """SIGTERM and a closed terminal end the block as Ctrl-C does, so that started processes are stopped in order.
+
+    A signal that comes inside a finalizer is repeated, also Ctrl-C: Python drops an exception that a finalizer raises,
+    and the block would go on.
+    """
 
     def leave(number: int, _frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
+        raise _Terminated(number)
+
+    def repeat(dropped: sys.UnraisableHookArgs) -> None:
+        error = dropped.exc_value
+        if isinstance(error, _Terminated | KeyboardInterrupt):
+            number = error.number if isinstance(error, _Terminated) else signal.SIGINT
+            # Later: an exception in this hook would be dropped as well.
+            threading.Timer(_REPEAT_S, os.kill, (os.getpid(), number)).start()
+        else:
+            hook(dropped)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    hook, sys.unraisablehook = sys.unraisablehook, repeat
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -32,6 +32,7 @@ from penstock.producers.job_state import (
 )
 from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S
 from penstock.producers.rows import MapOrder
+from penstock.producers.stack_start import StackStart
 from penstock.producers.submission import cancellation, expiry
 from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
@@ -64,6 +65,8 @@ class AsyncClient(
     _broker: AsyncRedisStreams
     _reader: AsyncReplyReader
     _loop: asyncio.AbstractEventLoop | None = None
+    _start: StackStart | None = None
+    """The wait for a stack that is starting, until it is over."""
 
     async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
         self._enter_loop()
@@ -227,6 +230,11 @@ class AsyncClient(
 
     async def __aenter__(self) -> AsyncClient:
         self._check_open()
+        try:
+            await self._started()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -234,8 +242,14 @@ class AsyncClient(
     ) -> None:
         await self.aclose()
 
+    async def _started(self) -> None:
+        if self._start is not None:
+            await self._start.wait_async()
+            self._start = None
+
     async def _spec(self, model: str, version: str | None) -> ModelSpec:
         self._enter_loop()
+        await self._started()
         return await self._specs.get_async(model, version, self._read_spec)
 
     async def _read_spec(self, model: str, version: str) -> bytes | None:
@@ -246,6 +260,10 @@ class AsyncClient(
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
         self._broker = AsyncRedisStreams.from_url(url, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
         self._start_reading()
+
+    def _await_start(self, start: StackStart) -> None:
+        # A wait here would hold up the caller's event loop: see `_started`.
+        self._start = start
 
     def _leave_parent(self) -> None:
         self._broker.forget_connections()

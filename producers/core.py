@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeAli
 
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
+from penstock.producers.stack_start import LONGEST_START_S, StackStart
 from penstock.producers.submission import ItemIndex, SubmitRun, accepted, log_accepted, logger, with_keys
 from penstock.producers.unusable import closed
 from penstock.registry import stack_file
@@ -84,10 +85,26 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         _clients.add(self)
 
     @classmethod
-    def from_env(cls, *, timeout_s: float = 5.0, settings: Settings | None = None) -> Self:
-        """A client of the broker in the settings. Without one, of the embedded stack that runs in this home."""
-        settings = stack_file.with_broker(settings or _loaded_settings())
-        return cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
+    def from_env(
+        cls,
+        *,
+        timeout_s: float = 5.0,
+        start_timeout_s: float = LONGEST_START_S,
+        settings: Settings | None = None,
+    ) -> Self:
+        """A client of the broker in the settings. Without one, of the embedded stack that runs in this home.
+
+        start_timeout_s: the longest wait for a stack that is starting. `Client` waits here; `AsyncClient` waits in
+        `async with` or before its first submit. Raises ConfigurationError when no stack runs or starts, or when it
+        ends meanwhile, and BrokerUnavailable after the time.
+        """
+        settings = settings or _loaded_settings()
+        start = StackStart.of(settings, start_timeout_s)
+        settings = stack_file.with_broker(settings)
+        client = cls(settings.redis_url or "", timeout_s=timeout_s, settings=settings)
+        if start is not None:
+            client._await_start(start)
+        return client
 
     def submit(
         self,
@@ -236,6 +253,10 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
     @abstractmethod
     def _connect(self, url: str, timeout_s: float, result_ttl_ms: int) -> None:
         """Makes the broker connection and the reply reader."""
+
+    def _await_start(self, start: StackStart) -> None:
+        """Waits for a stack that is starting. AsyncClient does so later."""
+        start.wait()
 
     @abstractmethod
     def _leave_parent(self) -> None:

@@ -1,7 +1,10 @@
 """The addresses of a home's embedded stack: compose/stack/local.py writes them, every client of the stack reads them.
 
-`<home>/stack.json` (mode 0600) holds the addresses. `<home>/stack.lock` is locked while the stack's process lives, so
-that the file of a killed stack is ignored.
+    hold -> write (awaits="Redis") -> write (awaits="worker cpu0 ...") -> write (awaits="") -> remove -> lock released
+            '------------------------ starting ----------------------'    '--- ready ---'
+
+`<home>/stack.json` (mode 0600) holds the addresses, and what a starting stack waits for. `<home>/stack.lock` is locked
+while the stack's process lives, so that the file of a killed stack is ignored.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class RunningStack:
     """The addresses of an embedded stack. Flower's fields are empty without Flower.
 
     operator_public_keys: the operators that its workers trust, in the format of that setting.
+    awaits: the part that a starting stack waits for; empty once jobs are served.
     """
 
     pid: int
@@ -43,6 +47,12 @@ class RunningStack:
     flower_user: str = ""
     flower_password: str = field(default="", repr=False)
     operator_public_keys: str = ""
+    awaits: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its workers take jobs. Until then the addresses are right, and nothing may answer yet."""
+        return not self.awaits
 
     def signing_keys(self) -> str:
         """The signing keys, as PENSTOCK_SIGNING_KEYS holds them. Raises ConfigurationError if they are unreadable."""
@@ -53,7 +63,7 @@ class RunningStack:
 
 
 def read(home: Path) -> RunningStack | None:
-    """The stack that runs on `home`, or None."""
+    """The stack that runs on `home` or starts there, or None."""
     if not _is_held(home):
         return None
     try:
@@ -68,7 +78,7 @@ def read(home: Path) -> RunningStack | None:
 
 
 def with_broker(settings: Settings) -> Settings:
-    """The settings with a broker: the given URL, else that of the running stack with its keys.
+    """The settings with a broker: the given URL, else that of the running or starting stack with its keys.
 
     Raises ConfigurationError when there is neither.
     """
@@ -98,7 +108,7 @@ def write(home: Path, stack: RunningStack) -> None:
 
 
 def remove(home: Path) -> None:
-    """Delete the addresses that `write` wrote."""
+    """Delete the addresses that `write` wrote, also those that a killed stack left. The caller holds the home."""
     (home / _FILE).unlink(missing_ok=True)
 
 

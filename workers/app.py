@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from celery import Celery, bootsteps
+from celery.__main__ import main as celery_command
 from celery.concurrency.solo import TaskPool
+from celery.exceptions import SecurityWarning
 from celery.signals import setup_logging, worker_shutting_down
 
 from penstock.registry import logs
@@ -27,21 +32,47 @@ from penstock.workers.process.device import pin
 from penstock.workers.process.exit_status import exit_with
 from penstock.workers.worker import CeleryParts, Worker
 
-__all__ = ["DrainStep", "app"]
+__all__ = ["DrainStep", "app", "run"]
+
+# Celery's five lines about the user root, at each start: they are about pickle, which is not accepted here.
+warnings.filterwarnings("ignore", "You're running the worker with superuser privileges", SecurityWarning)
 
 
 def _application() -> Celery:
+    application = Celery("penstock")
     try:
         from penstock import celeryconfig
-    except ConfigurationError as error:
+
+        application.config_from_object(celeryconfig)
+        _load_transport(application)
+    except (ConfigurationError, ImportError) as error:
         exit_with(error)
-    application = Celery("penstock")
-    application.config_from_object(celeryconfig)
     return application
+
+
+def _load_transport(application: Celery) -> None:
+    """Import what Celery needs for its broker, before it does so itself and ends in a traceback. Connects to nothing.
+
+    Raises ConfigurationError for a URL that Celery cannot use, and ImportError.
+    """
+    try:
+        application.connection_for_write().get_transport_cls()
+    except KeyError:
+        raise ConfigurationError(
+            "The URL in PENSTOCK_CELERY_URL has a scheme that Celery does not know. Expected redis://, rediss://, "
+            "unix:// or amqp://"
+        ) from None
 
 
 app = _application()
 infer_task = app.register_task(InferTask())
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Be Celery's command `worker` with these options; the process ends with it."""
+    # Quiet: without Celery's banner of twenty lines at each start.
+    sys.argv = ["celery", "-q", "-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1", *arguments]
+    celery_command()
 
 
 class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is untyped
@@ -52,7 +83,7 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         super().__init__(worker, **options)
         try:
             self._worker = _open_worker(worker)
-        except (ConfigurationError, BrokerUnavailable) as error:
+        except (ConfigurationError, BrokerUnavailable, ImportError) as error:
             exit_with(error)
         worker_shutting_down.connect(self._on_signal, weak=False)
 
@@ -60,7 +91,7 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         """See Worker.start."""
         try:
             self._worker.start()
-        except (ConfigurationError, BrokerUnavailable) as error:
+        except (ConfigurationError, BrokerUnavailable, ImportError) as error:
             exit_with(error)
 
     def stop(self, worker: Any) -> None:
@@ -85,7 +116,7 @@ app.steps["worker"].add(DrainStep)
 
 
 def _open_worker(worker: Any) -> Worker:
-    """The Worker of this process, for Celery's `worker`. Raises ConfigurationError, BrokerUnavailable."""
+    """The Worker of this process, for Celery's `worker`. Raises ConfigurationError, BrokerUnavailable, ImportError."""
     if not issubclass(worker.pool_cls, TaskPool):
         raise ConfigurationError("A worker is one process with threads of its own. Expected the pool `-P solo`")
     settings = with_broker(Settings.load())

@@ -26,7 +26,6 @@ Only the thread `drain` changes the state of a job. Other threads leave values o
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -54,10 +53,11 @@ from penstock.safety.keys import PublicKeys
 from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
+    refuse_commands,
+    refuse_pool_commands,
     register_control_command,
     restored_tables,
     show_drain,
-    withdraw_commands,
 )
 from penstock.workers.celery_bridge.task_ingress import InferTask, TaskIngress
 from penstock.workers.celery_bridge.task_results import TaskResultBackend, TaskResultForwarder
@@ -67,7 +67,7 @@ from penstock.workers.levels.decision_log import DecisionLog
 from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
-from penstock.workers.process import heartbeat
+from penstock.workers.process import garbage, heartbeat
 from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
 from penstock.workers.process.device import Pin, granted_threads
 from penstock.workers.process.exit_status import EXIT_UNHEALTHY
@@ -78,7 +78,6 @@ from penstock.workers.versions.repository import DiskRepository
 
 __all__ = ["CeleryParts", "OperatorCommands", "Worker"]
 
-_COLLECT_AFTER: Final = 10_000
 _WATCH_S: Final = 0.1
 _HEALTH_S: Final = 1.0
 _REDIS_TIMEOUT_S: Final = 5.0
@@ -144,7 +143,7 @@ class Worker:
         self._drain.load()
         if self._optimizer is not None:
             self._optimizer.start()
-        _freeze_gc()
+        garbage.freeze()
         self._listener.start()
         self._drain.start()
         self._forwarder.start()
@@ -435,8 +434,10 @@ def _remote_control(
     with restored_tables():
         show_drain(drain, celery.listener, celery.hostname, settings=settings.inference.as_shown())
         register_control_command(verifier, commands.execute)
-        if not settings.inference.celery.remote_control:
-            withdraw_commands()
+        if settings.inference.celery.remote_control:
+            refuse_pool_commands()
+        else:
+            refuse_commands()
         yield
 
 
@@ -456,14 +457,3 @@ def _audit_of(settings: Settings) -> Callable[[Mapping[str, object]], None]:
     if not privacy.audit_log_enabled:
         return lambda _facts: None
     return partial(AuditLog(privacy.audit_log_path, "levels").record, "level")
-
-
-def _freeze_gc() -> None:
-    """Exclude the framework's half a million objects from every garbage collection from now on.
-
-    Jobs allocate a few thousand containers a second and free them by reference count. With the default thresholds the
-    full collections that they trigger took a sixth of the worker's time per job.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, 10, 10)

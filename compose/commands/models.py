@@ -74,7 +74,7 @@ def show(access: RegistryAccess, name: str, version: str, as_json: bool) -> None
     """
     from penstock.compose.views import versions
 
-    with access.registry() as registry:
+    with access.records(name) as registry:
         found = registry.find(name, version)
     print_drawn(versions.as_data(found), as_json, lambda: versions.draw_version(found))
 
@@ -91,7 +91,7 @@ def history(access: RegistryAccess, name: str, as_json: bool) -> None:
     """
     from penstock.compose.views import versions
 
-    with access.registry() as registry:
+    with access.records(name) as registry:
         found = registry.history(name)
     newest_first = found[::-1]
     data = [transition.as_data() for transition in newest_first]
@@ -109,7 +109,7 @@ def lineage(access: RegistryAccess, name: str, version: str, as_json: bool) -> N
     \b
     penstock models lineage minilm 2
     """
-    with access.registry() as registry:
+    with access.records(name) as registry:
         found = registry.lineage(name, version).model_dump()
     print_data(found, as_json, "\n".join(f"{field}: {value}" for field, value in found.items()))
 
@@ -125,7 +125,7 @@ def verify(access: RegistryAccess, name: str, version: str, as_json: bool) -> No
     \b
     penstock models verify minilm 2
     """
-    with access.registry() as registry:
+    with access.records(name) as registry:
         found = registry.verify(name, version)
     count = len(found.files) + len(found.source_files)
     data = {"name": found.name, "version": found.version, "content_hash": found.content_hash, "files": count}

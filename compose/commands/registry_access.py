@@ -6,7 +6,7 @@ environment, --via --> RegistryAccess --> registry, deployer, fleet
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.compose.terminal import connected, load_settings, open_broker, terminable
-from penstock.registry.errors import InvalidInput, shown
+from penstock.registry.errors import InvalidInput, PenstockError, UnknownModel, shown
 
 if TYPE_CHECKING:
     from penstock.compose.deploy import Deployer
@@ -45,6 +45,19 @@ class RegistryAccess:
 
         settings = self._settings()
         yield open_registry(settings, operator_keys(settings, for_changes=for_changes))
+
+    @contextmanager
+    def records(self, name: str) -> Iterator[ModelRegistryClient]:
+        """The registry, to read what it has of `name`. Raises UnknownModel, also for a model that is only served."""
+        try:
+            with self.registry() as registry:
+                yield registry
+        except UnknownModel as error:
+            if self._is_served(name):
+                raise UnknownModel(
+                    f"{shown(name)}: served, not registered. Expected `penstock models register` with its folder"
+                ) from error
+            raise
 
     @contextmanager
     def deployer(self) -> Iterator[Deployer]:
@@ -105,6 +118,14 @@ class RegistryAccess:
                 f"{shown(reference)} is fetched to this machine. Expected no --via, or the worker's folder"
             )
         return package_folder(reference, load_settings(self.environ).inference.repo_root, self.environ)
+
+    def _is_served(self, name: str) -> bool:
+        from penstock.compose.views.overview import workers
+
+        # Without a broker, the registry alone answers.
+        with suppress(PenstockError), self.fleet() as fleet:
+            return any(name in report["models"] for report in workers(fleet))
+        return False
 
     def _settings(self) -> Settings:
         """The settings, with the broker of a running stack if there is one; the registry needs none."""

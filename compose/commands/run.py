@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -16,6 +16,8 @@ from penstock.compose.terminal import as_json_option, connected, console, load_s
 from penstock.registry.errors import BrokerRefused, BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from penstock.registry.settings import Settings
 
 __all__ = ["bench", "demo", "up", "worker"]
@@ -55,12 +57,15 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
     )
     with suppress(KeyboardInterrupt), terminable(), stack:
         running = stack.running
-        screen.print(f"Redis    {running.redis_url}")
+        screen.print(f"Redis    {running.redis_url}", soft_wrap=True)
         if running.flower_url:
             screen.print(
-                f"Flower   {running.flower_url} (user {running.flower_user}, password {running.flower_password})"
+                f"Flower   {running.flower_url} (user {running.flower_user}, password {running.flower_password})",
+                soft_wrap=True,
             )
-        screen.print(f"Logs     {stack.log_folder}\nCtrl-C stops everything. Waiting jobs are kept.")
+        screen.print(f"Logs     {stack.log_folder}")
+        _print_first_call(screen, running.redis_url, environ.get("PENSTOCK_HOME", ""))
+        screen.print("Ctrl-C stops everything. Waiting jobs are kept.")
         _wait_for_interrupt(lambda: stack.has_failed)
         if stack.has_failed:
             raise ConfigurationError(stack.failure_reason())
@@ -70,12 +75,18 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
 @_device_option
 @_models_option
 @click.option("--index", type=click.IntRange(0), help="The number of a CPU worker, when one machine runs several.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="warning", show_default=True)
 @click.pass_obj
-def worker(environ: Mapping[str, str], device: str | None, models: str | None, index: int | None) -> None:
+def worker(
+    environ: Mapping[str, str], device: str | None, models: str | None, index: int | None, log_level: str
+) -> None:
     """Run workers, one process per device, and restart them when they crash or hang.
 
     It needs a broker: PENSTOCK_REDIS_URL, or a stack that `penstock up` runs. After SIGTERM or Ctrl-C the running
-    batch finishes; a second signal stops at once.
+    batch finishes; a second signal stops at once. A worker that cannot work with this configuration says why in one
+    line, and the command exits with status 78; other crashes are followed by a restart, after longer and longer
+    pauses, which `penstock status` shows. --log-level is that of libraries; debug also shows the traceback of a failed
+    start.
 
     \b
     penstock worker
@@ -83,6 +94,7 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     penstock worker --device cpu --index 1
     """
     from penstock.compose.stack.fleet import choose, worker_program, worker_timeouts
+    from penstock.compose.stack.restarts import RestartReport
     from penstock.compose.stack.supervisor import Supervisor
     from penstock.registry import logs
 
@@ -90,21 +102,26 @@ def worker(environ: Mapping[str, str], device: str | None, models: str | None, i
     _check_broker(settings)
     children = _child_environ(environ, settings)
     logs.configure()
-    programs = [worker_program(each, settings, children, None) for each in choose(settings, environ)]
-    supervisor = Supervisor(programs, worker_timeouts(settings))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: supervisor.stop())
-    sys.exit(supervisor.run())
+    devices = choose(settings, environ)
+    programs = [worker_program(each, settings, children, None, log_level=log_level) for each in devices]
+    with RestartReport.open(settings.home) as report:
+        supervisor = Supervisor(programs, worker_timeouts(settings), on_change=report.write)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: supervisor.stop())
+        status = supervisor.run()
+    sys.exit(status)
 
 
 @click.command()
-@click.option("--model", default="mlp", show_default=True)
-@click.option("--count", type=click.IntRange(1), default=20_000, show_default=True, help="Jobs to run at saturation.")
+@click.option("--model", help="The model (default: the first that is served).")
+@click.option("--count", type=click.IntRange(1), help="Jobs to run at saturation (default: what ten seconds allow).")
 @click.option("--in-flight", type=click.IntRange(1), default=256, show_default=True, help="Jobs in flight at a time.")
 @as_json_option
 @click.pass_obj
-def bench(environ: Mapping[str, str], model: str, count: int, in_flight: int, as_json: bool) -> None:
+def bench(environ: Mapping[str, str], model: str | None, count: int | None, in_flight: int, as_json: bool) -> None:
     """Measure the running stack, or a private one when none runs: jobs/s, latency, CPU per job.
+
+    The inputs are random values that fit the declaration of the model.
 
     \b
     penstock bench
@@ -174,6 +191,22 @@ def _child_environ(environ: Mapping[str, str], settings: Settings) -> dict[str, 
     if settings.operator_public_keys:
         children["PENSTOCK_OPERATOR_PUBLIC_KEYS"] = settings.operator_public_keys
     return children
+
+
+def _print_first_call(screen: Console, url: str, home: str) -> None:
+    """Lines of Python that can be pasted, for the first model that is served."""
+    from penstock.compose.samples import first_call
+    from penstock.compose.views.overview import served
+    from penstock.registry.broker.redis_streams import RedisStreams
+
+    with closing(RedisStreams.from_url(url)) as broker:
+        found = served(broker)
+    if found:
+        where = f" where PENSTOCK_HOME={home}" if home else ""
+        screen.print(f"\nFrom Python, in another terminal{where}:\n", soft_wrap=True)
+        for line in first_call(found[0]):
+            screen.print(line, soft_wrap=True)
+        screen.print()
 
 
 def _wait_for_interrupt(is_over: Callable[[], bool] = lambda: False) -> None:

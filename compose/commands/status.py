@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 import click
 
 from penstock.compose.terminal import as_json_option, connected, console, open_broker, print_drawn, terminable
+from penstock.registry.errors import BrokerUnavailable
 
 __all__ = ["status", "top", "workers"]
 
@@ -20,14 +22,25 @@ __all__ = ["status", "top", "workers"]
 def status(environ: Mapping[str, str], as_json: bool) -> None:
     """Show the queues with depth and age, the workers and the models.
 
+    Workers of this machine that crash are named with their restarts, the last exit status and the next start; in JSON
+    `supervised` lists every worker that `penstock worker` or `penstock up` keeps running on this home.
+
     \b
     penstock status
     penstock status --json
     """
+    from penstock.compose.stack import restarts
     from penstock.compose.views import overview
 
-    with open_broker(connected(environ)) as broker:
-        state = overview.status(broker)
+    settings = connected(environ)
+    supervised = restarts.read(settings.home, time.monotonic())
+    try:
+        with open_broker(settings) as broker:
+            state = {**overview.status(broker), "supervised": supervised}
+    except BrokerUnavailable:
+        for row in restarts.failing(supervised):
+            click.echo(restarts.sentence(row), err=True)
+        raise
     print_drawn(state, as_json, lambda: overview.draw_status(state))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ from penstock.compose.commands.options import priority_choice
 from penstock.compose.terminal import as_json_option, connected, load_settings, open_broker, print_data
 
 if TYPE_CHECKING:
+    from penstock import JobHandle
+    from penstock.registry.codecs import Codec
     from penstock.registry.queues import PriorityName
+    from penstock.registry.settings import Settings
 
-__all__ = ["submit"]
+__all__ = ["print_events", "submit"]
 
 
 @click.command()
@@ -27,6 +31,7 @@ __all__ = ["submit"]
 @click.option("--deadline-s", type=click.FloatRange(0, min_open=True), help="Seconds after which it must not start.")
 @click.option("--version", help="A fixed version of the model.")
 @click.option("--wait", is_flag=True, help="Wait for the result and print it.")
+@click.option("--stream", is_flag=True, help="Print the events of the job as they come, until its end.")
 @click.option("--timeout", default=60.0, show_default=True, help="How long --wait waits, in seconds.")
 @as_json_option
 @click.pass_obj
@@ -39,10 +44,13 @@ def submit(
     deadline_s: float | None,
     version: str | None,
     wait: bool,
+    stream: bool,
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Submit one job. Print its id, or with --wait its result.
+    """Submit one job. Print its id, or with --wait its result, or with --stream its events.
+
+    --stream prints one line for each event, with --json one JSON object; the exit status is 1 when the job failed.
 
     With --json the field codecs.default of the model's package decides the format of outputs: nested lists, or
     {"dtype", "shape", "base64"}. Inputs may have either format.
@@ -51,6 +59,7 @@ def submit(
     penstock submit minilm --input text="a sentence" --wait
     penstock submit minilm --input text='["two", "sentences"]' --priority high
     penstock submit mlp --inputs batch.json --wait --json
+    penstock submit counter --input count=5 --stream
     """
     from penstock import Client
     from penstock.compose.jobs import json_tensors
@@ -59,21 +68,42 @@ def submit(
     settings = load_settings(environ)
     with Client.from_env(settings=settings) as client:
         job = client.submit(model, parsed, priority=priority, deadline_s=deadline_s, version=version)
-        if not wait:
+        if not (wait or stream):
             print_data({"job_id": job.id}, as_json, job.id)
             return
-        if as_json:
-            # Before the result: a broker that goes away afterwards cannot keep the result from being printed.
-            with open_broker(connected(environ)) as broker:
-                codec = json_tensors.codec_of(broker, settings.inference.repo_root, model, version or "")
+        # Before the end: a broker that goes away afterwards cannot keep the result from being printed.
+        codec = _codec(environ, settings, model, version) if as_json else None
+        if stream:
+            sys.exit(print_events(job, codec))
         outputs = job.result(timeout=timeout)
         info = job.info()
-    if as_json:
+    if codec is not None:
         facts = {"version": info.version, "content_hash": info.content_hash, "is_cached": info.is_cached}
         click.echo(json.dumps({"job_id": job.id, **facts, "outputs": json_tensors.written(outputs, codec)}))
         return
     for name, values in outputs.items():
         click.echo(f"{name} {values.dtype} {values.shape}\n{values}")
+
+
+def print_events(job: JobHandle, codec: Codec | None) -> int:
+    """Print each event when it comes, as JSON where there is a codec. The exit status: 0 for a job that completed."""
+    from penstock.compose.views import events
+
+    if codec is None:
+        click.echo(job.id)
+    last = ""
+    for event in job.stream():
+        line = events.as_text(event) if codec is None else json.dumps(events.as_json(job.id, event, codec))
+        click.echo(line)
+        last = event.type
+    return 0 if last == "completed" else 1
+
+
+def _codec(environ: Mapping[str, str], settings: Settings, model: str, version: str | None) -> Codec:
+    from penstock.compose.jobs import json_tensors
+
+    with open_broker(connected(environ)) as broker:
+        return json_tensors.codec_of(broker, settings.inference.repo_root, model, version or "")
 
 
 def _parse_input(text: str) -> tuple[str, object]:

@@ -15,7 +15,7 @@ from penstock.compose.doctor.deployments import check_deployments
 from penstock.compose.doctor.findings import Finding
 from penstock.compose.doctor.installed import check_installed
 from penstock.compose.doctor.security import check_operator, check_security, check_signing, check_transport
-from penstock.compose.doctor.workers import check_workers
+from penstock.compose.doctor.workers import check_restarts, check_workers
 from penstock.compose.storage import home_problem
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -43,6 +43,7 @@ def _examine(environ: Mapping[str, str], cwd: Path) -> Iterator[Finding]:
     yield from check_home(settings)
     yield from check_security(settings)
     yield from check_packages(settings)
+    yield from check_restarts(settings.home)
     try:
         settings = stack_file.with_broker(settings)
     except ConfigurationError as error:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from penstock.compose.doctor.findings import Finding
+from penstock.compose.stack import restarts
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import KeyName, Keyring
 from penstock.registry.key_reports import KeyReport, difference
 
-__all__ = ["check_workers"]
+__all__ = ["check_restarts", "check_workers"]
+
+
+def check_restarts(home: Path) -> Iterator[Finding]:
+    """The workers of this machine that crash and are started again; they may never reach the broker."""
+    for row in restarts.failing(restarts.read(home, time.monotonic())):
+        yield Finding("workers", "warning", restarts.sentence(row), "read its log; `penstock status` shows it")
+
 
 _KEYS: Final = "the same PENSTOCK_SIGNING_KEYS on every machine; restart what had others"
 

@@ -2,6 +2,7 @@
 
 local.py   the embedded stack            supervisor.py   restarts programs that crash or hang
 fleet.py   one worker per device         launch.py       ties the life of a child to its supervisor
+                                         restarts.py     crashes and next starts, for `penstock status`
 """
 
 from __future__ import annotations

@@ -62,9 +62,13 @@ def choose(settings: Settings, environ: Mapping[str, str]) -> list[Device]:
     return [Device("gpu", gpu.index, gpu.uuid) for gpu in requested_gpus(requested, gpus)]
 
 
-def worker_program(device: Device, settings: Settings, environ: Mapping[str, str], output: Path | None) -> Program:
-    """The worker of one device. Its environment makes only that device visible and passes these settings on."""
-    celery = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker", "-P", "solo", "-c", "1"]
+def worker_program(
+    device: Device, settings: Settings, environ: Mapping[str, str], output: Path | None, *, log_level: str = "warning"
+) -> Program:
+    """The worker of one device. Its environment makes only that device visible and passes these settings on.
+
+    log_level: of all loggers, by Celery's option; those of Penstock write at least at level INFO.
+    """
     own = {
         "CUDA_VISIBLE_DEVICES": device.visible,
         "PENSTOCK_INFERENCE_DEVICE": "cpu" if device.kind == "cpu" else "cuda:0",
@@ -75,7 +79,7 @@ def worker_program(device: Device, settings: Settings, environ: Mapping[str, str
     }
     if settings.worker.metrics_port is not None:
         own["PENSTOCK_METRICS_PORT"] = str(settings.worker.metrics_port)
-    arguments = [*celery, "-n", f"{device.name}@%h"]
+    arguments = [sys.executable, "-m", "penstock.workers", "-n", f"{device.name}@%h", f"--loglevel={log_level}"]
     probe = JournalProbe(settings, environ.get("PENSTOCK_REDIS_URL") or settings.redis_url or "")
     return Program(device.name, arguments, {**environ, **own}, beats=True, output=output, probe=probe)
 

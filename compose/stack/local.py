@@ -1,7 +1,7 @@
 """The embedded stack: no server to install, nothing open to the network.
 
-    lock the home -> Redis on a private unix socket -> Flower and one worker per device -> ready -> stack.json
-                                         ... stopped in reverse order
+    lock the home -> stack.json says "starting" -> Redis, Flower and one worker per device, side by side
+                  -> workers are ready -> stack.json says "ready" -> Flower answers       ... stopped in reverse order
 
 Redis writes an append-only file under the home (everysec) and listens on no TCP port; only this user may enter the
 folder of its socket. Jobs and results are signed with a key that is made once, mode 0600. The workers accept commands
@@ -24,6 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -32,7 +33,8 @@ import redis
 
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.stack.fleet import Device, worker_program, worker_timeouts
-from penstock.compose.stack.supervisor import Program, Supervisor, SupervisorTimeouts
+from penstock.compose.stack.restarts import RestartReport
+from penstock.compose.stack.supervisor import ChildState, Program, Supervisor, SupervisorTimeouts
 from penstock.compose.storage import home_problem
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -168,34 +170,59 @@ class LocalStack:
         home = self._settings.home
         _private_folder(home)
         exits.enter_context(stack_file.hold(home))
-        self._clear_logs()
+        # A killed stack has left its addresses, which clients would take for those of this one.
+        stack_file.remove(home)
         address = exits.enter_context(_socket(home))
-        url = f"unix://{address}"
+        # Clients that start with the stack find its addresses from here on, and wait.
+        stack = self._announce(exits, address)
+        self._clear_logs()
         self._on_progress("Starting Redis")
         self._supervise(exits, "redis", [self._redis(address)], SupervisorTimeouts(warm_s=10))
-        self._await("redis", _REDIS_TIMEOUT_S, lambda: _redis_answers(url))
-        stack = RunningStack(
-            os.getpid(),
-            url,
-            str(self._keys_file(exits)),
-            **self._flower_access(),
-            operator_public_keys=self._operator_public_keys(),
-        )
+        self._await("redis", _REDIS_TIMEOUT_S, lambda: _redis_answers(stack.redis_url))
         environ = self._child_environ(stack)
+        # The workers first: jobs need them, and they take longest.
+        self._start_workers(exits, stack, environ)
         if stack.flower_url:
             self._on_progress("Starting Flower")
             self._supervise(exits, "flower", [self._flower(stack, environ)], SupervisorTimeouts(warm_s=5))
-        names = ", ".join(device.name for device in self._devices)
-        self._on_progress(f"Starting workers, which load their models: {names}")
-        programs = [worker_program(device, self._settings, environ, self._log(device.name)) for device in self._devices]
-        self._supervise(exits, "worker", programs, worker_timeouts(self._settings))
-        self._await("worker", _WORKER_TIMEOUT_S, lambda: self._are_workers_ready(url))
+        exits.callback(self._begin_to_stop)
+        self._await("worker", _WORKER_TIMEOUT_S, lambda: self._are_workers_ready(stack.redis_url))
+        stack = replace(stack, awaits="")
+        stack_file.write(home, stack)
         if stack.flower_url:
             self._await("flower", _FLOWER_TIMEOUT_S, lambda: _flower_answers(stack))
-        stack_file.write(home, stack)
-        exits.callback(stack_file.remove, home)
         self._running = stack
         self._on_progress("Ready")
+
+    def _begin_to_stop(self) -> None:
+        """Ask workers and Flower to stop, side by side; Redis stops when they have ended."""
+        # First, so that no client begins with a stack that ends.
+        stack_file.remove(self._settings.home)
+        for part in ("flower", "worker"):
+            if part in self._supervisors:
+                self._supervisors[part].stop()
+
+    def _announce(self, exits: ExitStack, address: Path) -> RunningStack:
+        """Write the addresses of the stack before anything answers there; they are removed at the end."""
+        stack = RunningStack(
+            os.getpid(),
+            f"unix://{address}",
+            str(self._keys_file(exits)),
+            **self._flower_access(),
+            operator_public_keys=self._operator_public_keys(),
+            awaits="Redis",
+        )
+        exits.callback(stack_file.remove, self._settings.home)
+        stack_file.write(self._settings.home, stack)
+        return stack
+
+    def _start_workers(self, exits: ExitStack, stack: RunningStack, environ: Mapping[str, str]) -> None:
+        names = ", ".join(device.name for device in self._devices)
+        self._on_progress(f"Starting workers, which load their models: {names}")
+        stack_file.write(self._settings.home, replace(stack, awaits=f"the workers, which load their models: {names}"))
+        programs = [worker_program(device, self._settings, environ, self._log(device.name)) for device in self._devices]
+        report = exits.enter_context(RestartReport.open(self._settings.home))
+        self._supervise(exits, "worker", programs, worker_timeouts(self._settings), report.write)
 
     def _clear_logs(self) -> None:
         _private_folder(self.log_folder)
@@ -203,9 +230,14 @@ class LocalStack:
             old.unlink()
 
     def _supervise(
-        self, exits: ExitStack, part: str, programs: Sequence[Program], timeouts: SupervisorTimeouts
+        self,
+        exits: ExitStack,
+        part: str,
+        programs: Sequence[Program],
+        timeouts: SupervisorTimeouts,
+        on_change: Callable[[Sequence[ChildState]], None] = lambda states: None,
     ) -> None:
-        supervisor = self._supervisors[part] = Supervisor(programs, timeouts)
+        supervisor = self._supervisors[part] = Supervisor(programs, timeouts, on_change=on_change)
         exits.callback(supervisor.close)
         supervisor.start()
 

@@ -4,7 +4,8 @@
 
 The decisions (`ChildHealth`, `stop_signal`) are pure: time and randomness are arguments. `Supervisor` acts on them, in
 one thread. It restarts a child for ever, after longer and longer delays. A child that exits with EXIT_CONFIGURATION is
-not restarted, because it would exit the same way: the supervisor stops all children and returns that status.
+not restarted, because it would exit the same way: the child has said why, in one line, and the supervisor stops all
+children and returns that status. Each change of a `ChildState` is reported (compose/stack/restarts.py).
 Children die with the thread that runs the supervisor (compose/stack/launch.py), also when it is killed.
 """
 
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = [
     "Program",
     "Supervisor",
     "ChildHealth",
+    "ChildState",
     "LivenessProbe",
     "stop_signal",
 ]
@@ -85,6 +87,21 @@ class SupervisorTimeouts:
     """After a run of this length the count of failures starts again at 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChildState:
+    """One child for its report. Times are monotonic seconds of this machine."""
+
+    name: str
+    restarts: int
+    """Starts after the first one."""
+    failures: int
+    """Failures in a row; 0 after a run of `steady_s`."""
+    last_status: int | None
+    """The last exit status, negative for a signal; None before the first exit."""
+    next_start: float | None
+    """When it is started again; None while it runs."""
+
+
 def stop_signal(now: float, requests: Sequence[float], timeouts: SupervisorTimeouts) -> signal.Signals:
     """The signal that is due at `now`, when a stop was requested at the times `requests`.
 
@@ -102,6 +119,9 @@ class ChildHealth:
     def __init__(self, timeouts: SupervisorTimeouts, *, beats: bool) -> None:
         self.failures = 0
         """Exits in a row, each after a run that was shorter than `steady_s`."""
+        self.starts = 0
+        self.last_status: int | None = None
+        """The last exit status; None before the first exit."""
         self._timeouts = timeouts
         self._beats = beats
         self._started = 0.0
@@ -110,6 +130,7 @@ class ChildHealth:
 
     def on_start(self, now: float) -> None:
         """The child has started."""
+        self.starts += 1
         self._started = now
         self._last_beat = None
         self._reported_reason = ""
@@ -131,9 +152,14 @@ class ChildHealth:
         silent = now - self._last_beat > self._timeouts.silence_s
         return f"no heartbeat for {self._timeouts.silence_s:g} s" if silent else None
 
-    def on_exit(self, now: float, jitter: float) -> float:
-        """The child has exited; returns the time of the next start."""
-        self.failures = 1 if now - self._started >= self._timeouts.steady_s else self.failures + 1
+    def is_steady(self, now: float) -> bool:
+        """Whether the child, which runs, has run for so long that earlier failures do not count."""
+        return now - self._started >= self._timeouts.steady_s
+
+    def on_exit(self, now: float, jitter: float, status: int | None = None) -> float:
+        """The child has exited, or could not be started (None); returns the time of the next start."""
+        self.last_status = status
+        self.failures = 1 if self.is_steady(now) else self.failures + 1
         first_s, longest_s = self._timeouts.first_delay_s, self._timeouts.longest_delay_s
         return now + backoff_delay_s(self.failures, first_s, longest_s, jitter)
 
@@ -199,6 +225,18 @@ class _Child:
         self.process.send_signal(number)
         return True
 
+    def state(self, now: float) -> ChildState:
+        """The child for its report."""
+        health = self.health
+        is_running = self.process is not None
+        return ChildState(
+            self.program.name,
+            restarts=max(0, health.starts - 1),
+            failures=0 if is_running and health.is_steady(now) else health.failures,
+            last_status=health.last_status,
+            next_start=None if is_running else self.due,
+        )
+
     def reap(self) -> int | None:
         """The exit status of the process, once, after its end; negative for a signal."""
         if self.process is None or (status := self.process.poll()) is None:
@@ -212,11 +250,22 @@ class _Child:
 
 
 class Supervisor:
-    """Runs programs until `stop`, which may be called from any thread and from a signal handler."""
+    """Runs programs until `stop`, which may be called from any thread and from a signal handler.
 
-    def __init__(self, programs: Sequence[Program], timeouts: SupervisorTimeouts | None = None) -> None:
+    on_change: called on the supervisor's thread with the states of all children, after each change.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        timeouts: SupervisorTimeouts | None = None,
+        *,
+        on_change: Callable[[Sequence[ChildState]], None] = lambda states: None,
+    ) -> None:
         self._timeouts = timeouts or SupervisorTimeouts()
         self._children = [_Child(program, self._timeouts) for program in programs]
+        self._on_change = on_change
+        self._states: list[ChildState] = []
         self._stop_requests: list[float] = []
         self._status = 0
         self._thread: threading.Thread | None = None
@@ -226,8 +275,10 @@ class Supervisor:
 
         The status is 0 after a stop, and EXIT_CONFIGURATION after a child that exited with it.
         """
-        while not self._stop_requests:
-            self._supervise(time.monotonic())
+        while not self.is_stopping:
+            now = time.monotonic()
+            self._supervise(now)
+            self._report(now)
             time.sleep(_TICK_S)
         while any(child.process for child in self._children):
             self._shut_down(time.monotonic())
@@ -245,11 +296,16 @@ class Supervisor:
 
     def close(self) -> int:
         """Stop the thread of `start`; returns the exit status of `run` once all children have ended."""
-        if not self._stop_requests:
+        if not self.is_stopping:
             self.stop()
         if self._thread is not None:
             self._thread.join()
         return self._status
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a stop was requested."""
+        return bool(self._stop_requests)
 
     @property
     def has_failed(self) -> bool:
@@ -279,6 +335,12 @@ class Supervisor:
             if (status := child.reap()) is not None:
                 self._on_exit(child, status, now)
 
+    def _report(self, now: float) -> None:
+        states = [child.state(now) for child in self._children]
+        if states != self._states:
+            self._states = states
+            self._on_change(states)
+
     def _start_child(self, child: _Child, now: float) -> None:
         try:
             child.start(now)
@@ -289,13 +351,14 @@ class Supervisor:
 
     def _on_exit(self, child: _Child, status: int, now: float) -> None:
         if status == EXIT_CONFIGURATION:
-            _log.error("%s refuses its configuration (exit status %d)", child.program.name, status)
+            # The child has written its reason; a second line would only repeat it.
+            _log.debug("%s refuses its configuration (exit status %d)", child.program.name, status)
             self._status = status
             self.stop()
             return
         if child.program.probe:
             child.program.probe.on_exit()
-        child.due = child.health.on_exit(now, random.random())  # noqa: S311 - jitter, no secret
+        child.due = child.health.on_exit(now, random.random(), status)  # noqa: S311 - jitter, no secret
         _log.warning(
             "%s exited with status %d; the next start is in %.1f s", child.program.name, status, child.due - now
         )

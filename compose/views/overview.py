@@ -31,6 +31,7 @@ __all__ = [
     "kinds",
     "latency_ms",
     "models",
+    "served",
     "snapshots",
     "status",
     "worker_pids",
@@ -80,6 +81,13 @@ def models(broker: Broker) -> list[dict[str, Any]]:
     """The models whose jobs are accepted: name, version, inputs and outputs. Raises BrokerUnavailable."""
     specs = [ModelSpec.from_json(spec) for spec in map(broker.spec, broker.models()) if spec]
     return [{"name": spec.name, "version": spec.version, **kinds(spec)} for spec in specs]
+
+
+def served(broker: FleetEnd) -> list[ModelSpec]:
+    """The models that a live worker serves, by name; those that stream come last. Raises BrokerUnavailable."""
+    names = {name for report in workers(broker) for name, active in report["models"].items() if active}
+    specs = [ModelSpec.from_json(sealed) for sealed in map(broker.spec, sorted(names)) if sealed]
+    return sorted(specs, key=lambda spec: spec.streams)
 
 
 def kinds(spec: ModelSpec) -> dict[str, dict[str, str]]:
@@ -138,7 +146,7 @@ def _is_here(report: Mapping[str, Any]) -> bool:
 
 
 def draw_status(state: Mapping[str, Any]) -> RenderableType:
-    """Three tables; empty queues are left out."""
+    """Three tables, and the workers that crash; empty queues are left out."""
     queues = _table("queue", "priority", "waiting", "running", "oldest waits", "")
     for queue in state["queues"]:
         if queue["jobs"]:
@@ -152,6 +160,7 @@ def draw_status(state: Mapping[str, Any]) -> RenderableType:
         *([Text(paused, style="yellow")] if state["paused"] else []),
         Text(),
         draw_workers(state["workers"]),
+        *_draw_restarts(state["supervised"]),
         Text(),
         draw_models(state["models"]),
     )
@@ -166,6 +175,17 @@ def draw_workers(reports: Sequence[Mapping[str, Any]]) -> RenderableType:
         held, batches = report.get("in_memory", 0), report.get("batches", 0)
         table.add_row(report["name"], report["device"], state, loaded, f"{held:,}", f"{batches:,}")
     return table if table.row_count else Text("No worker runs.")
+
+
+def _draw_restarts(supervised: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """The workers of this machine that crashed and have not run steadily since; nothing without one."""
+    table = _table("worker that crashes", "restarts", "last exit status", "next start")
+    for row in supervised:
+        if row["failures"]:
+            wait_s, status = row["next_start_in_s"], row["last_status"]
+            then = "runs again" if wait_s is None else f"in {wait_s:.1f} s"
+            table.add_row(row["worker"], f"{row['restarts']:,}", "" if status is None else str(status), then)
+    return [Text(), table] if table.row_count else []
 
 
 def _loaded(report: Mapping[str, Any], name: str, active: str) -> str:
@@ -220,7 +240,7 @@ def _named(tensors: Mapping[str, str]) -> str:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    numeric = {"waiting", "running", "oldest waits", "in memory", "batches", "p50 ms", "p99 ms"}
+    numeric = {"waiting", "running", "oldest waits", "in memory", "batches", "p50 ms", "p99 ms", "restarts"}
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left")
     return table

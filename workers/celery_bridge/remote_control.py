@@ -2,6 +2,7 @@
 
     inspect active, reserved, stats; the heartbeat's counts --> DrainView, CeleryEventSender
     a signed command of an operator --> CommandVerifier --> the worker
+    shutdown, pool_grow, add_consumer ... --> a refusal in words
 
 Celery keeps these entries in tables of the process. `restored_tables` gives them back.
 """
@@ -27,10 +28,11 @@ from penstock.workers.celery_bridge.presentation import shown_arguments, shown_n
 __all__ = [
     "OPEN_COMMANDS",
     "DrainView",
+    "refuse_commands",
+    "refuse_pool_commands",
     "register_control_command",
     "restored_tables",
     "show_drain",
-    "withdraw_commands",
 ]
 
 _MAX_SHOWN_JOBS: Final = 1_000
@@ -44,6 +46,8 @@ OPEN_COMMANDS: Final = frozenset(
     )
 )
 """The remote control commands that stay: they read, switch events, revoke a job, or are signed."""
+
+_POOL_COMMANDS: Final = frozenset(("autoscale", "pool_grow", "pool_restart", "pool_shrink"))
 
 logger = logging.getLogger("penstock.server")
 
@@ -113,10 +117,28 @@ def register_control_command(verifier: CommandVerifier, execute: Callable[[Comma
     Panel.register(command, type="control", name=CONTROL_COMMAND, args=[("command", str)], signature="<sealed>")
 
 
-def withdraw_commands() -> None:
-    """Remove the commands that stop, resize or re-route a worker from Celery's remote control."""
+def refuse_commands() -> None:
+    """Refuse the commands that stop, resize or re-route a worker. Flower and `celery control` show the refusal."""
     for name in Panel.data.keys() - OPEN_COMMANDS:
-        del Panel.data[name]
+        text = f"{name} is off on this worker. Expected PENSTOCK_INFERENCE_CELERY_REMOTE_CONTROL=true"
+        Panel.data[name] = _refusal(name, text)
+    refuse_pool_commands()
+
+
+def refuse_pool_commands() -> None:
+    """Refuse the commands that resize the pool, whatever the settings allow: this pool has no size."""
+    for name in Panel.data.keys() & _POOL_COMMANDS:
+        text = f"{name}: a worker is one process with one device. Expected another worker: `penstock worker`"
+        Panel.data[name] = _refusal(name, text)
+
+
+def _refusal(name: str, text: str) -> Callable[..., dict[str, str]]:
+    def refuse(state: Any, *arguments: Any, **named: Any) -> dict[str, str]:
+        # Without the arguments, which come from the wire.
+        logger.warning("a control command was refused", extra={"command": name})
+        return {"error": text}
+
+    return refuse
 
 
 def _requests(jobs: Sequence[JobHeader], hostname: str) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings import METRICS_PORT
 
 __all__ = [
     "Gpu",
@@ -185,7 +186,11 @@ def _pin_cpu(index: int | None, locks: Path) -> Pin:
             return Pin("cpu", candidate, lock)
         if candidate >= _MAX_CPU_WORKERS:
             break
-    raise ConfigurationError(f"Another worker is cpu{candidate} already. Expected a free PENSTOCK_WORKER_INDEX")
+    raise ConfigurationError(
+        f"Another worker is cpu{candidate} already. Expected a number of its own: `penstock worker --index "
+        f"{candidate + 1}`, or PENSTOCK_WORKER_INDEX. The metrics port is {METRICS_PORT} + that number, or "
+        "PENSTOCK_METRICS_PORT"
+    )
 
 
 def _folder(home: Path) -> Path:

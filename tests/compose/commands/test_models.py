@@ -123,6 +123,17 @@ def test_versions_are_promoted_and_rolled_back(stack: Stack):
     assert _json(stack, "sync", MODEL)["epoch"] == back["epoch"]
 
 
+@pytest.mark.parametrize("command", [["show"], ["history"], ["lineage"], ["verify"]], ids=lambda words: words[0])
+def test_a_model_that_is_served_and_not_registered_is_named_so(home: Path, command: list[str]):
+    """The registry does not know it, a worker does: the error says so, and not that the model is unknown."""
+    version = ["1"] if command[0] in ("lineage", "verify") else []
+    shown = penstock(home, "models", *command, "double", *version)
+    assert shown.exit_code == 1
+    assert shown.stderr == (
+        "Error: double: served, not registered. Expected `penstock models register` with its folder\n"
+    )
+
+
 def test_load_and_unload_wait_for_the_worker(stack: Stack):
     """All workers read the shared state, one worker gets a signed command; the command waits for the reports."""
     (worker,) = _json(stack, "load", MODEL, "2")["workers"]

@@ -21,13 +21,15 @@ import redis
 from penstock import Client
 from penstock.compose.stack.fleet import Device
 from penstock.compose.stack.local import LocalStack, redis_binary
+from penstock.compose.stack.supervisor import Supervisor
 from penstock.registry import stack_file
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
-from tests.packages import write_double
+from tests.packages import write_double, write_package
 from tests.servers import ROOT, wait_until
 
 CPU = [Device("cpu", 0)]
+UP = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "up"]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,11 @@ def processes_of(home: Path) -> set[int]:
     return found
 
 
+def is_ready(home: Path) -> bool:
+    found = stack_file.read(home)
+    return found is not None and found.is_ready
+
+
 def status_of(url: str, login: str = "") -> int:
     headers = {"Authorization": f"Basic {b64encode(login.encode()).decode()}"} if login else {}
     try:
@@ -107,6 +114,48 @@ def test_a_job_runs_on_a_stack_that_is_found_by_its_home(home, models):
     assert not processes_of(home)
 
 
+def test_the_program_that_up_prints_runs_as_it_stands(home, tmp_path):
+    """A program that begins while the model loads waits and says so. Afterwards `penstock up` prints lines of Python,
+    which submit a job of the model that it serves."""
+    gate = tmp_path / "gate"
+    source = f"""
+        import time
+        from pathlib import Path
+
+        def build():
+            while not Path({str(gate)!r}).exists():
+                time.sleep(0.01)
+            return lambda inputs: {{"y": inputs["x"] + 4.5}}
+    """
+    write_package(tmp_path, "shift", source)
+    environ = environment(home, tmp_path)
+    with ExitStack() as ends:
+
+        def start(*command: str) -> subprocess.Popen[str]:
+            pipe = subprocess.PIPE
+            process = ends.enter_context(subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True))
+            ends.callback(process.kill)
+            return process
+
+        up = start(*UP, "--no-flower")
+        wait_until(lambda: stack_file.read(home) or up.poll() is not None, 60, "the stack is starting")
+        early = start(sys.executable, "-c", "from penstock import Client; Client.from_env().close()")
+        assert early.stderr is not None
+        assert early.stderr.readline().startswith("The embedded stack is starting. This program waits for it")
+        assert early.poll() is None
+        assert not is_ready(home)
+        gate.touch()
+        assert early.wait(60) == 0
+        assert up.stdout is not None
+        printed = [*iter(up.stdout.readline, "Ctrl-C stops everything. Waiting jobs are kept.\n")]
+        (heading,) = (number for number, line in enumerate(printed) if line.startswith("From Python"))
+        program = start(sys.executable, "-c", "".join(printed[heading + 1 :]))
+        answer, errors = program.communicate(timeout=60)
+        assert "array([[4.5, 4.5, 4.5, 4.5]], dtype=float32)" in answer, errors
+        up.send_signal(signal.SIGINT)
+        assert up.wait(60) == 0
+
+
 def test_flower_requires_the_password(home, models):
     """Flower runs on the loopback and shows the worker only with the generated password."""
     environ = environment(home, models)
@@ -118,6 +167,18 @@ def test_flower_requires_the_password(home, models):
         assert status_of(f"{where.flower_url}/api/workers", login) == 200
         shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True)
         assert where.flower_password not in shown.stdout
+
+
+def test_a_stack_that_ends_is_found_no_more_and_stops_side_by_side(home, models):
+    """Its addresses go first; workers and Flower are asked at the same time, and Redis, which they need, is not."""
+    ending = stack(home, models)
+    home.mkdir()
+    stack_file.write(home, stack_file.RunningStack(os.getpid(), "unix:///run/redis.sock", ""))
+    ending._supervisors = {part: Supervisor([]) for part in ("redis", "worker", "flower")}
+    ending._begin_to_stop()
+    assert not (home / "stack.json").exists()
+    asked = {part for part, supervisor in ending._supervisors.items() if supervisor.is_stopping}
+    assert asked == {"worker", "flower"}
 
 
 def test_only_this_user_gets_in(home, models):
@@ -214,13 +275,12 @@ def test_without_any_redis_the_error_says_what_to_install(monkeypatch):
 def test_penstock_up_leaves_no_process(home, models, number):
     """When `penstock up` is killed, terminated or interrupted, no process of the stack survives."""
     environ = environment(home, models)
-    up = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "up"]
     with ExitStack() as ends:
         process = ends.enter_context(
-            subprocess.Popen(up, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(UP, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         )
         ends.callback(process.kill)
-        wait_until(lambda: stack_file.read(home) or process.poll() is not None, 60, "the stack is up")
+        wait_until(lambda: is_ready(home) or process.poll() is not None, 60, "the stack is up")
         assert process.poll() is None, process.communicate()[1]
         started = processes_of(home) - {process.pid}
         assert len(started) == 3

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from celery import Celery
 from celery.worker import heartbeat
 from celery.worker import state as worker_state
@@ -13,7 +14,13 @@ from celery.worker.control import Panel
 
 from penstock.registry.envelope import JobHeader
 from penstock.workers.celery_bridge.events import CeleryEventSender
-from penstock.workers.celery_bridge.remote_control import OPEN_COMMANDS, restored_tables, show_drain, withdraw_commands
+from penstock.workers.celery_bridge.remote_control import (
+    OPEN_COMMANDS,
+    refuse_commands,
+    refuse_pool_commands,
+    restored_tables,
+    show_drain,
+)
 from tests.workers.celery_bridge.jobs import HOST, ended, job
 
 
@@ -62,23 +69,45 @@ def test_celerys_heartbeat_counts_the_drains_jobs(app: Celery):
     assert (sent[0]["active"], sent[0]["processed"]) == (2, 1)
 
 
-def test_only_commands_that_look_or_revoke_stay_open():
-    """In every version of Celery, the commands that stop, resize or re-route a worker are removed."""
-    withdraw_commands()
-    assert set(Panel.data) <= OPEN_COMMANDS
-    for name in ("ping", "stats", "active", "reserved", "revoked", "revoke", "enable_events", "disable_events"):
-        assert name in Panel.data
-    for name in ("shutdown", "pool_grow", "pool_restart", "autoscale", "add_consumer", "cancel_consumer", "terminate"):
-        assert name not in Panel.data
+def answer_of(name: str) -> object:
+    return Panel.data[name](SimpleNamespace(), n=1)
+
+
+def test_only_commands_that_look_or_revoke_stay_open(caplog: pytest.LogCaptureFixture):
+    """In every version of Celery, the commands that stop, resize or re-route a worker are refused, in words and without
+    a traceback: Flower shows the words."""
+    open_ones = {name: Panel.data[name] for name in Panel.data.keys() & OPEN_COMMANDS}
+    closed = Panel.data.keys() - OPEN_COMMANDS
+    assert {"shutdown", "pool_grow", "pool_restart", "autoscale", "add_consumer", "cancel_consumer"} <= closed
+    refuse_commands()
+    assert {name: Panel.data[name] for name in open_ones} == open_ones
+    for name in closed:
+        answer = answer_of(name)
+        assert isinstance(answer, dict)
+        assert list(answer) == ["error"]
+        assert answer["error"].startswith(name)
+        assert "Expected" in answer["error"]
+    assert [record.exc_info for record in caplog.records] == [None] * len(closed)
+
+
+def test_a_pool_without_a_size_refuses_grow_and_shrink():
+    """Where operators opened remote control, Grow and Shrink are still refused, and the other commands are Celery's."""
+    celerys = dict(Panel.data)
+    refuse_pool_commands()
+    changed = {name for name in celerys if Panel.data[name] is not celerys[name]}
+    assert changed == {"autoscale", "pool_grow", "pool_restart", "pool_shrink"}
+    assert answer_of("pool_grow") == {
+        "error": "pool_grow: a worker is one process with one device. Expected another worker: `penstock worker`"
+    }
 
 
 def test_celerys_tables_are_given_back(app: Celery):
-    """After the block, the commands and the heartbeat's counts are Celery's own again, also the removed ones."""
+    """After the block, the commands and the heartbeat's counts are Celery's own again, also the refused ones."""
     commands, descriptions = dict(Panel.data), dict(Panel.meta)
     listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
     with restored_tables():
         show_drain(HeldJobs([], []), listener, HOST, settings={})
-        withdraw_commands()
+        refuse_commands()
         assert Panel.data != commands
     assert (dict(Panel.data), dict(Panel.meta)) == (commands, descriptions)
     assert heartbeat.active_requests is worker_state.active_requests
