@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 from penstock.producers.job_state import END_NAMES, Outcome, open_outcome
 from penstock.registry.broker.base import JobRecord, State, StreamEntry
 from penstock.registry.envelope import Keyring, open_event
-from penstock.registry.errors import BadSignature, job_failure
+from penstock.registry.errors import BadSignature
 from penstock.registry.tensors import decode
 
 __all__ = ["EventMerger", "EventType", "JobEvent", "is_end"]
@@ -132,5 +132,5 @@ class EventMerger:
 
     def _end(self, seq: int, outcome: Outcome) -> JobEvent:
         failure = outcome.header.error
-        data = outcome.outputs() if failure is None else job_failure(failure.code, failure.message)
+        data = outcome.outputs() if failure is None else failure.exception()
         return JobEvent(seq, END_NAMES[outcome.state], data)

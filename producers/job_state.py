@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
-from penstock.registry.errors import BadSignature, ResultGone, ResultTimeout, UnknownJob, job_failure
+from penstock.registry.errors import BadSignature, ResultGone, ResultTimeout, UnknownJob
 from penstock.registry.queues import job_time_ms
 from penstock.registry.tensors import Array, decode
 
@@ -77,7 +77,7 @@ class Outcome:
     def outputs(self) -> dict[str, Array]:
         """The outputs by name. Raises the JobFailed that ended the job."""
         if self.header.error is not None:
-            raise job_failure(self.header.error.code, self.header.error.message)
+            raise self.header.error.exception()
         return decode(self.header.content, self.body)
 
     def info(self) -> JobInfo:

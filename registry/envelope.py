@@ -22,7 +22,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from penstock.registry.backoff import backoff_delay_s
-from penstock.registry.errors import BadSignature, ConfigurationError, UndecodableEnvelope
+from penstock.registry.errors import BadSignature, ConfigurationError, JobFailed, UndecodableEnvelope, job_failure
 from penstock.registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
 __all__ = [
@@ -120,11 +120,19 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         return RequestContext(self.tenant, self.traceparent)
 
 
-class Failure(msgspec.Struct, frozen=True, gc=False):
-    """A JobFailed as plain data: its class name and its message."""
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A JobFailed as plain data: its class name, its message, and where a model raised it."""
 
     code: str
     message: str
+    where: str = ""
+    """The last frame of the package's own code: `model.py, line 7, in predict`."""
+    traceback: str = ""
+    """With the paths of the worker's files, so a client gets it only where the settings allow that."""
+
+    def exception(self) -> JobFailed:
+        """The exception that a client sees."""
+        return job_failure(self.code, self.message, where=self.where, traceback=self.traceback)
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):

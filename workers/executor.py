@@ -28,6 +28,7 @@ from penstock.workers.batch_run import BatchRun, JobStream, Outputs
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import Journal, NullJournal
 from penstock.workers.runtime.base import DeviceLost, Prepared
+from penstock.workers.runtime.tracebacks import ModelTrace, message_of, repr_of, trace_of
 
 __all__ = ["Executor", "seats_for"]
 
@@ -204,8 +205,8 @@ class Executor:
             self._journal.begin(_PREPARE_SEAT, run.held, inf, self._clock())
             try:
                 run.prepared = run.model.runtime.prepare([item.job.inputs for item in run.batch.items])
-            except (Exception, SystemExit):  # the model thread meets the error again, job by job
-                logger.debug("preparing failed", exc_info=True)
+            except (Exception, SystemExit) as error:  # the model thread meets the error again, job by job
+                logger.debug("preparing failed: %s", type(error).__name__)
             self._journal.end(_PREPARE_SEAT)
             if run.is_prepared is not None:
                 run.is_prepared.set()
@@ -258,7 +259,7 @@ def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> li
     except (Exception, SystemExit) as error:  # a model may raise anything; only its own job fails
         if len(jobs) == 1:
             return [_failure(error, jobs[0])]
-        logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
+        _logged(error, "a batch failed and is bisected", {"size": len(jobs)})
     # Outside of `except`: an exception in handling keeps everything that the failed forward had on the device.
     if len(jobs) > 1:
         return _run_halves(run, jobs)
@@ -350,9 +351,15 @@ def _stream(run: BatchRun, job: ClaimedJob, context: JobStream) -> Outputs | Fai
 
 
 def _failure(error: BaseException, job: ClaimedJob) -> Failure:
+    trace = _logged(error, "a job failed", {"job_id": job.header.id, "model": job.header.model})
+    message = message_of(error, _LONGEST_MESSAGE)
     if isinstance(error, JobFailed):
-        return Failure(type(error).__name__, str(error)[:_LONGEST_MESSAGE])
-    logger.warning(
-        "a job failed", extra={"job_id": job.header.id, "model": job.header.model, "error": repr(error)[:200]}
-    )
-    return Failure("ModelError", f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
+        return Failure(type(error).__name__, message, trace.where, trace.text)
+    return Failure("ModelError", f"{type(error).__name__}: {message}"[:_LONGEST_MESSAGE], trace.where, trace.text)
+
+
+def _logged(error: BaseException, event: str, facts: Mapping[str, object]) -> ModelTrace:
+    """One line with the traceback."""
+    trace = trace_of(error)
+    logger.warning(event, extra={**facts, "error": repr_of(error), "exception": trace.text})
+    return trace

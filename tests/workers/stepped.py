@@ -12,7 +12,7 @@ from typing import Any
 from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import Broker, Held, JobRecord, Limits, State
 from penstock.registry.broker.memory import MemoryBroker
-from penstock.registry.envelope import Keyring, open_result
+from penstock.registry.envelope import Failure, Keyring, open_result
 from penstock.registry.package import Package, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
@@ -35,6 +35,7 @@ class RecordingListener(NullListener):
     def __init__(self) -> None:
         self.retries: list[str] = []
         self.ends: list[tuple[str, State, str]] = []
+        self.errors: list[Failure] = []
         self.revoked: set[str] = set()
 
     def is_revoked(self, job_id: str) -> bool:
@@ -45,6 +46,7 @@ class RecordingListener(NullListener):
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
         self.ends += [(each.header.id, each.state, each.error.code if each.error else "") for each in ended]
+        self.errors += [each.error for each in ended if each.error]
 
 
 class MemoryJournal:
