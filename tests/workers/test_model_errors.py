@@ -85,3 +85,43 @@ def test_an_exception_of_a_batch_alone_is_logged(
     (trace,) = traces(caplog, "a batch failed and is bisected")
     assert 'raise ValueError("too many together")' in trace
     assert traces(caplog, "a job failed") == []
+
+
+HOSTILE = """
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+    __repr__ = __str__
+
+def build():
+    def forward(inputs):
+        if inputs["x"].any():
+            raise {error}
+        return {{"y": inputs["x"] * 2}}
+    return forward
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        ("Unreadable()", "Unreadable: (its message cannot be read)"),
+        ("ValueError('\\\\udcff')", r"ValueError: \udcff"),
+        ("ValueError('x' * 10_000)", "ValueError: " + "x" * 488),
+    ],
+    ids=["no text", "no UTF-8", "long"],
+)
+def test_an_exception_with_any_text_fails_its_job_alone(
+    error: str, text: str, harness: SteppedHarness, models_root: Path
+):
+    """The worker sends the failure and goes on with the next job, whatever text the exception has."""
+    write_package(models_root, "hostile", HOSTILE.format(error=error))
+    worker = harness.start_worker()
+    (bad,) = harness.publish("hostile", 1)
+    worker.forwards()
+    with pytest.raises(ModelError) as raised:
+        open_outcome(bad, harness.job_record(bad), UNSIGNED).outputs()
+    assert str(raised.value) == f"{text} (model.py, line 10, in forward)"
+    (good,) = harness.publish("hostile", 0)
+    worker.forwards()
+    assert harness.answer(good) == 0
