@@ -60,7 +60,8 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Retries of a job whose forward fails: up to `attempts` forwards in all, with pauses between them.
 
     The pauses double from `backoff_s` up to `longest_s`. Each is reduced at random by up to a half, so that jobs that
-    failed together do not return together. Crashes of a worker have a limit of their own.
+    failed together do not return together. A forward over its time limit counts: the next one follows in another
+    process, without a pause. Crashes of a worker have a limit of their own, `queue.max_crashes`.
     """
 
     attempts: int = 3

@@ -221,7 +221,7 @@ class ForwardTimeout(JobFailed, TimeoutError):
 
 
 class DeadLettered(JobFailed):
-    """The job is a dead letter: no process survived its forward or ended it in time. The message has the reason."""
+    """The job is a dead letter: no process survived its forward, or it is no valid job. The message has the reason."""
 
 
 class Cancelled(JobFailed):

@@ -165,6 +165,9 @@ class Completer:
         job, policy = outcome.job, outcome.job.header.options.retry
         if policy is None or outcome.how != "ran" or outcome.state is not State.FAILED:
             return None
+        if outcome.run is not None and outcome.run.is_given_up:
+            # It was the last forward, and this process has none to give.
+            return None
         if job.tries >= policy.attempts or job.is_lost or job.is_cancelled:
             return None
         pause_s = policy.pause_s(job.tries, self._jitter())
@@ -203,7 +206,7 @@ class Completer:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
         self._leased.drop([outcome.job for outcome, _ in pending])
-        self._unobserved += [(run, now) for run in by_run if run is not None]
+        self._unobserved += [(run, now) for run in by_run if run is not None and not run.is_given_up]
         return Settlement(settled, by_run, now - begun, now)
 
     def steer(self) -> None:

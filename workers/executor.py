@@ -4,13 +4,16 @@
                   recall <--'   `--> prepare thread, for a batch that waits while another one runs
 
 A model thread is a loop over `begin`, `run` and `finish`; the simulator steps these in its place. An exception bisects
-a batch, so that one bad job fails alone; a batch that does not fit the device is halved. The crash journal names the
-jobs on each model thread. Nothing here talks to the broker, except the context of a streaming job, which sends events.
+a batch, so that one bad job fails alone; a batch that does not fit the device is halved. A forward over its limit is
+given up: it goes on until the process ends, and its jobs have failed. The crash journal names the jobs on each model
+thread. Nothing here talks to the broker, except the context of a streaming job, which sends events.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -24,11 +27,11 @@ import numpy as np
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import JobFailed
 from penstock.registry.tensors import Array
-from penstock.workers.batch_run import BatchRun, JobStream, Outputs
+from penstock.workers.batch_run import BatchRun, JobStream, Outputs, forward_timeout
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import Journal, NullJournal
 from penstock.workers.runtime.base import DeviceLost, Prepared
-from penstock.workers.runtime.tracebacks import ModelTrace, message_of, repr_of, trace_of
+from penstock.workers.runtime.tracebacks import ModelTrace, message_of, repr_of, trace_of, trace_of_frame
 
 __all__ = ["Executor", "seats_for"]
 
@@ -165,7 +168,7 @@ class Executor:
             run.started = run.alive_at = self._clock()
             run.seat = self._seats.setdefault(seat, len(self._seats) + 1)
             self._running[seat] = run
-        self._journal.begin(run.seat, run.held, run.limit_s, run.started, run.form_in_use)
+        self._journal.begin(run.seat, run.held, run.limit_s, run.started, run.form_in_use, is_last=run.is_last)
         return run
 
     def run(self, run: BatchRun) -> None:
@@ -173,13 +176,34 @@ class Executor:
         _answer(run, self._too_late, self._checkpoint)
 
     def finish(self, seat: Hashable, run: BatchRun) -> None:
-        """Hand in a batch that has run."""
-        self._journal.end(run.seat)
+        """Hand in a batch that has run. Its answers are discarded if it was given up."""
         with self._lock:
+            if self._running[seat] is not run:
+                return
+            self._journal.end(run.seat)
             run.ended = self._clock()
             self._done.append(run)
             self._running[seat] = None
         self._on_done()
+
+    def give_up(self, run: BatchRun) -> ModelTrace:
+        """The forward exceeded its limit. If it was the last one of its jobs, `take_done` returns them as failed.
+
+        Other jobs stay on the model: another process runs them once more. Returns where the forward is now.
+        """
+        with self._lock:
+            seat = next((seat for seat, running in self._running.items() if running is run), None)
+            trace = _trace_of_thread(seat)
+            if seat is None or not run.is_last:
+                return trace
+            # First the note: this process may end before the failures are committed.
+            self._journal.exceeded(run.seat)
+            self._running[seat] = None
+            given_up = copy.copy(run)
+            given_up.is_given_up, given_up.ended = True, self._clock()
+            given_up.answers = [forward_timeout(run.limit_s, trace.where, trace.text)] * len(run.batch.items)
+            self._done.append(given_up)
+        return trace
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._serve, name="model", daemon=True)
@@ -210,6 +234,13 @@ class Executor:
             self._journal.end(_PREPARE_SEAT)
             if run.is_prepared is not None:
                 run.is_prepared.set()
+
+
+def _trace_of_thread(seat: Hashable) -> ModelTrace:
+    """Where a model thread is now; empty for its stand-in in the simulator."""
+    ident = seat.ident if isinstance(seat, threading.Thread) else None
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    return ModelTrace("", "") if frame is None else trace_of_frame(frame)
 
 
 def _answer(

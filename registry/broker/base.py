@@ -152,6 +152,7 @@ class Claim(NamedTuple):
 class Delivery(msgspec.Struct, frozen=True, gc=False):
     """One claimed job. `entry_id` is `<ms>-<n>`, with the ms at which the broker accepted the job. `attempt` counts its
     deliveries, `crashes` the processes that died while the job ran: only `take_over` and `adopt` find any.
+    `exceeded_s` is the limit that the last forward of the job exceeded; 0: the job may have a forward.
     `accepted_first_ms` is set for a replayed dead letter with a deadline. `active` is the record of the slot's active
     version (see `activate`) at the time of the claim; empty when no version was promoted."""
 
@@ -163,6 +164,7 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
     crashes: int = 0
     accepted_first_ms: int = 0
     active: bytes = b""
+    exceeded_s: float = 0.0
 
     @property
     def accepted_ms(self) -> int:
@@ -349,8 +351,9 @@ class WorkerEnd(Protocol):
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """Count one crash for jobs that were running when a process died, whichever consumer holds them now.
 
-        `incident` names that process: a job counts each incident once, so that the call may be repeated. Jobs that
-        were never claimed or have ended are unchanged. The count is kept until `ttl_ms` after the last crash.
+        `incident` names that process, see incidents.py: a job counts each incident once, so that the call may be
+        repeated. Jobs that were never claimed or have ended are unchanged. The incidents are kept until `ttl_ms` after
+        the last one.
         """
 
     def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:

@@ -36,6 +36,7 @@ from penstock.registry.broker.base import (
     StreamEntry,
     Withdrawal,
 )
+from penstock.registry.broker.incidents import exceeded_limit_s
 from penstock.registry.broker.limits import DEAD_LETTERS_CAP, EVENTS_CAP, OUTLIVES_MS, REPLY_CAP, REPLY_TTL_MS
 from penstock.registry.broker.record import encode_result
 from penstock.registry.queues import Priority, crashes_key, events_key, idempotency_key, lane_key, slot_of
@@ -405,6 +406,7 @@ class MemoryState:
                 lease = queue.leases[entry_id]
                 lease.owner, lease.since_ms = consumer, self.now_ms()
                 lease.deliveries += 1
+                incidents = self.crashes.get(crashes_key(slot, priority, entry_id)) or frozenset()
                 found.append(
                     Delivery(
                         slot,
@@ -412,9 +414,10 @@ class MemoryState:
                         entry_id,
                         lease.sealed,
                         lease.deliveries,
-                        len(self.crashes.get(crashes_key(slot, priority, entry_id)) or ()),
+                        len(incidents),
                         queue.accepted_first_ms.get(entry_id, 0),
                         self.active(slot),
+                        exceeded_limit_s(incidents),
                     )
                 )
         return found

@@ -34,6 +34,7 @@ from penstock.registry.broker.base import (
     WaitingEntry,
     Withdrawal,
 )
+from penstock.registry.broker.incidents import exceeded_limit_s
 from penstock.registry.broker.limits import (
     DEAD_LETTERS_BYTES,
     DEAD_LETTERS_CAP,
@@ -334,8 +335,13 @@ def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
     for index in range(1, len(answer), 4):
         found = _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1], active)
         deliveries += [
-            structs.replace(delivery, attempt=attempt, crashes=crashes)
-            for delivery, attempt, crashes in zip(found, answer[index + 2], answer[index + 3], strict=True)
+            structs.replace(
+                delivery,
+                attempt=attempt,
+                crashes=len(incidents),
+                exceeded_s=exceeded_limit_s(incident.decode(errors="replace") for incident in incidents),
+            )
+            for delivery, attempt, incidents in zip(found, answer[index + 2], answer[index + 3], strict=True)
         ]
     return deliveries
 

@@ -10,7 +10,16 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["MESSAGE_CHARACTERS", "ModelTrace", "PackageSource", "message_of", "placed", "repr_of", "trace_of"]
+__all__ = [
+    "MESSAGE_CHARACTERS",
+    "ModelTrace",
+    "PackageSource",
+    "message_of",
+    "placed",
+    "repr_of",
+    "trace_of",
+    "trace_of_frame",
+]
 
 MESSAGE_CHARACTERS: Final = 200
 """Of the message of an exception, at the end of its traceback and in a log line."""
@@ -56,6 +65,17 @@ def trace_of(error: BaseException) -> ModelTrace:
     return ModelTrace(own[-1].place if own else "", _shortened(_encodable(text)))
 
 
+def trace_of_frame(frame: FrameType) -> ModelTrace:
+    """Where a thread that runs a model is now."""
+    frames = [frame]
+    while (caller := frames[-1].f_back) is not None and len(frames) < _MOST_FRAMES:
+        frames.append(caller)
+    own = [each for each in frames if _own_file(each)]
+    lines = traceback.StackSummary.extract((each, each.f_lineno) for each in reversed(frames)).format()
+    text = "Stack (most recent call last):\n" + "".join(lines)
+    return ModelTrace(_place(own[0], own[0].f_lineno) if own else "", _shortened(_encodable(text.rstrip())))
+
+
 def placed(error: BaseException) -> str:
     """` (model.py, line 7, in build)`, for the end of a message; empty without a frame in a file of the package."""
     where = trace_of(error).where
@@ -86,18 +106,23 @@ class _OwnFrame(NamedTuple):
 def _own_frames(trace: TracebackType | None) -> list[_OwnFrame]:
     own = []
     while trace is not None:
-        if file := _own_file(trace.tb_frame):
-            place = f"{file}, line {trace.tb_lineno}, in {trace.tb_frame.f_code.co_name}"
-            own.append(_OwnFrame(trace, _encodable(place[:MESSAGE_CHARACTERS])))
+        if _own_file(trace.tb_frame):
+            own.append(_OwnFrame(trace, _place(trace.tb_frame, trace.tb_lineno)))
         trace = trace.tb_next
     return own
+
+
+def _place(frame: FrameType, line: int) -> str:
+    place = f"{_own_file(frame)}, line {line}, in {frame.f_code.co_name}"
+    return _encodable(place[:MESSAGE_CHARACTERS])
 
 
 def _own_file(frame: FrameType) -> str:
     """The file of a package that this frame runs, relative to the package; empty for all other code."""
     loader = getattr(frame.f_globals.get("__spec__"), "loader", None)
-    is_own = isinstance(loader, PackageSource) and frame.f_code.co_filename == loader.get_filename("")
-    return loader.package_file if is_own else ""
+    if not isinstance(loader, PackageSource) or frame.f_code.co_filename != loader.get_filename(""):
+        return ""
+    return loader.package_file
 
 
 class _Earlier(NamedTuple):
