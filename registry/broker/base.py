@@ -103,8 +103,8 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 class JobRecord(msgspec.Struct, frozen=True, gc=False):
     """The state of a job. `result` is the sealed result of a terminal job, else empty; `is_claimed`: a worker holds
-    the job; `deliveries` counts how often it was claimed. A terminal job has no `tenant` here: its sealed result has
-    it."""
+    the job; `deliveries` counts how often it was claimed; `holder` is the consumer that holds it. A terminal job has no
+    `tenant` here: its sealed result has it."""
 
     state: State
     tenant: str
@@ -112,6 +112,7 @@ class JobRecord(msgspec.Struct, frozen=True, gc=False):
     is_claimed: bool = False
     deliveries: int = 0
     cancel_requested: bool = False
+    holder: str = ""
 
 
 class CancelOutcome(Enum):
@@ -282,7 +283,7 @@ class ProducerEnd(Protocol):
         """Accept or refuse each job, in order and in one step. The caller bounds bytes and count of a call."""
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
-        """The record of each job, or None. `is_claimed` and `deliveries` are not filled in."""
+        """The record of each job, or None. `is_claimed`, `deliveries` and `holder` are not filled in."""
 
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """The record of one job, or None. With `subscribe` the job's terminal event appears on its event stream."""
@@ -434,6 +435,12 @@ class OperatorEnd(FleetEnd, Protocol):
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """Up to `count` entries after `after` that no worker holds, oldest first. Empty `after`: from the first."""
+
+    def queued_job(self, job_id: str) -> Delivery | None:
+        """The queue entry of a job that has not ended, with its incidents, as a worker would get it. Claims nothing.
+
+        `attempt` and `active` are not filled in.
+        """
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """Remove waiting entries from the queue and cancel their jobs. Returns how many were removed.

@@ -106,7 +106,7 @@ class MemoryBroker:
             lease = self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
             if lease is None:
                 return record.job_record()
-            return structs.replace(record.job_record(), is_claimed=lease.owner != NO_OWNER, deliveries=lease.deliveries)
+            return record.job_record(lease)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome:
         """See ProducerEnd.cancel."""
@@ -392,6 +392,11 @@ class MemoryBroker:
                 for entry_id, sealed in {**free, **queue.waiting}.items()
             )
             return [waiting for order, waiting in found if order > cursor][:count]
+
+    def queued_job(self, job_id: str) -> Delivery | None:
+        """See OperatorEnd.queued_job."""
+        with self._changed:
+            return self._state.queued_job(job_id)
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """See OperatorEnd.withdraw."""

@@ -335,15 +335,15 @@ def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
     for index in range(1, len(answer), 4):
         found = _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1], active)
         deliveries += [
-            structs.replace(
-                delivery,
-                attempt=attempt,
-                crashes=len(incidents),
-                exceeded_s=exceeded_limit_s(incident.decode(errors="replace") for incident in incidents),
-            )
+            structs.replace(_with_incidents(delivery, incidents), attempt=attempt)
             for delivery, attempt, incidents in zip(found, answer[index + 2], answer[index + 3], strict=True)
         ]
     return deliveries
+
+
+def _with_incidents(delivery: Delivery, incidents: Sequence[bytes]) -> Delivery:
+    exceeded_s = exceeded_limit_s(incident.decode(errors="replace") for incident in incidents)
+    return structs.replace(delivery, crashes=len(incidents), exceeded_s=exceeded_s)
 
 
 def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call:
@@ -391,7 +391,22 @@ def parse_job_record(answer: Sequence[Any] | None) -> JobRecord | None:
     if answer is None:
         return None
     record, consumer, deliveries = answer
-    return structs.replace(parse_record(record), is_claimed=bool(consumer), deliveries=deliveries)
+    holder = consumer.decode()
+    return structs.replace(parse_record(record), is_claimed=bool(holder), deliveries=deliveries, holder=holder)
+
+
+def queued_job(slot: str, priority: Priority, entry_id: bytes) -> tuple[Call, Call]:
+    """Two calls: one reads a queue entry, the other its incidents."""
+    stream = stream_key(slot, priority)
+    return ["XRANGE", stream, entry_id, entry_id], ["SMEMBERS", crashes_key(slot, priority, entry_id)]
+
+
+def parse_queued_job(
+    slot: str, priority: Priority, entries: Sequence[Any], incidents: Iterable[bytes]
+) -> Delivery | None:
+    """Parses the answers of `queued_job`."""
+    found = _deliveries(slot, priority, entries, b"")
+    return _with_incidents(found[0], list(incidents)) if found else None
 
 
 def dead_letter(
