@@ -27,7 +27,7 @@ def build():
 def failed(harness: SteppedHarness) -> tuple[str, ModelError]:
     """A job whose model raised: its id, and what its client sees."""
     worker = harness.start_worker()
-    (job_id,) = harness.publish("raiser", -1)
+    (job_id,) = harness.publish("raiser", -47110816)
     worker.forwards()
     with pytest.raises(ModelError) as raised:
         open_outcome(job_id, harness.job_record(job_id), UNSIGNED).outputs()
@@ -67,7 +67,7 @@ def test_the_log_and_the_monitor_have_the_traceback(
     failed(harness)
     (trace,) = traces(caplog, "a job failed")
     assert RAISE in trace
-    assert "-1" not in trace
+    assert "4711" not in trace
     (error,) = harness.workers[0].notes.errors
     assert error.traceback == trace
     assert error.where == PLACE
