@@ -144,8 +144,11 @@ class BatchRun:
     @property
     def _is_last_crash(self) -> bool:
         """Whether no further process may end for these jobs."""
-        most = self.version.policy.max_crashes
-        return all(item.job.delivery.crashes + 1 >= most for item in self.batch.items)
+        items, most = self.batch.items, self.version.policy.max_crashes
+        # Most jobs crashed no process: the first one decides.
+        return items[0].job.delivery.crashes + 1 >= most and all(
+            item.job.delivery.crashes + 1 >= most for item in items
+        )
 
     def disturb(self) -> None:
         """The process stood still: that the forward takes long says little about its jobs."""
