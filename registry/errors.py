@@ -217,7 +217,7 @@ class NonFiniteOutput(JobFailed):
 
 
 class ForwardTimeout(JobFailed, TimeoutError):
-    """The forward took longer than its limit, and the job had no further try. It did not wait in vain in the queue."""
+    """The forward took longer than its limit, and the job had no further try. Time in the queue does not count."""
 
 
 class DeadLettered(JobFailed):

@@ -63,6 +63,7 @@ def test_a_job_that_hangs_alone_ends_at_the_limit(harness: SteppedHarness, model
     assert (info.status, info.worker, info.batch_size, info.version) == ("failed", "stepped-0", 1, "1")
     assert LIMIT_S < info.compute_ms / 1000 < LIMIT_S + 2
     assert (job, State.FAILED, "ForwardTimeout") in worker.notes.ends
+    assert len(worker.journal.over) == 1, "the journal says so, in case the commit does not arrive"
     other = replaced(harness, worker, over_limit=True)
     assert other.forwards() == []
 
