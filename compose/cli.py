@@ -1,7 +1,7 @@
 """The `penstock` command: options of all commands, and the list of commands (compose/commands/).
 
     up, worker, bench, demo        run a stack or workers in the foreground
-    submit                         submit one job
+    submit, job                    submit one job, or look at one
     models                         versions of models, and the active one
     status, workers, top, doctor   inspect a running stack
     dead, queue                    dead letters, pauses and purges
@@ -20,6 +20,7 @@ import click
 
 from penstock.compose.commands.dead import dead
 from penstock.compose.commands.doctor import doctor
+from penstock.compose.commands.job import job
 from penstock.compose.commands.models import models
 from penstock.compose.commands.queue import queue
 from penstock.compose.commands.run import bench, demo, up, worker
@@ -46,5 +47,5 @@ def main(context: click.Context, config: Path | None) -> None:
     context.obj = {**os.environ, **({"PENSTOCK_CONFIG": str(config.absolute())} if config else {})}
 
 
-for _command in (up, worker, bench, demo, submit, models, status, workers, top, doctor, dead, queue):
+for _command in (up, worker, bench, demo, submit, job, models, status, workers, top, doctor, dead, queue):
     main.add_command(_command)

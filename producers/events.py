@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 from penstock.producers.job_state import END_NAMES, Outcome, checked_timeout, open_outcome
 from penstock.registry.broker.base import JobRecord, State, StreamEntry
 from penstock.registry.envelope import Keyring, open_event
-from penstock.registry.errors import BadSignature, ResultTimeout, job_failure
+from penstock.registry.errors import BadSignature, ResultTimeout
 from penstock.registry.tensors import decode
 
 __all__ = ["EventMerger", "EventType", "JobEvent", "Silence", "is_end"]
@@ -163,5 +163,5 @@ class EventMerger:
 
     def _end(self, seq: int, outcome: Outcome) -> JobEvent:
         failure = outcome.header.error
-        data = outcome.outputs() if failure is None else job_failure(failure.code, failure.message)
+        data = outcome.outputs() if failure is None else failure.exception()
         return JobEvent(seq, END_NAMES[outcome.state], data)

@@ -25,7 +25,6 @@ from penstock.registry.errors import (
     ResultTimeout,
     UnknownJob,
     described,
-    job_failure,
 )
 from penstock.registry.queues import job_time_ms, slot_of
 from penstock.registry.tensors import Array, decode
@@ -100,7 +99,7 @@ class Outcome:
     def outputs(self) -> dict[str, Array]:
         """The outputs by name. Raises the JobFailed that ended the job."""
         if self.header.error is not None:
-            raise job_failure(self.header.error.code, self.header.error.message)
+            raise self.header.error.exception()
         return decode(self.header.content, self.body)
 
     def info(self) -> JobInfo:

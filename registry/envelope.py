@@ -22,7 +22,15 @@ from typing import Final, Literal, NamedTuple, TypeVar
 import msgspec
 
 from penstock.registry.backoff import backoff_delay_s
-from penstock.registry.errors import BadSignature, ConfigurationError, InvalidInput, UndecodableEnvelope, shown
+from penstock.registry.errors import (
+    BadSignature,
+    ConfigurationError,
+    InvalidInput,
+    JobFailed,
+    UndecodableEnvelope,
+    job_failure,
+    shown,
+)
 from penstock.registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
 __all__ = [
@@ -65,7 +73,8 @@ class Retry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Retries of a job whose forward fails: up to `attempts` forwards in all, with pauses between them.
 
     The pauses double from `backoff_s` up to `longest_s`. Each is reduced at random by up to a half, so that jobs that
-    failed together do not return together. Crashes of a worker have a limit of their own.
+    failed together do not return together. A forward over its time limit counts: the next one follows in another
+    process, without a pause. Crashes of a worker have a limit of their own, `queue.max_crashes`.
     Raises InvalidInput for numbers out of range.
     """
 
@@ -139,11 +148,19 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         return RequestContext(self.tenant, self.traceparent)
 
 
-class Failure(msgspec.Struct, frozen=True, gc=False):
-    """A JobFailed as plain data: its class name and its message."""
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A JobFailed as plain data: its class name, its message, and where a model raised it."""
 
     code: str
     message: str
+    where: str = ""
+    """The last frame of the package's own code: `model.py, line 7, in predict`."""
+    traceback: str = ""
+    """With the paths of the worker's files, so a client gets it only where the settings allow that."""
+
+    def exception(self) -> JobFailed:
+        """The exception that a client sees."""
+        return job_failure(self.code, self.message, where=self.where, traceback=self.traceback)
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True, gc=False):

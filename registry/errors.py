@@ -21,6 +21,7 @@
         UndecodableEnvelope  BadSignature
       JobFailed                what result() raises
         ModelError  NonFiniteOutput  DeadLettered  Cancelled  Expired
+        ForwardTimeout           the forward exceeded its limit (also a TimeoutError)
       ResultGone               the result has expired
       ResultTimeout            there is no result yet (also a TimeoutError)
       ConfigurationError       an unusable setting, model package or machine; processes exit on it
@@ -50,6 +51,7 @@ __all__ = [
     "Disposition",
     "Expired",
     "Forbidden",
+    "ForwardTimeout",
     "IdempotencyConflict",
     "InvalidInput",
     "JobFailed",
@@ -212,19 +214,30 @@ class BadSignature(Corrupt):
 
 
 class JobFailed(PenstockError):
-    """The job ended without a result; `result()` raises it."""
+    """The job ended without a result; `result()` raises it.
+
+    where: the last frame of the model's own code, `model.py, line 7, in predict`; empty if the model did not raise it.
+    traceback: the traceback in the worker as text; empty unless the worker has `queue.client_tracebacks`.
+    """
+
+    where: str = ""
+    traceback: str = ""
 
 
 class ModelError(JobFailed):
-    """The model raised an exception. The message has its class and text."""
+    """The model raised an exception. The message has its class, its text and where it was raised."""
 
 
 class NonFiniteOutput(JobFailed):
     """The model's outputs have NaN or infinity."""
 
 
+class ForwardTimeout(JobFailed, TimeoutError):
+    """The forward took longer than its limit, and the job had no further try. Time in the queue does not count."""
+
+
 class DeadLettered(JobFailed):
-    """The job is a dead letter: no process survived its forward or ended it in time. The message has the reason."""
+    """The job is a dead letter: no process survived its forward, or it is no valid job. The message has the reason."""
 
 
 class Cancelled(JobFailed):
@@ -264,17 +277,20 @@ def described(value: object) -> str:
 
 
 _FAILURES: dict[str, type[JobFailed]] = {
-    error.__name__: error for error in (ModelError, NonFiniteOutput, DeadLettered, Cancelled, Expired)
+    error.__name__: error for error in (ModelError, NonFiniteOutput, ForwardTimeout, DeadLettered, Cancelled, Expired)
 }
 
 
-def job_failure(code: str, message: str) -> JobFailed:
-    """The exception for a failure in a result: `code` is the class name.
+def job_failure(code: str, message: str, *, where: str = "", traceback: str = "") -> JobFailed:
+    """The exception for a failure in a result: `code` is the class name, and `where` ends the message.
 
     An unknown code, from a newer worker, becomes a JobFailed with the code in its message.
     """
-    error = _FAILURES.get(code)
-    return error(message) if error else JobFailed(f"{code}: {message}")
+    kind = _FAILURES.get(code)
+    text = f"{message} ({where})" if where else message
+    error = kind(text) if kind else JobFailed(f"{code}: {text}")
+    error.where, error.traceback = where, traceback
+    return error
 
 
 def error_named(code: str, message: str) -> PenstockError:

@@ -212,6 +212,10 @@ class QueueConfig(_Section):
     )
     job_ttl_s: float = Field(default=86_400.0, gt=0, description="Lifetime of a job that has not run")
     result_ttl_s: float = Field(default=3_600.0, gt=0, description="Lifetime of results and idempotency keys")
+    client_tracebacks: bool = Field(
+        default=False,
+        description="Send the traceback of a failed model to its client, with code and paths of the worker",
+    )
 
 
 class CeleryConfig(_Section):

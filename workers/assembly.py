@@ -291,6 +291,7 @@ class _Assembly:
             self.answers,
             self.options.listener,
             self.options.metrics,
+            client_tracebacks=self.settings.inference.queue.client_tracebacks,
             now_ms=self.broker.now_ms,
             clock=self.options.clock,
             jitter=self.options.jitter,

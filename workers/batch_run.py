@@ -23,7 +23,7 @@ from penstock.workers.runtime.forms import EAGER
 from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 from penstock.workers.versions.version import LoadedModel, ServedVersion
 
-__all__ = ["BatchRun", "JobStream", "OpenStream", "Outputs"]
+__all__ = ["BatchRun", "JobStream", "OpenStream", "Outputs", "forward_timeout"]
 
 Outputs: TypeAlias = dict[str, Array]
 _NOTHING = ForwardSize(0, 0)
@@ -78,6 +78,10 @@ class BatchRun:
     """Forwards of this batch that did not fit the device."""
     fitted: ForwardSize = _NOTHING
     """The largest forward of this batch that did fit."""
+    is_disturbed: bool = False
+    """Whether the process stood still during the forward."""
+    is_given_up: bool = False
+    """Whether its forward exceeded its limit and still runs: the answers are its failures."""
 
     def __post_init__(self) -> None:
         self.model = self.version.model
@@ -124,6 +128,35 @@ class BatchRun:
         return FormInUse(self.batch.key.model, self.model.content_hash, name)
 
     @property
+    def is_last(self) -> bool:
+        """Whether its jobs have no further forward if this one exceeds its limit.
+
+        A job has one more if its neighbours, an optimized form or a process that stood still may be at fault.
+        """
+        if self._is_last_crash:
+            return True
+        if self.is_disturbed or len(self.batch.items) > 1 or self.form_in_use is not None:
+            return False
+        job = self.batch.items[0].job
+        retry = job.header.options.retry
+        return retry is None or job.delivery.crashes + job.tries >= retry.attempts
+
+    @property
+    def _is_last_crash(self) -> bool:
+        """Whether no further process may end for these jobs."""
+        items, most = self.batch.items, self.version.policy.max_crashes
+        # Most jobs crashed no process: the first one decides.
+        return items[0].job.delivery.crashes + 1 >= most and all(
+            item.job.delivery.crashes + 1 >= most for item in items
+        )
+
+    def disturb(self) -> None:
+        """The process stood still: that the forward takes long says little about its jobs."""
+        if not self._is_last_crash:
+            self.is_disturbed = True
+            self.journal.disturbed(self.seat)
+
+    @property
     def observation(self) -> BatchObservation:
         """The run as an observer of its version sees it, after the run."""
         return BatchObservation(self.batch.rows, self.tokens, self.ended - self.started, self._answered())
@@ -148,3 +181,9 @@ class BatchRun:
         None: a single job is at fault, not the size of the batch, so later batches need no cap.
         """
         return min((size for size in self.misfits if size.rows > 1 and size > self.fitted), default=None)
+
+
+def forward_timeout(limit_s: float, where: str = "", traceback: str = "") -> Failure:
+    """Why a job ended whose forward exceeded its limit. where, traceback: what its thread did then, if it is known."""
+    message = f"The forward took longer than its limit of {limit_s:g} s"
+    return Failure("ForwardTimeout", message, where, traceback)

@@ -60,8 +60,8 @@ class Settlement(NamedTuple):
 class Completer:
     """The ended jobs of one worker, until the broker has them. The I/O thread owns it.
 
-    models: by name. jitter: random numbers in [0, 1). now_ms: milliseconds by the broker's clock. clock: monotonic
-    seconds.
+    models: by name. client_tracebacks: see commit_of. jitter: random numbers in [0, 1). now_ms: milliseconds by the
+    broker's clock. clock: monotonic seconds.
     """
 
     def __init__(
@@ -75,10 +75,12 @@ class Completer:
         listener: JobListener,
         metrics: InferenceMetrics,
         *,
+        client_tracebacks: bool,
         now_ms: Callable[[], float],
         clock: Callable[[], float],
         jitter: Callable[[], float],
     ) -> None:
+        self._client_tracebacks = client_tracebacks
         self._worker = worker
         self._keyring = keyring
         self._models = models
@@ -156,12 +158,15 @@ class Completer:
         return retries
 
     def _sealed(self, outcome: JobOutcome) -> tuple[JobOutcome, Commit]:
-        return commit_of(outcome, worker=self._worker, keyring=self._keyring)
+        return commit_of(outcome, worker=self._worker, keyring=self._keyring, client_tracebacks=self._client_tracebacks)
 
     def _pause_s(self, outcome: JobOutcome) -> float | None:
         """The pause before the job's next try; None: its retry policy gives it no other one."""
         job, policy = outcome.job, outcome.job.header.options.retry
         if policy is None or outcome.how != "ran" or outcome.state is not State.FAILED:
+            return None
+        if outcome.run is not None and outcome.run.is_given_up:
+            # It was the last forward, and this process has none to give.
             return None
         if job.tries >= policy.attempts or job.is_lost or job.is_cancelled:
             return None
@@ -201,7 +206,7 @@ class Completer:
                 self._metrics.fenced(commit.slot)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
         self._leased.drop([outcome.job for outcome, _ in pending])
-        self._unobserved += [(run, now) for run in by_run if run is not None]
+        self._unobserved += [(run, now) for run in by_run if run is not None and not run.is_given_up]
         return Settlement(settled, by_run, now - begun, now)
 
     def steer(self) -> None:

@@ -490,6 +490,7 @@ class Drain:
 
     def _serve_no_more(self) -> None:
         """A forward hangs, or the device is lost: commit what has ended, and give the rest to other workers."""
+        self._completer.collect(self.parts.executor.take_done())
         self._give_back_unbegun()
         self._exchange([])
         self._tell()

@@ -4,13 +4,16 @@
                   recall <--'   `--> prepare thread, for a batch that waits while another one runs
 
 A model thread is a loop over `begin`, `run` and `finish`; the simulator steps these in its place. An exception bisects
-a batch, so that one bad job fails alone; a batch that does not fit the device is halved. The crash journal names the
-jobs on each model thread. Nothing here talks to the broker, except the context of a streaming job, which sends events.
+a batch, so that one bad job fails alone; a batch that does not fit the device is halved. A forward over its limit is
+given up: it goes on until the process ends, and its jobs have failed. The crash journal names the jobs on each model
+thread. Nothing here talks to the broker, except the context of a streaming job, which sends events.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -24,10 +27,11 @@ import numpy as np
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import JobFailed
 from penstock.registry.tensors import Array
-from penstock.workers.batch_run import BatchRun, JobStream, Outputs
+from penstock.workers.batch_run import BatchRun, JobStream, Outputs, forward_timeout
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import Journal, NullJournal
 from penstock.workers.runtime.base import DeviceLost, Prepared
+from penstock.workers.runtime.tracebacks import ModelTrace, message_of, repr_of, trace_of, trace_of_frame
 
 __all__ = ["Executor", "seats_for"]
 
@@ -164,7 +168,7 @@ class Executor:
             run.started = run.alive_at = self._clock()
             run.seat = self._seats.setdefault(seat, len(self._seats) + 1)
             self._running[seat] = run
-        self._journal.begin(run.seat, run.held, run.limit_s, run.started, run.form_in_use)
+        self._journal.begin(run.seat, run.held, run.limit_s, run.started, run.form_in_use, is_last=run.is_last)
         return run
 
     def run(self, run: BatchRun) -> None:
@@ -172,13 +176,34 @@ class Executor:
         _answer(run, self._too_late, self._checkpoint)
 
     def finish(self, seat: Hashable, run: BatchRun) -> None:
-        """Hand in a batch that has run."""
-        self._journal.end(run.seat)
+        """Hand in a batch that has run. Its answers are discarded if it was given up."""
         with self._lock:
+            if self._running[seat] is not run:
+                return
+            self._journal.end(run.seat)
             run.ended = self._clock()
             self._done.append(run)
             self._running[seat] = None
         self._on_done()
+
+    def give_up(self, run: BatchRun) -> ModelTrace:
+        """The forward exceeded its limit. If it was the last one of its jobs, `take_done` returns them as failed.
+
+        Other jobs stay on the model: another process runs them once more. Returns where the forward is now.
+        """
+        with self._lock:
+            seat = next((seat for seat, running in self._running.items() if running is run), None)
+            trace = _trace_of_thread(seat)
+            if seat is None or not run.is_last:
+                return trace
+            # First the note: this process may end before the failures are committed.
+            self._journal.exceeded(run.seat)
+            self._running[seat] = None
+            given_up = copy.copy(run)
+            given_up.is_given_up, given_up.ended = True, self._clock()
+            given_up.answers = [forward_timeout(run.limit_s, trace.where, trace.text)] * len(run.batch.items)
+            self._done.append(given_up)
+        return trace
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._serve, name="model", daemon=True)
@@ -204,11 +229,18 @@ class Executor:
             self._journal.begin(_PREPARE_SEAT, run.held, inf, self._clock())
             try:
                 run.prepared = run.model.runtime.prepare([item.job.inputs for item in run.batch.items])
-            except (Exception, SystemExit):  # the model thread meets the error again, job by job
-                logger.debug("preparing failed", exc_info=True)
+            except (Exception, SystemExit) as error:  # the model thread meets the error again, job by job
+                logger.debug("preparing failed: %s", type(error).__name__)
             self._journal.end(_PREPARE_SEAT)
             if run.is_prepared is not None:
                 run.is_prepared.set()
+
+
+def _trace_of_thread(seat: Hashable) -> ModelTrace:
+    """Where a model thread is now; empty for its stand-in in the simulator."""
+    ident = seat.ident if isinstance(seat, threading.Thread) else None
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    return ModelTrace("", "") if frame is None else trace_of_frame(frame)
 
 
 def _answer(
@@ -258,7 +290,7 @@ def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> li
     except (Exception, SystemExit) as error:  # a model may raise anything; only its own job fails
         if len(jobs) == 1:
             return [_failure(error, jobs[0])]
-        logger.warning("a batch failed and is bisected", extra={"size": len(jobs), "error": repr(error)[:200]})
+        _logged(error, "a batch failed and is bisected", {"size": len(jobs)})
     # Outside of `except`: an exception in handling keeps everything that the failed forward had on the device.
     if len(jobs) > 1:
         return _run_halves(run, jobs)
@@ -350,9 +382,15 @@ def _stream(run: BatchRun, job: ClaimedJob, context: JobStream) -> Outputs | Fai
 
 
 def _failure(error: BaseException, job: ClaimedJob) -> Failure:
+    trace = _logged(error, "a job failed", {"job_id": job.header.id, "model": job.header.model})
+    message = message_of(error, _LONGEST_MESSAGE)
     if isinstance(error, JobFailed):
-        return Failure(type(error).__name__, str(error)[:_LONGEST_MESSAGE])
-    logger.warning(
-        "a job failed", extra={"job_id": job.header.id, "model": job.header.model, "error": repr(error)[:200]}
-    )
-    return Failure("ModelError", f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
+        return Failure(type(error).__name__, message, trace.where, trace.text)
+    return Failure("ModelError", f"{type(error).__name__}: {message}"[:_LONGEST_MESSAGE], trace.where, trace.text)
+
+
+def _logged(error: BaseException, event: str, facts: Mapping[str, object]) -> ModelTrace:
+    """One line with the traceback."""
+    trace = trace_of(error)
+    logger.warning(event, extra={**facts, "error": repr_of(error), "exception": trace.text})
+    return trace

@@ -73,7 +73,7 @@ class Intake:
             self._metrics.quarantined(delivery.slot)
             self._defer(delivery, f"{type(error).__name__}: {error}", error.claimed or claimed)
             return None
-        if delivery.crashes >= self.max_crashes:
+        if delivery.crashes >= self.max_crashes and not delivery.exceeded_s:
             self._dead_letter_poison(delivery, header)
             return None
         accepted_ms = delivery.accepted_ms

@@ -76,10 +76,13 @@ def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, key
     return seal("result", header, b"", keyring)
 
 
-def commit_of(outcome: JobOutcome, *, worker: str, keyring: Keyring) -> tuple[JobOutcome, Commit]:
+def commit_of(
+    outcome: JobOutcome, *, worker: str, keyring: Keyring, client_tracebacks: bool
+) -> tuple[JobOutcome, Commit]:
     """The commit that turns the job's record into its result, and the outcome that this result states.
 
     The outcome is the given one with its outputs encoded. Outputs that cannot be encoded become a failure.
+    client_tracebacks: whether the result has the traceback of a failure; the outcome always has it.
     """
     outcome = _encoded(outcome)
     job, answer, run = outcome.job, outcome.answer, outcome.run
@@ -92,7 +95,7 @@ def commit_of(outcome: JobOutcome, *, worker: str, keyring: Keyring) -> tuple[Jo
         content_hash=outputs.content_hash if outputs else run.model.content_hash if run else "",
         worker=worker,
         content=outputs.content if outputs else (),
-        error=outcome.failure,
+        error=_without_traceback(outcome.failure) if outcome.failure and not client_tracebacks else outcome.failure,
         attempt=delivery.attempt,
         batch_size=run.batch.rows if run else 0,
         timings=_timings(job, run),
@@ -127,6 +130,10 @@ def _encoded(outcome: JobOutcome) -> JobOutcome:
     content_hash, generation = (run.model.content_hash, run.generation) if run else ("", 0)
     outputs = EncodedOutputs(content, body, content_hash, generation)
     return JobOutcome(outcome.job, outputs, outcome.how, outcome.version, run)
+
+
+def _without_traceback(failure: Failure) -> Failure:
+    return Failure(failure.code, failure.message, failure.where)
 
 
 def _failed(outcome: JobOutcome, message: str) -> JobOutcome:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
+from penstock.workers.batch_run import forward_timeout
 from penstock.workers.cache import AnswerCache, SingleFlight, key_of
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
@@ -108,6 +109,9 @@ class JobRouter:
         model = self._lifecycle.models[job.delivery.slot]
         if job.delivery.active != model.record:
             self._lifecycle.follow(model, job.delivery.active)
+        if job.delivery.exceeded_s:
+            # Another process ended for its forward before it could commit that.
+            return _refused(job, forward_timeout(job.delivery.exceeded_s))
         if broker_now > job.expires_ms:
             return _refused(job, EXPIRED)
         if self._listener.is_revoked(job.header.id):

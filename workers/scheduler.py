@@ -174,19 +174,31 @@ class Scheduler:
     # Health and time
 
     def check_forwards(self) -> str:
-        """Why this process must be replaced; empty while it is healthy. A hung forward ends only with its process."""
+        """Why this process must be replaced; empty while it is healthy. A hung forward ends only with its process.
+
+        The executor has then given up the forwards over their limit.
+        """
         now = self._clock()
         self._stall.turn(now)
         self.unhealthy_reason = self.unhealthy_reason or self._executor.device_lost
         for run in self._executor.running():
+            if self._stall.gap_s > _STALL_S:
+                run.disturb()
             if self._stall.gap_s > max(run.limit_s, _STALL_S):
                 # The whole process was stopped, and the forward with it.
                 run.touch()
-            elif now - run.alive_at > run.limit_s and not self.unhealthy_reason:
-                model = run.batch.key.model
-                self.unhealthy_reason = f"a forward of {model} took longer than its limit of {run.limit_s:g} s"
-                logger.error("a forward hangs", extra={"model": model, "limit_s": run.limit_s})
+            elif now - run.alive_at > run.limit_s:
+                self._give_up(run)
         return self.unhealthy_reason
+
+    def _give_up(self, run: BatchRun) -> None:
+        trace = self._executor.give_up(run)
+        if self.unhealthy_reason:
+            return
+        model = run.batch.key.model
+        self.unhealthy_reason = f"a forward of {model} took longer than its limit of {run.limit_s:g} s"
+        facts = {"model": model, "limit_s": run.limit_s, "job_ids": [job.header.id for job in run.jobs]}
+        logger.error("a forward hangs", extra={**facts, "where": trace.where, "stack": trace.text})
 
     def next_wakeup(self) -> float:
         """When the next batch is due to be formed ahead, or a delayed job to run, in monotonic seconds."""

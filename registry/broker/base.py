@@ -111,7 +111,8 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 class JobRecord(msgspec.Struct, frozen=True, gc=False):
     """The state of a job. `result` is the sealed result of a terminal job, else empty; `is_claimed`: a worker holds
     the job; `deliveries` counts how often it was claimed; `left_ms`: the time until its deadline or the end of its
-    lifetime, negative afterwards. A terminal job has no `tenant` here: its sealed result has it."""
+    lifetime, negative afterwards; `holder` is the consumer that holds it. A terminal job has no `tenant` here: its
+    sealed result has it."""
 
     state: State
     tenant: str
@@ -120,6 +121,7 @@ class JobRecord(msgspec.Struct, frozen=True, gc=False):
     deliveries: int = 0
     cancel_requested: bool = False
     left_ms: int | None = None
+    holder: str = ""
 
 
 class CancelOutcome(Enum):
@@ -159,6 +161,7 @@ class Claim(NamedTuple):
 class Delivery(msgspec.Struct, frozen=True, gc=False):
     """One claimed job. `entry_id` is `<ms>-<n>`, with the ms at which the broker accepted the job. `attempt` counts its
     deliveries, `crashes` the processes that died while the job ran: only `take_over` and `adopt` find any.
+    `exceeded_s` is the limit that the last forward of the job exceeded; 0: the job may have a forward.
     `accepted_first_ms` is set for a replayed dead letter with a deadline. `active` is the record of the slot's active
     version (see `activate`) at the time of the claim; empty when no version was promoted."""
 
@@ -170,6 +173,7 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
     crashes: int = 0
     accepted_first_ms: int = 0
     active: bytes = b""
+    exceeded_s: float = 0.0
 
     @property
     def accepted_ms(self) -> int:
@@ -295,7 +299,7 @@ class ProducerEnd(Protocol):
         """Accept or refuse each job, in order and in one step. The caller bounds bytes and count of a call."""
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
-        """The record of each job, or None. `is_claimed`, `deliveries` and `left_ms` are not filled in."""
+        """The record of each job, or None. Of a job that has not ended, only state and tenant are filled in."""
 
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """The record of one job, or None. With `subscribe` the job's terminal event appears on its event stream."""
@@ -379,8 +383,9 @@ class WorkerEnd(Protocol):
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """Count one crash for jobs that were running when a process died, whichever consumer holds them now.
 
-        `incident` names that process: a job counts each incident once, so that the call may be repeated. Jobs that
-        were never claimed or have ended are unchanged. The count is kept until `ttl_ms` after the last crash.
+        `incident` names that process, see incidents.py: a job counts each incident once, so that the call may be
+        repeated. Jobs that were never claimed or have ended are unchanged. The incidents are kept until `ttl_ms` after
+        the last one.
         """
 
     def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
@@ -464,6 +469,12 @@ class OperatorEnd(FleetEnd, Protocol):
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """Up to `count` entries after `after` that no worker holds, oldest first. Empty `after`: from the first."""
+
+    def queued_job(self, job_id: str) -> Delivery | None:
+        """The queue entry of a job that has not ended, with its incidents, as a worker would get it. Claims nothing.
+
+        `attempt` and `active` are not filled in.
+        """
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """Remove waiting entries from the queue and end their jobs. Returns how many were removed.

@@ -109,7 +109,7 @@ class MemoryBroker:
             lease = self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
             if lease is None:
                 return found
-            return structs.replace(found, is_claimed=lease.owner != NO_OWNER, deliveries=lease.deliveries)
+            return structs.replace(record.job_record(lease), left_ms=left_ms)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
@@ -415,6 +415,11 @@ class MemoryBroker:
                 for entry_id, sealed in {**free, **queue.waiting}.items()
             )
             return [waiting for order, waiting in found if order > cursor][:count]
+
+    def queued_job(self, job_id: str) -> Delivery | None:
+        """See OperatorEnd.queued_job."""
+        with self._changed:
+            return self._state.queued_job(job_id)
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """See OperatorEnd.withdraw."""

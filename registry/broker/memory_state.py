@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from msgspec import structs
+
 from penstock.registry.broker.base import (
     Claim,
     Commit,
@@ -36,6 +38,7 @@ from penstock.registry.broker.base import (
     StreamEntry,
     Withdrawal,
 )
+from penstock.registry.broker.incidents import exceeded_limit_s
 from penstock.registry.broker.limits import (
     DEAD_LETTERS_CAP,
     DEFAULT_LEASE_MS,
@@ -98,11 +101,15 @@ class StoredRecord:
         """Whether this is the record of a live job with this entry."""
         return (self.state, self.priority, self.entry_id) == (State.QUEUED, priority, entry_id)
 
-    def job_record(self) -> JobRecord:
-        """The record as `job_records` returns it. A terminal record has its tenant inside its sealed result."""
-        if self.state is State.QUEUED:
-            return JobRecord(self.state, self.tenant, cancel_requested=self.is_cancel_requested)
-        return JobRecord(self.state, "", self.result)
+    def job_record(self, lease: Lease | None = None) -> JobRecord:
+        """The record as `job_record` returns it. A terminal record has its tenant inside its sealed result."""
+        if self.state is not State.QUEUED:
+            return JobRecord(self.state, "", self.result)
+        record = JobRecord(self.state, self.tenant, cancel_requested=self.is_cancel_requested)
+        if lease is None:
+            return record
+        holder = "" if lease.owner == NO_OWNER else lease.owner
+        return structs.replace(record, is_claimed=bool(holder), deliveries=lease.deliveries, holder=holder)
 
     def encoded(self) -> bytes:
         """A terminal record as a reply carries it."""
@@ -420,6 +427,7 @@ class MemoryState:
                 lease = queue.leases[entry_id]
                 lease.owner, lease.since_ms = consumer, self.now_ms()
                 lease.deliveries += 1
+                incidents = self.crashes.get(crashes_key(slot, priority, entry_id)) or frozenset()
                 found.append(
                     Delivery(
                         slot,
@@ -427,12 +435,33 @@ class MemoryState:
                         entry_id,
                         lease.sealed,
                         lease.deliveries,
-                        len(self.crashes.get(crashes_key(slot, priority, entry_id)) or ()),
+                        len(incidents),
                         queue.accepted_first_ms.get(entry_id, 0),
                         self.active(slot),
+                        exceeded_limit_s(incidents),
                     )
                 )
         return found
+
+    def queued_job(self, job_id: str) -> Delivery | None:
+        """See OperatorEnd.queued_job."""
+        record, slot = self.records.get(job_id), slot_of(job_id)
+        if record is None or record.state is not State.QUEUED:
+            return None
+        priority, entry_id = record.priority, record.entry_id
+        queue = self.queue(slot, priority)
+        lease = queue.leases.get(entry_id)
+        sealed = lease.sealed if lease is not None else queue.waiting[entry_id]
+        incidents = self.crashes.get(crashes_key(slot, priority, entry_id)) or frozenset()
+        return Delivery(
+            slot,
+            priority,
+            entry_id,
+            sealed,
+            crashes=len(incidents),
+            accepted_first_ms=queue.accepted_first_ms.get(entry_id, 0),
+            exceeded_s=exceeded_limit_s(incidents),
+        )
 
     def serve_armed(self, slot: str) -> None:
         """Answer armed claims with waiting jobs, in the order in which the claims were armed."""

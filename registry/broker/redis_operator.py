@@ -6,9 +6,27 @@ import time
 from collections.abc import Sequence
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import DeadLetter, Depth, Publication, Replay, WaitingEntry, Withdrawal
+from penstock.registry.broker.base import (
+    DeadLetter,
+    Delivery,
+    Depth,
+    Publication,
+    Replay,
+    WaitingEntry,
+    Withdrawal,
+)
+from penstock.registry.broker.record import parse_place
 from penstock.registry.broker.redis_specs import RedisSpecs
-from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, Priority, flow_key, paused_key, worker_key
+from penstock.registry.queues import (
+    MODELS_KEY,
+    WORKERS_KEY,
+    Priority,
+    flow_key,
+    paused_key,
+    record_key,
+    slot_of,
+    worker_key,
+)
 
 __all__ = ["RedisOperator"]
 
@@ -62,6 +80,16 @@ class RedisOperator(RedisSpecs):
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """See OperatorEnd.waiting."""
         return scripts.parse_waiting(self._run(scripts.waiting(slot, priority, after, count, head_bytes)))
+
+    def queued_job(self, job_id: str) -> Delivery | None:
+        """See OperatorEnd.queued_job."""
+        record = self._run(["GET", record_key(job_id)])
+        place = parse_place(record) if record else None
+        if place is None:
+            return None
+        slot, (priority, entry_id) = slot_of(job_id), place
+        entries, incidents = (self._run(call) for call in scripts.queued_job(slot, priority, entry_id))
+        return scripts.parse_queued_job(slot, priority, entries, incidents)
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """See OperatorEnd.withdraw."""

@@ -36,6 +36,7 @@ from penstock.registry.broker.base import (
     WaitingEntry,
     Withdrawal,
 )
+from penstock.registry.broker.incidents import exceeded_limit_s
 from penstock.registry.broker.limits import (
     DEAD_LETTERS_BYTES,
     DEAD_LETTERS_CAP,
@@ -372,10 +373,15 @@ def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
     for index in range(1, len(answer), 4):
         found = _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1], active)
         deliveries += [
-            structs.replace(delivery, attempt=attempt, crashes=crashes)
-            for delivery, attempt, crashes in zip(found, answer[index + 2], answer[index + 3], strict=True)
+            structs.replace(_with_incidents(delivery, incidents), attempt=attempt)
+            for delivery, attempt, incidents in zip(found, answer[index + 2], answer[index + 3], strict=True)
         ]
     return deliveries
+
+
+def _with_incidents(delivery: Delivery, incidents: Sequence[bytes]) -> Delivery:
+    exceeded_s = exceeded_limit_s(incident.decode(errors="replace") for incident in incidents)
+    return structs.replace(delivery, crashes=len(incidents), exceeded_s=exceeded_s)
 
 
 def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call:
@@ -430,12 +436,28 @@ def parse_job_record(answer: Sequence[Any] | None) -> JobRecord | None:
     if answer is None:
         return None
     record, consumer, deliveries, *left_ms = answer
+    holder = consumer.decode()
     return structs.replace(
         parse_record(record),
-        is_claimed=bool(consumer),
+        is_claimed=bool(holder),
         deliveries=deliveries,
+        holder=holder,
         left_ms=left_ms[0] if left_ms else None,
     )
+
+
+def queued_job(slot: str, priority: Priority, entry_id: bytes) -> tuple[Call, Call]:
+    """Two calls: one reads a queue entry, the other its incidents."""
+    stream = stream_key(slot, priority)
+    return ["XRANGE", stream, entry_id, entry_id], ["SMEMBERS", crashes_key(slot, priority, entry_id)]
+
+
+def parse_queued_job(
+    slot: str, priority: Priority, entries: Sequence[Any], incidents: Iterable[bytes]
+) -> Delivery | None:
+    """Parses the answers of `queued_job`."""
+    found = _deliveries(slot, priority, entries, b"")
+    return _with_incidents(found[0], list(incidents)) if found else None
 
 
 def dead_letter(

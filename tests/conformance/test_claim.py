@@ -9,9 +9,10 @@ import pytest
 from msgspec import structs
 
 from penstock.registry.broker.base import Broker, Claim
-from penstock.registry.queues import Priority
+from penstock.registry.broker.incidents import timeout_incident
+from penstock.registry.queues import Priority, new_job_id
 from tests.conformance.conftest import Brokerage
-from tests.conformance.jobs import TTL_MS, claim, commit_of, held, ids, publish, queued, settle
+from tests.conformance.jobs import LEASE_MS, TTL_MS, claim, commit_of, held, ids, publish, queued, settle
 
 
 @pytest.fixture
@@ -215,3 +216,28 @@ def test_commit_of_an_armed_claims_job_counts(broker: Broker, worker: Broker, sl
     assert is_readable(worker)
     (delivery,) = worker.collect()
     assert [verdict.value for verdict in settle(broker, "w", commit_of(delivery))] == ["committed"]
+
+
+def test_the_queue_entry_of_a_job_can_be_read_until_it_ends(broker: Broker, slot: str):
+    """Waiting, claimed and taken over, with its incidents and its holder; reading claims nothing."""
+    (job_id,) = publish(broker, slot, 1, Priority.HIGH)
+    waiting = broker.queued_job(job_id)
+    assert waiting is not None
+    assert (waiting.priority, waiting.sealed, waiting.crashes) == (Priority.HIGH, job_id.encode(), 0)
+    (delivery,) = claim(broker, "w1:boot", slot)
+    assert broker.queued_job(job_id) == structs.replace(waiting, entry_id=delivery.entry_id)
+    record = broker.job_record(job_id)
+    assert record is not None
+    assert (record.is_claimed, record.holder, record.deliveries) == (True, "w1:boot", 1)
+    broker.suspect(slot, [held(delivery)], timeout_incident("w1:boot", 2.0), TTL_MS)
+    suspect = broker.queued_job(job_id)
+    assert suspect is not None
+    assert (suspect.crashes, suspect.exceeded_s) == (1, 2.0)
+    broker.release("w1:boot", [held(delivery)])
+    record = broker.job_record(job_id)
+    assert record is not None
+    assert (record.is_claimed, record.holder) == (False, "")
+    (again,) = broker.take_over("w2:boot", slot, LEASE_MS, 8)
+    settle(broker, "w2:boot", commit_of(again))
+    assert broker.queued_job(job_id) is None
+    assert broker.queued_job(new_job_id(slot)) is None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.registry.broker.base import Broker, Held
+from penstock.registry.broker.incidents import timeout_incident
 from penstock.registry.queues import Priority
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import LEASE_MS, TTL_MS, claim, commit_of, held, publish, settle
@@ -24,6 +27,25 @@ def test_each_crash_counts_once(brokerage: Brokerage, broker: Broker, slot: str)
     assert _crashes_after_lapse(brokerage, broker, slot, "w2") == [(2, 1)]
     broker.suspect(slot, [held(delivery)], "w2:boot1", TTL_MS)
     assert _crashes_after_lapse(brokerage, broker, slot, "w3") == [(3, 2)]
+
+
+@pytest.mark.parametrize("how", ["taken over", "adopted"])
+def test_a_last_forward_over_its_limit_is_told_to_the_next_worker(
+    how: str, brokerage: Brokerage, broker: Broker, slot: str
+):
+    """The limit is in the delivery, beside the count of crashes; a job that only crashed has none."""
+    publish(broker, slot, 2)
+    hung, crashed = claim(broker, "w1", slot)
+    for delivery in (hung, crashed):
+        broker.suspect(slot, [held(delivery)], "w1:boot1", TTL_MS)
+    broker.suspect(slot, [held(hung)], timeout_incident("w2:boot1", 1.5), TTL_MS)
+    if how == "taken over":
+        brokerage.elapse(LEASE_MS + 10)
+        found = broker.take_over("w3", slot, LEASE_MS, 8)
+    else:
+        broker.release("w1", [held(hung), held(crashed)], version="2")
+        found = broker.adopt("w3", slot, ["2"], 8)
+    assert [(each.crashes, each.exceeded_s) for each in found] == [(2, 1.5), (1, 0.0)]
 
 
 def test_only_the_jobs_that_ran_are_suspects(brokerage: Brokerage, broker: Broker, slot: str):

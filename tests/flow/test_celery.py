@@ -96,9 +96,11 @@ def test_any_celery_program_sends_a_task_and_gets_the_outputs(
     with Client(shared_redis.url, tenant="acme") as client:
         assert client.job(f"task-double.{done}").result(timeout=30)["y"].tolist() == TWICE
 
-    failure = outcome(app, send(app, "task-raiser", [[-1.0, 0.0, 0.0, 0.0]]))
+    raising = send(app, "task-raiser", [[-1.0, 0.0, 0.0, 0.0]])
+    failure = outcome(app, raising)
     assert isinstance(failure, ModelError)
-    assert str(failure) == "ValueError: a negative row"
+    assert str(failure) == "ValueError: a negative row (model.py, line 5, in forward)"
+    assert "model.py, line 5, in forward" in app.AsyncResult(raising).traceback
     for change, text in (
         ({"model": "missing"}, "Unknown model 'missing'"),
         ({"model": "task-double", "priority": "urgent"}, "Unknown priority 'urgent'"),
@@ -260,6 +262,7 @@ def test_flower_shows_every_worker_and_every_job(
             assert task["received"] <= task["started"] <= task["succeeded"]
         assert shown[bad.id]["state"] == "FAILURE"
         assert shown[bad.id]["exception"] == "ModelError('ValueError: a negative row')"
+        assert 'raise ValueError("a negative row")' in shown[bad.id]["traceback"]
         assert str(CANARY) not in json.dumps(shown)
         names = {worker.name for worker in workers}
         seen: Any = wait_until(

@@ -72,7 +72,7 @@ def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
 
 def test_every_log_line_is_json(client: Client, fleet: Fleet):
     """From the first one on: a time with a zone, level, logger and message, from the loggers that users know."""
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError, match=r"\(model.py, line \d+, in forward\)$"):
         client.submit("raiser", {"x": np.full((1, 4), -1, np.float32)}).result(60)
     text = fleet.worker.output.read_text()
     lines = [json.loads(line) for line in text[text.index('{"ts"') :].splitlines()]
@@ -85,6 +85,7 @@ def test_every_log_line_is_json(client: Client, fleet: Fleet):
     (failed,) = [line for line in lines if line["msg"] == "a job failed"][-1:]
     assert failed["model"] == "raiser"
     assert failed["job_id"].startswith("raiser.")
+    assert 'raise ValueError("a negative row")' in failed["exception"]
 
 
 def test_probes_tell_what_the_worker_can_do(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):

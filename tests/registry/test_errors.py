@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +15,7 @@ from penstock.registry.errors import (
     ConfigurationError,
     Corrupt,
     DeadlineExceeded,
+    ForwardTimeout,
     InvalidInput,
     JobFailed,
     ModelError,
@@ -82,6 +85,7 @@ def test_a_disposition_holds_for_the_whole_branch(root: type[PenstockError], dis
         (BrokerUnavailable, ConnectionError),
         (OutOfMemory, MemoryError),
         (ResultTimeout, TimeoutError),
+        (ForwardTimeout, TimeoutError),
     ],
 )
 def test_errors_are_also_those_of_the_standard_library(kind: type[PenstockError], standard: type[Exception]):
@@ -95,6 +99,17 @@ def test_a_failure_of_a_result_is_its_class():
     assert type(job_failure("Cancelled", "")) is Cancelled
     newer = job_failure("Quarantined", "why")
     assert (type(newer), str(newer)) == (JobFailed, "Quarantined: why")
+
+
+@pytest.mark.parametrize("kind", [ModelError, ForwardTimeout])
+def test_a_failure_names_the_line_of_the_model_and_can_be_pickled(kind: type[JobFailed]):
+    """The text ends with the line; the attributes survive the way to another process, as in a pool of processes."""
+    error = job_failure(kind.__name__, "KeyError: 'k'", where="model.py, line 7, in predict", traceback="Traceback")
+    for each in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):  # noqa: S301  # our own bytes
+        assert type(each) is kind
+        assert str(each) == "KeyError: 'k' (model.py, line 7, in predict)"
+        assert (each.where, each.traceback) == ("model.py, line 7, in predict", "Traceback")
+    assert (ModelError("x").where, ModelError("x").traceback) == ("", "")
 
 
 def test_a_failure_of_a_result_is_no_other_error():

@@ -73,6 +73,7 @@ OTHER_INFERENCE_KEYS = {
     "queue.tenant_max_in_flight": 0,
     "queue.job_ttl_s": 86_400.0,
     "queue.result_ttl_s": 3_600.0,
+    "queue.client_tracebacks": False,
     "celery.lane": "auto",
     "celery.events": True,
     "celery.events_interval_ms": 50,

@@ -25,6 +25,7 @@ from penstock.registry.package import ModelSpec, Package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.assembly import PartTypes
+from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from tests.faults.history import Effect, History, check
 from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
@@ -51,7 +52,7 @@ _ENDS: Final[dict[Making, State]] = {
     "bad": State.FAILED,
     "flaky": State.COMPLETED,
     "poison": State.DEAD,
-    "hung": State.DEAD,
+    "hung": State.FAILED,
 }
 _PATIENCE_S: Final = 60.0
 """Quiet must come so long after the last fault; the longest lease, freeze and retry need less."""
@@ -121,6 +122,7 @@ class Simulation:
         self._promotions_left = len(self._promotions)
         self.workers: list[Worker] = []
         self._flaked: set[float] = set()
+        self._timed_out: set[int] = set()
         self._mended: set[float] = set()
         self._paused_since: dict[str, float] = {}
         self._handed_over: dict[Entry, float] = {}
@@ -176,6 +178,10 @@ class Simulation:
         """From now on the model takes the job's question like any other."""
         self._mended.add(self._jobs[job_id].question)
 
+    def have_timed_out(self, jobs: list[ClaimedJob]) -> None:
+        """The last forwards of these jobs are over their limit."""
+        self._timed_out.update(self._jobs[job.header.id].number for job in jobs)
+
     def forward_s(self) -> float:
         """How long the next forward takes."""
         rng = self.schedule.rng
@@ -200,6 +206,8 @@ class Simulation:
             job = self._jobs[claimed.header.id]
             if job.question not in asked:
                 continue
+            if job.number in self._timed_out and self._reports_arrive:
+                self.schedule.violate(f"ran after its time-out: {job.number}")
             if claimed.delivery.crashes and (len(jobs) > 1 or len(worker.drain.active()) > 1):
                 self.schedule.violate(f"a suspect in company: {job.number}")
             if self.truth.withdrawn.get(claimed.header.id, began) < began:

@@ -40,6 +40,7 @@ from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
 from penstock.workers.results import EncodedOutputs
+from penstock.workers.runtime.tracebacks import ModelTrace
 from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
@@ -649,6 +650,13 @@ class ReplayLost(UnreliableEnd):
         return outcome
 
 
+class HangsForgiven(Executor):
+    """A forward over its limit is never given up: its job runs until it becomes a dead letter."""
+
+    def give_up(self, run: BatchRun) -> ModelTrace:
+        return ModelTrace("", "")
+
+
 def _entry(delivery: Delivery) -> Entry:
     return delivery.slot, delivery.priority, delivery.entry_id
 
@@ -728,5 +736,6 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(AnotherVersionAnswers, "answered by another version than it named"),
     _misled(UnplacedForgotten, "left with"),
     _misled(TooFewThreads, "fewer model threads"),
+    _misled(HangsForgiven, "ran after its time-out"),
     Mutant(Mutation("DecisionsForgotten", deployments=_ForgetfulMachine), "answered by a version of before"),
 )

@@ -12,6 +12,7 @@ one that died, and reports what its journal had on the model.
 from __future__ import annotations
 
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock.registry.broker.base import Held
+from penstock.registry.broker.incidents import timeout_incident
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
 from penstock.registry.package import Package
@@ -366,6 +368,12 @@ class Seat:
         """The jobs of the batch."""
         return [item.job for item in self._work.batch.items] if self._work is not None else []
 
+    def timed_out(self) -> list[ClaimedJob]:
+        """The jobs that get no further forward, because this one is over its limit and was their last."""
+        work = self._work
+        is_over = work is not None and self._worker.schedule.now - work.alive_at > work.limit_s
+        return self.jobs() if work is not None and is_over and work.is_last else []
+
     def _turn(self) -> float | None:
         worker, executor = self._worker, self._worker.drain.parts.executor
         if self._work is not None:
@@ -396,19 +404,44 @@ class KeptJournal:
     """A journal that outlives its process, like the file."""
 
     def __init__(self) -> None:
-        self._seats: dict[int, Sequence[Held]] = {}
+        self._seats: dict[int, tuple[Sequence[Held], float]] = {}
+        self._over: set[int] = set()
+        self._last: set[int] = set()
         self._is_retired = False
 
-    def leftovers(self) -> list[Held]:
-        """What was on the model, if the process was not told to stop."""
-        return [] if self._is_retired else [job for jobs in self._seats.values() for job in jobs]
+    def leftovers(self, consumer: str) -> dict[str, list[Held]]:
+        """What was on the model by incident, if the process was not told to stop."""
+        found: defaultdict[str, list[Held]] = defaultdict(list)
+        for seat, (jobs, limit_s) in {} if self._is_retired else self._seats.items():
+            is_timeout = seat in self._over & self._last
+            found[timeout_incident(consumer, limit_s) if is_timeout else consumer] += jobs
+        return found
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
+    def begin(
+        self,
+        seat: int,
+        jobs: Sequence[Held],
+        limit_s: float,
+        now: float,
+        form: FormInUse | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """See Journal.begin."""
-        self._seats[seat] = jobs
+        self._seats[seat] = jobs, limit_s
+        self._over.discard(seat)
+        self._last = self._last | {seat} if is_last else self._last - {seat}
 
     def touch(self, seat: int, now: float) -> None:
         """See Journal.touch."""
+
+    def exceeded(self, seat: int) -> None:
+        """See Journal.exceeded."""
+        self._over.add(seat)
+
+    def disturbed(self, seat: int) -> None:
+        """See Journal.disturbed."""
+        self._last.discard(seat)
 
     def end(self, seat: int) -> None:
         """See Journal.end."""
@@ -429,20 +462,20 @@ class Supervisor(Bystander):
 
     def has_died(self, worker: Worker) -> None:
         """Looks into its journal, as soon as it notices."""
-        if suspects := worker.journal.leftovers():
-            self._report(worker.drain.consumer, suspects)
+        for incident, suspects in worker.journal.leftovers(worker.drain.consumer).items():
+            self._report(incident, suspects)
         self.replace()
 
     def replace(self) -> None:
         """Another worker boots in a moment."""
         self.schedule.after(self.schedule.rng.choice((0.0, 0.3, 1.2)), self._simulation.boot)
 
-    def _report(self, consumer: str, suspects: Sequence[Held]) -> None:
+    def _report(self, incident: str, suspects: Sequence[Held]) -> None:
         try:
             for slot in sorted({job.slot for job in suspects}):
-                self.end.suspect(slot, [job for job in suspects if job.slot == slot], consumer, TTL_MS)
+                self.end.suspect(slot, [job for job in suspects if job.slot == slot], incident, TTL_MS)
         except BrokerUnavailable:
-            self.schedule.after(self.schedule.rng.uniform(0.05, 0.3), partial(self._report, consumer, suspects))
+            self.schedule.after(self.schedule.rng.uniform(0.05, 0.3), partial(self._report, incident, suspects))
 
 
 class Worker:
@@ -597,6 +630,8 @@ class Worker:
         if self.drain.ails and not self._is_given_up:
             # Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
             self._is_given_up = True
+            for seat in self._seats:
+                self._simulation.have_timed_out(seat.timed_out())
             self.schedule.after(self.schedule.rng.uniform(0.3, 1.5), self.die)
         for number in range(len(self._seats), self.drain.parts.executor.threads):
             self._seats.append(Seat(self, self._simulation, number))

@@ -182,6 +182,7 @@ def test_operator_does_all_of_its_work(stack: Stack):
         _penstock(stack, *command)
     with Client(stack.server.url_of("producer")) as client, stack.server.client() as overseer:
         jobs = client.submit_many("napper", [{"x": [[300.0 + n, 0, 0, 0]]} for n in range(6)])
+        assert json.loads(_penstock(stack, "job", jobs[-1].id, "--json"))["priority"] == "normal"
         _penstock(stack, "queue", "purge", "napper", "--yes")
         with pytest.raises(Cancelled):
             jobs[-1].result(60)

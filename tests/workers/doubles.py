@@ -23,6 +23,7 @@ from penstock.workers.batching.batcher import Batch
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Prepared, Runtime, StreamContext, concatenate
+from penstock.workers.runtime.forms import Forms, Forward
 from penstock.workers.versions.deployment_store import NullDeploymentStore
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.loader import Loader
@@ -33,7 +34,9 @@ from penstock.workers.versions.version import ServedVersion
 __all__ = [
     "NEVER_MS",
     "Doubler",
+    "Formed",
     "PendingLoader",
+    "ProcessEnds",
     "RowRuntime",
     "cold_version",
     "counted",
@@ -123,6 +126,32 @@ class Doubler(RowRuntime):
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         return {"y": prepared.payload * 2}
+
+
+class Formed:
+    """A runtime that has another form, which ends the process for whatever it is given."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.forms = Forms(runtime.run)
+        self.forms.use("compiled", self._end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def candidates(self, compiler: object) -> dict[str, Callable[[], Forward]]:
+        return {}
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        return self.forms.run(prepared)
+
+    @staticmethod
+    def _end(prepared: Prepared) -> dict[str, Array]:
+        raise ProcessEnds
+
+
+class ProcessEnds(BaseException):
+    """No code of ours survives it."""
 
 
 def ready_version(max_rows: int = 16, **document: Any) -> ServedVersion:

@@ -11,8 +11,9 @@ from typing import Any
 
 from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import Broker, Held, JobRecord, Limits, State
+from penstock.registry.broker.incidents import timeout_incident
 from penstock.registry.broker.memory import MemoryBroker
-from penstock.registry.envelope import Keyring, open_result
+from penstock.registry.envelope import Failure, Keyring, open_result
 from penstock.registry.package import Package, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
@@ -35,6 +36,7 @@ class RecordingListener(NullListener):
     def __init__(self) -> None:
         self.retries: list[str] = []
         self.ends: list[tuple[str, State, str]] = []
+        self.errors: list[Failure] = []
         self.revoked: set[str] = set()
 
     def is_revoked(self, job_id: str) -> bool:
@@ -45,6 +47,7 @@ class RecordingListener(NullListener):
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
         self.ends += [(each.header.id, each.state, each.error.code if each.error else "") for each in ended]
+        self.errors += [each.error for each in ended if each.error]
 
 
 class MemoryJournal:
@@ -54,14 +57,35 @@ class MemoryJournal:
         self.seats: dict[int, list[Held]] = {}
         self.forms: list[FormInUse | None] = []
         """What ran each forward."""
+        self.last: set[str] = set()
+        """Jobs that have no further forward if theirs exceeds its limit."""
+        self.over: set[int] = set()
+        """Seats whose forward exceeded its limit."""
         self.is_retired = False
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
+    def begin(
+        self,
+        seat: int,
+        jobs: Sequence[Held],
+        limit_s: float,
+        now: float,
+        form: FormInUse | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         self.seats[seat] = list(jobs)
         self.forms.append(form)
+        if is_last:
+            self.last.update(job.job_id for job in jobs)
 
     def touch(self, seat: int, now: float) -> None:
         """What is on the model stays."""
+
+    def exceeded(self, seat: int) -> None:
+        self.over.add(seat)
+
+    def disturbed(self, seat: int) -> None:
+        self.last.difference_update(job.job_id for job in self.seats.get(seat, ()))
 
     def end(self, seat: int) -> None:
         self.seats.pop(seat, None)
@@ -182,12 +206,17 @@ class SteppedHarness:
         self.workers.remove(worker)
         worker.broker.drop_armed()
 
-    def crash(self, worker: SteppedWorker) -> None:
-        """kill -9: what was on its model is reported; its leases lapse by themselves."""
+    def crash(self, worker: SteppedWorker, *, over_limit: bool = False) -> None:
+        """kill -9: what was on its model is reported; its leases lapse by themselves.
+
+        over_limit: the supervisor killed it because its forward exceeded the limit, and noted that in the journal.
+        """
         self.suspend(worker)
-        for slot in {job.slot for job in worker.journal.jobs}:
-            suspects = [job for job in worker.journal.jobs if job.slot == slot]
-            self.broker.suspect(slot, suspects, worker.drain.consumer, A_DAY_MS)
+        for job in worker.journal.jobs:
+            is_timeout = over_limit and job.job_id in worker.journal.last
+            consumer = worker.drain.consumer
+            incident = timeout_incident(consumer, LIMIT_S) if is_timeout else consumer
+            self.broker.suspect(job.slot, [job], incident, A_DAY_MS)
 
     def job_record(self, job_id: str) -> JobRecord:
         """What the job's record says."""

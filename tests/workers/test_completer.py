@@ -68,6 +68,7 @@ class Harness:
             self.answers,
             self.listener,
             self.metrics,
+            client_tracebacks=False,
             now_ms=lambda: 0.0,
             clock=lambda: 100.0,
             jitter=lambda: 1.0,

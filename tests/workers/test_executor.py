@@ -103,11 +103,26 @@ class RecordedJournal:
     def __init__(self) -> None:
         self.told: list[tuple[str, int, object]] = []
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
+    def begin(
+        self,
+        seat: int,
+        jobs: Sequence[Held],
+        limit_s: float,
+        now: float,
+        form: FormInUse | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         self.told.append(("begin", seat, [job.job_id for job in jobs]))
 
     def touch(self, seat: int, now: float) -> None:
         self.told.append(("touch", seat, now))
+
+    def exceeded(self, seat: int) -> None:
+        self.told.append(("exceeded", seat, None))
+
+    def disturbed(self, seat: int) -> None:
+        self.told.append(("disturbed", seat, None))
 
     def end(self, seat: int) -> None:
         self.told.append(("end", seat, None))

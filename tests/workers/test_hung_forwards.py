@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.registry.broker.base import State
+from penstock.registry.envelope import Retry
 from tests.packages import write_recorder
 from tests.workers.stepped import (
     LIMIT_S,
@@ -35,7 +36,7 @@ def test_beside_a_hung_forward_the_rest_is_given_back_at_the_limit(
     """
     write_recorder(models_root, forward_log)
     worker = harness.start_worker()
-    hung = harness.publish("recorder", 1)
+    hung = harness.publish("recorder", 1, retry=Retry(attempts=2))
     worker.turn(2)
     thread = Thread(worker, "a")
     waiting = harness.publish("recorder", *range(2, 40))
@@ -53,7 +54,7 @@ def test_beside_a_hung_forward_the_rest_is_given_back_at_the_limit(
     other.forwards()
     assert [harness.answer(job) for job in waiting] == [2 * number for number in range(2, 40)]
     assert harness.state(hung[0]) is State.QUEUED
-    # It ends after all, before a supervisor kills the process: its answer counts, and no job is a suspect.
+    # Its job has another try, and it ends after all, before a supervisor kills the process: its answer counts.
     thread.finish()
     assert harness.answer(hung[0]) == 2
     assert worker.journal.jobs == []
@@ -79,7 +80,7 @@ def test_a_process_that_stood_still_gives_its_forward_another_limit(
     """After a freeze of the whole process the forward is answered; it hangs only when it takes its limit once more."""
     write_recorder(models_root, forward_log)
     worker = harness.start_worker()
-    (job,) = harness.publish("recorder", 1)
+    (job,) = harness.publish("recorder", 1, retry=Retry(attempts=2))
     worker.turn(2)
     thread = Thread(worker, "a")
     harness.now += 2 * LIMIT_S

@@ -28,9 +28,11 @@ def ran(job: ClaimedJob, answer: Any = None) -> JobOutcome:
     return JobOutcome(job, OUTPUTS if answer is None else answer, "ran", VERSION, run)
 
 
-def committed(outcome: JobOutcome) -> tuple[JobOutcome, Commit, ResultHeader, dict[str, Array]]:
+def committed(
+    outcome: JobOutcome, *, client_tracebacks: bool = False
+) -> tuple[JobOutcome, Commit, ResultHeader, dict[str, Array]]:
     """The outcome that is committed, its commit, and the result in it."""
-    outcome, commit = commit_of(outcome, worker="worker-1", keyring=KEYRING)
+    outcome, commit = commit_of(outcome, worker="worker-1", keyring=KEYRING, client_tracebacks=client_tracebacks)
     header, body = open_result(commit.sealed, KEYRING)
     return outcome, commit, header, decode(header.content, body)
 
@@ -69,6 +71,17 @@ def test_a_commit_names_the_entry_and_the_client_of_the_job():
         job.header.reply,
         "digest",
     )
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_traceback_stays_in_the_worker_unless_the_settings_send_it(is_sent: bool):
+    """The result always names the line of the model. The outcome, for events and logs, has the traceback, too."""
+    failure = Failure("ModelError", "KeyError: 'k'", "model.py, line 7, in predict", 'File "/srv/model.py", line 7')
+    outcome, commit, header, _ = committed(ran(job_of(1), failure), client_tracebacks=is_sent)
+    assert outcome.failure == failure
+    assert header.error is not None
+    assert header.error.where == failure.where
+    assert (b"/srv" in commit.sealed, header.error.traceback) == (is_sent, failure.traceback if is_sent else "")
 
 
 def test_only_the_requested_outputs_are_sent():

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from penstock.registry.broker.base import State
 from penstock.registry.package import load_package
-from penstock.registry.tensors import Array
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.process.crash_journal import FormInUse
-from penstock.workers.runtime.base import Prepared, Runtime
-from penstock.workers.runtime.forms import Forms, Forward
 from tests.flow.conftest import amend
 from tests.packages import write_double, write_recorder
 from tests.servers import wait_until
+from tests.workers.doubles import Formed, ProcessEnds
 from tests.workers.stepped import (
     LEASE_S,
     LIMITS,
@@ -100,32 +97,6 @@ def test_a_suspect_that_has_not_begun_yet_has_the_device_already(
     worker.turn(5)
     waiting = worker.drain.parts.executor.waiting()
     assert [[item.job.header.id for item in work.batch.items] for work in waiting] == [[suspect]]
-
-
-class Formed:
-    """A runtime that has another form, which ends the process for whatever it is given."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self.forms = Forms(runtime.run)
-        self.forms.use("compiled", self._end)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-    def candidates(self, compiler: object) -> dict[str, Callable[[], Forward]]:
-        return {}
-
-    def run(self, prepared: Prepared) -> dict[str, Array]:
-        return self.forms.run(prepared)
-
-    @staticmethod
-    def _end(prepared: Prepared) -> dict[str, Array]:
-        raise ProcessEnds
-
-
-class ProcessEnds(BaseException):
-    """No code of ours survives it."""
 
 
 @pytest.mark.parametrize("max_rows", [16, 2], ids=["at once", "in slices"])

@@ -26,7 +26,12 @@ from kombu.messaging import Producer
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import JobHeader
-from penstock.workers.celery_bridge.presentation import shown_arguments, shown_failure, shown_name
+from penstock.workers.celery_bridge.presentation import (
+    shown_arguments,
+    shown_failure,
+    shown_name,
+    shown_traceback,
+)
 from penstock.workers.observe.listener import Ended, Failed
 
 __all__ = ["CeleryEventSender", "TaskEventsFlag"]
@@ -245,7 +250,9 @@ class CeleryEventSender:
 
     def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        return (_TaskRetried(each.header.id, *common, exception=shown_failure(each.error)) for each in failed)
+        for each in failed:
+            exception, traceback = shown_failure(each.error), shown_traceback(each.error)
+            yield _TaskRetried(each.header.id, *common, exception=exception, traceback=traceback)
 
     def _ends(self, ended: Sequence[Ended], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
@@ -271,8 +278,10 @@ def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, p
         return _TaskSucceeded(*common, result=f"version {ended.version}", runtime=ended.runtime_s)
     if ended.state in (State.CANCELLED, State.EXPIRED):
         return _TaskRevoked(*common, expired=ended.state is State.EXPIRED)
-    exception = shown_failure(ended.error) if ended.error else ended.state.name
-    return _TaskFailed(*common, exception=exception, runtime=ended.runtime_s)
+    if ended.error is None:
+        return _TaskFailed(*common, exception=ended.state.name, runtime=ended.runtime_s)
+    exception, traceback = shown_failure(ended.error), shown_traceback(ended.error)
+    return _TaskFailed(*common, exception=exception, runtime=ended.runtime_s, traceback=traceback)
 
 
 class TaskEventsFlag:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.queues import CELERY_TASK
 
-__all__ = ["shown_arguments", "shown_failure", "shown_name"]
+__all__ = ["shown_arguments", "shown_failure", "shown_name", "shown_traceback"]
+
+_LONGEST_TRACEBACK: Final = 4_000
+"""Thousands of events share a message."""
 
 
 def shown_name(model: str) -> str:
@@ -20,6 +25,11 @@ def shown_name(model: str) -> str:
 def shown_failure(failure: Failure) -> str:
     """The failure in the form of a Python exception: its code, and at most 300 characters of its message."""
     return f"{failure.code}({failure.message!r:.300})"
+
+
+def shown_traceback(failure: Failure) -> str:
+    """The end of the traceback, for operators; empty where no model raised an exception."""
+    return failure.traceback[-_LONGEST_TRACEBACK:]
 
 
 def shown_arguments(job: JobHeader) -> str:

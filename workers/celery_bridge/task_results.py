@@ -19,7 +19,7 @@ from celery import Celery, states
 
 from penstock.registry.broker.base import Broker, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
-from penstock.registry.errors import Corrupt, JobFailed, ResultGone, job_failure
+from penstock.registry.errors import Corrupt, JobFailed, ResultGone
 from penstock.registry.queues import GROUP, lane_key
 from penstock.registry.tensors import decode, lists
 
@@ -61,8 +61,11 @@ class CeleryResultStore:
         self._app.backend.mark_as_done(task_id, result)
 
     def failed(self, task_id: str, error: Exception) -> None:
-        """Make `AsyncResult.get` raise an exception with the class name and the text of `error`."""
-        self._app.backend.mark_as_failure(task_id, error)
+        """Make `AsyncResult.get` raise an exception with the class name and the text of `error`.
+
+        `AsyncResult.traceback` is the traceback of the model; where it stays in the worker, the model's last frame.
+        """
+        self._app.backend.mark_as_failure(task_id, error, traceback=_traceback_of(error))
 
     def revoked(self, task_id: str) -> None:
         """Make `AsyncResult.get` raise Celery's TaskRevokedError."""
@@ -196,9 +199,16 @@ class TaskResultForwarder:
         if job_record.state is State.CANCELLED:
             self._backend.revoked(task_id)
         elif header.error:
-            self._backend.failed(task_id, job_failure(header.error.code, header.error.message))
+            self._backend.failed(task_id, header.error.exception())
         else:
             self._backend.succeeded(task_id, _result(slot, header, outputs))
+
+
+def _traceback_of(error: Exception) -> str | None:
+    if not isinstance(error, JobFailed):
+        return None
+    place = f"Traceback (the last frame of the model):\n  {error.where}\n{error}" if error.where else None
+    return error.traceback or place
 
 
 def _result(model: str, header: ResultHeader, outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,14 +19,17 @@ import os
 import socket
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
 from penstock.registry.broker.base import Held, WorkerEnd
+from penstock.registry.broker.incidents import timeout_incident
 from penstock.registry.queues import Priority
 
 __all__ = [
@@ -41,12 +44,17 @@ __all__ = [
     "report_crashes",
 ]
 
-_MAGIC: Final = b"PSJ1"
+_MAGIC: Final = b"PSJ2"
 _HEAD: Final = struct.Struct("<4sHH")
 """Magic, number of seats, length of the consumer's name in bytes; the name follows."""
-_SEAT: Final = struct.Struct("=ddQ")
-"""Last progress and the longest time without any, in monotonic seconds; length of the jobs in bytes."""
+_SEAT: Final = struct.Struct("=ddQd")
+"""Last progress and the longest time without any, in monotonic seconds; length of the jobs in bytes; a note: the last
+progress of a forward that was found to be over its limit, so that progress makes the note void; or _NO_NOTE."""
 _SIZE_AT: Final = 16
+_NOTE_AT: Final = 24
+_NOTE: Final = struct.Struct("=d")
+_NO_NOTE: Final = -1.0
+"""The process stood still during this forward: its time is not noted."""
 _HEAD_BYTES: Final = 4096
 _SEAT_BYTES: Final = 256 * 1024
 """Room for about 2,000 jobs. Of a larger batch the first jobs are kept."""
@@ -58,7 +66,7 @@ MARGIN_S: Final = 0.5
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(
-    tuple[tuple[str, str, str] | None, list[tuple[str, int, bytes, str]]],
+    tuple[tuple[str, str, str] | None, list[tuple[str, int, bytes, str]], bool],
 )
 
 logger = logging.getLogger("penstock.server")
@@ -78,14 +86,30 @@ class FormInUse(NamedTuple):
 class Journal(Protocol):
     """Records every forward. Each seat, numbered from 0, belongs to one thread. Times are monotonic seconds."""
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
+    def begin(
+        self,
+        seat: int,
+        jobs: Sequence[Held],
+        limit_s: float,
+        now: float,
+        form: FormInUse | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """These jobs are about to run; between two signs of progress at most `limit_s` may pass.
 
-        form: the optimized form that runs them; None for the model as its author built it.
+        form: the optimized form that runs them; None for the model as its author built it. is_last: if this forward
+        exceeds its limit, its jobs have no further one.
         """
 
     def touch(self, seat: int, now: float) -> None:
         """The jobs of this seat make progress."""
+
+    def exceeded(self, seat: int) -> None:
+        """The forward on this seat exceeded its limit, and its process ends for that."""
+
+    def disturbed(self, seat: int) -> None:
+        """The process stood still during the forward on this seat: its jobs get another one."""
 
     def end(self, seat: int) -> None:
         """The jobs of this seat have run."""
@@ -97,10 +121,25 @@ class Journal(Protocol):
 class NullJournal:
     """Records nothing, for tests and simulations."""
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
+    def begin(
+        self,
+        seat: int,
+        jobs: Sequence[Held],
+        limit_s: float,
+        now: float,
+        form: FormInUse | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """Records nothing."""
 
     def touch(self, seat: int, now: float) -> None:
+        """Records nothing."""
+
+    def exceeded(self, seat: int) -> None:
+        """Records nothing."""
+
+    def disturbed(self, seat: int) -> None:
         """Records nothing."""
 
     def end(self, seat: int) -> None:
@@ -142,22 +181,41 @@ class FileJournal:
         self._map[_HEAD.size : _HEAD.size + len(name)] = name
         _HEAD.pack_into(self._map, 0, _MAGIC, seats, len(name))
 
-    def begin(self, seat: int, jobs: Sequence[Held], limit_s: float, now: float, form: FormInUse | None = None) -> None:
+    def begin(
+        self,
+        seat: int,
+        jobs: Sequence[Held],
+        limit_s: float,
+        now: float,
+        form: FormInUse | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """See Journal.begin."""
-        packed = _encode((form, jobs))
+        packed = _encode((form, jobs, is_last))
         while len(packed) > _SEAT_BYTES - _SEAT.size:
             jobs = jobs[: len(jobs) // 2]
-            packed = _encode((form, jobs))
+            packed = _encode((form, jobs, is_last))
         start = _seat_start(seat)
         self._map[start + _SEAT.size : start + _SEAT.size + len(packed)] = packed
         self._times[start // 8] = now
         self._times[start // 8 + 1] = limit_s
+        self._times[(start + _NOTE_AT) // 8] = 0.0
         # Comes last: as long as the size is 0 the seat counts as empty.
         self._sizes[(start + _SIZE_AT) // 8] = len(packed)
 
     def touch(self, seat: int, now: float) -> None:
         """See Journal.touch."""
         self._times[_seat_start(seat) // 8] = now
+
+    def exceeded(self, seat: int) -> None:
+        """See Journal.exceeded."""
+        start = _seat_start(seat)
+        self._times[(start + _NOTE_AT) // 8] = self._times[start // 8]
+
+    def disturbed(self, seat: int) -> None:
+        """See Journal.disturbed."""
+        self._times[(_seat_start(seat) + _NOTE_AT) // 8] = _NO_NOTE
 
     def end(self, seat: int) -> None:
         """See Journal.end."""
@@ -194,20 +252,37 @@ def _seat_start(seat: int) -> int:
 def hung(path: Path, now: float) -> str | None:
     """Why a living worker must be killed: its journal shows a forward over its limit. None: no reason.
 
-    A journal that a dead process with the same pid left is ignored.
+    Notes that in the journal for the report of the worker's death: the worker itself may hang in a call that never
+    releases the interpreter. A journal that a dead process with the same pid left is ignored.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("r+b", buffering=0) as file:
             magic, seats, _ = _HEAD.unpack(file.read(_HEAD.size))
-            for seat in range(seats if magic == _MAGIC else 0):
-                file.seek(_seat_start(seat))
-                since, limit_s, size = _SEAT.unpack(file.read(_SEAT.size))
-                if size and now - since > limit_s + MARGIN_S and not _locks(file.fileno()):
-                    return f"a forward took longer than its limit of {limit_s:g} s"
+            over = list(_over_limit(file, seats, now)) if magic == _MAGIC else []
+            if not over or _locks(file.fileno()):
+                return None
+            for seat in over:
+                if seat.note != _NO_NOTE:
+                    os.pwrite(file.fileno(), _NOTE.pack(seat.since), _seat_start(seat.number) + _NOTE_AT)
+            return f"a forward took longer than its limit of {over[0].limit_s:g} s"
     except (OSError, struct.error):
         # The file does not exist yet, exists no longer, or is being made: the next call decides.
         return None
-    return None
+
+
+class _OverLimit(NamedTuple):
+    number: int
+    since: float
+    limit_s: float
+    note: float
+
+
+def _over_limit(file: RawIOBase, seats: int, now: float) -> Iterator[_OverLimit]:
+    for seat in range(seats):
+        file.seek(_seat_start(seat))
+        since, limit_s, size, note = _SEAT.unpack(file.read(_SEAT.size))
+        if size and now - since > limit_s + MARGIN_S:
+            yield _OverLimit(seat, since, limit_s, note)
 
 
 def _locks(fd: int) -> bool:
@@ -219,25 +294,34 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _read(path: Path) -> tuple[str, list[Held], set[FormInUse]]:
-    """The consumer, the jobs of all its forwards, and the forms that ran them."""
+class _Forward(NamedTuple):
+    """The jobs of one seat. exceeded_s: the limit, if their last forward exceeded it; else 0."""
+
+    jobs: list[Held]
+    form: FormInUse | None
+    exceeded_s: float
+
+
+def _read(path: Path) -> tuple[str, list[_Forward]]:
+    """The consumer, and what it ran."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         magic, seats, length = _HEAD.unpack_from(head)
         if magic != _MAGIC:
             raise ValueError("not a journal")
-        jobs: list[Held] = []
-        forms: set[FormInUse] = set()
+        forwards = []
         for seat in range(seats):
             file.seek(_seat_start(seat))
-            _, _, size = _SEAT.unpack(file.read(_SEAT.size))
+            since, limit_s, size, note = _SEAT.unpack(file.read(_SEAT.size))
             if size > _SEAT_BYTES - _SEAT.size:
                 raise ValueError("not a journal")
-            form, held = _decoder.decode(file.read(size)) if size else (None, [])
-            jobs += [Held(slot, Priority(priority), entry, job) for slot, priority, entry, job in held]
-            if form is not None:
-                forms.add(FormInUse(*form))
-    return head[_HEAD.size : _HEAD.size + length].decode(), jobs, forms
+            if not size:
+                continue
+            form, held, is_last = _decoder.decode(file.read(size))
+            jobs = [Held(slot, Priority(priority), entry, job) for slot, priority, entry, job in held]
+            exceeded_s = limit_s if is_last and note == since else 0.0
+            forwards.append(_Forward(jobs, FormInUse(*form) if form else None, exceeded_s))
+    return head[_HEAD.size : _HEAD.size + length].decode(), forwards
 
 
 def report_crashes(home: Path, broker: WorkerEnd, ttl_ms: int, note_death: NoteDeath) -> int:
@@ -259,20 +343,26 @@ def report_crashes(home: Path, broker: WorkerEnd, ttl_ms: int, note_death: NoteD
 
 def _report(path: Path, broker: WorkerEnd, ttl_ms: int, note_death: NoteDeath) -> int:
     try:
-        consumer, jobs, forms = _read(path)
+        consumer, forwards = _read(path)
     except (OSError, ValueError, struct.error, msgspec.DecodeError):
         logger.warning("a journal cannot be read and is dropped", extra={"journal": path.name})
         return 0
-    for slot in sorted({job.slot for job in jobs}):
-        broker.suspect(slot, [job for job in jobs if job.slot == slot], consumer, ttl_ms)
-    for model, content_hash, form in sorted(forms):
+    suspects: defaultdict[tuple[str, str], list[Held]] = defaultdict(list)
+    for forward in forwards:
+        incident = timeout_incident(consumer, forward.exceeded_s) if forward.exceeded_s else consumer
+        for job in forward.jobs:
+            suspects[job.slot, incident].append(job)
+    for (slot, incident), jobs in sorted(suspects.items()):
+        broker.suspect(slot, jobs, incident, ttl_ms)
+    for model, content_hash, form in sorted({forward.form for forward in forwards if forward.form is not None}):
         try:
             note_death(model, content_hash, form)
         except (OSError, ValueError) as error:
             logger.warning("a death could not be noted", extra={"model": model, "form": form, "reason": str(error)})
-    if jobs:
-        logger.warning("a worker died during a forward", extra={"worker": consumer, "jobs": len(jobs)})
-    return len(jobs)
+    count = sum(len(jobs) for jobs in suspects.values())
+    if count:
+        logger.warning("a worker died during a forward", extra={"worker": consumer, "jobs": count})
+    return count
 
 
 @contextmanager

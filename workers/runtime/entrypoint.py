@@ -22,6 +22,7 @@ from typing import Any, Final
 from penstock.registry.errors import ConfigurationError, shown
 from penstock.registry.package import Package
 from penstock.registry.package.manifest import Manifest
+from penstock.workers.runtime.tracebacks import message_of, placed
 
 __all__ = ["PackageModules"]
 
@@ -49,7 +50,8 @@ class PackageModules:
         except ConfigurationError:
             raise
         except Exception as error:
-            raise ConfigurationError(f"{reference}: raised {type(error).__name__}: {error!s:.200}") from error
+            problem = f"raised {type(error).__name__}: {message_of(error)}{placed(error)}"
+            raise ConfigurationError(f"{reference}: {problem}") from error
 
     def forget(self) -> None:
         """Drops the modules. Their objects keep working, except for imports that have not run yet."""
@@ -96,6 +98,11 @@ class _HashedSource(SourceLoader):
     def get_filename(self, fullname: str) -> str:
         """The source's path, for tracebacks."""
         return self._modules.path(self._file)
+
+    @property
+    def package_file(self) -> str:
+        """See PackageSource."""
+        return self._file
 
     def get_data(self, path: str) -> bytes:
         """The source. Raises OSError for any other file, as a loader must."""

@@ -27,6 +27,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.frameworks.adapters import Adapter
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.tracebacks import message_of, placed
 
 __all__ = ["LoadOptions", "PackageRuntime"]
 
@@ -233,8 +234,7 @@ class PackageRuntime(ABC):
             outputs = self.run(self.prepare([self._example(rows, length)]))
             self.spec.signature.check_outputs(outputs, rows)
         except ModelError as error:
-            raise ConfigurationError(f"{self.spec.reference}: {error}") from None
+            raise ConfigurationError(f"{self.spec.reference}: {error}{placed(error)}") from error
         except Exception as error:
-            raise ConfigurationError(
-                f"{self.spec.reference}: the first forward failed ({type(error).__name__}: {error!s:.200})"
-            ) from error
+            problem = f"the first forward failed ({type(error).__name__}: {message_of(error)}){placed(error)}"
+            raise ConfigurationError(f"{self.spec.reference}: {problem}") from error

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.batching.calibrate import calibrate
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.tracebacks import message_of, placed, trace_of
 from penstock.workers.versions.device_memory import forward_probe, total_bytes
 from penstock.workers.versions.version import ServedVersion, VersionState
 
@@ -161,6 +162,7 @@ class Loader:
             rows = self._calibrated_rows(version, runtime)
         except BaseException as error:  # a package may raise anything; the worker goes on serving
             problem = _problem_of(runtime, error)
+            _log_trace(version, error)
         self.end(runtime, problem, rows)
 
     def _calibrated_rows(self, version: ServedVersion, runtime: Runtime) -> int:
@@ -213,4 +215,13 @@ class Loader:
 def _problem_of(runtime: Runtime, error: BaseException) -> str:
     if isinstance(error, ConfigurationError):
         return str(error)
-    return f"{runtime.spec.reference}: loading failed ({type(error).__name__}: {error!s:.200})"
+    problem = f"loading failed ({type(error).__name__}: {message_of(error)}){placed(error)}"
+    return f"{runtime.spec.reference}: {problem}"
+
+
+def _log_trace(version: ServedVersion, error: BaseException) -> None:
+    """Log where the package or its framework raised an error. The reason follows in a line of its own."""
+    origin = error.__cause__ if isinstance(error, ConfigurationError) else error
+    if origin is not None:
+        facts = {"model": version.name, "version": version.label, "exception": trace_of(origin).text}
+        logger.error("loading raised an exception", extra=facts)

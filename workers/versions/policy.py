@@ -36,6 +36,8 @@ class VersionPolicy:
     precision: Precision
     timeout_s: float
     """The longest time that a forward may show no progress."""
+    max_crashes: int
+    """Processes that may end while a job is on their model."""
     shares_flights: bool
     """Whether equal jobs that are here at the same time share one forward."""
     cache_ttl_s: float
@@ -59,6 +61,7 @@ class VersionPolicy:
             concurrency=endpoint.concurrency or 1,
             precision=endpoint.precision or config.precision,
             timeout_s=float(spec.timeout_s or config.timeout_seconds),
+            max_crashes=config.queue.max_crashes,
             shares_flights=repeats and config.batching.single_flight,
             cache_ttl_s=_cache_ttl_s(spec, config) if repeats else 0.0,
             finite_outputs=tuple(

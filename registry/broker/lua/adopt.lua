@@ -8,21 +8,21 @@ local out = { redis.call('GET', KEYS[6]) }
 for band = 1, 4 do
   local stream = KEYS[band]
   for receiver = 4, #ARGV do
-    local entries, deliveries, crashes = {}, {}, {}
+    local entries, deliveries, incidents = {}, {}, {}
     local waiting = left > 0 and redis.call('XPENDING', stream, group, '-', '+', left, ARGV[receiver]) or {}
     for _, pending in ipairs(waiting) do
       local entry = redis.call('XCLAIM', stream, group, consumer, 0, pending[1])[1]
       if entry and entry[2] then
         table.insert(entries, entry)
         table.insert(deliveries, pending[4] + 1)
-        table.insert(crashes, redis.call('SCARD', stream .. ':crashes:' .. pending[1]))
+        table.insert(incidents, redis.call('SMEMBERS', stream .. ':crashes:' .. pending[1]))
       end
     end
     if #entries > 0 then
       out[#out + 1] = band
       out[#out + 1] = entries
       out[#out + 1] = deliveries
-      out[#out + 1] = crashes
+      out[#out + 1] = incidents
       left = left - #entries
     end
   end

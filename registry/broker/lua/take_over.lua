@@ -1,7 +1,7 @@
 -- Claim jobs whose lease has lapsed. A paused slot hands out none. Consumers that left long ago are deleted.
 -- KEYS  1-4 streams by priority, 5 exists while the slot is paused, 6 the active version, 7 flow
 -- ARGV  group, consumer, lease_ms, count, when the call was sent in ms of the server's clock
--- Returns the active version, then quadruples: band 1-4, entries, their counts of deliveries, their counts of crashes.
+-- Returns the active version, then quadruples: band 1-4, entries, their counts of deliveries, their incidents.
 local group, consumer, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local FORGET_MS = 3600000
 local stale_ms = math.min(1250, math.max(250, ARGV[3] / 4))
@@ -17,19 +17,19 @@ for band = 1, 4 do
   while left > 0 do
     -- The reply has two parts on Redis 6.2 and three from 7.0 on.
     local reply = redis.call('XAUTOCLAIM', stream, group, consumer, ARGV[3], cursor, 'COUNT', left)
-    local entries, deliveries, crashes = {}, {}, {}
+    local entries, deliveries, incidents = {}, {}, {}
     for _, entry in ipairs(reply[2]) do
       if entry and entry[2] then
         table.insert(entries, entry)
         table.insert(deliveries, redis.call('XPENDING', stream, group, entry[1], entry[1], 1)[1][4])
-        table.insert(crashes, redis.call('SCARD', stream .. ':crashes:' .. entry[1]))
+        table.insert(incidents, redis.call('SMEMBERS', stream .. ':crashes:' .. entry[1]))
       end
     end
     if #entries > 0 then
       out[#out + 1] = band
       out[#out + 1] = entries
       out[#out + 1] = deliveries
-      out[#out + 1] = crashes
+      out[#out + 1] = incidents
       left = left - #entries
     end
     cursor = reply[1]

@@ -26,6 +26,8 @@ from penstock.workers.observe.listener import Failed
 from tests.servers import RedisServer, wait_until
 from tests.workers.celery_bridge.jobs import HOST, application, ended, job
 
+FAILURE = Failure("ModelError", "ValueError: no", "model.py, line 7, in predict", "Traceback\nValueError: no")
+
 
 class Monitor:
     """Celery's own picture of the cluster, fed by its own receiver."""
@@ -116,10 +118,11 @@ def test_every_end_of_a_job_has_its_state_in_celery(app: Celery, end: State, sta
     gone = job()
     with monitoring(app) as monitor, watching(app) as listener:
         listener.received([gone], 1000.0)
-        listener.finished([ended(gone, end, Failure("ModelError", "ValueError: no"))], 1001.0)
+        listener.finished([ended(gone, end, FAILURE)], 1001.0)
         task = monitor.task(gone.id, state)
     if state == "FAILURE":
         assert task.exception == "ModelError('ValueError: no')"
+        assert task.traceback == FAILURE.traceback
     else:
         assert monitor.events[-1]["expired"] is (end is State.EXPIRED)
 
@@ -130,9 +133,10 @@ def test_a_failed_forward_of_a_job_that_runs_again_shows_as_a_retry(app: Celery)
     with monitoring(app) as monitor, watching(app) as listener:
         listener.received([failing], 1000.0)
         listener.started([failing], 1001.0)
-        listener.retried([Failed(failing, Failure("ModelError", "ValueError: not now"))], 1002.0)
+        listener.retried([Failed(failing, FAILURE)], 1002.0)
         task = monitor.task(failing.id, "RETRY")
-        assert (task.retried, task.exception) == (1002.0, "ModelError('ValueError: not now')")
+        assert (task.retried, task.exception) == (1002.0, "ModelError('ValueError: no')")
+        assert task.traceback == FAILURE.traceback
         listener.started([failing], 1003.0)
         listener.finished([ended(failing)], 1004.0)
         task = monitor.task(failing.id, "SUCCESS")

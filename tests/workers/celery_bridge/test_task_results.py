@@ -14,7 +14,7 @@ from celery.exceptions import TaskRevokedError
 from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Failure
-from penstock.registry.errors import ModelError, ResultGone
+from penstock.registry.errors import ForwardTimeout, ModelError, ResultGone, job_failure
 from penstock.registry.queues import lane_key, record_key
 from penstock.workers.celery_bridge.task_results import CeleryResultStore, TaskResultForwarder
 from tests.servers import RedisServer, wait_until
@@ -154,6 +154,10 @@ def test_a_stored_result_is_what_get_returns(app: Celery):
     store = CeleryResultStore(app)
     store.succeeded("t-done", {"outputs": {"y": [[1.0]]}})
     store.failed("t-failed", ModelError("ValueError: no"))
+    place = "model.py, line 7, in predict"
+    store.failed("t-slow", ForwardTimeout("The forward took longer than its limit of 30 s"))
+    store.failed("t-placed", job_failure("ModelError", "KeyError: 'k'", where=place))
+    store.failed("t-traced", job_failure("ModelError", "KeyError: 'k'", where=place, traceback="the traceback"))
     store.revoked("t-revoked")
 
     def outcome(task_id: str) -> object:
@@ -163,4 +167,11 @@ def test_a_stored_result_is_what_get_returns(app: Celery):
     failure = outcome("t-failed")
     assert isinstance(failure, ModelError)
     assert str(failure) == "ValueError: no"
+    assert isinstance(outcome("t-slow"), ForwardTimeout)
     assert isinstance(outcome("t-revoked"), TaskRevokedError)
+    traces = [app.AsyncResult(task_id).traceback for task_id in ("t-failed", "t-placed", "t-traced")]
+    assert traces == [
+        None,
+        f"Traceback (the last frame of the model):\n  {place}\nKeyError: 'k' ({place})",
+        "the traceback",
+    ]

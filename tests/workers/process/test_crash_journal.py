@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from penstock.registry.broker.base import Held, Limits, Publication
+from penstock.registry.broker.incidents import timeout_incident
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable
@@ -349,6 +350,60 @@ def test_a_retired_journal_makes_no_suspects(start: Callable[..., Process], tmp_
     assert reported(tmp_path, broker) == 0
 
 
+@pytest.mark.parametrize("by", ["the worker", "the supervisor"])
+def test_a_last_forward_over_its_limit_is_reported_as_a_time_out(by: str, path: Path, tmp_path: Path):
+    """Whoever notes it: the jobs whose last forward it was are told apart from those of the other seats."""
+    journal = FileJournal(path, "gpu0@test:1", 3)
+    journal.begin(0, held(1, "waits"), float("inf"), 1000.0)
+    journal.begin(1, held(2, "last"), 30.0, 1000.0, is_last=True)
+    journal.begin(2, held(3, "other"), 30.0, 1000.0)
+    if by == "the worker":
+        journal.exceeded(1)
+    else:
+        assert hung(path, 1031.0) is not None
+    broker = Suspicions()
+    copy_of_the_dead(path, tmp_path / "dead")
+    assert reported(tmp_path / "dead", broker) == 6
+    assert broker.told == [
+        ("last", held(2, "last"), timeout_incident("gpu0@test:1", 30.0)),
+        ("other", held(3, "other"), "gpu0@test:1"),
+        ("waits", held(1, "waits"), "gpu0@test:1"),
+    ]
+
+
+def test_a_forward_during_which_the_process_stood_still_is_not_noted(path: Path, tmp_path: Path):
+    """Its worker says so before the supervisor looks: the process is killed, and the jobs are suspects only."""
+    journal = FileJournal(path, "gpu0@test:1", 1)
+    journal.begin(0, held(1), 30.0, 1000.0, is_last=True)
+    journal.disturbed(0)
+    assert hung(path, 1031.0) is not None
+    broker = Suspicions()
+    copy_of_the_dead(path, tmp_path / "first")
+    reported(tmp_path / "first", broker)
+    # The next forward on the seat is noted again.
+    journal.begin(0, held(1), 30.0, 2000.0, is_last=True)
+    assert hung(path, 2031.0) is not None
+    copy_of_the_dead(path, tmp_path / "second")
+    reported(tmp_path / "second", broker)
+    assert [incident for _, _, incident in broker.told] == ["gpu0@test:1", timeout_incident("gpu0@test:1", 30.0)]
+
+
+@pytest.mark.parametrize("what", ["progress", "another forward"])
+def test_a_note_is_void_when_the_forward_went_on(what: str, path: Path, tmp_path: Path):
+    """A supervisor noted a forward that moved at that very moment: its process is killed, and no job has timed out."""
+    journal = FileJournal(path, "gpu0@test:1", 1)
+    journal.begin(0, held(1), 30.0, 1000.0, is_last=True)
+    assert hung(path, 1031.0) is not None
+    if what == "progress":
+        journal.touch(0, 1031.0)
+    else:
+        journal.begin(0, held(2), 30.0, 1031.0, is_last=True)
+    broker = Suspicions()
+    copy_of_the_dead(path, tmp_path / "dead")
+    reported(tmp_path / "dead", broker)
+    assert [incident for _, _, incident in broker.told] == ["gpu0@test:1"]
+
+
 def test_the_journal_of_a_dead_process_does_not_make_a_living_one_look_hung(start: Callable[..., Process]):
     """A pid comes again, and the new process has not made its journal yet."""
     process = start("mlp=1-0")
@@ -359,7 +414,7 @@ def test_the_journal_of_a_dead_process_does_not_make_a_living_one_look_hung(star
 
 def torn(whole: bytes, tmp_path: Path) -> dict[str, bytes]:
     """Files that are not a journal, or not a whole one."""
-    jobs_at = 4096 + 24
+    jobs_at = 4096 + 32
     return {
         "empty": b"",
         "cut in the head": whole[:6],

@@ -141,10 +141,15 @@ def test_exceptions_of_a_model_pass_through(models_root: Path):
     ("source", "text"),
     [
         ("build = 3", "entrypoint model:build: found no function build, expected build() -> model"),
-        ("def build(): raise OSError('x')", "entrypoint model:build: raised OSError: x"),
+        ("def build(): raise OSError('x')", "entrypoint model:build: raised OSError: x (model.py, line 1, in build)"),
         (
             "import no_such_module",
-            "entrypoint model:build: raised ModuleNotFoundError: No module named 'no_such_module'",
+            "entrypoint model:build: raised ModuleNotFoundError: No module named 'no_such_module' "
+            "(model.py, line 1, in <module>)",
+        ),
+        (
+            "def build():\n    return (",
+            "entrypoint model:build: raised SyntaxError: '(' was never closed (model.py, line 2)",
         ),
         (
             "def build(): return 3",
@@ -163,7 +168,10 @@ def test_exceptions_of_a_model_pass_through(models_root: Path):
             "def build(): return lambda inputs: {'y': inputs['x'].astype('f8')}",
             "Output y is float64 (2, 4). Declared is float32 (batch, 4) with batch = 2",
         ),
-        ("def build(): return lambda inputs: 1 / 0", "the first forward failed (ZeroDivisionError: division by zero)"),
+        (
+            "def build(): return lambda inputs: 1 / 0",
+            "the first forward failed (ZeroDivisionError: division by zero) (model.py, line 1, in <lambda>)",
+        ),
     ],
 )
 def test_package_that_cannot_work_is_refused_when_loaded(models_root: Path, source: str, text: str):

@@ -174,7 +174,7 @@ def test_load_now_returns_with_a_ready_version(models_root: Path):
     ("end", "problem"),
     [
         ("raise ValueError('e' * 500)", r"scale/1.*ValueError: e{100,400}\b"),
-        ("raise SystemExit(3)", r"scale/1: loading failed \(SystemExit: 3\)"),
+        ("raise SystemExit(3)", r"scale/1: loading failed \(SystemExit: 3\) \(model.py, line 2, in build\)"),
         ("return lambda inputs: {}", r"scale/1.*\by\b"),
     ],
     ids=["an error", "an exit", "no output"],
@@ -187,3 +187,21 @@ def test_load_now_raises_the_problem_of_the_version(models_root: Path, end: str,
         Loader("cpu", 1).load_now(version)
     assert str(raised.value) == version.problem
     assert len(version.problem) <= 400
+
+
+def test_the_log_has_the_traceback_of_a_failed_load(models_root: Path, caplog: pytest.LogCaptureFixture):
+    """The problem is one line; the log has the frames of `build()` beside it. A missing output has no traceback."""
+    sources = {
+        "helpful": "def build():\n    return {}['k']\n",
+        "silent": "def build():\n    return lambda inputs: {}\n",
+    }
+    for name, source in sources.items():
+        folder = write_package(models_root, name, source)
+        version = ServedVersion(load_package(folder, (models_root,)), InferenceConfig())
+        with pytest.raises(ConfigurationError):
+            Loader("cpu", 1).load_now(version)
+    traces = [vars(record)["exception"] for record in caplog.records if "exception" in vars(record)]
+    (trace,) = [trace for trace in traces if "in build" in trace]
+    assert "return {}['k']" in trace
+    assert trace.endswith("KeyError: 'k'")
+    assert [record.getMessage() for record in caplog.records].count("loading raised an exception") == len(traces)
