@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from penstock.registry.errors import ConfigurationError, UnknownModel, shown
+from penstock.registry.errors import ConfigurationError, MissingRequirement, UnknownModel, shown
 from penstock.registry.package.bounded_yaml import BadDocument, read_document, read_yaml
 from penstock.registry.package.hub_cache import HubSnapshot, find_snapshot
 from penstock.registry.package.inspection import (
@@ -262,7 +262,7 @@ def _installed_folder(package_folder: Path, module: str) -> Path:
         found = None
     locations = (found.submodule_search_locations if found else None) or []
     if not locations:
-        raise ConfigurationError(
+        raise MissingRequirement(
             f"{_label(package_folder)}: source.package: {module} is not installed, expected an installed Python package"
         )
     return Path(locations[0])

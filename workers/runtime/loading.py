@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.registry.errors import ConfigurationError, ModelError, ModelNotReady
+from penstock.registry.errors import ConfigurationError, MissingRequirement, ModelError, ModelNotReady
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.package.spec_sections import Precision
@@ -209,7 +209,7 @@ class PackageRuntime(ABC):
     def _own_device(self, device: str) -> str:
         wanted = self.spec.device
         if wanted == "cuda" and not device.startswith("cuda"):
-            raise ConfigurationError(
+            raise MissingRequirement(
                 f"{self.spec.reference}: device: found {device}, expected cuda as its package says"
             )
         return "cpu" if wanted == "cpu" else device
