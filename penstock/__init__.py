@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         UnknownJob,
         UnknownModel,
     )
+    from penstock.registry.package.model_decorator import model
     from penstock.registry.queues import PriorityName
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "UndecodableEnvelope",
     "UnknownJob",
     "UnknownModel",
+    "model",
 ]
 
 _ERRORS = "penstock.registry.errors"
@@ -111,6 +113,7 @@ _MODULES = {
     "JobStatus": "penstock.producers.job_state",
     "PriorityName": "penstock.registry.queues",
     "Retry": "penstock.registry.envelope",
+    "model": "penstock.registry.package.model_decorator",
 }
 """The module of each name; a name that is missing here is an error class."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -31,20 +33,43 @@ def check(
 ) -> None:
     """Load the package in FOLDER, run one job, and compare its outputs with model.yaml. No broker is needed.
 
-    Without --sample the job has small valid inputs. The code of the package runs in this process. Exit status 1: the
-    package or the sample is wrong. Exit status 78: this machine lacks what the package needs.
+    A Python file instead of a folder: each model of it that @penstock.model declares. Without --sample the job has
+    small valid inputs. The code of the package runs in this process. Exit status 1: the package or the sample is
+    wrong. Exit status 78: this machine lacks what the package needs.
 
     \b
     penstock models check models/mlp/1
     penstock models check models/mlp/1 --sample inputs.json
+    penstock models check my_models.py
     """
     settings = load_settings(access.environ, {"device": device})
     inputs = None if sample is None else _read_sample(sample.read())
-    report = _checked(folder, settings, access.environ, inputs, is_quiet=as_json)
+    reports = []
+    with _packages(folder) as packages:
+        for package in packages:
+            report = _checked(package, settings, access.environ, inputs, is_quiet=as_json)
+            reports.append(report.as_data())
+            if not as_json:
+                click.echo(f"{report.reference} works ({report.content_hash[:12]})")
     if as_json:
-        click.echo(json.dumps(report.as_data()))
-    else:
-        click.echo(f"{report.reference} works ({report.content_hash[:12]})")
+        click.echo(json.dumps(reports if folder.suffix == ".py" else reports[0]))
+
+
+@contextmanager
+def _packages(folder: Path) -> Iterator[list[Path]]:
+    """The folder, or the folders of the packages of a Python file. Raises ClickException for a wrong file."""
+    if folder.suffix != ".py":
+        yield [folder]
+        return
+    from penstock.registry.package.one_file import read_models, write_packages
+
+    with TemporaryDirectory(prefix="penstock-check-") as place:
+        try:
+            app = read_models(folder)
+            root = write_packages(app, Path(place))
+        except ConfigurationError as error:
+            raise click.ClickException(str(error)) from None
+        yield [root / each.reference for each in app.models]
 
 
 def check_before_registration(folder: Path, environ: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ def _entry(kind: str, name: object, value: object) -> dict[str, Any]:
         case (str(dtype), [*shape]) | (str(dtype), (*shape,)):
             return {"name": name, "dtype": dtype, "shape": shape}
         case {**fields}:
-            return {"name": name, **fields}
+            return {"name": name} | {str(field): given for field, given in fields.items()}
     raise InvalidInput(
         f'{kind}: {name!r:.80}: found {type(value).__name__}, expected a dtype and a shape: ("float32", ["batch", 4])'
     )

@@ -76,7 +76,7 @@ class PythonRuntime(PackageRuntime):
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
         self._refuse_precision("its own code decides")
         self._modules = PackageModules(self._package, manifest)
-        model = self._modules.build()
+        model = self._modules.build(device)
         self._check_kind(model)
         if getattr(model, "training", False) and callable(getattr(model, "eval", None)):
             facts = {"model": self.spec.name, "version": self.version}

@@ -87,3 +87,20 @@ def test_machine_that_cannot_load_the_package_registers_it_and_says_so(
     shown = penstock(tmp_path, "models", "register", folder, **environ)
     assert shown.exit_code == 0, shown.output
     assert "The package was not loaded here. " in shown.stderr
+
+
+def test_every_model_of_a_python_file_is_checked(tmp_path: Path):
+    """`@penstock.model` declares them; a mistake is named with its line."""
+    file = tmp_path / "my_models.py"
+    head = 'import penstock\nX = {"x": ("float32", ["batch"])}\n'
+    declared = "@penstock.model(inputs=X, outputs=X)\n"
+    file.write_text(f"{head}{declared}def one(x):\n    return x\n{declared}def two(x):\n    return x + 1\n")
+    shown = penstock(tmp_path, "models", "check", str(file), "--device", "cpu", "--json")
+    assert [each["reference"] for each in json.loads(shown.stdout)] == ["one/1", "two/1"]
+    file.write_text(f"{head}{declared}def one(z):\n    return z\n")
+    wrong = penstock(tmp_path, "models", "check", str(file), "--device", "cpu")
+    assert (wrong.exit_code, wrong.stderr) == (1, "Error: my_models.py, line 4: one: takes z, expected x\n")
+    for command in ("up", "worker"):
+        refused = penstock(tmp_path, command, "--app", str(file))
+        assert refused.exit_code == EXIT_CONFIGURATION
+        assert refused.stderr == "Error: my_models.py, line 4: one: takes z, expected x\n"
