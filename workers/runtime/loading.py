@@ -1,6 +1,6 @@
-"""The steps of a load, for every format: hash, build, compare, warm up.
+"""The steps of a load, for every format: hash, look at the environment, build, compare, warm up.
 
-    package.manifest() -> _build(manifest, device, threads) -> manifest.check_unchanged() -> warm-up -> it may serve
+    package.manifest() -> requirements.txt -> _build(manifest, device, threads) -> manifest.check_unchanged() -> warm-up
 
 So the model that serves is the content that was hashed, and `content_hash` names it. The model does not run before the
 files were compared. A package's own Python modules run earlier: they are executed from the bytes whose hash the
@@ -27,6 +27,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.frameworks.adapters import Adapter
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.requirements import check_requirements
 
 __all__ = ["LoadOptions", "PackageRuntime"]
 
@@ -198,6 +199,7 @@ class PackageRuntime(ABC):
                 f"{self.spec.reference}: its files differ from those that were promoted under this version: "
                 f"found the hash {manifest.content_hash[:12]}, expected {expected[:12]}"
             )
+        check_requirements(self._package, manifest)
         self._check_open()
         memory_bytes = self._build(manifest, device, threads)
         manifest.check_unchanged()
