@@ -37,7 +37,8 @@ def save_script(module: Any, signature: Mapping[str, Any], folder: Path) -> None
     import torch
 
     own = copy.deepcopy(module).cpu().eval()
-    declared = Signature(*(tuple(map(TensorSpec.model_validate, signature[kind])) for kind in ("inputs", "outputs")))
+    inputs_of, outputs_of = (tuple(map(TensorSpec.model_validate, signature[kind])) for kind in ("inputs", "outputs"))
+    declared = Signature(inputs_of, outputs_of)
     script = own if isinstance(own, torch.jit.ScriptModule) else _scripted(own, declared)
     for rows, length in ((1, 3), (3, 5)):
         inputs = _tensors(declared, rows, length)
@@ -60,7 +61,7 @@ def _scripted(module: Any, declared: Signature) -> Any:
             return torch.jit.script(module)
         except Exception:  # the compiler raises many classes of errors
             traced = _traced(module, _tensors(declared, 2, 4))
-    if any(issubclass(one.category, torch.jit.TracerWarning) for one in told):
+    if any(one.category.__name__ == "TracerWarning" for one in told):
         raise ConfigurationError(
             f"{type(module).__name__}: its trace depends on the values of the example, {_WITH_BUILD}"
         )
@@ -70,9 +71,10 @@ def _scripted(module: Any, declared: Signature) -> Any:
 def _traced(module: Any, inputs: tuple[Any, ...]) -> Any:
     import torch
 
+    trace: Any = torch.jit.trace
     try:
         with torch.inference_mode():
-            return torch.jit.trace(module, inputs, check_trace=False)
+            return trace(module, inputs, check_trace=False)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -28,9 +28,7 @@ __all__ = ["check", "check_before_registration"]
 @click.option("--device", help="auto, cpu, cuda or cuda:N (default: the setting, auto).")
 @as_json_option
 @click.pass_obj
-def check(
-    access: RegistryAccess, folder: Path, sample: click.utils.LazyFile | None, device: str | None, as_json: bool
-) -> None:
+def check(access: RegistryAccess, folder: Path, sample: TextIO | None, device: str | None, as_json: bool) -> None:
     """Load the package in FOLDER, run one job, and compare its outputs with model.yaml. No broker is needed.
 
     A Python file instead of a folder: each model of it that @penstock.model declares. Without --sample the job has

@@ -26,7 +26,7 @@ def callable_of(declared: Any, device: str, *, streams: bool) -> Callable[..., A
     """The model, loaded. `load` of a class takes the device if it has an argument of this name."""
     predict = declared
     if inspect.isclass(declared):
-        instance = declared()
+        instance: Any = declared()
         load = getattr(instance, "load", None)
         if load is not None:
             takes_device = "device" in inspect.signature(load).parameters
