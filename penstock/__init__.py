@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock import package
     from penstock.producers.async_client import AsyncClient, AsyncJobHandle
     from penstock.producers.client import Client, JobHandle
     from penstock.producers.events import EventType, JobEvent
@@ -99,6 +100,7 @@ __all__ = [
     "UnknownJob",
     "UnknownModel",
     "model",
+    "package",
 ]
 
 _ERRORS = "penstock.registry.errors"
@@ -121,6 +123,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "package":
+        return importlib.import_module("penstock.package")
     value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, _ERRORS)), name)
     return value
 

@@ -71,13 +71,13 @@ def _packages(folder: Path) -> Iterator[list[Path]]:
 
 
 def check_before_registration(folder: Path, environ: Mapping[str, str]) -> None:
-    """Load the package and run one job, as `check` does, without its lines.
+    """Load the package and run one job, as `check` does, without its lines. It runs on the CPU: a GPU may be serving.
 
     A machine that lacks what the package needs prints a line instead. Raises ClickException for a package that cannot
     work.
     """
     try:
-        _checked(folder, load_settings(environ), environ, None, is_quiet=True)
+        _checked(folder, load_settings(environ, {"device": "cpu"}), environ, None, is_quiet=True)
     except MissingRequirement as error:
         click.echo(f"The package was not loaded here. {error}", err=True)
 

@@ -41,9 +41,9 @@ def register(
     copied into the models root. A lineage file may have data_version, code_hash, hyperparameters, training_metrics and
     parent_model.
 
-    The package is loaded first, and one job runs, as `models check` does; a package that cannot work is refused. A
-    machine that lacks what the package needs registers it and says that it was not loaded. With --via nothing is
-    loaded.
+    The package is loaded on the CPU first, and one job runs, as `models check` does; a package that cannot work is
+    refused. A machine that lacks what the package needs registers it and says that it was not loaded. With --via
+    nothing is loaded.
 
     \b
     penstock models register models/minilm/1

@@ -191,7 +191,7 @@ class _Reader:
             function = found[-1]
         if not isinstance(function, ast.FunctionDef) or function.args.kwarg:
             return
-        takes = [one.arg for one in (*function.args.args, *function.args.kwonlyargs)]
+        takes, with_default = _arguments(function)
         takes = takes[1:] if isinstance(node, ast.ClassDef) else takes
         if spec.streams and "ctx" in takes:
             takes.remove("ctx")
@@ -200,6 +200,9 @@ class _Reader:
             self._refuse(
                 function, f"{node.name}: takes {', '.join(takes) or 'nothing'}, expected {', '.join(declared)}"
             )
+        for one in spec.inputs:
+            if one.optional and one.name not in with_default:
+                self._refuse(function, f"{node.name}: found no default for {one.name}, expected one: it is optional")
 
     def _literal(self, keyword: ast.keyword) -> Any:
         """The value of an argument. Names stand for constants that the file assigned above."""
@@ -213,6 +216,17 @@ class _Reader:
 
     def _refuse(self, node: ast.expr | ast.stmt, problem: str) -> NoReturn:
         raise ConfigurationError(f"{self._file.name}, line {node.lineno}: {problem}")
+
+
+def _arguments(function: ast.FunctionDef) -> tuple[list[str], set[str]]:
+    """(the arguments that can be given by name, those of them with a default)."""
+    by_position, by_name = function.args.args, function.args.kwonlyargs
+    count = len(function.args.defaults)
+    with_default = {one.arg for one in by_position[len(by_position) - count :]} if count else set()
+    with_default |= {
+        one.arg for one, default in zip(by_name, function.args.kw_defaults, strict=True) if default is not None
+    }
+    return [one.arg for one in (*by_position, *by_name)], with_default
 
 
 class _Constants(ast.NodeTransformer):

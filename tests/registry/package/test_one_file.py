@@ -125,6 +125,11 @@ _HEAD = 'import penstock\nX = {"x": ("float32", ["batch"])}\n'
             "my_models.py, line 4: f: takes z, expected x",
         ),
         (
+            _HEAD + "X['x']\n@penstock.model(inputs=[{'name': 'x', 'dtype': 'int8', 'shape': ['batch']}, {'name': 'm', "
+            "'dtype': 'int8', 'shape': ['batch'], 'optional': True}], outputs=X)\ndef f(m, x=1): ...\n",
+            "my_models.py, line 5: f: found no default for m, expected one: it is optional",
+        ),
+        (
             _HEAD + "@penstock.model(inputs=X, outputs=X)\nclass F:\n  def predict(self): ...\n",
             "my_models.py, line 5: F: takes nothing, expected x",
         ),
