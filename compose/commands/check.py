@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,12 @@ def _packages(folder: Path) -> Iterator[list[Path]]:
             root = write_packages(app, Path(place))
         except ConfigurationError as error:
             raise click.ClickException(str(error)) from None
-        yield [root / each.reference for each in app.models]
+        # As in a worker of --app: modules beside the file can be imported.
+        sys.path.insert(0, str(folder.absolute().parent))
+        try:
+            yield [root / each.reference for each in app.models]
+        finally:
+            sys.path.remove(str(folder.absolute().parent))
 
 
 def check_before_registration(folder: Path, environ: Mapping[str, str]) -> None:

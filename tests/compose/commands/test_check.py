@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,12 +90,15 @@ def test_machine_that_cannot_load_the_package_registers_it_and_says_so(
     assert "The package was not loaded here. " in shown.stderr
 
 
-def test_every_model_of_a_python_file_is_checked(tmp_path: Path):
-    """`@penstock.model` declares them; a mistake is named with its line."""
+def test_every_model_of_a_python_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`@penstock.model` declares them, and modules beside the file are found; a mistake is named with its line."""
+    monkeypatch.delitem(sys.modules, "beside_it", raising=False)
     file = tmp_path / "my_models.py"
     head = 'import penstock\nX = {"x": ("float32", ["batch"])}\n'
     declared = "@penstock.model(inputs=X, outputs=X)\n"
-    file.write_text(f"{head}{declared}def one(x):\n    return x\n{declared}def two(x):\n    return x + 1\n")
+    (tmp_path / "beside_it.py").write_text("ONE = 1\n")
+    text = f"{head}import beside_it\n{declared}def one(x):\n    return x\n"
+    file.write_text(f"{text}{declared}def two(x):\n    return x + beside_it.ONE\n")
     shown = penstock(tmp_path, "models", "check", str(file), "--device", "cpu", "--json")
     assert [each["reference"] for each in json.loads(shown.stdout)] == ["one/1", "two/1"]
     file.write_text(f"{head}{declared}def one(z):\n    return z\n")
