@@ -30,6 +30,7 @@ from penstock.workers.runtime.open import open_runtime
 __all__ = ["CheckTarget", "FailedForward", "PackageReport", "check_package", "own_traceback"]
 
 _MOST_FORWARDS: Final = 20
+_EXAMPLE_CHUNKS: Final = 32
 _MEASURED_S: Final = 0.5
 """No further forward is measured after this time."""
 
@@ -125,7 +126,9 @@ class _Listener:
 
     job_id = ""
     tenant = ""
-    is_cancelled = False
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
 
     def progress(self, fraction: float) -> None:
         """Does nothing."""
@@ -135,13 +138,14 @@ def _run(
     runtime: Runtime, target: CheckTarget, inputs: dict[str, Array], load_s: float, word: str, tell: Teller
 ) -> PackageReport:
     tell(word, ", ".join(map(_described, inputs, inputs.values())))
-    outputs, chunks = _forward(runtime, inputs)
+    is_example = word == "example"
+    outputs, chunks = _forward(runtime, inputs, is_example=is_example)
     for name in finite_outputs(runtime.spec):
-        if not np.isfinite(outputs[name]).all():
+        if name in outputs and not np.isfinite(outputs[name]).all():
             raise ModelError(f"Output {name} contains NaN or infinity. Expected finite numbers, or allow_nan: true")
     streamed = f"{counted(chunks, 'chunk')}, then " if runtime.spec.streams else ""
     tell("run", streamed + (", ".join(map(_described, outputs, outputs.values())) or "no outputs"))
-    seconds = _measured(runtime, inputs)
+    seconds = _measured(runtime, inputs, is_example=is_example)
     latency_ms = statistics.median(seconds) * 1e3
     tell("latency", f"{latency_ms:.2f} ms, median of {len(seconds)} forwards")
     return PackageReport(
@@ -157,17 +161,24 @@ def _run(
     )
 
 
-def _forward(runtime: Runtime, inputs: dict[str, Array]) -> tuple[dict[str, Array], int]:
-    """(outputs, number of chunks)."""
-    chunks = 0
+def _forward(runtime: Runtime, inputs: dict[str, Array], *, is_example: bool) -> tuple[dict[str, Array], int]:
+    """(outputs, number of chunks).
+
+    With the example, a stream is cancelled after some chunks: some models stream until their job is cancelled. One
+    that goes on for as many again is closed, and has no outputs.
+    """
+    chunks, context = 0, _Listener()
+    stream = runtime.stream(inputs, context)
     try:
-        stream = runtime.stream(inputs, _Listener())
-        while True:
+        while not is_example or chunks < 2 * _EXAMPLE_CHUNKS:
             try:
                 next(stream)
             except StopIteration as end:
                 return end.value, chunks
             chunks += 1
+            context.is_cancelled = is_example and chunks >= _EXAMPLE_CHUNKS
+        stream.close()
+        return {}, chunks
     except PenstockError:
         raise
     except Exception as error:
@@ -176,13 +187,13 @@ def _forward(runtime: Runtime, inputs: dict[str, Array]) -> tuple[dict[str, Arra
         ) from error
 
 
-def _measured(runtime: Runtime, inputs: dict[str, Array]) -> list[float]:
+def _measured(runtime: Runtime, inputs: dict[str, Array], *, is_example: bool) -> list[float]:
     """The seconds of some forwards."""
     seconds: list[float] = []
     end = time.monotonic() + _MEASURED_S
     while not seconds or (len(seconds) < _MOST_FORWARDS and time.monotonic() < end):
         began = time.monotonic()
-        _forward(runtime, inputs)
+        _forward(runtime, inputs, is_example=is_example)
         seconds.append(time.monotonic() - began)
     return seconds
 

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from penstock.compose.commands.options import app_option
 from penstock.compose.terminal import as_json_option, connected, console, load_settings, print_drawn, terminable
 from penstock.registry.errors import ConfigurationError
 
@@ -23,29 +23,16 @@ __all__ = ["bench", "demo", "up", "worker"]
 
 _device_option = click.option("--device", help="auto, cpu, cuda or cuda:N (default: the setting, auto).")
 _models_option = click.option("--models", help="Comma-separated names (default: all under the models root).")
-_app_option = click.option(
-    "--app",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Serve the models of this Python file, @penstock.model, and no others.",
-)
 
 
 @click.command()
 @_device_option
 @_models_option
-@_app_option
+@app_option
 @click.option("--flower/--no-flower", default=True, help="Whether to run Flower.")
 @click.option("--flower-port", default=0, help="Flower's port on the loopback (default: any free one).")
 @click.pass_obj
-def up(
-    environ: Mapping[str, str],
-    device: str | None,
-    models: str | None,
-    app: Path | None,
-    flower: bool,
-    flower_port: int,
-) -> None:
+def up(environ: Mapping[str, str], device: str | None, models: str | None, flower: bool, flower_port: int) -> None:
     """Run the embedded stack until Ctrl-C: Redis, one worker per device, Flower.
 
     Other commands and Client.from_env() of the same user find the stack without settings.
@@ -55,11 +42,9 @@ def up(
     penstock up --device cpu --models minilm
     penstock up --app my_models.py
     """
-    from penstock.compose.stack.app_file import serving
     from penstock.compose.stack.fleet import choose
     from penstock.compose.stack.local import LocalStack
 
-    environ = serving(app, environ)
     settings = load_settings(environ, {"device": device, "worker.models": _names(models)})
     screen = console()
     stack = LocalStack(
@@ -86,12 +71,10 @@ def up(
 @click.command()
 @_device_option
 @_models_option
-@_app_option
+@app_option
 @click.option("--index", type=click.IntRange(0), help="The number of a CPU worker, when one machine runs several.")
 @click.pass_obj
-def worker(
-    environ: Mapping[str, str], device: str | None, models: str | None, app: Path | None, index: int | None
-) -> None:
+def worker(environ: Mapping[str, str], device: str | None, models: str | None, index: int | None) -> None:
     """Run workers, one process per device, and restart them when they crash or hang.
 
     It needs a broker: PENSTOCK_REDIS_URL, or a stack that `penstock up` runs. After SIGTERM or Ctrl-C the running
@@ -100,15 +83,13 @@ def worker(
     \b
     penstock worker
     penstock worker --device cuda:0 --models minilm,mlp
-    penstock worker --device cpu --index 1
     penstock worker --app my_models.py
+    penstock worker --device cpu --index 1
     """
-    from penstock.compose.stack.app_file import serving
     from penstock.compose.stack.fleet import choose, worker_program, worker_timeouts
     from penstock.compose.stack.supervisor import Supervisor
     from penstock.registry import logs
 
-    environ = serving(app, environ)
     settings = connected(environ, {"device": device, "worker.models": _names(models), "worker.index": index})
     children = _child_environ(environ, settings)
     logs.configure()

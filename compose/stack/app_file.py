@@ -20,13 +20,11 @@ _FOLDER: Final = "apps"
 """The folder of such packages, under the home."""
 
 
-def serving(file: Path | None, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment for workers and for this process; unchanged without a file.
+def serving(file: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment for workers and for this process.
 
     Modules beside the file can be imported, as if it were run. Raises ConfigurationError with file and line.
     """
-    if file is None:
-        return environ
     settings = load_settings(environ)
     root = write_packages(read_models(file), settings.home / _FOLDER)
     beside = [str(file.absolute().parent), *filter(None, [environ.get("PYTHONPATH")])]

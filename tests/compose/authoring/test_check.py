@@ -48,6 +48,24 @@ def test_model_that_streams_is_run_to_its_end():
     assert (report.chunks, report.outputs["total"].tolist()) == (3, [3])
 
 
+@pytest.mark.parametrize(("heeds", "chunks", "outputs"), [(True, 32, ["y"]), (False, 64, [])])
+def test_endless_stream_is_cancelled_and_then_closed(models_root: Path, heeds: bool, chunks: int, outputs: list[str]):
+    """A model that streams until its job is cancelled does not hold the check."""
+    source = f"""
+    def build():
+        def stream(inputs, ctx):
+            while not (ctx.is_cancelled and {heeds}):
+                yield {{}}
+            return {{"y": inputs["x"]}}
+        return stream
+    """
+    folder = write_package(models_root, "endless", source)
+    document = yaml.safe_load((folder / "model.yaml").read_text()) | {"streams": True, "batching": {}}
+    (folder / "model.yaml").write_text(yaml.safe_dump(document))
+    report = check_package(folder, CPU)
+    assert (report.chunks, sorted(report.outputs)) == (chunks, outputs)
+
+
 def test_package_that_cannot_be_loaded_is_refused(models_root: Path):
     """The check finds what only a load finds."""
     with pytest.raises(ConfigurationError, match="found no function build"):

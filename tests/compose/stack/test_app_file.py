@@ -62,12 +62,6 @@ def test_trusted_roots_of_the_settings_stay(tmp_path: Path, file: Path):
     assert environ["PYTHONPATH"] == f"{file.parent}{os.pathsep}/somewhere"
 
 
-def test_without_a_file_nothing_changes():
-    """The models root is that of the settings."""
-    before = {"PENSTOCK_HOME": "/nowhere"}
-    assert serving(None, before) is before
-
-
 @pytest.mark.slow
 def test_stack_of_a_file_answers(file: Path):
     """A worker runs the function, and the module beside it is imported."""
