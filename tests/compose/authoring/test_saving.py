@@ -97,6 +97,7 @@ def test_onnx_graph_has_its_own_signature(models_root: Path):
     np.testing.assert_allclose(answered(folder), affine(X), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_encoder_is_saved_with_its_tokenizer(models_root: Path, tmp_path: Path):
     """The width of its embeddings is that of the model; a model without a tokenizer is refused."""
     import transformers
