@@ -2,6 +2,7 @@
 
     up, worker, bench, demo        run a stack or workers in the foreground
     submit, job                    submit one job, or look at one
+    new                            write a model package to begin with
     models                         versions of models, and the active one
     status, workers, top, doctor   inspect a running stack
     dead, queue                    dead letters, pauses and purges
@@ -22,6 +23,7 @@ from penstock.compose.commands.dead import dead
 from penstock.compose.commands.doctor import doctor
 from penstock.compose.commands.job import job
 from penstock.compose.commands.models import models
+from penstock.compose.commands.new import new
 from penstock.compose.commands.queue import queue
 from penstock.compose.commands.run import bench, demo, up, worker
 from penstock.compose.commands.status import status, top, workers
@@ -47,5 +49,5 @@ def main(context: click.Context, config: Path | None) -> None:
     context.obj = {**os.environ, **({"PENSTOCK_CONFIG": str(config.absolute())} if config else {})}
 
 
-for _command in (up, worker, bench, demo, submit, job, models, status, workers, top, doctor, dead, queue):
+for _command in (up, worker, bench, demo, submit, job, new, models, status, workers, top, doctor, dead, queue):
     main.add_command(_command)

@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock import package
     from penstock.producers.async_client import AsyncClient, AsyncJobHandle
     from penstock.producers.client import Client, JobHandle
     from penstock.producers.events import EventType, JobEvent
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         IdempotencyConflict,
         InvalidInput,
         JobFailed,
+        MissingRequirement,
         ModelError,
         ModelNotReady,
         NonFiniteOutput,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         UnknownJob,
         UnknownModel,
     )
+    from penstock.registry.package.model_decorator import model
     from penstock.registry.queues import PriorityName
 
 __all__ = [
@@ -83,6 +86,7 @@ __all__ = [
     "JobHandle",
     "JobInfo",
     "JobStatus",
+    "MissingRequirement",
     "ModelError",
     "ModelNotReady",
     "NonFiniteOutput",
@@ -102,6 +106,8 @@ __all__ = [
     "UndecodableEnvelope",
     "UnknownJob",
     "UnknownModel",
+    "model",
+    "package",
 ]
 
 _ERRORS = "penstock.registry.errors"
@@ -117,6 +123,7 @@ _MODULES = {
     "JobStatus": "penstock.producers.job_state",
     "PriorityName": "penstock.registry.queues",
     "Retry": "penstock.registry.envelope",
+    "model": "penstock.registry.package.model_decorator",
 }
 """The module of each name; a name that is missing here is an error class."""
 
@@ -124,6 +131,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "package":
+        return importlib.import_module("penstock.package")
     value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, _ERRORS)), name)
     return value
 

@@ -25,6 +25,7 @@
       ResultGone               the result has expired
       ResultTimeout            there is no result yet (also a TimeoutError)
       ConfigurationError       an unusable setting, model package or machine; processes exit on it
+        MissingRequirement       a Python package or a device that a model needs is not here; its package may be right
 
 The class has the disposition, the instance has the facts. Clients see the messages: each names the value that was
 found and the value expected, and never contains payloads, paths or secrets.
@@ -55,6 +56,7 @@ __all__ = [
     "IdempotencyConflict",
     "InvalidInput",
     "JobFailed",
+    "MissingRequirement",
     "ModelError",
     "ModelNotReady",
     "NonFiniteOutput",
@@ -260,6 +262,10 @@ class ConfigurationError(PenstockError):
     """A setting, a model package or a machine is unusable. The process writes one line and exits."""
 
     disposition = "stop"
+
+
+class MissingRequirement(ConfigurationError):
+    """This machine lacks a Python package or a device that a model needs. The model's package may be right."""
 
 
 def shown(name: object) -> str:

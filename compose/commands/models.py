@@ -1,6 +1,7 @@
 """`penstock models`: the group of commands for versions of models, and those that only read.
 
 list, show, history, lineage, verify, export-onnx   read registry, workers and files (here)
+check                                               load a package and run one job, without a broker (check.py)
 register, promote, demote, rollback, sync, sign     change the registry and the active version (promotion.py)
 load, unload, compile, levels                       ask workers to do something with a version (serving.py)
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from penstock.compose.commands.check import check
 from penstock.compose.commands.promotion import demote, promote, register, rollback, sign, sync
 from penstock.compose.commands.registry_access import RegistryAccess
 from penstock.compose.commands.serving import compile_model, levels, load, unload
@@ -155,5 +157,5 @@ def export_onnx(access: RegistryAccess, name: str, version: str, path: Path, is_
     print_data(data, as_json, f"{found.reference} -> {exported.path}: {exported.bytes:,} bytes; {compared}")
 
 
-for _command in (register, promote, demote, rollback, sync, sign, load, unload, compile_model, levels):
+for _command in (check, register, promote, demote, rollback, sync, sign, load, unload, compile_model, levels):
     models.add_command(_command)

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-__all__ = ["prepare_option", "priority_choice", "reason_option", "timeout_option", "worker_option", "yes_option"]
+__all__ = [
+    "app_option",
+    "prepare_option",
+    "priority_choice",
+    "reason_option",
+    "timeout_option",
+    "worker_option",
+    "yes_option",
+]
 
+
+def _serve_app(context: click.Context, _parameter: click.Parameter, file: Path | None) -> None:
+    """Give the command an environment in which workers serve the models of the file."""
+    if file is None or context.resilient_parsing:
+        return
+    from penstock.compose.stack.app_file import serving
+
+    context.obj = serving(file, context.obj)
+
+
+app_option = click.option(
+    "--app",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    expose_value=False,
+    callback=_serve_app,
+    help="Serve the models of this Python file, those of @penstock.model, and no others.",
+)
 prepare_option = click.option(
     "--prepare/--no-prepare", default=True, help="Whether workers load the version before it is activated."
 )

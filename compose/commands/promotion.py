@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.compose.commands.check import check_before_registration
 from penstock.compose.commands.options import prepare_option, reason_option, timeout_option
 from penstock.compose.commands.registry_access import RegistryAccess
 from penstock.compose.terminal import as_json_option, print_data
@@ -26,16 +27,23 @@ __all__ = ["demote", "promote", "register", "rollback", "sign", "sync"]
 @click.command("register")
 @click.argument("package")
 @click.option("--lineage", "lineage_file", type=click.Path(path_type=Path), help="The lineage: a YAML or JSON file.")
+@click.option("--check/--no-check", "is_checked", default=True, help="Whether to load the package and run one job.")
 @reason_option
 @as_json_option
 @click.pass_obj
-def register(access: RegistryAccess, package: str, lineage_file: Path | None, reason: str, as_json: bool) -> None:
+def register(
+    access: RegistryAccess, package: str, lineage_file: Path | None, is_checked: bool, reason: str, as_json: bool
+) -> None:
     """Register PACKAGE as a draft. From then on jobs of the model are accepted, also while no worker runs.
 
     PACKAGE is a folder; or runs:/RUN/PATH or models:/NAME/VERSION of the MLflow at MLFLOW_TRACKING_URI; or
     organisation/name@COMMIT, a package in the local cache of the Hugging Face hub. A package that is not a folder is
     copied into the models root. A lineage file may have data_version, code_hash, hyperparameters, training_metrics and
     parent_model.
+
+    The package is loaded on the CPU first, and one job runs, as `models check` does; a package that cannot work is
+    refused. A machine that lacks what the package needs registers it and says that it was not loaded. With --via
+    nothing is loaded.
 
     \b
     penstock models register models/minilm/1
@@ -45,7 +53,10 @@ def register(access: RegistryAccess, package: str, lineage_file: Path | None, re
     lineage = _read_lineage(lineage_file) if lineage_file else None
     with access.deployer() as deployer:
         try:
-            found = deployer.register(access.fetched(package), lineage, reason=reason)
+            folder = access.fetched(package)
+            if is_checked and not access.via:
+                check_before_registration(folder, access.environ)
+            found = deployer.register(folder, lineage, reason=reason)
         except ConfigurationError as error:
             # The package is refused, not the configuration of this command: exit status 1.
             raise click.ClickException(str(error)) from None

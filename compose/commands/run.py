@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from penstock.compose.commands.options import app_option
 from penstock.compose.terminal import as_json_option, connected, console, load_settings, print_drawn, terminable
 from penstock.registry.errors import BrokerRefused, BrokerUnavailable, ConfigurationError
 
@@ -30,6 +31,7 @@ _models_option = click.option("--models", help="Comma-separated names (default: 
 @click.command()
 @_device_option
 @_models_option
+@app_option
 @click.option("--flower/--no-flower", default=True, help="Whether to run Flower.")
 @click.option("--flower-port", default=0, help="Flower's port on the loopback (default: any free one).")
 @click.pass_obj
@@ -41,6 +43,7 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
     \b
     penstock up
     penstock up --device cpu --models minilm
+    penstock up --app my_models.py
     """
     from penstock.compose.stack.fleet import choose
     from penstock.compose.stack.local import LocalStack
@@ -74,6 +77,7 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
 @click.command()
 @_device_option
 @_models_option
+@app_option
 @click.option("--index", type=click.IntRange(0), help="The number of a CPU worker, when one machine runs several.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="warning", show_default=True)
 @click.pass_obj
@@ -91,6 +95,7 @@ def worker(
     \b
     penstock worker
     penstock worker --device cuda:0 --models minilm,mlp
+    penstock worker --app my_models.py
     penstock worker --device cpu --index 1
     """
     from penstock.compose.stack.fleet import choose, worker_program, worker_timeouts

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from penstock.registry.errors import ConfigurationError
+from penstock.registry.errors import MissingRequirement
 
 __all__ = ["HubSnapshot", "cache_folder", "check_hub", "check_revision", "find_snapshot"]
 
@@ -50,11 +50,11 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def find_snapshot(hub: str, revision: str, cache: Path | None = None) -> HubSnapshot:
-    """The snapshot of a repository at a commit. Raises ConfigurationError when it is not in the cache."""
+    """The snapshot of a repository at a commit. Raises MissingRequirement when it is not in the cache."""
     repository = (cache or cache_folder()) / f"models--{hub.replace('/', '--')}"
     folder = repository / "snapshots" / revision
     if not folder.is_dir():
-        raise ConfigurationError(
+        raise MissingRequirement(
             f"{hub}@{revision[:12]} is not in the local cache of the hub. Expected a download "
             f"before, as with: hf download {hub} --revision {revision}"
         )

@@ -8,18 +8,18 @@ models root, the field, the value found and the value expected.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from penstock.registry.errors import ConfigurationError, UnknownModel, shown
+from penstock.registry.errors import ConfigurationError, MissingRequirement, UnknownModel, shown
 from penstock.registry.package.bounded_yaml import BadDocument, read_document, read_yaml
 from penstock.registry.package.hub_cache import HubSnapshot, find_snapshot
 from penstock.registry.package.inspection import (
@@ -30,7 +30,7 @@ from penstock.registry.package.inspection import (
     inspect_transformers,
 )
 from penstock.registry.package.manifest import FileTree, Manifest, hash_files
-from penstock.registry.package.spec import SPEC_FILE, ModelSpec, first_problem
+from penstock.registry.package.spec import FOUND_WEIGHTS, SPEC_FILE, ModelSpec, first_problem
 from penstock.registry.package.spec_sections import Source
 from penstock.registry.queues import parse_name
 
@@ -207,9 +207,23 @@ def _read(file: Path, label: str) -> tuple[ModelSpec, str]:
     if not isinstance(document, dict):
         raise ConfigurationError(f"{label}: found {type(document).__name__}, expected a mapping of fields")
     try:
-        return ModelSpec.model_validate(document), hashlib.sha256(text).hexdigest()
+        return ModelSpec.model_validate(document | _found_files(document, file.parent, label)), sha256(text).hexdigest()
     except ValidationError as error:
-        raise ConfigurationError(f"{label}: {first_problem(error)}") from None
+        raise ConfigurationError(f"{label}: {first_problem(error, document)}") from None
+
+
+def _found_files(document: dict[Any, Any], folder: Path, label: str) -> dict[str, object]:
+    """The `weights` or `source` of a package that names none, but has a file of the usual name."""
+    kind = document.get("format")
+    if kind == "transformers":
+        is_found = document.get("source") is None and (folder / "model.safetensors").is_file()
+        return {"source": {}} if is_found else {}
+    if not isinstance(kind, str) or document.get("weights") is not None:
+        return {}
+    found = [name for name in FOUND_WEIGHTS.get(kind, ()) if (folder / name).is_file()]
+    if len(found) > 1:
+        raise ConfigurationError(f"{label}: weights: found {' and '.join(found)}, expected one, or weights: {found[0]}")
+    return {"weights": found[0]} if found else {}
 
 
 def _check_entrypoint(package: Package, trusted_roots: Sequence[Path]) -> None:
@@ -248,7 +262,7 @@ def _installed_folder(package_folder: Path, module: str) -> Path:
         found = None
     locations = (found.submodule_search_locations if found else None) or []
     if not locations:
-        raise ConfigurationError(
+        raise MissingRequirement(
             f"{_label(package_folder)}: source.package: {module} is not installed, expected an installed Python package"
         )
     return Path(locations[0])

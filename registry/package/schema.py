@@ -39,8 +39,38 @@ def schema_text() -> str:
     for section in sections:
         if section is not ModelSpec:
             _describe(schema["$defs"][section.__name__], section)
+    _add_signature(schema)
     named = {"$schema": GenerateJsonSchema.schema_dialect} | schema | {"title": SPEC_FILE}
     return json.dumps(named, indent=2) + "\n"
+
+
+def _add_signature(schema: dict[str, Any]) -> None:
+    """The section `signature`, or its two fields beside the others."""
+    fields = {name: schema["properties"][name] for name in ("inputs", "outputs")}
+    schema["$defs"]["Signature"] = {
+        "additionalProperties": False,
+        "description": "The inputs and outputs of the model.",
+        "properties": fields,
+        "required": list(fields),
+        "title": "Signature",
+        "type": "object",
+    }
+    section = {"$ref": "#/$defs/Signature", "description": "The inputs and outputs of the model."}
+    beside = {
+        name: field | {"description": f"{field['description']} Only without `signature`."}
+        for name, field in fields.items()
+    }
+    properties = schema["properties"]
+    before = [name for name in properties if name not in fields]
+    place = list(properties).index("inputs")
+    schema["properties"] = {
+        **{name: properties[name] for name in before[:place]},
+        "signature": section,
+        **beside,
+        **{name: properties[name] for name in before[place:]},
+    }
+    schema["required"] = [name for name in schema["required"] if name not in fields]
+    schema["oneOf"] = [{"required": ["signature"]}, {"required": list(fields)}]
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:

@@ -9,6 +9,7 @@ found and the value expected.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
 import math
@@ -39,6 +40,7 @@ from penstock.registry.tensors import DTYPES, MAX_BYTES, MAX_RESULT_BYTES, MAX_T
 
 __all__ = [
     "FORMATS",
+    "FOUND_WEIGHTS",
     "SPEC_FILE",
     "ModelSpec",
     "first_problem",
@@ -52,6 +54,8 @@ _MAX_TIMEOUT_S: Final = 86_400
 _STRING_BYTES: Final = 4
 """The bytes of an empty string in a body."""
 _SHA256: Final = re.compile(r"[0-9a-f]{64}\Z")
+_TENSORS: Final = ("inputs", "outputs")
+"""The fields of the section `signature`, which may also stand beside it."""
 
 Format = Literal["torchscript", "python", "pytorch", "transformers", "onnx"]
 FORMATS: Final[tuple[str, ...]] = get_args(Format)
@@ -59,10 +63,18 @@ FORMATS: Final[tuple[str, ...]] = get_args(Format)
 _TENSORFLOW: Final = frozenset({"tensorflow", "savedmodel", "saved_model", "keras", "tflite", "tfjs"})
 _WEIGHTS: Final = {"torchscript": (".pt", ".ts"), "pytorch": (".safetensors",), "onnx": (".onnx",)}
 """The formats with a `weights` file, and the endings of its name."""
+FOUND_WEIGHTS: Final = {
+    "torchscript": ("model.ts", "model.pt"),
+    "pytorch": ("model.safetensors",),
+    "onnx": ("model.onnx",),
+}
+"""The files of a package that `weights` need not name."""
 
 
 def _version_text(value: object) -> object:
-    # YAML reads an unquoted 1 as a number, and an unquoted 1.10 as 1.1: integers are accepted, floats are refused.
+    if isinstance(value, float | datetime.date):
+        # The digits of the file are lost by now: 1.10 was read as 1.1.
+        raise ValueError(f'found {value} without quotes, expected quotes, as in version: "{value}" with all its digits')
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -92,9 +104,10 @@ class ModelSpec(Section):
     entrypoint: str | None = None
     """`module:build` for `pytorch` and `python`; the module is a file of the package."""
     weights: InsidePath | None = None
-    """The file of a `torchscript` or `onnx` model, or the safetensors that a `pytorch` module loads."""
+    """The file of a `torchscript` or `onnx` model, or the safetensors that a `pytorch` module loads; null: model.ts,
+    model.pt, model.onnx or model.safetensors."""
     source: Source | None = None
-    """The location of the weights of a `transformers` model."""
+    """The location of the weights of a `transformers` model; null: model.safetensors in the package."""
     task: str | None = None
     """The pipeline of a `transformers` model, such as text-classification; null: sentence embeddings."""
     files: dict[InsidePath, Annotated[str, AfterValidator(_checksum)]] | None = None
@@ -125,6 +138,21 @@ class ModelSpec(Section):
     """Whether equal jobs may share one forward. Its response is also cached for `cache_ttl_s`."""
     timeout_s: Annotated[float | None, Field(gt=0, le=_MAX_TIMEOUT_S)] = None
     """The longest time of one forward; null: as the worker's setting says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_signature(cls, fields: Any) -> Any:
+        """Moves `signature.inputs` and `signature.outputs` beside the other fields."""
+        if not isinstance(fields, Mapping) or "signature" not in fields:
+            return fields
+        section = fields["signature"]
+        if beside := [name for name in _TENSORS if name in fields]:
+            raise ValueError(f"signature: found beside {' and '.join(beside)}, expected one of the two forms")
+        if not isinstance(section, Mapping):
+            raise ValueError(f"signature: found {section!r:.80}, expected a mapping with inputs and outputs")
+        if unknown := [name for name in section if name not in _TENSORS]:
+            raise ValueError(f"signature.{shown(unknown[0])}: unknown field, expected inputs or outputs")
+        return {name: value for name, value in fields.items() if name != "signature"} | dict(section)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ModelSpec:
@@ -218,7 +246,9 @@ def _check_format(spec: ModelSpec) -> None:
 
 def _check_transformers(spec: ModelSpec) -> None:
     if spec.source is None or spec.entrypoint is not None:
-        raise ValueError("source: expected a source and no entrypoint for format transformers")
+        raise ValueError(
+            "source: expected a source, or model.safetensors in the package, and no entrypoint for format transformers"
+        )
     if [(one.dtype, one.shape) for one in spec.inputs] != [(STRING, (BATCH,))]:
         raise ValueError(f"inputs: expected one string input of shape ({BATCH},) for format transformers")
     if spec.task is not None:
@@ -242,7 +272,8 @@ def _check_weights(spec: ModelSpec) -> None:
     if spec.weights is None:
         if spec.format == "pytorch":
             return
-        raise ValueError(f"weights: missing, expected a file {' or '.join(endings)} for format {spec.format}")
+        found = " or ".join(FOUND_WEIGHTS[spec.format])
+        raise ValueError(f"weights: missing, expected {found} in the package, or the name of a file as weights")
     if not spec.weights.endswith(endings):
         reason = "; a pickle can run code" if spec.weights.endswith(PICKLES) else ""
         raise ValueError(
@@ -311,11 +342,16 @@ def _check_length(spec: ModelSpec) -> None:
         )
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first problem in one line: the field, the value found, the value expected."""
+def first_problem(error: ValidationError, document: object = None) -> str:
+    """The first problem in one line: the field, the value found, the value expected.
+
+    document: the fields as they were written; a field in its `signature` is named with this section.
+    """
     problem = error.errors(include_url=False)[0]
     # pydantic appends this part to the path of a mapping's key.
     path = [part for part in problem["loc"] if part != "[key]"]
+    if path and path[0] in _TENSORS and isinstance(document, Mapping) and "signature" in document:
+        path.insert(0, "signature")
     field = shown("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix("."))
     kind, found = problem["type"], problem["input"]
     if kind == "value_error":

@@ -23,6 +23,7 @@ from tests.benchmarks import (
     compilation,
     encoder,
     equal,
+    first_answer,
     hot_swap,
     imports,
     latency,
@@ -64,6 +65,7 @@ SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]]
     "compilation": compilation.measure,
     "peers": peers.measure,
     "imports": imports.measure,
+    "first": first_answer.measure,
     "breakdown": breakdown.measure,
 }
 """In the order of the table."""

@@ -238,6 +238,25 @@ def test_cpu_image_gets_no_cuda():
     assert "grep -i '^nvidia'" in script
 
 
+@pytest.mark.parametrize("stage", ["build-cpu", "build-gpu"])
+def test_worker_image_installs_the_requirements_of_models(stage: str, tmp_path: Path):
+    """The build argument has the lines of a requirements file, with markers, comments and spaces; it may be empty."""
+    assert SERVICES["worker"]["build"]["args"]["MODEL_REQUIREMENTS"] == "${MODEL_REQUIREMENTS:-}"
+    words = _stages(COMPOSE / "Dockerfile.worker")[stage]
+    place = words.index(("ARG", "MODEL_REQUIREMENTS"))
+    word, script = words[place + 1]
+    assert word == "RUN"
+    (tmp_path / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
+    (tmp_path / "pip").chmod(0o755)
+    for lines in ("", "scikit-learn >= 1.4  # for iris\nunidecode; python_version < '3.13'"):
+        environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL_REQUIREMENTS": lines}
+        ran = subprocess.run(
+            ["sh", "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert ran.stdout.splitlines()[0] == "pip install -c constraints.txt -r model-requirements.txt"
+        assert (tmp_path / "model-requirements.txt").read_text() == f"{lines}\n"
+
+
 def test_secrets_and_history_stay_out_of_the_build():
     """The build context is a list of needed files, which all exist."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]

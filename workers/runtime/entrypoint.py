@@ -22,6 +22,7 @@ from typing import Any, Final
 from penstock.registry.errors import ConfigurationError, shown
 from penstock.registry.package import Package
 from penstock.registry.package.manifest import Manifest
+from penstock.workers.runtime.declared_model import callable_of, is_declared
 from penstock.workers.runtime.tracebacks import message_of, placed
 
 __all__ = ["PackageModules"]
@@ -35,8 +36,11 @@ class PackageModules:
         self._files = manifest.files
         self._name = _FINDER.register(self, f"penstock_package_{manifest.content_hash[:16]}")
 
-    def build(self) -> Any:
-        """The object that `build()` returns. Raises ConfigurationError with the reason when there is none."""
+    def build(self, device: str = "cpu") -> Any:
+        """The object that `build()` returns, or the model that `@penstock.model` declares at the entry point.
+
+        device: for a declared class. Raises ConfigurationError with the reason when there is none.
+        """
         module_name, attribute = self._package.entrypoint()
         reference = f"{self._package.spec.reference}: entrypoint {self._package.spec.entrypoint}"
         parent = ModuleType(self._name, f"Modules of the model package {self._package.spec.reference}.")
@@ -46,6 +50,8 @@ class PackageModules:
             build = getattr(importlib.import_module(f"{self._name}.{module_name}"), attribute, None)
             if not callable(build):
                 raise ConfigurationError(f"{reference}: found no function {attribute}, expected build() -> model")
+            if is_declared(build):
+                return callable_of(build, device, streams=self._package.spec.streams)
             return build()
         except ConfigurationError:
             raise

@@ -1,6 +1,6 @@
-"""The steps of a load, for every format: hash, build, compare, warm up.
+"""The steps of a load, for every format: hash, look at the environment, build, compare, warm up.
 
-    package.manifest() -> _build(manifest, device, threads) -> manifest.check_unchanged() -> warm-up -> it may serve
+    package.manifest() -> requirements.txt -> _build(manifest, device, threads) -> manifest.check_unchanged() -> warm-up
 
 So the model that serves is the content that was hashed, and `content_hash` names it. The model does not run before the
 files were compared. A package's own Python modules run earlier: they are executed from the bytes whose hash the
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.registry.errors import ConfigurationError, ModelError, ModelNotReady
+from penstock.registry.errors import ConfigurationError, MissingRequirement, ModelError, ModelNotReady
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.package.spec_sections import Precision
@@ -27,6 +27,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.frameworks.adapters import Adapter
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.requirements import check_requirements
 from penstock.workers.runtime.tracebacks import message_of, placed
 
 __all__ = ["LoadOptions", "PackageRuntime"]
@@ -199,6 +200,7 @@ class PackageRuntime(ABC):
                 f"{self.spec.reference}: its files differ from those that were promoted under this version: "
                 f"found the hash {manifest.content_hash[:12]}, expected {expected[:12]}"
             )
+        check_requirements(self._package, manifest)
         self._check_open()
         memory_bytes = self._build(manifest, device, threads)
         manifest.check_unchanged()
@@ -210,7 +212,7 @@ class PackageRuntime(ABC):
     def _own_device(self, device: str) -> str:
         wanted = self.spec.device
         if wanted == "cuda" and not device.startswith("cuda"):
-            raise ConfigurationError(
+            raise MissingRequirement(
                 f"{self.spec.reference}: device: found {device}, expected cuda as its package says"
             )
         return "cpu" if wanted == "cpu" else device

@@ -13,7 +13,7 @@ from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.registry.errors import ConfigurationError, OutOfMemory, shown
+from penstock.registry.errors import ConfigurationError, MissingRequirement, OutOfMemory, shown
 from penstock.registry.package import SPEC_FILE, Package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.package.signature import TensorSpec
@@ -72,7 +72,7 @@ class OnnxRuntime(PackageRuntime):
         try:
             import onnxruntime
         except ImportError:
-            raise ConfigurationError("onnxruntime is not installed. Expected: pip install '.[onnx]'") from None
+            raise MissingRequirement("onnxruntime is not installed. Expected: pip install '.[onnx]'") from None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -90,7 +90,7 @@ class OnnxRuntime(PackageRuntime):
             ) from error
         if device != "cpu" and "CUDAExecutionProvider" not in session.get_providers():
             # ONNX Runtime falls back silently when the provider's libraries cannot be loaded.
-            raise ConfigurationError(f"{self.spec.reference}: onnxruntime cannot use {device}, expected a CUDA setup")
+            raise MissingRequirement(f"{self.spec.reference}: onnxruntime cannot use {device}, expected a CUDA setup")
         return session
 
     @contextmanager
@@ -116,7 +116,7 @@ class OnnxRuntime(PackageRuntime):
         if device == "cpu":
             return ["CPUExecutionProvider"]
         if "CUDAExecutionProvider" not in available:
-            raise ConfigurationError(
+            raise MissingRequirement(
                 f"{self.spec.reference}: this onnxruntime knows no CUDA. Expected: pip install onnxruntime-gpu"
             )
         _, _, number = device.partition(":")

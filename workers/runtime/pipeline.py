@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.errors import ConfigurationError, InvalidInput, MissingRequirement, ModelError
 from penstock.registry.package import Package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.tensors import DTYPES, Array
@@ -173,7 +173,7 @@ class PipelineRuntime(PackageRuntime):
             import torch
             import transformers
         except ImportError:
-            raise ConfigurationError("transformers is not installed. Expected: pip install '.[torch]'") from None
+            raise MissingRequirement("transformers is not installed. Expected: pip install '.[torch]'") from None
         dtype = device.dtype(self.precision) or torch.float32
         load: Any = getattr(transformers, model_class).from_pretrained
         own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

@@ -1,13 +1,15 @@
-"""Packages of format `python`: any callable over NumPy arrays, batched or streaming.
+"""Packages of format `python`: any callable over NumPy arrays, batched or streaming, or a torch module.
 
 A batched entry point is `(inputs) -> outputs`: mappings of arrays with the rows of all jobs. A streaming one is a
 generator function `(inputs, ctx)` that runs one job: each mapping it yields is a chunk, and the mapping it returns
-holds the declared outputs.
+holds the declared outputs. A torch module is called with tensors by name; see module_function.py. A model with one
+output may return it without a mapping.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +23,12 @@ from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext, concatenate
 from penstock.workers.runtime.entrypoint import PackageModules
 from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
+from penstock.workers.runtime.module_function import ModuleFunction, host_array, is_module, is_tensor
+from penstock.workers.runtime.torch_device import TorchDevice, module_bytes
 
 __all__ = ["PythonRuntime"]
+
+logger = logging.getLogger("penstock.runtime")
 
 
 class PythonRuntime(PackageRuntime):
@@ -31,6 +37,7 @@ class PythonRuntime(PackageRuntime):
     def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
         super().__init__(package, options)
         self._modules: PackageModules | None = None
+        self._device: TorchDevice | None = None
         self.model: Callable[..., Any] | None = None
         """The object that `build()` returned; None until loaded."""
 
@@ -43,7 +50,7 @@ class PythonRuntime(PackageRuntime):
         """One call of a batched entry point; of a streaming one, the result without its chunks."""
         if self.spec.streams:
             return _result_of(self.stream(prepared.payload, _NullContext()))
-        outputs = _arrays(self._called(prepared.payload))
+        outputs = _arrays(self._named(self._called(prepared.payload)))
         self.spec.signature.check_outputs(outputs, prepared.rows)
         return outputs
 
@@ -69,16 +76,31 @@ class PythonRuntime(PackageRuntime):
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
         self._refuse_precision("its own code decides")
         self._modules = PackageModules(self._package, manifest)
-        model = self._modules.build()
+        model = self._modules.build(device)
         self._check_kind(model)
         if getattr(model, "training", False) and callable(getattr(model, "eval", None)):
+            facts = {"model": self.spec.name, "version": self.version}
+            logger.info("the model was built in training mode and is set to evaluation mode", extra=facts)
             model.eval()
         self.model = model
-        self._adapter = InferenceProxy(model)
-        return (self.spec.memory_mb or 0) << 20
+        memory_bytes = (self.spec.memory_mb or 0) << 20
+        if not is_module(model):
+            self._adapter = InferenceProxy(model)
+            return memory_bytes
+        self._device = TorchDevice(device, threads)
+        self._adapter = InferenceProxy(ModuleFunction(model, self.spec, self._device))
+        return memory_bytes or module_bytes(model)
+
+    def _named(self, outputs: object) -> object:
+        """The outputs by name: the only output may come without its name."""
+        (only, *others) = self.spec.outputs
+        is_array = hasattr(outputs, "__array__") and not isinstance(outputs, Mapping)
+        return {only.name: outputs} if is_array and not others else outputs
 
     def _release(self) -> None:
         self.model = self._adapter = None
+        if self._device is not None:
+            self._device.release_memory()
         if self._modules is not None:
             self._modules.forget()
 
@@ -123,5 +145,5 @@ def _arrays(values: object) -> dict[str, Array]:
 
 def _array(value: object) -> Array:
     # A copy, because an entry point may write its next outputs into the same array while these are being sent.
-    array = np.array(value)
+    array = np.array(host_array(value) if is_tensor(value) else value)
     return array.astype(object) if array.dtype.kind in "UT" else array

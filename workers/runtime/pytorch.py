@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.registry.errors import ConfigurationError, ModelError, shown
+from penstock.registry.errors import ConfigurationError, MissingRequirement, ModelError, shown
 from penstock.registry.package import Package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.package.spec_sections import Precision
@@ -274,7 +274,7 @@ class PyTorchRuntime(ModuleRuntime):
             from safetensors import SafetensorError
             from safetensors.torch import load_model
         except ImportError:
-            raise ConfigurationError("safetensors is not installed. Expected: pip install '.[torch]'") from None
+            raise MissingRequirement("safetensors is not installed. Expected: pip install '.[torch]'") from None
         try:
             missing, unexpected = load_model(module, file, strict=False)
         except (OSError, SafetensorError) as error:

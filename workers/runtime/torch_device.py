@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.registry.errors import ConfigurationError, OutOfMemory
+from penstock.registry.errors import ConfigurationError, MissingRequirement, OutOfMemory
 from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import DeviceLost
@@ -44,7 +44,7 @@ class TorchDevice:
         try:
             import torch
         except ImportError:
-            raise ConfigurationError("torch is not installed. Expected: pip install '.[torch]'") from None
+            raise MissingRequirement("torch is not installed. Expected: pip install '.[torch]'") from None
         self._torch = torch
         torch.set_num_threads(threads)
         try:
@@ -52,7 +52,7 @@ class TorchDevice:
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigurationError(
+            raise MissingRequirement(
                 f"Device {name!r} cannot be used ({reason:.120}). Expected cpu or cuda:N"
             ) from None
         self.is_cuda = self.device.type == "cuda"

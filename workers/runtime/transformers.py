@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.errors import ConfigurationError, InvalidInput, MissingRequirement, ModelError
 from penstock.registry.package import Package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.package.spec_sections import Precision
@@ -336,7 +336,7 @@ class EncoderRuntime(PackageRuntime):
             import torch
             from transformers import AutoModel, AutoTokenizer
         except ImportError:
-            raise ConfigurationError("transformers is not installed. Expected: pip install '.[torch]'") from None
+            raise MissingRequirement("transformers is not installed. Expected: pip install '.[torch]'") from None
         device = self._loaded_device
         dtype = device.dtype(self.precision) or torch.float32
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

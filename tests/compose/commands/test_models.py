@@ -300,7 +300,7 @@ def test_each_worker_keeps_its_own_state_without_a_store(
 
 def test_the_registry_works_without_a_broker(shared_redis: RedisServer, tmp_path: Path, slot: str):
     """Without a broker the registry can be read and drafts moved; an error of the broker tells what was done."""
-    package = write_package(tmp_path / "models", slot, "def build(): ...")
+    package = write_package(tmp_path / "models", slot, "def build(): return lambda inputs: {'y': inputs['x']}")
     home = tmp_path / "home"
     away = {"PENSTOCK_REDIS_URL": f"unix://{tmp_path}/absent.sock"}
     shown = penstock(home, "models", "register", str(package), **away)
@@ -316,7 +316,7 @@ def test_the_registry_works_without_a_broker(shared_redis: RedisServer, tmp_path
 
 def test_approvers_and_gates_are_asked(shared_redis: RedisServer, tmp_path: Path, slot: str):
     """A program can pass an approver and a gate: their reason is in the refusal, and in no record (AR-020)."""
-    package = write_package(tmp_path / "models", slot, "def build(): ...")
+    package = write_package(tmp_path / "models", slot, "def build(): return lambda inputs: {'y': inputs['x']}")
     settings = Settings.load(environ={"PENSTOCK_HOME": str(tmp_path / "home"), "PENSTOCK_REDIS_URL": shared_redis.url})
 
     def approve(change: Change) -> str | None:
@@ -439,7 +439,7 @@ def test_every_command_goes_by_signed_control_commands(stack: Stack, tmp_path: P
 def test_registered_models_are_listed(shared_redis: RedisServer, home, tmp_path, slot):
     """`models list` shows the inputs and outputs of each model."""
     there = {"PENSTOCK_REDIS_URL": shared_redis.url}
-    package = write_package(tmp_path, slot, "def build(): ...")
+    package = write_package(tmp_path, slot, "def build(): return lambda inputs: {'y': inputs['x']}")
     shown = penstock(home, "models", "register", str(package), "--json", **there)
     content_hash = load_package(package).manifest().content_hash
     assert json.loads(shown.output) == {"name": slot, "version": "1", "content_hash": content_hash, "stage": "draft"}

@@ -12,7 +12,7 @@ from penstock.compose.stack.supervisor import ChildState
 from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from tests.compose.commands.conftest import settings_of
 from tests.compose.conftest import penstock
-from tests.packages import write_package
+from tests.packages import write_double
 from tests.servers import RedisServer
 
 
@@ -33,7 +33,7 @@ def test_status_shows_what_runs(home):
 
 def test_waiting_jobs_show_depth_and_age(shared_redis: RedisServer, home, tmp_path, slot):
     """Jobs of a registered model wait without a worker, and status shows their number and age."""
-    package = write_package(tmp_path, slot, "def build(): ...")
+    package = write_double(tmp_path, slot)
     there = {"PENSTOCK_REDIS_URL": shared_redis.url}
     shown = penstock(home, "models", "register", str(package), **there)
     assert shown.output.startswith(f"Registered {slot}/1 (draft, content hash ")

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["ENCODER", "PLAIN", "SCRIPTED", "SEQUENCES", "changed", "write"]
+__all__ = ["ENCODER", "PLAIN", "SCRIPTED", "SEQUENCES", "changed", "nested", "write"]
 
 PLAIN: dict[str, Any] = {
     "name": "plain",
@@ -46,3 +46,9 @@ def write(root: Path, document: object, folder: str = "plain/1") -> Path:
 def changed(base: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """The fields of a model.yaml with some replaced; None removes a field."""
     return {key: value for key, value in (base | fields).items() if value is not None}
+
+
+def nested(base: dict[str, Any]) -> dict[str, Any]:
+    """The same model.yaml with its inputs and outputs in the section `signature`."""
+    tensors = {name: base[name] for name in ("inputs", "outputs")}
+    return {key: value for key, value in base.items() if key not in tensors} | {"signature": tensors}

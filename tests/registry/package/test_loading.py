@@ -10,7 +10,7 @@ import pytest
 
 from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
 from penstock.registry.package import discover, find, load_package
-from tests.registry.package.documents import ENCODER, PLAIN, SCRIPTED, changed, write
+from tests.registry.package.documents import ENCODER, PLAIN, SCRIPTED, changed, nested, write
 from tests.servers import ROOT
 
 
@@ -176,3 +176,41 @@ def test_a_pipe_or_a_flood_in_the_place_of_a_model_yaml_is_refused(tmp_path: Pat
         file.truncate(1 << 40)
     with pytest.raises(ConfigurationError, match="flood/1"):
         load_package(flood)
+
+
+def test_signature_is_a_section_or_its_fields_stand_alone(models_root: Path):
+    """`signature` with inputs and outputs below it means the same as the two fields beside the others (IN-025)."""
+    flat = load_package(write(models_root, PLAIN)).spec
+    section = load_package(write(models_root, nested(PLAIN))).spec
+    assert section == flat
+    assert section.to_json() == flat.to_json()
+
+
+def test_files_of_the_usual_names_need_not_be_named(models_root: Path):
+    """model.ts, model.pt, model.onnx and model.safetensors are found; two of one format are ambiguous (IN-022)."""
+    for kind, file in (("torchscript", "model.ts"), ("torchscript", "model.pt"), ("onnx", "model.onnx")):
+        folder = write(models_root, changed(SCRIPTED, format=kind, weights=None, name=f"{kind}"), f"{kind}/1")
+        for old in folder.glob("model.[tp][st]"):
+            old.unlink()
+        (folder / file).touch()
+        assert load_package(folder).spec.weights == file
+    folder = write(models_root, PLAIN | {"format": "pytorch"})
+    assert load_package(folder).spec.weights is None
+    (folder / "model.safetensors").touch()
+    assert load_package(folder).spec.weights == "model.safetensors"
+    encoder = write(models_root, changed(ENCODER, source=None))
+    assert load_package(encoder).source_folder() == encoder
+    (models_root / "torchscript" / "1" / "model.ts").touch()
+    with pytest.raises(ConfigurationError) as refused:
+        load_package(models_root / "torchscript" / "1")
+    assert str(refused.value) == (
+        "torchscript/1/model.yaml: weights: found model.ts and model.pt, expected one, or weights: model.ts"
+    )
+
+
+def test_file_that_is_named_comes_before_the_usual_one(models_root: Path):
+    """`weights` decides, whatever else is in the package."""
+    folder = write(models_root, changed(SCRIPTED, weights="best.pt"))
+    for name in ("best.pt", "model.pt", "model.ts"):
+        (folder / name).touch()
+    assert load_package(folder).spec.weights == "best.pt"

@@ -45,7 +45,9 @@ def test_every_field_of_the_schema_is_described():
 def test_the_schema_has_the_fields_of_a_package():
     """The schema has each field of ModelSpec, admits no other field, and names no Python class as its title."""
     schema = json.loads(schema_text())
-    assert set(schema["properties"]) == set(ModelSpec.model_fields)
+    assert set(schema["properties"]) == {*ModelSpec.model_fields, "signature"}
+    assert schema["oneOf"] == [{"required": ["signature"]}, {"required": ["inputs", "outputs"]}]
+    assert set(schema["$defs"]["Signature"]["properties"]) == {"inputs", "outputs"}
     assert schema["additionalProperties"] is False
     assert (schema["title"], schema["$schema"]) == ("model.yaml", "https://json-schema.org/draft/2020-12/schema")
     assert [name for name, field in schema["properties"].items() if "title" in field] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.package import ModelSpec, discover, load_package
 from penstock.registry.package.spec_sections import EndpointPolicy
-from tests.registry.package.documents import ENCODER, PLAIN, SCRIPTED, SEQUENCES, changed, write
+from tests.registry.package.documents import ENCODER, PLAIN, SCRIPTED, SEQUENCES, changed, nested, write
 from tests.servers import ROOT
 
 SAMPLES = ROOT / "models"
@@ -84,11 +85,6 @@ REFUSED: list[tuple[str, object, str]] = [
     ),
     ("other name", changed(PLAIN, name="other"), "name: found 'other', expected 'plain' as the folder says"),
     ("other version", changed(PLAIN, version=2), "version: found '2', expected '1' as the folder says"),
-    (
-        "number that lost digits",
-        changed(PLAIN, version=1.1),
-        "version: found 1.1, expected text, in quotes where it looks like something else",
-    ),
     (
         "dtype",
         changed(PLAIN, inputs=[TENSOR | {"dtype": "float"}]),
@@ -285,7 +281,7 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "no weights",
         changed(SCRIPTED, weights=None),
-        "weights: missing, expected a file .pt or .ts for format torchscript",
+        "weights: missing, expected model.ts or model.pt in the package, or the name of a file as weights",
     ),
     (
         "weights that are not there",
@@ -306,6 +302,45 @@ REFUSED: list[tuple[str, object, str]] = [
         "entry point of TorchScript",
         changed(SCRIPTED, entrypoint="model:build"),
         "entrypoint: found one, expected none for format torchscript",
+    ),
+    (
+        "number that lost digits",
+        changed(PLAIN, version=1.1),
+        'version: found 1.1 without quotes, expected quotes, as in version: "1.1" with all its digits',
+    ),
+    (
+        "version that is a date",
+        changed(PLAIN, version=datetime.date(2026, 11, 22)),
+        'version: found 2026-11-22 without quotes, expected quotes, as in version: "2026-11-22" with all its digits',
+    ),
+    (
+        "signature beside inputs",
+        changed(nested(PLAIN), inputs=PLAIN["inputs"]),
+        "signature: found beside inputs, expected one of the two forms",
+    ),
+    (
+        "signature of another kind",
+        changed(nested(PLAIN), signature="x"),
+        "signature: found 'x', expected a mapping with inputs and outputs",
+    ),
+    (
+        "field of a signature",
+        changed(nested(PLAIN), signature={**nested(PLAIN)["signature"], "input": []}),
+        "signature.input: unknown field, expected inputs or outputs",
+    ),
+    (
+        "half a signature",
+        changed(nested(PLAIN), signature={"inputs": PLAIN["inputs"]}),
+        "signature.outputs: missing, expected a value",
+    ),
+    (
+        "tensor in a signature",
+        changed(
+            nested(PLAIN),
+            signature={**nested(PLAIN)["signature"], "outputs": [{"name": "y", "dtype": "f4", "shape": ["batch"]}]},
+        ),
+        "signature.outputs[0].dtype: found 'f4', expected one of: "
+        "bool, int8, int16, int32, int64, uint8, uint16, uint32, uint64, float16, float32, float64, string",
     ),
     ("task elsewhere", changed(PLAIN, task="fill-mask"), "task: found one, expected none for format python"),
     (

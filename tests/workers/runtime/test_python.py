@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -241,3 +242,81 @@ def build():
     first = answers(runtime, x=np.full((2, 4), 1, np.float32))["y"]
     answers(runtime, x=np.full((2, 4), 2, np.float32))
     assert first.tolist() == [[1.0] * 4] * 2
+
+
+_MODULE = """
+import torch
+class Sum(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.dropout = torch.nn.Dropout(0.5)
+    def forward(self, x):
+        assert torch.is_inference_mode_enabled()
+        return {"y": self.dropout(self.linear(x))}
+def build():
+    return Sum()
+"""
+
+
+def test_module_that_build_returns_is_called_with_tensors_by_name(models_root: Path, caplog: pytest.LogCaptureFixture):
+    """It runs in inference mode and in evaluation mode, and the log says that the mode was changed (IN-028)."""
+    with caplog.at_level("INFO", "penstock.runtime"):
+        runtime = opened(write_package(models_root, "module", _MODULE))
+    assert "the model was built in training mode and is set to evaluation mode" in caplog.messages
+    assert isinstance(runtime, PythonRuntime)
+    x = np.ones((3, 4), np.float32)
+    module: Any = runtime.model
+    expected = module.linear.weight.detach().numpy().sum(1) + module.linear.bias.detach().numpy()
+    np.testing.assert_allclose(answers(runtime, x=x)["y"], np.tile(expected, (3, 1)), rtol=1e-5, atol=1e-6)
+    assert runtime.memory_bytes == (4 * 4 + 4) * 4
+
+
+def test_only_output_needs_no_name(models_root: Path):
+    """One tensor or array is the one declared output; any other number of outputs needs names."""
+    tensor = "import torch\ndef build():\n    return torch.nn.ReLU()"
+    with pytest.raises(
+        ConfigurationError, match=r"forward\(\) of ReLU: .*expected the declared inputs as arguments: x$"
+    ):
+        opened(write_package(models_root, "relu", tensor))
+    for name, source in (
+        ("array", "def build(): return lambda inputs: inputs['x']"),
+        ("tensor", "import torch\ndef build(): return lambda inputs: torch.from_numpy(inputs['x']).requires_grad_()"),
+    ):
+        x = np.full((2, 4), 3, np.float32)
+        assert answers(opened(write_package(models_root, name, source)), x=x)["y"].tolist() == x.tolist()
+    folder = write_package(models_root, "two", "def build(): return lambda inputs: inputs['x']")
+    document = yaml.safe_load((folder / "model.yaml").read_text())
+    document["outputs"] = [{"name": name, "dtype": "float32", "shape": ["batch", 4]} for name in "yz"]
+    (folder / "model.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigurationError, match=r"returned ndarray\. Expected a mapping of names to arrays$"):
+        opened(folder)
+
+
+def test_module_with_optional_inputs_gets_those_that_are_there(models_root: Path):
+    """An absent optional input is not passed: the module's own default counts."""
+    source = """
+    import torch
+    class Plus(torch.nn.Module):
+        def forward(self, x, more=None):
+            return x if more is None else x + more
+    def build():
+        return Plus()
+    """
+    folder = write_package(models_root, "plus", source)
+    document = yaml.safe_load((folder / "model.yaml").read_text())
+    document["inputs"].append({"name": "more", "dtype": "float32", "shape": ["batch", 4], "optional": True})
+    (folder / "model.yaml").write_text(yaml.safe_dump(document))
+    runtime, x = opened(folder), np.ones((1, 4), np.float32)
+    assert answers(runtime, x=x)["y"].tolist() == [[1.0] * 4]
+    assert answers(runtime, x=x, more=x)["y"].tolist() == [[2.0] * 4]
+
+
+def test_module_takes_no_text(models_root: Path):
+    """A tensor holds numbers; text needs a function."""
+    folder = write_package(models_root, "text", _MODULE)
+    document = yaml.safe_load((folder / "model.yaml").read_text())
+    document["inputs"] = [{"name": "x", "dtype": "string", "shape": ["batch"]}]
+    (folder / "model.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigurationError, match=r"^text/1: found a string tensor, expected numbers for a torch.nn.M"):
+        opened(folder)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError, InvalidInput
 from tests.workers.runtime.formats import BIAS, answers, opened, write, write_torchscript
 
 
@@ -48,6 +48,53 @@ def test_script_computes_in_the_precision_asked_for(models_root: Path, precision
     y = answers(opened(folder), x=np.zeros((1, 4), np.float32))["y"]
     assert y.dtype == np.float32
     assert 0 < np.abs(y - BIAS).max() <= delta
+
+
+_MINIMAL = """\
+name: text-classifier
+version: 3
+format: torchscript
+signature:
+  inputs:
+    - name: tokens
+      dtype: int64
+      shape: [batch, seq]
+    - name: mask
+      dtype: int64
+      shape: [batch, seq]
+      optional: true
+  outputs:
+    - name: logits
+      dtype: float32
+      shape: [batch, num_classes]
+codecs: {default: base64}
+"""
+"""A package of another server of TorchScript models, as its documents write it."""
+
+
+class Classifier(torch.nn.Module):
+    """The sum of the tokens that the mask leaves, and their number."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        kept = torch.ones_like(tokens) if mask is None else mask
+        return torch.stack([(tokens * kept).sum(1), kept.sum(1)], 1).float()
+
+
+def test_package_with_a_signature_and_an_unnamed_model_ts_is_served(models_root: Path):
+    """`signature`, a number as version, model.ts and codecs are all that such a package writes (IN-022 to IN-027)."""
+    folder = models_root / "text-classifier" / "3"
+    folder.mkdir(parents=True)
+    (folder / "model.yaml").write_text(_MINIMAL)
+    script: Any = torch.jit.script
+    script(Classifier()).save(folder / "model.ts")
+    runtime = opened(folder)
+    assert (runtime.version, runtime.spec.codecs.default) == ("3", "base64")
+    tokens = np.array([[1, 2, 3], [4, 5, 6]])
+    assert answers(runtime, tokens=tokens)["logits"].tolist() == [[6.0, 3.0], [15.0, 3.0]]
+    mask = np.array([[1, 0, 1], [0, 0, 1]])
+    assert answers(runtime, tokens=tokens, mask=mask)["logits"].tolist() == [[4.0, 2.0], [6.0, 1.0]]
+    with pytest.raises(InvalidInput, match=r"^mask: seq is 2, but 3 in another input"):
+        runtime.spec.signature.check({"tokens": tokens, "mask": mask[:, :2]})
 
 
 class Hostile:
