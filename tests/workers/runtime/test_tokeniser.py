@@ -140,10 +140,11 @@ def minilm(on_text: Callable[[], None] | None = None) -> Any:
     folder = load_package(ROOT / "models" / "minilm" / "1").source_folder()
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if on_text is not None:
+        call = on_text
 
         class Call:
             def pre_tokenize(self, _text: object) -> None:
-                on_text()
+                call()
 
         steps = [tokenizers.pre_tokenizers.PreTokenizer.custom(Call()), backend.pre_tokenizer]
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
