@@ -40,7 +40,7 @@ def open_runtime(
 
     content_hash: the expected hash of the files when they are loaded; empty: any. frameworks: those that models may
     use. precision: of torch models whose package names none. warmup_requests: forwards before the model counts as
-    ready, at least one. Raises ConfigurationError for a framework that is not allowed.
+    ready. Raises ConfigurationError for a framework that is not allowed.
     """
     framework = framework_of_package(package)
     if framework is not None and framework not in frameworks:
