@@ -40,7 +40,7 @@ class Harness:
     def __init__(self) -> None:
         self.broker = AwayBroker()
         self.leased, self.flights = LeasedJobs(), SingleFlight()
-        self.releaser = Releaser(self.broker, "worker-1", self.leased, self.flights)
+        self.releaser = Releaser(self.broker, "worker-1", self.leased, self.flights, 60_000)
 
     def claimed(self, count: int) -> list[ClaimedJob]:
         """So many jobs, leased to this worker."""
