@@ -78,7 +78,9 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def send(self, kind: str, facts: Mapping[str, Any] | None = None, arrays: Mapping[str, Array] | None = None) -> None:
+    def send(
+        self, kind: str, facts: Mapping[str, Any] | None = None, arrays: Mapping[str, Array] | None = None
+    ) -> None:
         """Sends one message. Raises Disconnected, and InvalidInput for arrays that cannot travel: nothing is sent."""
         numbers: dict[str, _Numbers] = {}
         texts: dict[str, _Text] = {}

@@ -4,8 +4,8 @@
                                      |- of threads: a runtime in this process
                                      '- of processes: a child process; one that ends is replaced beside the others
 
-Instances share nothing: each has loaded the package itself. Memory is that of one copy, times their number. The forms of
-the optimizer are not for them: they run the model as its author built it.
+Instances share nothing: each has loaded the package itself. Memory is that of one copy, times their number. They run
+the model as its author built it: the forms of the optimizer are not for them.
 """
 
 from __future__ import annotations
