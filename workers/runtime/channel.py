@@ -89,16 +89,18 @@ class Channel:
             if values.dtype.kind in _NUMBERS:
                 numbers[name] = _Numbers(values.shape, values.dtype.str)
                 if values.nbytes:
-                    parts.append(memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)))
+                    parts.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
             else:
                 texts[name] = _text(name, values)
         head = _encode(_Head(kind, dict(facts or {}), numbers, texts, list(arrays or ())))
         size = sum(part.nbytes for part in parts)
         lengths = _LENGTHS.pack(len(head), size)
-        is_small = len(head) + size <= _SMALL_BYTES
+        if len(head) + size <= _SMALL_BYTES:
+            head, parts = b"".join((head, *parts)), []
         try:
-            for data in (b"".join((lengths, head, *parts)),) if is_small else (lengths + head, *parts):
-                self._connection.sendall(data)
+            self._connection.sendall(lengths + head)
+            for part in parts:
+                self._connection.sendall(part)
         except OSError:
             raise Disconnected from None
 

@@ -176,14 +176,15 @@ class InstanceProcess:
 
     def _answer(self, message: Message, context: StreamContext) -> None:
         """Answers a question of the entry point about its job."""
+        kind, facts = "answer", dict[str, object]()
         try:
             if message.kind == "progress":
                 context.progress(message.facts["fraction"])
-            answer = ("answer", {"is_cancelled": context.is_cancelled})
+            facts["is_cancelled"] = context.is_cancelled
         except Exception as error:
             # It is raised in the entry point, as it would be in this process.
-            answer = ("error", {"name": type(error).__name__, "text": str(error)})
-        self._send(*answer)
+            kind, facts = "error", {"name": type(error).__name__, "text": str(error)}
+        self._send(kind, facts)
 
     def _close_stream(self, context: StreamContext, *, awaits_us: bool) -> None:
         """Has the entry point clean up behind its last chunk, and takes in its last messages."""
