@@ -7,8 +7,10 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from penstock import Client
+from tests.benchmarks import meter
 from tests.conftest import StartWorker
 from tests.flow.conftest import Samples, amend
 from tests.packages import write_package
@@ -74,3 +76,65 @@ def test_a_job_survives_the_death_of_its_instance(
     worker.terminate()
     worker.wait(60)
     wait_until(lambda: not any(map(_is_running, started)), 60, "no instance outlives its worker")
+
+
+HANGS = """
+import os, pathlib
+
+HERE = pathlib.Path({folder!r})
+
+def build():
+    def forward(inputs):
+        if inputs["x"][0, 0] == 1 and not (HERE / "hung").exists():
+            (HERE / "hung").touch()
+            (HERE / f"pid-{{os.getpid()}}").touch()
+            sum(range(10 ** 15))
+        return {{"y": inputs["x"] * 2}}
+
+    return forward
+"""
+
+
+@pytest.mark.slow
+def test_a_forward_that_hangs_in_an_instance_ends_the_worker_and_the_instance(
+    redis_server: RedisServer, models_root: Path, tmp_path: Path, start_worker: StartWorker
+):
+    """As without instances: after its limit the process is replaced, and the next worker runs the job."""
+    package = write_package(models_root, "hangs", HANGS.format(folder=str(tmp_path)), max_batch_size=1)
+    amend(package, instances=2, timeout_s=2.0)
+    worker = start_worker(redis_server, models_root)
+    with Client(redis_server.url) as client:
+        job = client.submit("hangs", {"x": np.ones((1, 4), np.float32)})
+        (pid,) = wait_until(lambda: [int(path.name[4:]) for path in tmp_path.glob("pid-*")], 60, "the forward hangs")
+        worker.wait(60)
+        wait_until(lambda: not _is_running(pid), 60, "its instance is gone")
+        start_worker(redis_server, models_root)
+        assert job.result(60)["y"][0, 0] == 2
+
+
+@pytest.mark.slow
+def test_versions_with_instances_are_loaded_and_unloaded_beside_the_traffic(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """A job names another version: its instances are loaded, in as many model threads as they need, and both answer."""
+    for version, factor in (("1", 2), ("2", 3)):
+        source = f"import os\ndef build():\n    return lambda inputs: {{'y': inputs['x'] * {factor}}}\n"
+        amend(write_package(models_root, "twin", source, version=version), instances=1 + int(version))
+    worker = start_worker(redis_server, models_root)
+    with Client(redis_server.url) as client:
+        for version, factor in (("2", 3), ("1", 2), ("2", 3)):
+            jobs = [
+                client.submit("twin", {"x": np.full((1, 4), number, np.float32)}, version=version)
+                for number in range(1, 40)
+            ]
+            assert [job.result(60)["y"][0, 0] for job in jobs] == [factor * number for number in range(1, 40)]
+    instances = [pid for pid in meter.tree(worker.pid)[1:] if "penstock.workers.runtime.instance" in command(pid)]
+    assert len(instances) == 2 + 3
+    worker.terminate()
+    worker.wait(60)
+    wait_until(lambda: not any(map(_is_running, instances)), 60, "no instance outlives its worker")
+
+
+def command(pid: int) -> str:
+    """The command line of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()

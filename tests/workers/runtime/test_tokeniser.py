@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.registry.package import load_package
 from penstock.workers.runtime.tokeniser import TokenCache, Tokeniser
-from tests.servers import ROOT, require_module
+from tests.servers import ROOT, require_module, wait_until
 
 tokenizers = require_module("tokenizers")
 
@@ -208,6 +207,4 @@ def test_the_tokenizer_of_minilm_leaves_the_interpreter_to_other_threads():
         thread.join()
         return is_inside
 
-    give_up_at = time.monotonic() + 20
-    while not runs_beside():
-        assert time.monotonic() < give_up_at, "no thread ran while another one tokenised"
+    wait_until(runs_beside, 30, "a thread runs while another one tokenises")
