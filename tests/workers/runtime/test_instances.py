@@ -220,6 +220,7 @@ def test_a_process_that_dies_between_two_forwards_costs_no_job(own: Callable[...
     assert runtime.counts() == {"instances": 1, "instances_lost": 1}
 
 
+@pytest.mark.slow
 def test_without_any_instance_left_the_device_is_lost(own: Callable[..., ProcessInstances], models_root: Path):
     """When no replacement can be loaded, the worker must be replaced: also for a forward that waits already."""
     runtime = own(f"import pathlib\nassert not pathlib.Path({str(models_root)!r}, 'broken').exists(){SOURCE}")
@@ -268,6 +269,7 @@ runtime.run(runtime.prepare([{{"x": np.full((1, 4), {ASKED["hang"]}, np.float32)
     wait_until(lambda: not any(is_running(pid) for pid in started), 60, "both are gone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "text"),
     [
@@ -286,6 +288,7 @@ def test_a_package_that_cannot_be_loaded_ends_only_its_instance(
         own(source)
 
 
+@pytest.mark.slow
 def test_a_load_that_is_given_up_ends(models_root: Path):
     """`close` may come at any time; the load then ends with ModelNotReady and leaves no process."""
     folder = write(
