@@ -26,10 +26,11 @@ from tests.packages import write_package
 from tests.servers import ROOT, wait_until
 from tests.workers.runtime.formats import answers, opened
 
-ASKED = {"meet": 1, "raise": 2, "memory": 3, "exit": 4, "wrong": 5, "threads": 6, "secrets": 7, "die": 8, "hang": 9}
+_WHAT = ("meet", "raise", "memory", "exit", "wrong", "threads", "secrets", "die", "hang", "garble")
+ASKED = {what: number for number, what in enumerate(_WHAT, 1)}
 """The first number of a job, by what the model is to do."""
 SOURCE = """
-import os, pathlib, threading, time
+import contextlib, os, pathlib, threading, time
 
 HERE = pathlib.Path(__file__).parent.parent
 
@@ -68,6 +69,11 @@ class Model:
         elif asked == 9:
             (HERE / f"{os.getpid()}.hangs").touch()
             sum(range(10 ** 15))  # holds the lock of the interpreter
+        elif asked == 10:
+            for fd in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                        os.write(int(fd), bytes([8, 0, 0, 0]) + bytes(8) + b"garbage!")
         return {"y": x * 0 + answer}
 
 def build():
@@ -218,6 +224,17 @@ def test_a_process_that_dies_between_two_forwards_costs_no_job(own: Callable[...
     wait_until(lambda: not is_running(pid), 60, "it is dead")
     ask(runtime, "nothing")
     assert runtime.counts() == {"instances": 1, "instances_lost": 1}
+
+
+@pytest.mark.slow
+def test_an_instance_that_sends_no_message_is_killed(own: Callable[..., ProcessInstances]):
+    """Its bytes are not read any further: the forward is lost, and another process takes its place."""
+    runtime = own()
+    (pid,) = pids(runtime)
+    with pytest.raises(InstanceLost, match=r"^an instance was killed: bytes that cannot be read"):
+        ask(runtime, "garble")
+    assert not is_running(pid)
+    assert ask(runtime, "nothing").tolist() == [[0.0] * 4]
 
 
 @pytest.mark.slow
