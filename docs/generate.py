@@ -118,8 +118,27 @@ def metrics_page() -> str:
     return _page(
         "Metrics",
         [
-            "Each worker serves these at `/metrics`, on `127.0.0.1` and port 9464 plus its index. The labels "
-            "`model_version` and `endpoint` are empty where they are not known yet, as for jobs that wait.",
+            "Each worker serves these at `/metrics`, on `127.0.0.1` and port 9464 plus its index.",
+            _table(
+                ("label", "values"),
+                [
+                    (
+                        "`endpoint`, `route`",
+                        "the way by which the job came: `queue` from a client, `celery` from Celery's `send_task`; "
+                        "`mixed` for a batch with jobs of both",
+                    ),
+                    (
+                        "`model_version`",
+                        "the label of the version; empty for jobs that wait, because the version of a job is decided "
+                        "after its claim",
+                    ),
+                    (
+                        "`endpoint`, empty",
+                        "for figures that are not about jobs that came, such as the level of a version, and for bytes "
+                        "that cannot be read as a job",
+                    ),
+                ],
+            ),
             _table(("metric", "kind", "unit", "labels", "meaning"), rows),
             "## Buckets of the histograms\n\n" + _table(("metric", "upper edges"), buckets),
         ],

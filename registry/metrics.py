@@ -1,8 +1,11 @@
 """Every metric in one table: name, kind, unit, labels, help. Nothing else spells a metric's name.
 
 `infer_*`, `model_loaded` and `READY` have the names and labels that dashboards of other servers use. The `penstock_*`
-metrics of a model have the labels model_name, model_version and endpoint. The last two are empty while they are
-unknown, as for waiting jobs: the version of a job is decided when the job is claimed.
+metrics of a model have the labels model_name, model_version and endpoint.
+
+    endpoint, route   queue: from a client; celery: from `send_task`; mixed: a batch with jobs of both
+    model_version     empty while it is unknown: the version of a job is decided after its claim
+    endpoint          empty for figures that are not about jobs, and for bytes that cannot be read as a job
 """
 
 from __future__ import annotations
@@ -65,7 +68,11 @@ _WAITS: Final = (*_DURATIONS, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 """Up to the lifetime of a queued job."""
 
 REQUESTS: Final = Metric(
-    "infer_requests_total", "counter", "requests", ("model", "route"), "Requests, including failed ones"
+    "infer_requests_total",
+    "counter",
+    "requests",
+    ("model", "route"),
+    "Requests, including failed ones, by the way they came",
 )
 LATENCY: Final = Metric(
     "infer_latency_seconds", "histogram", "seconds", ("model",), "From a job's acceptance to its committed result"

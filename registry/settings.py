@@ -157,7 +157,7 @@ class CompilationConfig(_Section):
     cache_dir: Folder = Field(
         default=Path("~/.penstock/inference_cache"), description="Folder of compiled artefacts; follows `home`"
     )
-    warmup_requests: int = Field(default=3, ge=0, description="Forwards before a model counts as ready")
+    warmup_requests: int = Field(default=3, ge=0, description="Forwards before a model counts as ready; 0: none")
     tolerance: float = Field(default=1e-5, ge=0, description="Largest change of an output, as atol + rtol * |y|")
 
 

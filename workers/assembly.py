@@ -170,7 +170,7 @@ class _Assembly:
             completer=self._completer(),
             claimer=self._claimer(),
             leased=self.leased,
-            releaser=Releaser(self.broker, consumer, self.leased, self.flights),
+            releaser=Releaser(self.broker, consumer, self.leased, self.flights, self.job_ttl_ms),
             telemetry=self.telemetry,
             status=self.status,
             journal=journal,

@@ -65,6 +65,8 @@ class BatchRun:
     """The model thread that runs it."""
     answers: list[Outputs | Failure] = field(default_factory=list)
     """One per job of the batch, in order, after the run."""
+    incident: str = ""
+    """Names the process of the instance that ended in this run; there are no answers then. Empty: none ended."""
     started: float = 0.0
     ended: float = 0.0
     alive_at: float = 0.0

@@ -110,7 +110,7 @@ class Completer:
             version.queue.in_flight -= 1
             version.used_at = run.ended
             if run.misfits:
-                self._metrics.out_of_memory(version.name)
+                self._metrics.out_of_memory(version.name, version.label)
                 if (too_large := run.too_large) is not None:
                     version.queue.cap_batches(too_large, self._clock())
             self._outcomes += [
@@ -178,7 +178,7 @@ class Completer:
         if failure is None or version is None:
             raise RuntimeError("a job that did not fail was to be tried again")
         self._listener.retried([Failed(job.header, failure)], time.time())
-        self._metrics.retried(job.header.model)
+        self._metrics.retried(version.name, version.label, job.route)
         job.tries += 1
         # The pause may be longer than its followers can wait: they go ahead.
         return [*_rejoining(self._flights.end(job)), NextTry(job, version, pause_s)]
@@ -203,7 +203,7 @@ class Completer:
                 settled.append((outcome, commit.state))
                 by_run[outcome.run].append(outcome)
             elif status is CommitStatus.FENCED:
-                self._metrics.fenced(commit.slot)
+                self._metrics.fenced(commit.slot, outcome.label, outcome.job.route)
                 logger.warning("a late commit was discarded", extra={"job_id": commit.job_id, "model": commit.slot})
         self._leased.drop([outcome.job for outcome, _ in pending])
         self._unobserved += [(run, now) for run in by_run if run is not None and not run.is_given_up]

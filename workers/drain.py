@@ -272,6 +272,7 @@ class Drain:
 
     def _serve(self) -> None:
         self._completer.collect(self.parts.executor.take_done())
+        self.parts.releaser.add_interrupted(self.parts.executor.take_interrupted())
         self._apply_lease_updates()
         self._follow_lifecycle()
         if self.parts.scheduler.check_forwards():
@@ -501,6 +502,7 @@ class Drain:
         self._give_back_unbegun()
         may_finish = bool(self.parts.executor.running()) and not self.parts.stop.is_over()
         self._completer.collect(self.parts.executor.take_done())
+        self.parts.releaser.add_interrupted(self.parts.executor.take_interrupted())
         self._exchange([])
         self._tell()
         if may_finish:

@@ -30,7 +30,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.batch_run import BatchRun, JobStream, Outputs, forward_timeout
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import Journal, NullJournal
-from penstock.workers.runtime.base import DeviceLost, Prepared
+from penstock.workers.runtime.base import DeviceLost, InstanceLost, Prepared
 from penstock.workers.runtime.tracebacks import ModelTrace, message_of, repr_of, trace_of, trace_of_frame
 
 __all__ = ["Executor", "seats_for"]
@@ -83,6 +83,7 @@ class Executor:
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._unprepared: SimpleQueue[BatchRun | None] = SimpleQueue()
         self._done: deque[BatchRun] = deque()
+        self._interrupted: deque[BatchRun] = deque()
         self._running: dict[Hashable, BatchRun | None] = {}
         """By seat: the model thread, or its stand-in in the simulator."""
         self._model_threads: set[threading.Thread] = set()
@@ -159,6 +160,10 @@ class Executor:
             done.append(self._done.popleft())
         return done
 
+    def take_interrupted(self) -> list[BatchRun]:
+        """The runs since the last call in which the process of an instance ended: their jobs have no answer."""
+        return [self._interrupted.popleft() for _ in range(len(self._interrupted))]
+
     def begin(self, seat: Hashable) -> BatchRun | None:
         """Put the next batch on a model thread's seat. None: it was recalled."""
         with self._lock:
@@ -173,7 +178,10 @@ class Executor:
 
     def run(self, run: BatchRun) -> None:
         """The forward of a batch that has begun: an answer for each of its jobs. Raises DeviceLost."""
-        _answer(run, self._too_late, self._checkpoint)
+        try:
+            _answer(run, self._too_late, self._checkpoint)
+        except InstanceLost as error:
+            run.incident = error.incident
 
     def finish(self, seat: Hashable, run: BatchRun) -> None:
         """Hand in a batch that has run. Its answers are discarded if it was given up."""
@@ -182,7 +190,7 @@ class Executor:
                 return
             self._journal.end(run.seat)
             run.ended = self._clock()
-            self._done.append(run)
+            (self._interrupted if run.incident else self._done).append(run)
             self._running[seat] = None
         self._on_done()
 

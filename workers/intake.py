@@ -17,7 +17,7 @@ from penstock.registry.envelope import Failure, JobHeader, Keyring, open_job
 from penstock.registry.errors import BadSignature, Corrupt
 from penstock.registry.queues import is_job_id, is_reply_key
 from penstock.registry.tensors import decode
-from penstock.workers.job import ClaimedJob
+from penstock.workers.job import ClaimedJob, route_of
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.results import unrun_result
@@ -116,10 +116,11 @@ class Intake:
         logger.error("poison", extra={"job_id": header.id, "model": header.model, "crashes": delivery.crashes})
         if not self._dead_letter(delivery, reason, (header.id, header.tenant)):
             return
-        self._metrics.dead_lettered(delivery.slot)
+        version = self._version_of(delivery.slot)
+        self._metrics.dead_lettered(delivery.slot, version, route_of(header.model, header.reply))
         at, failure = time.time(), Failure("DeadLettered", reason)
         self._listener.received([header], at)
-        self._listener.finished([Ended(header, State.DEAD, 0.0, failure, self._version_of(delivery.slot))], at)
+        self._listener.finished([Ended(header, State.DEAD, 0.0, failure, version)], at)
 
 
 def _check_place(header: JobHeader, delivery: Delivery) -> None:

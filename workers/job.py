@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from penstock.registry.broker.base import Delivery, Held
 from penstock.registry.envelope import JobHeader
+from penstock.registry.queues import lane_key
 from penstock.registry.tensors import Array
 
-__all__ = ["ClaimedJob"]
+__all__ = ["ClaimedJob", "Route", "route_of"]
+
+Route: TypeAlias = Literal["queue", "celery"]
+"""The way by which a job came: from a client through the queue, or from Celery's `send_task`."""
+
+
+def route_of(model: str, reply: str) -> Route:
+    """The way by which a job with this reply address came."""
+    return "celery" if reply == lane_key(model) else "queue"
 
 
 class ClaimedJob(msgspec.Struct, eq=False):
@@ -38,6 +49,11 @@ class ClaimedJob(msgspec.Struct, eq=False):
     def is_suspect(self) -> bool:
         """Whether a process died while the job ran: it must run alone."""
         return self.delivery.crashes > 0
+
+    @property
+    def route(self) -> Route:
+        """The way by which the job came."""
+        return route_of(self.header.model, self.header.reply)
 
     @property
     def held(self) -> Held:

@@ -200,7 +200,7 @@ class JobRouter:
     def _joins(self, job: ClaimedJob, version: ServedVersion) -> bool:
         if not version.policy.shares_flights or not self._flights.join(job, version):
             return False
-        self._metrics.single_flight(version.name)
+        self._metrics.single_flight(version.name, version.label, job.route)
         return True
 
 

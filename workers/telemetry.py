@@ -8,21 +8,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.cache import AnswerCache
 from penstock.workers.completer import Settlement
+from penstock.workers.job import ClaimedJob, Route, route_of
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 from penstock.workers.results import JobOutcome
-from penstock.workers.versions.policy import ENDPOINT
 
 __all__ = ["BatchTelemetry"]
 
 logger = logging.getLogger("penstock.server")
+
+_MIXED: Final = "mixed"
+"""The endpoint of a batch whose jobs came by different ways."""
 
 
 class BatchTelemetry:
@@ -45,8 +49,8 @@ class BatchTelemetry:
 
     def flush(self) -> None:
         """Report what was added since the last call."""
-        for (model, is_hit), count in self._answers.take_lookups().items():
-            self._metrics.cache_lookups(model, is_hit=is_hit, count=count)
+        for (model, version, reply, is_hit), count in self._answers.take_lookups().items():
+            self._metrics.cache_lookups(model, version, route_of(model, reply), is_hit=is_hit, count=count)
         settlements, self._settlements = self._settlements, []
         for settlement in settlements:
             self._report(settlement)
@@ -55,43 +59,57 @@ class BatchTelemetry:
         now = settlement.at
         ended = [_ended(outcome, state, now) for outcome, state in settlement.outcomes]
         self._listener.finished(ended, time.time())
-        self._count(ended)
+        routes = self._count(ended)
+        # Asking every job would cost more than all the rest: nearly always they all came by one way.
+        shared = routes.pop() if len(routes) == 1 else None
         for run, outcomes in settlement.by_run.items():
             if run is not None:
-                self._report_batch(run, outcomes, settlement.commit_s, now)
+                self._report_batch(run, outcomes, settlement.commit_s, now, shared)
             else:
-                self._report_cached([outcome for outcome in outcomes if outcome.how == "cached"], now)
+                self._report_cached([outcome for outcome in outcomes if outcome.how == "cached"], now, shared)
 
-    def _count(self, ended: Sequence[Ended]) -> None:
+    def _count(self, ended: Sequence[Ended]) -> set[Route]:
+        """Count jobs that ended; returns the ways by which they came."""
         # Counted when they end: a job that runs again after a crash is still one request.
-        for name, count in Counter(end.header.model for end in ended).items():
-            self._metrics.requests(name, ENDPOINT, count)
-        outcomes = Counter((end.header.model, end.version, end.state) for end in ended)
-        for (name, version, state), count in outcomes.items():
-            self._metrics.outcome(name, version, ENDPOINT, state.name.lower(), count)
+        requests: Counter[tuple[str, Route]] = Counter()
+        outcomes: Counter[tuple[str, str, Route, str]] = Counter()
+        alike = Counter((end.header.model, end.version, end.state, end.header.reply) for end in ended)
+        for (name, version, state, reply), count in alike.items():
+            route = route_of(name, reply)
+            requests[name, route] += count
+            outcomes[name, version, route, state.name.lower()] += count
+        for (name, route), count in requests.items():
+            self._metrics.requests(name, route, count)
+        for labels, count in outcomes.items():
+            self._metrics.outcome(*labels, count)
         for end in ended:
             if end.error is not None and end.state is State.FAILED:
                 self._metrics.exception(end.header.model, _exception_of(end.error))
+        return {route for _, route in requests}
 
-    def _report_cached(self, outcomes: Sequence[JobOutcome], now: float) -> None:
-        totals_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    def _report_cached(self, outcomes: Sequence[JobOutcome], now: float, shared: Route | None) -> None:
+        totals_s: defaultdict[tuple[str, str, Route], list[float]] = defaultdict(list)
         for outcome in outcomes:
             job = outcome.job
-            totals_s[job.header.model, outcome.label].append(job.queue_ms / 1000 + now - job.claimed)
-        for (name, version), seconds in totals_s.items():
-            self._metrics.latency(name, version, ENDPOINT, seconds)
+            labels = (job.header.model, outcome.label, shared or job.route)
+            totals_s[labels].append(job.queue_ms / 1000 + now - job.claimed)
+        for labels, seconds in totals_s.items():
+            self._metrics.latency(*labels, seconds)
         if outcomes and logger.isEnabledFor(logging.INFO):
             logger.info("cache hits", extra={"job_ids": [outcome.job.header.id for outcome in outcomes]})
 
-    def _report_batch(self, run: BatchRun, outcomes: Sequence[JobOutcome], commit_s: float, now: float) -> None:
+    def _report_batch(
+        self, run: BatchRun, outcomes: Sequence[JobOutcome], commit_s: float, now: float, shared: Route | None
+    ) -> None:
         name, version = run.batch.key.model, run.batch.key.version
         jobs = [outcome.job for outcome in outcomes]
+        endpoint = shared or _endpoint_of(jobs)
         self.batches += 1
         self._metrics.batch(
             BatchStats(
                 model=name,
                 version=version,
-                endpoint=ENDPOINT,
+                endpoint=endpoint,
                 rows=run.batch.rows,
                 jobs=len(run.batch.items),
                 queue_s=[job.queue_ms / 1000 for job in jobs],
@@ -102,7 +120,7 @@ class BatchTelemetry:
             )
         )
         if run.padded_tokens:
-            self._metrics.padding(name, version, ENDPOINT, 1 - run.tokens / run.padded_tokens)
+            self._metrics.padding(name, version, endpoint, 1 - run.tokens / run.padded_tokens)
         if logger.isEnabledFor(logging.INFO):
             logger.info(
                 "batch committed",
@@ -120,6 +138,11 @@ def _ended(outcome: JobOutcome, state: State, now: float) -> Ended:
     run, job = outcome.run, outcome.job
     runtime_s = max(0.0, now - (run.started if run else job.claimed))
     return Ended(job.header, state, runtime_s, outcome.failure, outcome.label)
+
+
+def _endpoint_of(jobs: Iterable[ClaimedJob]) -> str:
+    route, *others = {job.route for job in jobs}
+    return _MIXED if others else route
 
 
 def _exception_of(failure: Failure) -> str:

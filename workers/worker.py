@@ -3,7 +3,7 @@
     open -- broker, probe, drain, optimizer, task endpoint, remote control --> start -- models, threads --> ready
     SIGTERM -> ask_to_stop -> the watchdog thread stops the parts in order -> wait_until_stopped -> close
 
-Fourteen kinds of threads run beside Celery's own:
+Fifteen kinds of threads run beside Celery's own:
 
     thread         module                         work; what it may call
     drain          drain.py                       the loop of jobs; the broker, and every part of the drain
@@ -12,6 +12,7 @@ Fourteen kinds of threads run beside Celery's own:
     prepare        executor.py                    tokenises the next batch; Runtime.prepare
     tokenise       runtime/tokeniser.py           tokenises parts of a large batch; the tokenizer. 0 to 3 for a version
     load           versions/loader.py             loads one version; Runtime.load. At most two threads
+    instance       runtime/instances.py           replaces an instance that died; its child process. One for each death
     optimizer      levels/optimizer.py            optimized forms; the compiler, the gate, the audit log
     celery-events  celery_bridge/events.py        sends task events; Celery's broker
     task-results   celery_bridge/task_results.py  stores results of `send_task`; the broker, Celery's result backend

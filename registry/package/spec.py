@@ -131,7 +131,11 @@ class ModelSpec(Section):
     memory_mb: Annotated[int | None, Field(ge=1, le=_MAX_MEMORY_MB)] = None
     """Memory of the loaded model, for runtimes that cannot measure it."""
     concurrency: Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)] = 1
-    """Concurrent forwards of this model in one worker."""
+    """Concurrent forwards of one copy of this model in one worker."""
+    instances: Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)] = 1
+    """Copies of this model in one worker; each runs one forward at a time, on the CPU."""
+    instance_kind: Literal["process", "thread"] = "process"
+    """Where the copies are: `process` for models that hold Python's lock, `thread` for models that release it."""
     streams: bool = False
     """Whether the entry point yields chunks. Such jobs run one at a time."""
     deterministic: bool = True
@@ -164,6 +168,7 @@ class ModelSpec(Section):
             _check_batch_dimension,
             _check_sizes,
             _check_length,
+            _check_instances,
         ):
             check(self)
         return self
@@ -185,7 +190,7 @@ class ModelSpec(Section):
         own = EndpointPolicy(
             window_ms=self.batching.max_wait_ms,
             precision=None if self.precision == "auto" else self.precision,
-            concurrency=self.concurrency,
+            concurrency=max(self.concurrency, self.instances),
         )
         return self.policy.of(endpoint).over(own)
 
@@ -315,6 +320,22 @@ def _check_batch_dimension(spec: ModelSpec) -> None:
             raise ValueError(f"shape of {tensor.name}: expected {BATCH} as the first dimension unless streams is true")
     if all(tensor.optional for tensor in spec.inputs):
         raise ValueError("inputs: found optional ones only, expected one that is required")
+
+
+def _check_instances(spec: ModelSpec) -> None:
+    if spec.instances == 1:
+        return
+    if spec.concurrency > 1:
+        raise ValueError(
+            f"instances: found {spec.instances} beside concurrency {spec.concurrency}, expected one of them: each "
+            "instance runs one forward at a time"
+        )
+    if spec.device == "cuda":
+        raise ValueError(f"instances: found {spec.instances}, expected 1 with device cuda")
+    if spec.format == "transformers" and spec.instance_kind == "process":
+        raise ValueError(
+            "instance_kind: found process, expected thread for format transformers: the worker itself tokenises"
+        )
 
 
 def _check_length(spec: ModelSpec) -> None:

@@ -16,7 +16,7 @@ _NAME_OF = {
     "ThreadPoolExecutor": ("thread_name_prefix", 1),
 }
 """By class: the argument with the thread's name, and its place among positional arguments."""
-_CHILD_PROCESSES = {"compilation/build.py", "runtime/exporter.py"}
+_CHILD_PROCESSES = {"compilation/build.py", "runtime/exporter.py", "runtime/instance.py"}
 """Programs that a worker starts as processes of their own."""
 
 

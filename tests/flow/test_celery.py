@@ -28,6 +28,7 @@ from penstock.registry.errors import Cancelled, ModelError
 from penstock.registry.package import load_package
 from penstock.registry.queues import lane_key
 from tests.conftest import StartWorker
+from tests.flow.conftest import Samples
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, free_port, require, wait_until
 
@@ -101,6 +102,8 @@ def test_any_celery_program_sends_a_task_and_gets_the_outputs(
     assert isinstance(failure, ModelError)
     assert str(failure) == "ValueError: a negative row (model.py, line 5, in forward)"
     assert "model.py, line 5, in forward" in app.AsyncResult(raising).traceback
+    counted = {("task-double", "celery"): 1, ("task-raiser", "celery"): 1}
+    wait_until(lambda: Samples(worker).of("infer_requests_total") == counted, 60, "both are counted as Celery's")
     for change, text in (
         ({"model": "missing"}, "Unknown model 'missing'"),
         ({"model": "task-double", "priority": "urgent"}, "Unknown priority 'urgent'"),

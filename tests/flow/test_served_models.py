@@ -177,5 +177,5 @@ def test_metrics_of_models_say_which_version_and_endpoint(served: Served, client
     for sample in samples:
         assert {"model_name", "model_version", "endpoint"} <= sample.labels.keys(), sample
     ended = [sample.labels for sample in samples if sample.name == "penstock_jobs_total"]
-    assert {"model_name": "pair", "model_version": "1", "endpoint": "infer", "outcome": "completed"} in ended
+    assert {"model_name": "pair", "model_version": "1", "endpoint": "queue", "outcome": "completed"} in ended
     assert not any(job.id.rpartition(".")[2] in page for job in jobs)

@@ -223,7 +223,11 @@ def lifecycle_of(
     )
 
 
-def counted(metrics: InferenceMetrics, counter: str) -> float:
-    """The sum of a counter over its labels."""
+def counted(metrics: InferenceMetrics, counter: str, *labels: str) -> float:
+    """The sum of a counter over its labels; `labels`: only where the model's version and endpoint are these."""
     (family,) = [family for family in metrics.collect() if family.name == counter]
-    return sum(sample.value for sample in family.samples)
+    return sum(
+        sample.value
+        for sample in family.samples
+        if not labels or (sample.labels["model_version"], sample.labels["endpoint"]) == labels
+    )

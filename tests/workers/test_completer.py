@@ -147,7 +147,7 @@ def test_every_answer_of_the_broker_frees_the_room_and_only_commits_count(harnes
     assert [(each, len(outcomes)) for each, outcomes in settlement.by_run.items()] == [(run, 1)]
     assert (settlement.commit_s, settlement.at) == (2.5, 100.0)
     assert (len(harness.leased), harness.version.queue.in_memory) == (0, 0)
-    assert counted(harness.metrics, "penstock_fenced") == 1
+    assert counted(harness.metrics, "penstock_fenced", "1", "queue") == 1
 
 
 def test_a_failed_try_goes_on_after_its_pause_while_its_policy_allows(harness: Harness):
@@ -157,7 +157,7 @@ def test_a_failed_try_goes_on_after_its_pause_while_its_policy_allows(harness: H
     assert harness.completer.seal() == [NextTry(job, harness.version, 4.0)]
     assert (harness.completer.commits, len(harness.leased), job.tries) == ([], 1, 2)
     assert harness.listener.ids == [job.header.id]
-    assert counted(harness.metrics, "penstock_retried") == 1
+    assert counted(harness.metrics, "penstock_retried", "1", "queue") == 1
     harness.completer.collect([harness.run(job, answer=BROKEN)])
     assert harness.completer.seal() == []
     assert harness.answer(0) == "ModelError"
@@ -221,7 +221,7 @@ def test_a_forward_that_did_not_fit_caps_the_next_batches_unless_one_job_was_at_
     assert harness.version.queue.max_rows == 16
     harness.completer.collect([many])
     assert harness.version.queue.max_rows == 4
-    assert counted(harness.metrics, "penstock_out_of_memory") == 2
+    assert counted(harness.metrics, "penstock_out_of_memory", "1", "") == 2
 
 
 def test_an_observer_sees_each_committed_run_of_the_form_in_use_once(harness: Harness):

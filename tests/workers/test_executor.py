@@ -22,7 +22,7 @@ from penstock.workers.batching.forward_size import ForwardSize
 from penstock.workers.executor import Executor, seats_for
 from penstock.workers.job import ClaimedJob
 from penstock.workers.process.crash_journal import FormInUse
-from penstock.workers.runtime.base import DeviceLost, Prepared, concatenate
+from penstock.workers.runtime.base import DeviceLost, InstanceLost, Prepared, concatenate
 from penstock.workers.versions.version import ServedVersion
 from tests.packages import write_double, write_package
 from tests.servers import wait_until
@@ -243,6 +243,30 @@ def test_a_lost_device_ends_its_thread_and_keeps_the_batch_in_the_journal():
     assert len(executor.running()) == 1
     assert executor.take_done() == []
     executor.stop()
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_lost_instance_interrupts_its_run_and_no_other(is_prepared: bool):
+    """No halves and no answers: the run says which process it was. The model thread takes the next batch."""
+
+    def forward(rows: Array) -> Array:
+        if rows[0, 0] == 0:
+            raise InstanceLost("an instance was ended by SIGKILL", "7f3a")
+        return rows * 2
+
+    device, journal = Device(forward), RecordedJournal()
+    executor = executor_of(journal)
+    lost, sound = work_of(device, SIXTEEN), work_of(device, [[1.0]])
+    if is_prepared:
+        lost.prepared, lost.is_prepared = device.prepare([{"x": np.zeros((16, 1), np.float32)}]), threading.Event()
+        lost.is_prepared.set()
+    assert run(lost, executor) == []
+    assert run(sound, executor) == [[2.0]]
+    assert device.ran == [16, 1]
+    assert (lost.incident, executor.device_lost) == ("7f3a", "")
+    assert (executor.take_done(), executor.take_interrupted()) == ([sound], [lost])
+    assert executor.take_interrupted() == []
+    assert [what for what, _, _ in journal.told] == ["begin", "end"] * 2
 
 
 def model(models_root, **batching: int) -> ServedVersion:

@@ -90,11 +90,13 @@ def start(models_root: Path) -> Iterator[StartHarness]:
         harness.drain.stop(1.0)
 
 
-@pytest.mark.parametrize(("settings", "forwards"), [({}, 3), ({"compilation": {"warmup_requests": 5}}, 5)])
+@pytest.mark.parametrize(
+    ("settings", "forwards"), [({}, 3), *(({"compilation": {"warmup_requests": asked}}, asked) for asked in (0, 5))]
+)
 def test_model_is_run_so_often_before_the_worker_is_ready(
     start: StartHarness, models_root: Path, tmp_path: Path, settings: dict[str, Any], forwards: int
 ):
-    """Three forwards by default, and as many as the setting says: counted before the first job (CF-015)."""
+    """Three forwards by default, and as many as the setting says, also none: counted before the first job (CF-015)."""
     forward_log = tmp_path / "forward_log"
     write_recorder(models_root, forward_log, "counted")
     harness = start("counted", **settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.registry.broker.base import State
-from tests.packages import write_recorder
+from tests.packages import write_package, write_recorder
 from tests.workers.stepped import (
     LEASE_S,
     SteppedHarness,
@@ -71,3 +71,32 @@ def test_drains_releases_and_lapsed_leases_make_no_job_a_suspect(
     worker = harness.start_worker()
     harness.pass_time(LEASE_S + 1)
     assert worker.forwards() == [jobs]
+
+
+def test_a_job_that_ends_its_instance_is_run_alone_and_becomes_poison(harness: SteppedHarness, models_root: Path):
+    """The worker lives on: its neighbours answer after one more forward, the third death makes a dead letter."""
+    source = """
+    import itertools
+    from penstock.workers.runtime.base import InstanceLost
+    deaths = itertools.count()
+    def build():
+        def forward(inputs):
+            if (inputs["x"][:, 0] == 666).any():
+                raise InstanceLost("an instance was ended by SIGKILL", f"process-{next(deaths)}")
+            return {"y": inputs["x"] * 2}
+        return forward
+    """
+    write_package(models_root, "fragile", source)
+    neighbours = harness.publish("fragile", 1, 2)
+    (poison,) = harness.publish("fragile", 666)
+    worker = harness.start_worker()
+    batches = []
+    for _ in range(20):
+        harness.pass_time(1.0)
+        batches += worker.forwards()
+    assert batches[0] == [*neighbours, poison]
+    assert sorted(batches[1:]) == sorted([[neighbours[0]], [neighbours[1]], [poison], [poison]])
+    assert [harness.answer(job) for job in neighbours] == [2, 4]
+    assert (harness.state(poison), harness.answer(poison)) == (State.DEAD, "DeadLettered")
+    assert worker.drain.unhealthy_reason() is None
+    assert worker.counted("penstock_dead_lettered") == 1

@@ -10,11 +10,12 @@ from penstock.registry.broker.base import Claim, Delivery, Held, Limits, Publica
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import Priority
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.cache import SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.release import Releaser
-from tests.workers.doubles import job_of, ready_version
+from tests.workers.doubles import job_of, ready_version, run_of
 
 LEASE_MS = 5000
 
@@ -26,12 +27,19 @@ class AwayBroker(MemoryBroker):
         super().__init__(lambda: 1000.0)
         self.is_away = False
         self.calls = 0
+        self.suspected: list[tuple[str, list[bytes]]] = []
 
     def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
         self.calls += 1
         if self.is_away:
             raise BrokerUnavailable("away")
         super().release(consumer, held, version=version)
+
+    def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
+        if self.is_away:
+            raise BrokerUnavailable("away")
+        self.suspected.append((incident, [job.entry_id for job in jobs]))
+        super().suspect(slot, jobs, incident, ttl_ms)
 
 
 class Harness:
@@ -40,7 +48,8 @@ class Harness:
     def __init__(self) -> None:
         self.broker = AwayBroker()
         self.leased, self.flights = LeasedJobs(), SingleFlight()
-        self.releaser = Releaser(self.broker, "worker-1", self.leased, self.flights)
+        self.version = ready_version()
+        self.releaser = Releaser(self.broker, "worker-1", self.leased, self.flights, 60_000)
 
     def claimed(self, count: int) -> list[ClaimedJob]:
         """So many jobs, leased to this worker."""
@@ -54,6 +63,12 @@ class Harness:
             jobs.append(job)
         self.leased.take(jobs)
         return jobs
+
+    def interrupted(self, *jobs: ClaimedJob, incident: str = "7f3a") -> BatchRun:
+        """The run of these jobs, in which the process of an instance ended."""
+        run = run_of(self.version, *jobs)
+        run.incident = incident
+        return run
 
     def taken_over(self) -> list[Delivery]:
         """The jobs that another worker takes over without waiting for a lease."""
@@ -136,3 +151,51 @@ def test_a_hand_over_that_did_not_reach_the_broker_has_done_nothing(harness: Har
     with pytest.raises(BrokerUnavailable):
         harness.releaser.hand_over([job], "double", "2")
     assert (job.is_lost, len(harness.leased)) == (False, 1)
+
+
+def test_jobs_of_a_lost_instance_are_released_with_one_crash_each(harness: Harness):
+    """Whoever takes them over knows that a process died while they ran. Their room here is free at once."""
+    first, second, other = harness.claimed(3)
+    run = harness.interrupted(first, second)
+    assert (harness.version.queue.in_flight, harness.version.queue.in_memory) == (1, 2)
+    harness.releaser.add_interrupted([run])
+    assert (harness.version.queue.in_flight, harness.version.queue.in_memory) == (0, 0)
+    harness.releaser.flush()
+    harness.releaser.flush()
+    assert harness.broker.suspected == [("worker-1 7f3a", entries([first, second]))]
+    assert [(each.entry_id, each.crashes) for each in harness.taken_over()] == [
+        (first.delivery.entry_id, 1),
+        (second.delivery.entry_id, 1),
+    ]
+    assert [held.entry_id for held in harness.leased.snapshot()] == entries([other])
+
+
+def test_a_follower_of_such_a_job_has_no_crash(harness: Harness):
+    """It did not run."""
+    leader, follower = jobs = harness.claimed(2)
+    for job in jobs:
+        job.digest = b"equal"
+        harness.flights.join(job, harness.version)
+    harness.releaser.add_interrupted([harness.interrupted(leader)])
+    harness.releaser.flush()
+    assert [(each.entry_id, each.crashes) for each in harness.taken_over()] == [
+        (leader.delivery.entry_id, 1),
+        (follower.delivery.entry_id, 0),
+    ]
+
+
+def test_crashes_are_counted_before_the_release_also_when_the_broker_was_away(harness: Harness):
+    """Two instances that died are two crashes; each is counted once."""
+    first, second = harness.claimed(2)
+    runs = [harness.interrupted(first), harness.interrupted(second, incident="9b1c")]
+    harness.releaser.add_interrupted(runs)
+    harness.broker.is_away = True
+    with pytest.raises(BrokerUnavailable):
+        harness.releaser.flush()
+    assert harness.taken_over() == []
+    harness.broker.is_away = False
+    harness.releaser.flush()
+    assert sorted(incident for incident, _ in harness.broker.suspected) == ["worker-1 7f3a", "worker-1 9b1c"]
+    assert sorted((each.entry_id, each.crashes) for each in harness.taken_over()) == sorted(
+        (job.delivery.entry_id, 1) for job in (first, second)
+    )

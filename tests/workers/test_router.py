@@ -124,7 +124,7 @@ def test_an_equal_job_follows_and_is_reported_as_started():
     ]
     assert harness.listener.begun == [equal.header.id]
     assert [job.rows for job in (leader, equal, other)] == [1, 1, 2]
-    assert counted(harness.metrics, "penstock_single_flight") == 1
+    assert counted(harness.metrics, "penstock_single_flight", "1", "queue") == 1
 
 
 @pytest.mark.parametrize("isolates", [True, False])

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
+from penstock.registry.queues import lane_key, reply_key
 from penstock.registry.settings import CacheConfig
 from penstock.workers.cache import AnswerCache
 from penstock.workers.completer import Settlement
@@ -48,9 +49,26 @@ class Harness:
 
     def ran(self, job: ClaimedJob, answer: EncodedOutputs | Failure = DONE) -> JobOutcome:
         """A job that had a forward to itself, from 97 s to 98 s."""
-        run = run_of(self.version, job)
+        return self.ran_together(job, answer=answer)[0]
+
+    def ran_together(self, *jobs: ClaimedJob, answer: EncodedOutputs | Failure = DONE) -> list[JobOutcome]:
+        """Jobs that shared such a forward."""
+        run = run_of(self.version, *jobs)
         run.started, run.ended, run.tokens, run.padded_tokens = 97.0, 98.0, 30, 40
-        return JobOutcome(job, answer, "ran", self.version, run)
+        return [JobOutcome(job, answer, "ran", self.version, run) for job in jobs]
+
+    def cached(self, job: ClaimedJob) -> JobOutcome:
+        """A job that the cache answered."""
+        return JobOutcome(job, DONE, "cached", self.version)
+
+    def by_endpoint(self, name: str) -> dict[str, float]:
+        """The value of a metric of version 1 for each endpoint."""
+        return {
+            sample.labels["endpoint"]: sample.value
+            for family in self.metrics.collect()
+            for sample in family.samples
+            if sample.name == name and sample.labels["model_version"] == "1"
+        }
 
     def value(self, name: str, **labels: str) -> float:
         """The sum of the samples with this name and these labels."""
@@ -96,6 +114,54 @@ def test_each_ended_job_counts_as_one_request_with_one_outcome(harness: Harness)
     assert harness.value("penstock_jobs_total", outcome="expired", model_version="") == 1
 
 
+def client_job(client: str = "a1") -> ClaimedJob:
+    return job_of(reply=reply_key("double", client))
+
+
+def celery_job() -> ClaimedJob:
+    return job_of(reply=lane_key("double"))
+
+
+def test_requests_and_jobs_are_counted_by_the_way_they_came(harness: Harness):
+    """Every client is `queue`, however many there are and whether it waits for a reply; `send_task` is `celery`."""
+    harness.settle(
+        *harness.ran_together(client_job("a1"), client_job("a2"), job_of(), celery_job()),
+        JobOutcome(celery_job(), EXPIRED, "refused", None),
+    )
+    harness.telemetry.flush()
+    assert harness.value("infer_requests_total", model="double", route="queue") == 3
+    assert harness.value("infer_requests_total", model="double", route="celery") == 2
+    assert harness.value("infer_requests_total") == 5
+    assert harness.by_endpoint("penstock_jobs_total") == {"queue": 3, "celery": 1}
+
+
+def test_a_batch_has_the_endpoint_of_its_jobs(harness: Harness):
+    """Also beside batches of the other way in the same commit; one with jobs of both is `mixed`."""
+    for outcomes in (
+        [harness.ran(celery_job())],
+        [harness.ran(client_job()), harness.ran(celery_job())],
+        harness.ran_together(client_job(), celery_job()),
+    ):
+        harness.settle(*outcomes)
+    harness.telemetry.flush()
+    by_batch = {"queue": 1, "celery": 2, "mixed": 1}
+    for name in ("compute_seconds", "commit_seconds", "batch_rows", "padding_ratio"):
+        assert harness.by_endpoint(f"penstock_{name}_count") == by_batch, name
+    for name in ("queue_wait_seconds", "batch_wait_seconds"):
+        assert harness.by_endpoint(f"penstock_{name}_count") == by_batch | {"mixed": 2}, name
+
+
+def test_cached_answers_and_look_ups_say_how_their_job_came(harness: Harness):
+    """Both ways of one commit apart, with the version that answered."""
+    for job in (client_job(), celery_job(), celery_job()):
+        harness.answers.find(job, harness.version)
+    harness.settle(harness.cached(client_job()), harness.cached(celery_job()))
+    harness.telemetry.flush()
+    assert harness.by_endpoint("penstock_cache_misses_total") == {"queue": 1, "celery": 2}
+    assert harness.metrics.snapshot()["models"]["double"]["jobs"] == 2
+    assert harness.by_endpoint("penstock_compute_seconds_count") == {"queue": 0, "celery": 0}
+
+
 @pytest.mark.parametrize(
     ("failure", "name"),
     [
@@ -124,7 +190,7 @@ def test_the_latency_of_a_job_counts_from_its_acceptance_to_its_commit(harness: 
     """Of a batch and of a cached answer; a refused job has none."""
     harness.settle(
         harness.ran(job_of(claimed=97.5, queue_ms=500.0)),
-        JobOutcome(job_of(claimed=98.0, queue_ms=1000.0), DONE, "cached", harness.version),
+        harness.cached(job_of(claimed=98.0, queue_ms=1000.0)),
         JobOutcome(job_of(), EXPIRED, "refused", None),
     )
     harness.telemetry.flush()

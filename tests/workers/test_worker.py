@@ -197,5 +197,5 @@ def test_the_table_of_threads_names_every_thread_and_its_module():
     text = worker_module.__doc__ or ""
     rows = re.findall(r"^    (\S+) +(\S+\.py) ", text, re.MULTILINE)
     assert set(rows) == started_threads()
-    assert len(rows) == 14
-    assert "Fourteen kinds of threads run" in text
+    assert len(rows) == 15
+    assert "Fifteen kinds of threads run" in text

@@ -28,7 +28,7 @@ class AnswerCache:
     def __init__(self, config: CacheConfig, clock: Callable[[], float]) -> None:
         self.memory = L1Cache(config.l1_size, config.l1_max_bytes, clock)
         self._clock = clock
-        self._lookups: Counter[tuple[str, bool]] = Counter()
+        self._lookups: Counter[tuple[str, str, str, bool]] = Counter()
 
     def find(self, job: ClaimedJob, version: ServedVersion) -> EncodedOutputs | None:
         """The answer to an equal job, if the version's present content gave it in its present form."""
@@ -38,7 +38,7 @@ class AnswerCache:
             and cached.content_hash == version.content_hash
             and cached.generation == version.generation
         )
-        self._lookups[version.name, is_hit] += 1
+        self._lookups[version.name, version.label, job.header.reply, is_hit] += 1
         if not is_hit:
             return None
         version.used_at = self._clock()
@@ -58,7 +58,7 @@ class AnswerCache:
         if is_asked_for and answer.content_hash == version.content_hash and answer.generation == version.generation:
             self.memory.put(job.digest, answer, version.policy.cache_ttl_s)
 
-    def take_lookups(self) -> Counter[tuple[str, bool]]:
-        """Look-ups since the last call, by model and by whether they were hits."""
+    def take_lookups(self) -> Counter[tuple[str, str, str, bool]]:
+        """Look-ups since the last call, by model, version, reply address of the job, and by whether they were hits."""
         lookups, self._lookups = self._lookups, Counter()
         return lookups

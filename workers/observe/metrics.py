@@ -89,7 +89,7 @@ class _Histogram:
 
 
 _MEMORY: Final = "l1"
-"""The label of the cache in this process's memory."""
+"""The tier of the cache in this process's memory."""
 _TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s", "cached")
 
 
@@ -219,37 +219,37 @@ class InferenceMetrics(Collector):
         """Count jobs that ended, by outcome: completed, failed, cancelled, expired or dead."""
         self._add(table.JOBS, (model, version, endpoint, outcome), count)
 
-    def fenced(self, model: str, count: int = 1) -> None:
-        """Count commits that were discarded because another worker had taken over the job."""
-        self._add(table.FENCED, (model, "", ""), count)
+    def fenced(self, model: str, version: str, endpoint: str) -> None:
+        """Count a commit that was discarded because another worker had taken over the job."""
+        self._add(table.FENCED, (model, version, endpoint), 1)
 
-    def taken_over(self, model: str, count: int = 1) -> None:
-        """Count jobs claimed after another worker's lease had lapsed or was released."""
-        self._add(table.TAKEN_OVER, (model, "", ""), count)
+    def taken_over(self, model: str) -> None:
+        """Count a job claimed after another worker's lease had lapsed or was released."""
+        self._add(table.TAKEN_OVER, (model, "", ""), 1)
 
-    def quarantined(self, model: str, count: int = 1) -> None:
-        """Count entries that were dead-lettered because they could not be read as jobs."""
-        self._add(table.QUARANTINED, (model, "", ""), count)
+    def quarantined(self, model: str) -> None:
+        """Count an entry that was dead-lettered because it could not be read as a job."""
+        self._add(table.QUARANTINED, (model, "", ""), 1)
 
-    def dead_lettered(self, model: str, count: int = 1) -> None:
-        """Count jobs that were dead-lettered because processes died while they ran."""
-        self._add(table.DEAD_LETTERED, (model, "", ""), count)
+    def dead_lettered(self, model: str, version: str, endpoint: str) -> None:
+        """Count a job that was dead-lettered because processes died while it ran."""
+        self._add(table.DEAD_LETTERED, (model, version, endpoint), 1)
 
-    def retried(self, model: str, count: int = 1) -> None:
-        """Count failed forwards of jobs that will run again."""
-        self._add(table.RETRIED, (model, "", ""), count)
+    def retried(self, model: str, version: str, endpoint: str) -> None:
+        """Count a failed forward of a job that will run again."""
+        self._add(table.RETRIED, (model, version, endpoint), 1)
 
-    def out_of_memory(self, model: str, count: int = 1) -> None:
-        """Count batches that did not fit the memory of the device."""
-        self._add(table.OUT_OF_MEMORY, (model, "", ""), count)
+    def out_of_memory(self, model: str, version: str) -> None:
+        """Count a batch that did not fit the memory of the device."""
+        self._add(table.OUT_OF_MEMORY, (model, version, ""), 1)
 
-    def single_flight(self, model: str, count: int = 1) -> None:
-        """Count jobs that were answered by the forward of an equal job."""
-        self._add(table.SINGLE_FLIGHT, (model, "", ""), count)
+    def single_flight(self, model: str, version: str, endpoint: str) -> None:
+        """Count a job that was answered by the forward of an equal job."""
+        self._add(table.SINGLE_FLIGHT, (model, version, endpoint), 1)
 
-    def cache_lookups(self, model: str, *, is_hit: bool, count: int = 1) -> None:
+    def cache_lookups(self, model: str, version: str, endpoint: str, *, is_hit: bool, count: int = 1) -> None:
         """Count look-ups of a job's answer in the cache of this process."""
-        self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, "", "", _MEMORY), count)
+        self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, version, endpoint, _MEMORY), count)
 
     def cache_size(self, entries: int, nbytes: int, evicted: int) -> None:
         """Set the size of the cache in this process, and how many answers it has evicted so far."""

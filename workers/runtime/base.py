@@ -19,11 +19,22 @@ import numpy as np
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
-__all__ = ["Counted", "DeviceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
+__all__ = ["Counted", "DeviceLost", "InstanceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
 
 
 class DeviceLost(Exception):
     """The device runs no more forwards of this process: another process must take its place."""
+
+
+class InstanceLost(DeviceLost):
+    """The process of one instance ended during a forward: another instance runs the jobs, one by one.
+
+    incident: names that process when crashes are counted.
+    """
+
+    def __init__(self, message: str, incident: str) -> None:
+        super().__init__(message)
+        self.incident = incident
 
 
 @dataclass(frozen=True, slots=True)

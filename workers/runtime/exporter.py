@@ -19,7 +19,8 @@ from typing import Any, Final
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.package import Package, load_package
 from penstock.workers.runtime.export import export_in_child, export_onnx, report_beside
-from penstock.workers.runtime.open import open_runtime
+from penstock.workers.runtime.loading import LoadOptions
+from penstock.workers.runtime.open import open_copy
 
 __all__ = ["export_package", "main"]
 
@@ -38,7 +39,7 @@ def export_package(package: Package, content_hash: str, file: Path, *, is_int8: 
         if importlib.util.find_spec(framework) is None:
             raise ConfigurationError(f"{framework} is not installed. Expected: pip install '.[torch,onnx]'")
     reference = package.spec.reference
-    if not hasattr(open_runtime(package, content_hash), "exportable"):
+    if not hasattr(open_copy(package, LoadOptions(content_hash)), "exportable"):
         raise InvalidInput(
             f"{reference} is of format {package.spec.format}. Expected pytorch, or an encoder of transformers"
         )
@@ -68,7 +69,7 @@ def main() -> None:
     os.nice(_NICENESS)
     try:
         package = load_package(Path(request["package"]))
-        runtime: Any = open_runtime(package, request["content_hash"], precision=request["precision"])
+        runtime: Any = open_copy(package, LoadOptions(request["content_hash"], request["precision"]))
         runtime.load("cpu", 1)
         report: dict[str, object] = {"differences": export_onnx(runtime, file, is_int8=request["is_int8"])}
     except ConfigurationError as error:

@@ -30,9 +30,11 @@ from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.requirements import check_requirements
 from penstock.workers.runtime.tracebacks import message_of, placed
 
-__all__ = ["LoadOptions", "PackageRuntime"]
+__all__ = ["LoadOptions", "NullContext", "PackageRuntime"]
 
 _EXAMPLE_LENGTH: Final = 8
+_WARM_UP_CHUNKS: Final = 16
+"""A warm-up stream is closed after so many chunks: some entry points stream until their job is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,26 @@ class LoadOptions:
     """How to load a package.
 
     content_hash: the expected hash of its files; empty: any. precision: of torch models whose package names none.
-    warmup_requests: forwards before the model counts as ready. The first one always takes place; it compares the
-    outputs with the declaration.
+    warmup_requests: forwards before the model counts as ready. 0: none; the first job then meets what only the first
+    forwards cost, and outputs that differ from the declaration.
     """
 
     content_hash: str = ""
     precision: Precision = "auto"
     warmup_requests: int = 1
+
+
+class NullContext:
+    """The context of a job without subscribers."""
+
+    job_id = ""
+    tenant = ""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def progress(self, fraction: float) -> None:
+        """Does nothing."""
 
 
 class PackageRuntime(ABC):
@@ -205,8 +220,7 @@ class PackageRuntime(ABC):
         memory_bytes = self._build(manifest, device, threads)
         manifest.check_unchanged()
         self._check_open()
-        if not self.spec.streams:
-            self._warm_up()
+        self._warm_up()
         self._memory_bytes, self._content_hash = memory_bytes, manifest.content_hash
 
     def _own_device(self, device: str) -> str:
@@ -227,16 +241,32 @@ class PackageRuntime(ABC):
         The first has two rows, because one row hides a model that gives one output for all rows. The others have one
         row, like a single job.
         """
-        lengths = self._warm_up_lengths
-        for number in range(max(1, self._options.warmup_requests, len(lengths))):
-            self._try_forward(1 if number else 2, lengths[number % len(lengths)])
+        asked, lengths = self._options.warmup_requests, self._warm_up_lengths
+        for number in range(max(asked, len(lengths)) if asked else 0):
+            self._try_forward(1 if number or self.spec.streams else 2, lengths[number % len(lengths)])
 
     def _try_forward(self, rows: int, length: int) -> None:
+        example = self._example(rows, length)
         try:
-            outputs = self.run(self.prepare([self._example(rows, length)]))
-            self.spec.signature.check_outputs(outputs, rows)
+            if self.spec.streams:
+                self._stream_some(example)
+            else:
+                self.spec.signature.check_outputs(self.run(self.prepare([example])), rows)
         except ModelError as error:
             raise ConfigurationError(f"{self.spec.reference}: {error}{placed(error)}") from error
         except Exception as error:
             problem = f"the first forward failed ({type(error).__name__}: {message_of(error)}){placed(error)}"
             raise ConfigurationError(f"{self.spec.reference}: {problem}") from error
+
+    def _stream_some(self, example: Mapping[str, Array]) -> None:
+        """One stream to its end, which checks its outputs, or to its first chunks."""
+        context = NullContext()
+        steps = self.stream(example, context)
+        try:
+            for _ in range(_WARM_UP_CHUNKS):
+                next(steps)
+            context.is_cancelled = True
+        except StopIteration:
+            return
+        finally:
+            steps.close()

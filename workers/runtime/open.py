@@ -10,6 +10,7 @@ from penstock.registry.package import Package
 from penstock.registry.package.spec_sections import Precision
 from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.instances import ProcessInstances, ThreadInstances
 from penstock.workers.runtime.loading import LoadOptions
 from penstock.workers.runtime.onnx import OnnxRuntime
 from penstock.workers.runtime.pipeline import PipelineRuntime
@@ -18,7 +19,7 @@ from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.torchscript import TorchScriptRuntime
 from penstock.workers.runtime.transformers import EncoderRuntime
 
-__all__ = ["open_runtime"]
+__all__ = ["open_copy", "open_runtime"]
 
 _RUNTIMES: Final[dict[str, Callable[[Package, LoadOptions], Runtime]]] = {
     "onnx": OnnxRuntime,
@@ -40,7 +41,7 @@ def open_runtime(
 
     content_hash: the expected hash of the files when they are loaded; empty: any. frameworks: those that models may
     use. precision: of torch models whose package names none. warmup_requests: forwards before the model counts as
-    ready, at least one. Raises ConfigurationError for a framework that is not allowed.
+    ready. Raises ConfigurationError for a framework that is not allowed.
     """
     framework = framework_of_package(package)
     if framework is not None and framework not in frameworks:
@@ -48,7 +49,17 @@ def open_runtime(
             f"{package.spec.reference}: format {package.spec.format} needs the framework {framework}, expected one of "
             f"the setting frameworks: {', '.join(sorted(frameworks)) or 'none'}"
         )
-    return _runtime_of(package)(package, LoadOptions(content_hash, precision, warmup_requests))
+    options = LoadOptions(content_hash, precision, warmup_requests)
+    if package.spec.instances == 1:
+        return open_copy(package, options)
+    if package.spec.instance_kind == "process":
+        return ProcessInstances(package, options)
+    return ThreadInstances(package, lambda: open_copy(package, options))
+
+
+def open_copy(package: Package, options: LoadOptions) -> Runtime:
+    """One instance of the package's model, in this process; not yet loaded."""
+    return _runtime_of(package)(package, options)
 
 
 def _runtime_of(package: Package) -> Callable[[Package, LoadOptions], Runtime]:

@@ -22,7 +22,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext, concatenate
 from penstock.workers.runtime.entrypoint import PackageModules
-from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
+from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 from penstock.workers.runtime.module_function import ModuleFunction, host_array, is_module, is_tensor
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes
 
@@ -49,7 +49,7 @@ class PythonRuntime(PackageRuntime):
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One call of a batched entry point; of a streaming one, the result without its chunks."""
         if self.spec.streams:
-            return _result_of(self.stream(prepared.payload, _NullContext()))
+            return _result_of(self.stream(prepared.payload, NullContext()))
         outputs = _arrays(self._named(self._called(prepared.payload)))
         self.spec.signature.check_outputs(outputs, prepared.rows)
         return outputs
@@ -115,17 +115,6 @@ class PythonRuntime(PackageRuntime):
                 f"{self.spec.reference}: entrypoint {self.spec.entrypoint}: build() returned {found}, "
                 f"expected {expected} as streams says"
             )
-
-
-class _NullContext:
-    """The context of a job without subscribers, which cannot be cancelled."""
-
-    job_id = ""
-    tenant = ""
-    is_cancelled = False
-
-    def progress(self, fraction: float) -> None:
-        """Does nothing."""
 
 
 def _result_of(stream: Generator[dict[str, Array], None, dict[str, Array]]) -> dict[str, Array]:

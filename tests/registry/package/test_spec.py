@@ -169,6 +169,26 @@ REFUSED: list[tuple[str, object, str]] = [
         "concurrency: found 1000000000, expected less than or equal to 64",
     ),
     (
+        "instances beside concurrency",
+        changed(PLAIN, instances=2, concurrency=4),
+        "instances: found 2 beside concurrency 4, expected one of them: each instance runs one forward at a time",
+    ),
+    (
+        "instances on a GPU",
+        changed(PLAIN, instances=2, device="cuda"),
+        "instances: found 2, expected 1 with device cuda",
+    ),
+    (
+        "tokenizer in another process",
+        changed(ENCODER, instances=2),
+        "instance_kind: found process, expected thread for format transformers: the worker itself tokenises",
+    ),
+    (
+        "unknown kind of instances",
+        changed(PLAIN, instances=2, instance_kind="fork"),
+        "instance_kind: found \"fork\", expected 'process' or 'thread'",
+    ),
+    (
         "wait without end",
         changed(PLAIN, batching={"max_wait_ms": float("inf")}),
         "batching.max_wait_ms: found Infinity, expected a finite number",
@@ -513,6 +533,7 @@ def test_policy_of_an_endpoint_falls_back_field_by_field():
         window_ms=5, precision="fp16", concurrency=2, cache_ttl_s=60, fallback_runtime="reference"
     )
     assert ModelSpec.model_validate(PLAIN).policy_for("infer") == EndpointPolicy(concurrency=1)
+    assert ModelSpec.model_validate(PLAIN | {"instances": 3}).policy_for("infer") == EndpointPolicy(concurrency=3)
 
 
 def test_513_are_refused_where_512_are_the_limit():

@@ -149,5 +149,5 @@ def test_lookups_are_counted_until_they_are_taken(cache: AnswerCache, version: S
     cache.keep(ran(version), version)
     for digest in (b"digest", b"another", b"digest"):
         cache.find(job(digest), version)
-    assert cache.take_lookups() == {("rotation", True): 2, ("rotation", False): 1}
+    assert cache.take_lookups() == {("rotation", "1", "", True): 2, ("rotation", "1", "", False): 1}
     assert cache.take_lookups() == {}

@@ -139,7 +139,7 @@ def test_levels_1_and_2_are_on_record(tuned: Any, models_root: Path, tmp_path: P
 @pytest.mark.parametrize(("gain", "state"), [(1.19, "refused"), (1.2, "on")])
 def test_the_pool_is_used_where_it_was_measured_to_win(tuned: Any, models_root: Path, gain: float, state: str):
     """With two threads granted a pool is measured on golden texts; the gain decides and is on record, and only a pool
-    that won has threads (AR-053). That it does win is in test_tokeniser.py."""
+    that won has threads (AR-053). Why it can win is in test_tokeniser.py."""
     model = tuned(formats.write_encoder(models_root), threads=2, max_level=1, compilation={"enabled": False})
     tokeniser = model.runtime.tokeniser
     tokeniser.pool_gain = lambda texts, rounds, clock: gain

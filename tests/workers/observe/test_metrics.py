@@ -45,7 +45,7 @@ def stats(
     return BatchStats(
         model=model,
         version=version,
-        endpoint="infer",
+        endpoint="queue",
         rows=len(seconds) if rows is None else rows,
         jobs=len(seconds),
         queue_s=seconds,
@@ -81,22 +81,22 @@ def buckets_of(samples: Iterable[Sample], name: str) -> dict[str, float]:
 def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
     """Counters, gauges and histograms appear under the table's names and kinds, each sample with its labels."""
     report(metrics, [0.1, 0.2])
-    metrics.padding("mlp", "1", "infer", 0.25)
-    metrics.requests("mlp", "python")
+    metrics.padding("mlp", "1", "queue", 0.25)
+    metrics.requests("mlp", "queue")
     metrics.exception("mlp", "ValueError")
-    metrics.outcome("mlp", "1", "infer", "completed", 2)
+    metrics.outcome("mlp", "1", "queue", "completed", 2)
     metrics.loaded("mlp", "1", True)
     metrics.queue("mlp", "high", 7, 1.5)
-    metrics.level("mlp", "1", "infer", 2)
-    metrics.gate("mlp", "1", "infer", "accepted")
-    metrics.cache_lookups("mlp", is_hit=True, count=3)
-    metrics.cache_lookups("mlp", is_hit=False)
+    metrics.level("mlp", "1", "queue", 2)
+    metrics.gate("mlp", "1", "queue", "accepted")
+    metrics.cache_lookups("mlp", "1", "queue", is_hit=True, count=3)
+    metrics.cache_lookups("mlp", "1", "queue", is_hit=False)
     metrics.cache_size(2, 4096, 1)
-    for count in (
-        *(metrics.fenced, metrics.taken_over, metrics.quarantined, metrics.single_flight),
-        *(metrics.dead_lettered, metrics.retried, metrics.out_of_memory),
-    ):
-        count("mlp")
+    for of_jobs in (metrics.fenced, metrics.single_flight, metrics.dead_lettered, metrics.retried):
+        of_jobs("mlp", "1", "queue")
+    metrics.out_of_memory("mlp", "1")
+    metrics.taken_over("mlp")
+    metrics.quarantined("mlp")
     families = page(metrics)
     assert {name: family.type for name, family in families.items()} == {
         metric.name.removesuffix("_total"): metric.kind for metric in METRICS
@@ -166,11 +166,11 @@ def test_waits_below_zero_count_as_zero(metrics: InferenceMetrics):
 
 def test_counters_grow_and_gauges_follow(metrics: InferenceMetrics):
     """Counters add up, gauges show the last value."""
-    metrics.requests("mlp", "python", 3)
-    metrics.requests("mlp", "python", 2)
+    metrics.requests("mlp", "queue", 3)
+    metrics.requests("mlp", "queue", 2)
     metrics.queue("mlp", "low", 10, 2.0)
     metrics.queue("mlp", "low", 4, 0.0)
-    assert sample(metrics, "infer_requests_total", model="mlp", route="python") == 5
+    assert sample(metrics, "infer_requests_total", model="mlp", route="queue") == 5
     assert sample(metrics, "penstock_queue_depth", model_name="mlp", priority="low") == 4
 
 
@@ -206,7 +206,7 @@ def test_labels_are_escaped(metrics: InferenceMetrics):
 def test_openmetrics_is_accepted_by_its_strict_parser(metrics: InferenceMetrics):
     """The same page in OpenMetrics, units included, passes the stricter parser."""
     report(metrics, [0.1])
-    metrics.outcome("mlp", "1", "infer", "completed")
+    metrics.outcome("mlp", "1", "queue", "completed")
     registry = CollectorRegistry()
     registry.register(metrics)
     families = {family.name: family for family in parse_openmetrics(generate_openmetrics(registry).decode())}
@@ -233,10 +233,10 @@ def test_snapshot_shows_sizes_and_quantiles(metrics: InferenceMetrics):
     metrics.ready(True)
     metrics.batch(stats(seconds, rows=64, batch_s=0.002))
     metrics.batch(stats([0.05], version="2", rows=3, batch_s=0.002))
-    metrics.outcome("mlp", "1", "infer", "completed", 60)
-    metrics.outcome("mlp", "2", "infer", "completed", 3)
-    metrics.outcome("mlp", "1", "infer", "failed", 4)
-    metrics.outcome("minilm", "1", "infer", "failed", 9)
+    metrics.outcome("mlp", "1", "queue", "completed", 60)
+    metrics.outcome("mlp", "2", "queue", "completed", 3)
+    metrics.outcome("mlp", "1", "queue", "failed", 4)
+    metrics.outcome("minilm", "1", "queue", "failed", 9)
     snapshot = metrics.snapshot()
     model = snapshot["models"]["mlp"]
     assert snapshot["ready"] is True
@@ -270,7 +270,7 @@ def test_threads_lose_no_counts(metrics: InferenceMetrics):
     def work() -> None:
         for _ in range(300):
             report(metrics, [0.1] * 16)
-            metrics.requests("mlp", "python", 16)
+            metrics.requests("mlp", "queue", 16)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

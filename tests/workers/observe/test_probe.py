@@ -102,7 +102,7 @@ def test_snapshot_is_json(worker: Worker, probe: Probe):
         BatchStats(
             model="mlp",
             version="1",
-            endpoint="infer",
+            endpoint="queue",
             rows=2,
             jobs=2,
             queue_s=two,

@@ -35,12 +35,18 @@ TEXTS = ["abc", "", "zz top", "hello there", "ab" * 9, "q"]
 OF_NUMBERS = ["python", "pytorch", "torchscript", "onnx"]
 
 
-@pytest.fixture(scope="module", params=[*formats.WRITERS, "minilm"])
+INSTANCES: dict[str, Callable[[Path], Path]] = {
+    "processes": lambda root: formats.write_python(root, instances=2),
+    "threads": lambda root: formats.write_encoder(root, instances=2, instance_kind="thread"),
+}
+
+
+@pytest.fixture(scope="module", params=[*formats.WRITERS, "minilm", *INSTANCES])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of each format, and the sample encoder with real weights."""
+    """A package of each format, the sample encoder with real weights, and several instances of each kind."""
     if request.param == "minilm":
         return SAMPLES / "minilm" / "1"
-    return formats.WRITERS[request.param](tmp_path_factory.mktemp("models"))
+    return (formats.WRITERS | INSTANCES)[request.param](tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from penstock.workers.levels.optimizer import Optimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime import open_runtime
 from penstock.workers.runtime.export import Graph, export_onnx, open_exported
+from penstock.workers.runtime.exporter import export_package
 from penstock.workers.runtime.forms import Forward
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from tests.packages import write_package
@@ -193,6 +194,17 @@ def test_child_refuses_files_that_changed(models_root: Path):
         source.write("\nCHANGED = True\n")
     with pytest.raises(ConfigurationError, match="its files differ"):
         open_exported(runtime, 1, is_int8=False)
+
+
+@pytest.mark.slow
+def test_a_package_of_several_instances_is_exported_like_one(models_root: Path, tmp_path: Path):
+    """The number of copies in a worker is no matter of the graph."""
+    folder = write_module(models_root, "twin", "class Module(torch.nn.Module):\n    def forward(self, x): return x * 2")
+    with (folder / "model.yaml").open("a") as file:
+        file.write("instances: 2\n")
+    package = load_package(folder)
+    differences = export_package(package, package.manifest().content_hash, tmp_path / "twin.onnx")
+    assert differences == {"y": 0.0}
 
 
 def test_model_of_other_paths_for_other_shapes_is_refused(models_root: Path, tmp_path: Path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import yaml
 from penstock.registry.errors import ConfigurationError, ModelNotReady
 from penstock.registry.package import load_package
 from penstock.workers.runtime import open_runtime
+from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.python_entrypoint import PythonRuntime
 from penstock.workers.runtime.transformers import EncoderRuntime
 from tests.packages import write_package
@@ -156,24 +159,25 @@ def write_counting(root: Path, format_: str, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("format_", COUNTING)
-@pytest.mark.parametrize(("asked", "forwards"), [(3, 3), (1, 1), (5, 5), (0, 1)])
+@pytest.mark.parametrize(("asked", "forwards"), [(3, 3), (1, 1), (5, 5), (0, 0)])
 def test_model_is_run_as_often_as_the_setting_says_before_it_is_ready(
     models_root: Path, format_: str, asked: int, forwards: int
 ):
-    """warmup_requests counts forwards (CF-015); the one that checks the outputs is the first of them, and always is."""
+    """warmup_requests counts forwards, the one that checks the outputs among them; 0 runs none (CF-015)."""
     runtime = opened(write_counting(models_root, format_), warmup_requests=asked)
     shapes = runtime.model.lengths  # type: ignore[attr-defined]
-    assert shapes == [(2, 4), *[(1, 4)] * (forwards - 1)]
+    assert shapes == [(2, 4), *[(1, 4)] * (forwards - 1)][:forwards]
 
 
-@pytest.mark.parametrize(("asked", "first"), [(1, 1), (4, 2)])
-def test_each_bucket_is_warmed_up_once_at_least(models_root: Path, asked: int, first: int):
-    """A length that rows are padded to is not met for the first time by a job (CF-015)."""
+@pytest.mark.parametrize(("asked", "slices"), [(0, (0, 0, 0)), (1, (1, 1, 1)), (4, (2, 1, 1))])
+def test_each_bucket_is_warmed_up_once_at_least(models_root: Path, asked: int, slices: tuple[int, ...]):
+    """A length that rows are padded to is not met for the first time by a job, unless no warm-up is asked (CF-015)."""
     folder = write_encoder(models_root, batching={"length_input": "text", "buckets": [8, 16]})
     runtime = opened(folder, warmup_requests=asked)
     assert isinstance(runtime, EncoderRuntime)
-    slices = {"slices_of_8": first, "slices_of_16": 1, f"slices_of_{MAX_TOKENS}": 1}
-    assert runtime.counts() == {"model_calls": first + 2, **slices}
+    counts = runtime.counts()
+    assert tuple(counts[f"slices_of_{length}"] for length in (8, 16, MAX_TOKENS)) == slices
+    assert counts["model_calls"] == sum(slices)
 
 
 def test_first_job_does_not_pay_for_what_the_first_forwards_cost(models_root: Path):
@@ -190,12 +194,60 @@ def test_first_job_does_not_pay_for_what_the_first_forwards_cost(models_root: Pa
     assert answers(runtime, x=X)["y"].flat[0] == 4
 
 
-def test_streaming_packages_are_not_warmed_up(models_root: Path):
-    """A stream is not warmed up, because no example of it is known."""
-    folder = write_package(models_root, "stream", "def build():\n    def f(i, ctx):\n        yield 1 / 0\n    return f")
+def write_stream(root: Path, body: str) -> Path:
+    """A streaming package; `body` is that of its entry point, which may note its steps in `log`."""
+    source = f"log = []\ndef stream(inputs, ctx):\n{indent(dedent(body), '    ')}\ndef build():\n    return stream\n"
+    folder = write_package(root, "stream", source)
     document = yaml.safe_load((folder / "model.yaml").read_text()) | {"streams": True, "batching": {}}
     (folder / "model.yaml").write_text(yaml.safe_dump(document))
-    opened(folder, warmup_requests=3)
+    return folder
+
+
+def stream_log(runtime: Runtime) -> list[object]:
+    return runtime.model.__globals__["log"]  # type: ignore[attr-defined, no-any-return]
+
+
+STREAM = """
+log.append(inputs["x"].shape)
+yield {"part": inputs["x"]}
+return {"y": inputs["x"]}
+"""
+
+
+@pytest.mark.parametrize("asked", [0, 1, 3])
+def test_streaming_packages_run_as_often_before_they_are_ready(models_root: Path, asked: int):
+    """Each time a stream of one row, like a job, to its end (CF-015)."""
+    runtime = opened(write_stream(models_root, STREAM), warmup_requests=asked)
+    assert stream_log(runtime) == [(1, 4)] * asked
+
+
+def test_a_stream_without_an_end_is_closed_in_its_warm_up(models_root: Path):
+    """After some chunks it is told that its job is cancelled, and ends where it is."""
+    body = """
+    try:
+        while True:
+            log.append("chunk")
+            yield {"part": inputs["x"]}
+    finally:
+        log.append(("closed", ctx.is_cancelled))
+    """
+    log = stream_log(opened(write_stream(models_root, body), warmup_requests=1))
+    assert log == ["chunk"] * 16 + [("closed", True)]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('yield {"part": 1 / 0}', "the first forward failed (ZeroDivisionError: division by zero)"),
+        ('yield {}\nreturn {"z": inputs["x"]}', "The model returned the outputs: z. Declared outputs: y"),
+    ],
+)
+def test_a_stream_that_fails_in_its_warm_up_is_refused_unless_none_is_asked(models_root: Path, body: str, problem: str):
+    """A worker finds the mistake before the version is active. With 0 it finds it with the first job."""
+    folder = write_stream(models_root, body)
+    with pytest.raises(ConfigurationError, match=re.escape(f"stream/1: {problem}")):
+        opened(folder, warmup_requests=2)
+    opened(folder, warmup_requests=0)
 
 
 GATED = """

