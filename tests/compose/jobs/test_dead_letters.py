@@ -76,7 +76,7 @@ def test_signed_job_is_shown_with_its_header():
     }
     shown = describe(_letter(_sealed(header)), NO_KEYS, NOW_S * 1000)
     assert shown["header"]["id"] == header.id
-    assert shown["signature"].startswith("refused: signed with key")
+    assert shown["signature"].startswith("refused: a job that is signed with key")
     assert shown["replay"].startswith("refused: ")
 
 
@@ -88,7 +88,7 @@ def test_signed_job_is_shown_with_its_header():
         (_sealed(_header()).replace(b"PS\x01J", b"PS\x01R"), "not a job"),
         (_sealed(_header())[:-1] + b"!", "signature"),
         (_sealed(_header(key="")), "unsigned"),
-        (_sealed(_header(key="k2")), "key 'k2', which this process"),
+        (_sealed(_header(key="k2")), "key 'k2', which its reader"),
         (_sealed(_header("other")), "another queue"),
         (_sealed(_header(model="other")), "another queue"),
         (_sealed(_header(reply="penstock:elsewhere")), "another queue"),
