@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from math import inf
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer
@@ -27,6 +27,10 @@ from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
+
+if TYPE_CHECKING:
+    from penstock.registry.settings import Settings
+    from penstock.testing.model import Served
 
 __all__ = ["AsyncClient", "AsyncJobHandle"]
 
@@ -45,6 +49,15 @@ class AsyncClient(
     """
 
     _reader: AsyncReplyReader
+
+    @classmethod
+    def in_memory(
+        cls, models: Mapping[str, Served], *, tenant: str | None = None, settings: Settings | None = None
+    ) -> AsyncClient:
+        """A client of a worker in this process, for tests; see Client.in_memory. Close it."""
+        from penstock.testing.async_client import InMemoryAsyncClient
+
+        return InMemoryAsyncClient(models, tenant=tenant, settings=settings)
 
     async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
         spec = (None if options.version else self._specs.fresh(model)) or await self._spec(model, options.version)

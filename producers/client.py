@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.producers.core import ClientCore, Inputs, Items
 from penstock.producers.events import EventMerger, JobEvent, is_end
@@ -23,6 +23,10 @@ from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.tensors import Array
+
+if TYPE_CHECKING:
+    from penstock.registry.settings import Settings
+    from penstock.testing.model import Served
 
 __all__ = ["Client", "JobHandle"]
 
@@ -38,6 +42,18 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any]])
     """
 
     _reader: ReplyReader
+
+    @classmethod
+    def in_memory(
+        cls, models: Mapping[str, Served], *, tenant: str | None = None, settings: Settings | None = None
+    ) -> Client:
+        """A client of a worker in this process, for tests: no Redis, no Celery, no other process. Close it.
+
+        models: by name, a function `(inputs) -> outputs`, a `penstock.testing.Model`, or the path of a package.
+        """
+        from penstock.testing.client import InMemoryClient
+
+        return InMemoryClient(models, tenant=tenant, settings=settings)
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> JobHandle:
         spec = self._specs.get(model, options.version, self._broker.spec)

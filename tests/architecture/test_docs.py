@@ -31,7 +31,7 @@ ON_THE_HOST = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 """Read where the repository is hosted: the generated pages are not there."""
 SETTINGS = {setting.key: setting for setting in catalogue()}
 VARIABLES = {setting.variable: setting for setting in catalogue()}
-ROOMS = ("compose", "docs", "models", "producers", "registry", "safety", "tests", "workers")
+ROOMS = ("compose", "docs", "models", "producers", "registry", "safety", "testing", "tests", "workers")
 PRIVATE_WORDS = re.compile(
     r"\b(whoever|somebody|nobody|anybody|goldens|doors?|obey(?:s|ed)?|flips?|flipped|put aside|buried|bury|"
     r"believe[sd]?|to be had|kept answers?|wanted outputs|for company)\b",
@@ -46,7 +46,7 @@ every_document = pytest.mark.parametrize("path", sorted(written()))
 def shipped_literals() -> str:
     """The string literals of the shipped code, with `{}` for what f-strings insert."""
     texts: list[str] = []
-    for room in ("compose", "producers", "registry", "safety", "workers"):
+    for room in ("compose", "producers", "registry", "safety", "testing", "workers"):
         for source in sorted((ROOT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(source.read_text())):
                 if isinstance(node, ast.JoinedStr):

@@ -27,7 +27,7 @@ from tests.threats import hostile_load
 from tests.threats.conftest import AttackedWorker
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
-PACKAGES = ("compose", "producers", "registry", "safety", "workers")
+PACKAGES = ("compose", "producers", "registry", "safety", "testing", "workers")
 FORBIDDEN_MODULES = {
     *(
         "pickle",
