@@ -32,11 +32,15 @@ CONFTEST = """
     """
 
 
-def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    """pytest in the project, in this process; with the plugin, also where the entry point is not installed."""
+def plugin_arguments() -> list[str]:
+    """What loads the plugin where the entry point is not installed yet."""
     is_installed = any(each.value == PLUGIN for each in entry_points(group="pytest11"))
-    plugin = [] if is_installed else ["-p", PLUGIN]
-    return pytester.runpytest_inprocess(*plugin, "-p", "no:cacheprovider", *arguments)
+    return [] if is_installed else ["-p", PLUGIN]
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    """pytest in the project, in this process."""
+    return pytester.runpytest_inprocess(*plugin_arguments(), "-p", "no:cacheprovider", *arguments)
 
 
 def test_the_entry_point_names_the_plugin():
@@ -176,9 +180,8 @@ def test_a_real_worker_serves_a_whole_project(pytester: pytest.Pytester, models_
             assert ended.stdout == "[[2.0, 4.0, 6.0, 8.0]]\\n"
         """
     )
-    plugin = ["-p", PLUGIN] if not any(each.value == PLUGIN for each in entry_points(group="pytest11")) else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", *plugin, "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugin_arguments(), "-q", "-p", "no:cacheprovider"]
     ended = subprocess.run(command, cwd=pytester.path, env=environment, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "3 passed" in ended.stdout
