@@ -257,7 +257,8 @@ def test_a_running_stream_hears_of_its_cancellation():
             let_pass(0.002)
         ended.release()
 
-    with Client.in_memory({"endless": endless}) as client:
+    patient = Settings.load(overrides={"queue.drain_grace_s": 3600})
+    with Client.in_memory({"endless": endless}, settings=patient) as client:
         job = client.submit("endless", row())
         assert running.acquire(timeout=PATIENCE_S)
         job.cancel()
@@ -298,7 +299,7 @@ def test_bad_inputs_are_refused_as_by_a_real_broker(shared_redis: RedisServer, m
     bad: list[dict[str, Any]] = [
         {},
         {"x": [[1.0, 2.0]]},
-        {"x": np.zeros((1, 4))},
+        {"x": np.zeros((1, 4), complex)},
         {"x": [["a"] * 4]},
         {"x": [[float("nan")] * 4]},
         {**row(), "z": 1},
