@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
 from math import ceil, inf
 from types import TracebackType
-from typing import Any, Final, Literal, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, SubmitCoalescer
@@ -42,6 +42,10 @@ from penstock.registry.errors import BrokerUnavailable, ClientUnusable, Penstock
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
+if TYPE_CHECKING:
+    from penstock.registry.settings import Settings
+    from penstock.testing.model import Served
+
 __all__ = ["AsyncClient", "AsyncJobHandle"]
 
 _LOOKS_PER_S: Final = 20
@@ -67,6 +71,15 @@ class AsyncClient(
     _loop: asyncio.AbstractEventLoop | None = None
     _start: StackStart | None = None
     """The wait for a stack that is starting, until it is over."""
+
+    @classmethod
+    def in_memory(
+        cls, models: Mapping[str, Served], *, tenant: str | None = None, settings: Settings | None = None
+    ) -> AsyncClient:
+        """A client of a worker in this process, for tests; see Client.in_memory. Close it."""
+        from penstock.testing.async_client import InMemoryAsyncClient
+
+        return InMemoryAsyncClient(models, tenant=tenant, settings=settings)
 
     async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
         self._enter_loop()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from penstock.producers.core import ClientCore, Inputs, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
@@ -35,6 +35,10 @@ from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import JobRecord, ProducerEnd, State
 from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.tensors import Array
+
+if TYPE_CHECKING:
+    from penstock.registry.settings import Settings
+    from penstock.testing.model import Served
 
 __all__ = ["Client", "JobHandle"]
 
@@ -61,6 +65,18 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
 
     _broker: Connection
     _reader: ReplyReader
+
+    @classmethod
+    def in_memory(
+        cls, models: Mapping[str, Served], *, tenant: str | None = None, settings: Settings | None = None
+    ) -> Client:
+        """A client of a worker in this process, for tests: no Redis, no Celery, no other process. Close it.
+
+        models: by name, a function `(inputs) -> outputs`, a `penstock.testing.Model`, or the path of a package.
+        """
+        from penstock.testing.client import InMemoryClient
+
+        return InMemoryClient(models, tenant=tenant, settings=settings)
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> JobHandle:
         spec = self._specs.get(model, options.version, self._read_spec)

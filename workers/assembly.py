@@ -49,7 +49,7 @@ logger = logging.getLogger("penstock.server")
 
 @dataclass(frozen=True, slots=True)
 class PartTypes:
-    """The classes of the parts. The simulator puts its own in their places."""
+    """The classes of the parts. The simulator and the worker in memory put their own in their places."""
 
     drain: type[Drain] = Drain
     intake: type[Intake] = Intake
@@ -61,6 +61,7 @@ class PartTypes:
     completer: type[Completer] = Completer
     loader: type[Loader] = Loader
     placement: type[Placement] = Placement
+    claimer: type[Claimer] = Claimer
     wake_up: type[WakeUp] = WakeUp
 
 
@@ -299,7 +300,7 @@ class _Assembly:
 
     def _claimer(self) -> Claimer:
         queue = self.settings.inference.queue
-        return Claimer(
+        return self.options.types.claimer(
             self.broker,
             self.identity.consumer,
             self.lifecycle.models,

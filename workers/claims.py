@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import select
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from penstock.registry.broker.base import Claim, Commit, CommitStatus, Delivery, WorkerEnd
@@ -96,6 +96,8 @@ class Claimer:
         self._reserve = AgeingReserve()
         self._empty: set[str] = set()
         """Models whose last claim found fewer jobs than it asked for."""
+        self._turn = 0
+        """Which model takes of the room first."""
         self._pollers: dict[int, select.poll] = {}
         self.is_armed = False
         """Whether a blocking claim is with the broker."""
@@ -108,9 +110,17 @@ class Claimer:
         """What to claim now. Nothing after every queue was seen empty: the blocking claim will tell."""
         if self.is_armed or self._is_quiet:
             return []
+        return self.claims_for(self._models.values())
+
+    def claims_for(self, models: Iterable[ServedModel]) -> list[Claim]:
+        """Claims of these models within the room of the worker."""
         room = self._most_jobs - len(self._leased)
         claims = []
-        for model in self._models.values():
+        # In turn: a model with room for all that the worker can take would leave the others nothing, for ever.
+        turns = deque(models)
+        turns.rotate(-self._turn)
+        self._turn += 1
+        for model in turns:
             credit = min(model.free, room)
             if credit > 0:
                 room -= credit

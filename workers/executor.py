@@ -115,6 +115,13 @@ class Executor:
         for _ in self._model_threads:
             self._tokens.put(False)
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for up to `timeout_s` seconds until the threads have ended; `stop` comes first."""
+        until = time.monotonic() + timeout_s
+        for thread in (self._preparer, *self._model_threads):
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
+
     def is_alive(self) -> bool:
         """Whether every thread is alive."""
         return self._preparer.is_alive() and all(thread.is_alive() for thread in tuple(self._model_threads))

@@ -342,13 +342,15 @@ class LocalStack:
 
 
 @contextmanager
-def private_settings(environ: Mapping[str, str], models: Sequence[str]) -> Iterator[tuple[Settings, dict[str, str]]]:
-    """Settings and environment of a private stack in a temporary home, with the models of this checkout."""
+def private_settings(
+    environ: Mapping[str, str], models: Sequence[str], *, models_root: Path = _MODELS_ROOT
+) -> Iterator[tuple[Settings, dict[str, str]]]:
+    """Settings and environment of a private stack in a temporary home, with models of this checkout or of a root."""
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as home:
         own = {
             **{name: value for name, value in environ.items() if name not in _LOCATIONS},
             "PENSTOCK_HOME": home,
-            "PENSTOCK_INFERENCE_REPO_ROOT": str(_MODELS_ROOT),
+            "PENSTOCK_INFERENCE_REPO_ROOT": str(models_root),
             "PENSTOCK_WORKER_MODELS": ",".join(models),
             "PENSTOCK_METRICS_PORT": "0",
             # Without it torch makes this folder in the system's temporary folder, and never deletes it.

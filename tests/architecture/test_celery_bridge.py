@@ -9,7 +9,7 @@ import pytest
 
 from tests.servers import ROOT
 
-PACKAGES = ("compose", "producers", "registry", "safety", "workers")
+PACKAGES = ("compose", "producers", "registry", "safety", "testing", "workers")
 CELERY = {"billiard", "celery", "kombu", "vine"}
 ALLOWED = ("workers/app.py", "workers/celery_bridge/", "compose/rollout/control_client.py")
 """The application, the bridge, and the client of remote control."""

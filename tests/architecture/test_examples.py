@@ -9,7 +9,7 @@ import pytest
 
 from tests.servers import ROOT
 
-PACKAGES = ("compose", "producers", "registry", "safety", "workers")
+PACKAGES = ("compose", "producers", "registry", "safety", "testing", "workers")
 MODULES = sorted(
     ".".join(("penstock", *path.relative_to(ROOT).with_suffix("").parts))
     for package in PACKAGES

@@ -11,7 +11,7 @@ import pytest
 
 from tests.servers import ROOT
 
-ROOMS = ("compose", "producers", "registry", "safety", "workers")
+ROOMS = ("compose", "producers", "registry", "safety", "testing", "workers")
 
 
 class Imported(NamedTuple):

@@ -27,7 +27,7 @@ from tests.packages import write_double
 from tests.servers import ROOT, RedisServer
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOLDERS = ["celeryconfig", "compose", "producers", "registry", "safety", "workers"]
+FOLDERS = ["celeryconfig", "compose", "producers", "registry", "safety", "testing", "workers"]
 NOT_FOR_CLIENTS = {"alembic", "celery", "click", "kombu", "onnxruntime", "rich", "sqlalchemy", "torch", "transformers"}
 PROGRAMS = {"-A", "-m", "--app"}
 IMPORTERS = {"import_module", "find_spec", "run_module", "resolve_name", "importorskip", "patch", "setattr"}

@@ -14,7 +14,7 @@ import pytest
 from tests.servers import ROOT
 
 FRAMEWORKS = {"onnxruntime", "torch", "transformers"}
-PACKAGES = ["compose", "producers", "registry", "safety", "workers"]
+PACKAGES = ["compose", "producers", "registry", "safety", "testing", "workers"]
 
 
 def run_contracts(checkout: Path) -> subprocess.CompletedProcess[str]:

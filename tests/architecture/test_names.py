@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.servers import ROOT
 
-SHIPPED = ["compose", "producers", "registry", "safety", "workers"]
+SHIPPED = ["compose", "producers", "registry", "safety", "testing", "workers"]
 OF_A_MODEL = ("infer.{", "}:job:", "}:idempotency:", "}:reply:", "}:flow", "}:spec", "}:lane")
 OF_ALL = ("penstock:worker", "penstock:models")
 

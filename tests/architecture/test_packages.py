@@ -13,7 +13,7 @@ import pytest
 
 from tests.servers import ROOT
 
-TOP = ["compose", "producers", "registry", "safety", "workers"]
+TOP = ["compose", "producers", "registry", "safety", "testing", "workers"]
 HEAVY = ["celery", "numpy", "pydantic", "redis", "torch", "transformers"]
 MOST_MODULES = 40
 """`python -m tests.benchmarks --only imports` measures the milliseconds."""

@@ -15,6 +15,7 @@ from penstock import AsyncClient, Client, Retry
 
 ROW = [1.0, 2.0, 3.0, 4.0]
 INPUTS = {"x": [ROW]}
+IN_MEMORY = {"double": lambda inputs: {"y": inputs["x"] * 2}}
 
 
 def blocking(model: str, local_model: str) -> int:
@@ -31,6 +32,8 @@ def blocking(model: str, local_model: str) -> int:
         answers += client.map(model, [ROW, ROW], progress=True)
         assert client.submit(local_model, INPUTS).cancel() == "cancelled"
     client.close()
+    with Client.in_memory(IN_MEMORY) as in_memory:
+        assert in_memory.submit("double", INPUTS).result(60)["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
     return len(answers)
 
 
@@ -48,6 +51,8 @@ async def on_a_loop(model: str, local_model: str) -> int:
         answers += await client.map(model, [ROW, ROW], progress=True)
         assert await (await client.submit(local_model, INPUTS)).cancel() == "cancelled"
     await client.aclose()
+    async with AsyncClient.in_memory(IN_MEMORY) as in_memory:
+        assert (await (await in_memory.submit("double", INPUTS)).result(60))["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
     return len(answers)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.servers import ROOT, WorkerProcess, require
 
 SOURCES = ["CHANGELOG.md", "LICENSE", "README.md", "celeryconfig.py", "constraints.txt", "pyproject.toml", ".gitignore"]
-FOLDERS = ["compose", "models", "penstock", "producers", "registry", "safety", "workers"]
+FOLDERS = ["compose", "models", "penstock", "producers", "registry", "safety", "testing", "workers"]
 OFFLINE = re.compile(r"No matching distribution|Temporary failure|Connection (refused|broken)|NewConnectionError")
 
 

@@ -15,7 +15,7 @@ from tests.install.environments import Environment
 from tests.packages import write_double
 from tests.servers import RedisServer
 
-NAMES = ["compose", "producers", "registry", "safety", "workers"]
+NAMES = ["compose", "producers", "registry", "safety", "testing", "workers"]
 FOREIGN = """
 OWNER = "another project"
 

@@ -28,7 +28,7 @@ from tests.threats import hostile_load
 from tests.threats.conftest import AttackedWorker
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
-PACKAGES = ("compose", "producers", "registry", "safety", "workers")
+PACKAGES = ("compose", "producers", "registry", "safety", "testing", "workers")
 FORBIDDEN_MODULES = {
     *(
         "pickle",
@@ -159,7 +159,8 @@ def test_exceptions_travel_as_plain_data(target: AttackedWorker, tmp_path: Path)
         record = overseer.get(record_key(job.id))
     size = int.from_bytes(record[6:10], "little")
     error = msgspec.msgpack.decode(record[10 : 10 + size])["error"]
-    assert error.keys() == {"code", "message"}
+    assert error.keys() == {"code", "message", "where"}
+    assert {type(text) for text in error.values()} == {str}
     assert not list(target.worker.folder.rglob("trap"))
     app = celery_of(target.server)
     consumes(app, target.worker)

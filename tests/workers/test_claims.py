@@ -89,13 +89,13 @@ def test_the_reserve_is_its_share_over_any_claims(credits_: list[int]):
 
 
 def test_each_model_is_asked_for_its_room_within_that_of_the_worker():
-    """A full model is left out, and all together get no more than the worker may hold."""
+    """A full model is left out, the others take in turn, and all get no more than the worker may hold."""
     harness = Harness("a", "b", "c", most_jobs=7)
     assert harness.wanted() == {"a": 4, "b": 3}
     harness.take("a", CAPACITY)
     assert harness.wanted() == {"b": 3}
     harness.take("b", 1)
-    assert harness.wanted() == {"b": 2}
+    assert harness.wanted() == {"c": 2}
     harness.take("b", 2)
     assert harness.wanted() == {}
 
@@ -146,6 +146,19 @@ def test_a_blocking_claim_is_left_only_after_all_queues_were_seen_empty():
     harness.publish("b", 1)
     assert [delivery.slot for delivery in harness.claimer.wait(60)] == ["b"]
     assert not harness.is_armed()
+
+
+def test_a_model_with_much_room_leaves_the_others_theirs():
+    """Models take of the worker's room in turn: each is asked for, and so each can be seen empty."""
+    harness = Harness("a", "b", "c", most_jobs=CAPACITY)
+    for _ in range(3):
+        harness.claim()
+    harness.claimer.arm()
+    assert harness.is_armed()
+    harness = Harness("a", "b", most_jobs=CAPACITY)
+    harness.publish("a", 100)
+    harness.publish("b", 1)
+    assert {delivery.slot for _ in range(2) for delivery in harness.claim()} == {"a", "b"}
 
 
 def test_a_blocking_claim_stays_within_the_room_of_the_worker():

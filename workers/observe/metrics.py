@@ -11,18 +11,21 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from penstock.registry import metrics as table
 from penstock.registry.metrics import Metric
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+    from prometheus_client.registry import Collector
+else:
+    # A worker in memory has no /metrics, and the base install has no prometheus_client: `collect` imports it.
+    Collector = object
 
 __all__ = ["BatchStats", "InferenceMetrics"]
 
@@ -322,6 +325,9 @@ class InferenceMetrics(Collector):
             series.fold()
 
     def _family(self, metric: Metric) -> Family:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+        from prometheus_client.utils import floatToGoString
+
         unit = metric.unit if metric.name.endswith(f"_{metric.unit}") else ""
         if metric.kind == "histogram":
             histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels, unit=unit)

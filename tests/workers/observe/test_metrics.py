@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from penstock.registry.metrics import METRICS
-from penstock.workers.observe import BatchStats, InferenceMetrics
+from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 
 BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 

@@ -13,7 +13,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.registry.errors import ConfigurationError
-from penstock.workers.observe import BatchStats, InferenceMetrics, Probe
+from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
+from penstock.workers.observe.probe import Probe
 
 
 class Worker:
