@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from penstock.producers.async_client import AsyncClient
-from penstock.registry.broker.base import JobRecord, Limits, Publication, Receipt, StreamEntry
+from penstock.registry.broker.base import Announced, CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.settings import Settings
 from penstock.testing.client import ServedSpecs
@@ -112,9 +112,13 @@ class AsyncClientEnd:
         """See ProducerEnd.job_record."""
         return self._end.job_record(job_id, subscribe=subscribe)
 
-    async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> object:
+    async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
         return self._end.cancel(job_id, tenant, sealed)
+
+    async def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        """See ProducerEnd.expire."""
+        return self._end.expire(job_id, tenant, sealed)
 
     async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = _READ_COUNT) -> list[StreamEntry]:
         """See ProducerEnd.read."""
@@ -156,6 +160,10 @@ class AsyncClientEnd:
     async def spec(self, slot: str, version: str = "") -> bytes | None:
         """See ProducerEnd.spec."""
         return self._end.spec(slot, version)
+
+    async def announced(self, slot: str) -> Announced:
+        """See ProducerEnd.announced."""
+        return self._end.announced(slot)
 
     def abandon_connections(self) -> None:
         """After the event loop was closed: nothing here belongs to it."""

@@ -93,9 +93,8 @@ class PythonRuntime(PackageRuntime):
 
     def _named(self, outputs: object) -> object:
         """The outputs by name: the only output may come without its name."""
-        (only, *others) = self.spec.outputs
         is_array = hasattr(outputs, "__array__") and not isinstance(outputs, Mapping)
-        return {only.name: outputs} if is_array and not others else outputs
+        return {self.spec.outputs[0].name: outputs} if is_array and len(self.spec.outputs) == 1 else outputs
 
     def _release(self) -> None:
         self.model = self._adapter = None
