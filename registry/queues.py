@@ -47,6 +47,7 @@ __all__ = [
     "split_job_id",
     "stream_key",
     "stream_keys",
+    "task_request_key",
     "worker_key",
 ]
 
@@ -242,6 +243,12 @@ def is_reply_key(key: str, slot: str) -> bool:
 def lane_key(slot: str) -> str:
     """The reply stream of jobs that came through Celery. The workers share it; entries stay until they are stored."""
     return f"{{{slot}}}:lane"
+
+
+def task_request_key(job_id: str) -> str:
+    """What the Celery message of this job said beside the task's arguments; see celery_bridge/task_request.py."""
+    slot, local = split_job_id(job_id)
+    return f"{{{slot}}}:task:{local}"
 
 
 def worker_key(name: str) -> str:

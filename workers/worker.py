@@ -59,8 +59,10 @@ from penstock.workers.celery_bridge.remote_control import (
     show_drain,
     withdraw_commands,
 )
+from penstock.workers.celery_bridge.result_store import TaskResultBackend
 from penstock.workers.celery_bridge.task_ingress import InferTask, TaskIngress
-from penstock.workers.celery_bridge.task_results import TaskResultBackend, TaskResultForwarder
+from penstock.workers.celery_bridge.task_request import TaskRequests
+from penstock.workers.celery_bridge.task_results import TaskResultForwarder
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.drain import Drain
 from penstock.workers.levels.decision_log import DecisionLog
@@ -282,8 +284,8 @@ def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: E
     reconciler = _build_reconciler(settings, drain, celery.hostname, verify)
     rpc_server = OperatorRpcServer(settings, broker, verify)
     commands = OperatorCommands(drain, rpc_server, optimizer=optimizer, reconciler=reconciler)
-    forwarder = _build_forwarder(settings, broker, celery, closing)
-    closing.enter_context(_task_endpoint(celery.task, _build_ingress(settings, broker)))
+    ingress, forwarder = _build_endpoint(settings, broker, celery, closing)
+    closing.enter_context(_task_endpoint(celery.task, ingress))
     closing.enter_context(_remote_control(settings, drain, celery, CommandVerifier(verify, celery.hostname), commands))
     return _Parts(drain, celery.listener, forwarder, optimizer, reconciler)
 
@@ -399,21 +401,27 @@ def _build_reconciler(settings: Settings, drain: Drain, worker: str, verify: Ver
     )
 
 
-def _build_forwarder(
-    settings: Settings, broker: Broker, celery: CeleryParts, closing: ExitStack
-) -> TaskResultForwarder:
+def _build_endpoint(
+    settings: Settings, broker: RedisStreams, celery: CeleryParts, closing: ExitStack
+) -> tuple[TaskIngress, TaskResultForwarder]:
+    """Both ends of the Celery task endpoint."""
     client = redis.Redis.from_url(settings.redis_url or "", **connection_options(_REDIS_TIMEOUT_S))
     closing.callback(client.close)
-    return TaskResultForwarder(client, broker, settings.keyring, celery.results, worker=celery.hostname)
-
-
-def _build_ingress(settings: Settings, broker: Broker) -> TaskIngress:
-    return TaskIngress(
+    queue = settings.inference.queue
+    limits, result_ttl_ms = limits_of(queue), int(queue.result_ttl_s * 1000)
+    # A result may expire unread, and its task ends after that.
+    keep_ms = limits.job_ttl_ms + 2 * result_ttl_ms
+    requests = TaskRequests(client, settings.keyring, keep_ms=keep_ms, settled_ms=result_ttl_ms)
+    ingress = TaskIngress(
         broker,
         JobBuilder.of(settings),
         SpecCache(settings.inference.repo_root),
-        limits_of(settings.inference.queue),
+        limits,
+        requests.keep,
         is_open=settings.is_lane_open,
+    )
+    return ingress, TaskResultForwarder(
+        client, broker, settings.keyring, requests, celery.results, worker=celery.hostname
     )
 
 

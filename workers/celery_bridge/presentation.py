@@ -5,7 +5,12 @@ from __future__ import annotations
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.queues import CELERY_TASK
 
-__all__ = ["shown_arguments", "shown_failure", "shown_name"]
+__all__ = ["shown_arguments", "shown_failure", "shown_id", "shown_name"]
+
+
+def shown_id(job: JobHeader) -> str:
+    """The id under which Flower lists a job: that of the Celery task that brought it, else its own."""
+    return job.id.rpartition(".")[2] if job.options.lane else job.id
 
 
 def shown_name(model: str) -> str:
