@@ -21,6 +21,7 @@ from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.queues import CELERY_QUEUE
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import with_broker
+from penstock.workers.celery_bridge.application import WorkerApplication
 from penstock.workers.celery_bridge.events import CeleryEventSender, TaskEventsFlag
 from penstock.workers.celery_bridge.result_store import CeleryResultStore
 from penstock.workers.celery_bridge.task_ingress import InferTask
@@ -36,7 +37,7 @@ def _application() -> Celery:
         from penstock import celeryconfig
     except ConfigurationError as error:
         exit_with(error)
-    application = Celery("penstock")
+    application = WorkerApplication("penstock")
     application.config_from_object(celeryconfig)
     return application
 
