@@ -14,7 +14,7 @@ Fourteen kinds of threads run beside Celery's own:
     load           versions/loader.py             loads one version; Runtime.load. At most two threads
     optimizer      levels/optimizer.py            optimized forms; the compiler, the gate, the audit log
     celery-events  celery_bridge/events.py        sends task events; Celery's broker
-    task-results   celery_bridge/task_results.py  ends tasks of `send_task`; the broker, Celery's broker and result backend
+    task-results   celery_bridge/task_results.py  ends tasks of `send_task`; the broker, Celery's broker and backend
     reconciler     versions/reconciler.py         follows the shared state; its store, requests to the drain. 0 or 1
     probe          observe/probe.py               HTTP; reads metrics and readiness. One more thread for each request
     heartbeat      process/heartbeat.py           writes to the supervisor; reads health. 0 or 1

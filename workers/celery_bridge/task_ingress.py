@@ -183,7 +183,7 @@ def _earlier(deadline_s: float | None, expires: object) -> float | None:
     """The seconds until the earlier one of the task's deadline and Celery's `expires`."""
     if expires is None:
         return deadline_s
-    left_s = (maybe_make_aware(maybe_iso8601(expires)) - datetime.now(UTC)).total_seconds()
+    left_s: float = (maybe_make_aware(maybe_iso8601(expires)) - datetime.now(UTC)).total_seconds()
     # Celery has revoked what expired before. A task that expires at this moment expires as a job.
     left_s = max(_LEAST_DEADLINE_S, min(left_s, _MOST_DEADLINE_S))
     if deadline_s is None:
@@ -197,6 +197,8 @@ class InferRequest(Request):  # type: ignore[misc]  # Celery is untyped
 
     For monitors the task is its job: it has the job's name, and events.py reports its start and its end.
     """
+
+    name: str
 
     def __init__(self, message: Any, **options: Any) -> None:
         # `options` are Celery's own and differ between its versions.

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import redis
 from celery.app.task import Context
-from kombu.utils import json
+from kombu.utils import json as kombu_json
 
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import BadSignature, BrokerUnavailable, UndecodableEnvelope
@@ -32,6 +32,8 @@ _FIELDS: Final = (
 _PURPOSE: Final = b"penstock task request 1\n"
 """Begins every signed text, so that the signature of a job cannot pass for one of a request."""
 _SETTLED: Final = b""
+_json: Any = kombu_json
+"""Celery's messages hold types beyond JSON's, such as dates: kombu reads and writes them."""
 
 
 def essence(request: Context) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class TaskRequests:
 
     def keep(self, job_id: str, request: Mapping[str, Any]) -> None:
         """Keep the request of a task. The first one of a job stays. Raises BrokerUnavailable."""
-        text = json.dumps(request).encode()
+        text = _json.dumps(request).encode()
         key_id = self._keyring.signing_id
         sealed = b"\n".join((key_id.encode(), self._mac(key_id, job_id, text) if key_id else b"", text))
         try:
@@ -78,7 +80,7 @@ class TaskRequests:
             if name not in self._keyring.job_macs or not hmac.compare_digest(mac, self._mac(name, job_id, text)):
                 raise BadSignature("the request of a Celery task lacks the signature of a key that this worker has")
         try:
-            request = json.loads(text)
+            request = _json.loads(text)
         except (ValueError, TypeError, RecursionError):
             request = None
         if not isinstance(request, dict):

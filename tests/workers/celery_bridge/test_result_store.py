@@ -140,7 +140,7 @@ def test_followers_may_be_groups_and_chords(program: Program):
 def test_a_follower_knows_where_it_comes_from(program: Program):
     """Root id, parent id, stamps and queue of a follower are those that Celery gives."""
 
-    class Stamp(StampingVisitor):
+    class Stamp(StampingVisitor):  # type: ignore[misc]  # Celery is untyped
         def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
             return {"order": "o-17"}
 
