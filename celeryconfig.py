@@ -4,7 +4,7 @@ A worker is one process without a pool: CUDA does not survive a fork, and the dr
 """
 
 from penstock.registry.celery_url import celery_url
-from penstock.registry.queues import CELERY_QUEUE
+from penstock.registry.queues import CELERY_QUEUE, CELERY_TASK
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import with_broker
 
@@ -12,7 +12,9 @@ _settings = with_broker(Settings.load())
 
 broker_url = celery_url(_settings.celery_url or "")
 # Other brokers than Redis store no results; then Penstock's Redis stores them.
-result_backend = broker_url if broker_url.startswith("redis") else celery_url(_settings.redis_url or "")
+result_backend = celery_url(
+    _settings.celery_result_url or (broker_url if broker_url.startswith("redis") else _settings.redis_url or "")
+)
 result_expires = _settings.inference.queue.result_ttl_s
 
 worker_pool = "solo"
@@ -24,9 +26,10 @@ worker_hijack_root_logger = False
 worker_redirect_stdouts = False
 worker_cancel_long_running_tasks_on_connection_loss = False
 
-task_default_queue = CELERY_QUEUE
-# `-Q other` is an error: tasks of other programs on the same broker belong to their workers.
-task_create_missing_queues = False
+# The worker consumes this queue only. Callbacks, chain steps and chord bodies go to the queues of their own workers.
+task_queues = {CELERY_QUEUE: {"exchange": CELERY_QUEUE, "routing_key": CELERY_QUEUE}}
+task_default_queue = _settings.inference.celery.default_queue
+task_routes = {CELERY_TASK: {"queue": CELERY_QUEUE}}
 task_acks_late = True
 task_reject_on_worker_lost = True
 task_serializer = "json"

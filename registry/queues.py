@@ -49,6 +49,7 @@ __all__ = [
     "split_job_id",
     "stream_key",
     "stream_keys",
+    "task_request_key",
     "worker_key",
 ]
 
@@ -265,6 +266,12 @@ def key_group(key: str) -> str:
 
 
 _KEY: Final = re.compile(r"(infer\.|)\{[a-z0-9._-]+\}([.:][a-z]+)(:.*)?|penstock(:[a-z_]+)(:.*)?", re.DOTALL)
+
+
+def task_request_key(job_id: str) -> str:
+    """What the Celery message of this job said beside the task's arguments; see celery_bridge/task_request.py."""
+    slot, local = split_job_id(job_id)
+    return f"{{{slot}}}:task:{local}"
 
 
 def worker_key(name: str) -> str:

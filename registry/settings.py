@@ -224,6 +224,9 @@ class CeleryConfig(_Section):
     lane: Literal["auto", "trusted", "off"] = Field(
         default="auto", description="Accept tasks of Celery's send_task; auto: only while signing is off"
     )
+    default_queue: str = Field(
+        default="celery", min_length=1, description="Queue of callbacks, chain steps and chord bodies that name none"
+    )
     events: bool = Field(default=True, description="Send task events, so that Flower shows every job")
     events_interval_ms: int = Field(default=50, ge=1, description="Interval at which collected events are sent")
     remote_control: bool = Field(default=False, description="Allow shutdown, pool and consumer commands over the wire")
@@ -342,6 +345,11 @@ class Settings(_Section):
         default_factory=lambda known: known["redis_url"],
         repr=False,
         description="Celery's broker; unset: the same as redis_url",
+    )
+    celery_result_url: str | None = Field(
+        default=None,
+        repr=False,
+        description="Celery's result backend; unset: Celery's broker, or redis_url where that is not Redis",
     )
     home: Folder = Field(default=Path("~/.penstock"), description="Folder of Penstock's files")
     registry_url: str = Field(

@@ -23,11 +23,13 @@ from celery.signals import setup_logging, worker_shutting_down
 
 from penstock.registry import logs
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
+from penstock.registry.queues import CELERY_QUEUE
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import with_broker
+from penstock.workers.celery_bridge.application import WorkerApplication
 from penstock.workers.celery_bridge.events import CeleryEventSender, TaskEventsFlag
+from penstock.workers.celery_bridge.result_store import CeleryResultStore
 from penstock.workers.celery_bridge.task_ingress import InferTask
-from penstock.workers.celery_bridge.task_results import CeleryResultStore
 from penstock.workers.process.device import pin
 from penstock.workers.process.exit_status import exit_with
 from penstock.workers.worker import CeleryParts, Worker
@@ -39,7 +41,7 @@ warnings.filterwarnings("ignore", "You're running the worker with superuser priv
 
 
 def _application() -> Celery:
-    application = Celery("penstock")
+    application = WorkerApplication("penstock")
     try:
         from penstock import celeryconfig
 
@@ -119,6 +121,7 @@ def _open_worker(worker: Any) -> Worker:
     """The Worker of this process, for Celery's `worker`. Raises ConfigurationError, BrokerUnavailable, ImportError."""
     if not issubclass(worker.pool_cls, TaskPool):
         raise ConfigurationError("A worker is one process with threads of its own. Expected the pool `-P solo`")
+    _consume_own_queue(worker.app)
     settings = with_broker(Settings.load())
     device = pin(settings.inference.device, settings.worker.index, settings.home, os.environ)
     name, _, host = worker.hostname.partition("@")
@@ -126,6 +129,15 @@ def _open_worker(worker: Any) -> Worker:
         # Celery's default name, which says nothing about the device.
         worker.hostname = f"{device.name}@{host}"
     return Worker.open(settings, device, _celery_parts(settings, worker))
+
+
+def _consume_own_queue(application: Celery) -> None:
+    """Tasks of other programs on the same broker belong to their workers. Raises ConfigurationError for option -Q."""
+    queues = application.amqp.queues
+    if set(queues.consume_from) != {CELERY_QUEUE}:
+        raise ConfigurationError(f"A worker consumes the queue {CELERY_QUEUE!r} only. Expected no option -Q or -X")
+    # Otherwise a queue to which a follower was sent would be consumed, too, after the next reconnect.
+    queues.select([CELERY_QUEUE])
 
 
 def _celery_parts(settings: Settings, worker: Any) -> CeleryParts:

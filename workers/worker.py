@@ -15,7 +15,7 @@ Fifteen kinds of threads run beside Celery's own:
     instance       runtime/instances.py           replaces an instance that died; its child process. One for each death
     optimizer      levels/optimizer.py            optimized forms; the compiler, the gate, the audit log
     celery-events  celery_bridge/events.py        sends task events; Celery's broker
-    task-results   celery_bridge/task_results.py  stores results of `send_task`; the broker, Celery's result backend
+    task-results   celery_bridge/task_results.py  ends tasks of `send_task`; the broker, Celery's broker and backend
     reconciler     versions/reconciler.py         follows the shared state; its store, requests to the drain. 0 or 1
     probe          observe/probe.py               HTTP; reads metrics and readiness. One more thread for each request
     heartbeat      process/heartbeat.py           writes to the supervisor; reads health. 0 or 1
@@ -60,8 +60,10 @@ from penstock.workers.celery_bridge.remote_control import (
     restored_tables,
     show_drain,
 )
+from penstock.workers.celery_bridge.result_store import TaskResultBackend
 from penstock.workers.celery_bridge.task_ingress import InferTask, TaskIngress
-from penstock.workers.celery_bridge.task_results import TaskResultBackend, TaskResultForwarder
+from penstock.workers.celery_bridge.task_request import TaskRequests
+from penstock.workers.celery_bridge.task_results import TaskResultForwarder
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.drain import Drain
 from penstock.workers.levels.decision_log import DecisionLog
@@ -282,8 +284,8 @@ def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: E
     reconciler = _build_reconciler(settings, drain, celery.hostname, verify)
     rpc_server = OperatorRpcServer(settings, broker, verify)
     commands = OperatorCommands(drain, rpc_server, optimizer=optimizer, reconciler=reconciler)
-    forwarder = _build_forwarder(settings, broker, celery, closing)
-    closing.enter_context(_task_endpoint(celery.task, _build_ingress(settings, broker)))
+    ingress, forwarder = _build_endpoint(settings, broker, celery, closing)
+    closing.enter_context(_task_endpoint(celery.task, ingress))
     closing.enter_context(_remote_control(settings, drain, celery, CommandVerifier(verify, celery.hostname), commands))
     return _Parts(drain, celery.listener, forwarder, optimizer, reconciler)
 
@@ -399,21 +401,27 @@ def _build_reconciler(settings: Settings, drain: Drain, worker: str, verify: Ver
     )
 
 
-def _build_forwarder(
-    settings: Settings, broker: Broker, celery: CeleryParts, closing: ExitStack
-) -> TaskResultForwarder:
+def _build_endpoint(
+    settings: Settings, broker: RedisStreams, celery: CeleryParts, closing: ExitStack
+) -> tuple[TaskIngress, TaskResultForwarder]:
+    """Both ends of the Celery task endpoint."""
     client = redis.Redis.from_url(settings.redis_url or "", **connection_options(_REDIS_TIMEOUT_S))
     closing.callback(client.close)
-    return TaskResultForwarder(client, broker, settings.keyring, celery.results, worker=celery.hostname)
-
-
-def _build_ingress(settings: Settings, broker: Broker) -> TaskIngress:
-    return TaskIngress(
+    queue = settings.inference.queue
+    limits, result_ttl_ms = limits_of(queue), int(queue.result_ttl_s * 1000)
+    # A result may expire unread, and its task ends after that.
+    keep_ms = limits.job_ttl_ms + 2 * result_ttl_ms
+    requests = TaskRequests(client, settings.keyring, keep_ms=keep_ms, settled_ms=result_ttl_ms)
+    ingress = TaskIngress(
         broker,
         JobBuilder.of(settings),
         SpecCache(settings.inference.repo_root),
-        limits_of(settings.inference.queue),
+        limits,
+        requests.keep,
         is_open=settings.is_lane_open,
+    )
+    return ingress, TaskResultForwarder(
+        client, broker, settings.keyring, requests, celery.results, worker=celery.hostname
     )
 
 

@@ -18,19 +18,21 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord
+from celery.canvas import Signature
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
 from penstock import Client
 from penstock.registry.envelope import Keyring
-from penstock.registry.errors import Cancelled, ModelError
+from penstock.registry.errors import Cancelled, ModelError, UnknownJob
 from penstock.registry.package import load_package
 from penstock.registry.queues import lane_key
 from tests.conftest import StartWorker
-from tests.flow.conftest import Samples
+from tests.flow.conftest import Fleet, Samples
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, free_port, require, wait_until
+from tests.workers.celery_bridge.monitor import monitoring
 
 ROW = [[1.0, 2.0, 3.0, 4.0]]
 TWICE = [[2.0, 4.0, 6.0, 8.0]]
@@ -69,12 +71,18 @@ def _let_go(result: AsyncResult) -> None:
 def consumes(app: Celery, worker: WorkerProcess) -> None:
     """Wait until Celery's side of the worker answers: it starts after the drain."""
 
-    def answers() -> Any:
+    answers(app, worker.name)
+
+
+def answers(app: Celery, name: str) -> None:
+    """Wait until the worker of that name answers a ping."""
+
+    def ping() -> Any:
         # Not from the pool, whose connections may be to a server that has died since.
         with app.connection_for_write() as connection:
-            return app.control.ping(destination=[worker.name], timeout=0.5, connection=connection)
+            return app.control.ping(destination=[name], timeout=0.5, connection=connection)
 
-    wait_until(answers, 20, "the worker answers a ping")
+    wait_until(ping, 20, "the worker answers a ping")
 
 
 def test_any_celery_program_sends_a_task_and_gets_the_outputs(
@@ -163,6 +171,197 @@ def test_the_task_endpoint_is_closed_while_jobs_are_signed(
     trusted = {"PENSTOCK_SIGNING_KEYS": keys, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
     start_worker(shared_redis, models_root, environment=trusted)
     assert outcome(app, send(app, "signed-double"))["outputs"] == {"y": TWICE}
+
+
+PROGRAM = """
+import os
+from celery import Celery
+
+app = Celery("program", broker=os.environ["BROKER"], backend=os.environ["BROKER"])
+
+
+@app.task
+def first_row(answer):
+    return answer["outputs"]["y"][0]
+
+
+@app.task
+def total(answers):
+    return [sum(column) for column in zip(*[answer["outputs"]["y"][0] for answer in answers])]
+
+
+@app.task
+def inputs(row):
+    return {"x": [row]}
+
+
+@app.task
+def note(task_id):
+    return f"failed: {task_id}"
+"""
+
+
+class ProgramWorker(Process):
+    """The worker of a Celery program, which consumes Celery's default queue."""
+
+    def __init__(self, server: RedisServer, folder: Path) -> None:
+        super().__init__(folder)
+        self.server = server
+        self.name = "program@test"
+
+    def start(self) -> ProgramWorker:
+        """Start it and wait until it answers."""
+        (self.folder / "program.py").write_text(PROGRAM)
+        environment = {**os.environ, "BROKER": self.server.celery_url}
+        arguments = ["-A", "program", "worker", "-P", "solo", "-Q", "celery", "-n", self.name]
+        self._spawn([sys.executable, "-m", "celery", *arguments], environment)
+        answers(celery_of(self.server), self.name)
+        return self
+
+
+@pytest.fixture(scope="module")
+def program_worker(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProgramWorker]:
+    """A Celery program's own worker, beside the fleet's."""
+    worker = ProgramWorker(fleet.server, tmp_path_factory.mktemp("program"))
+    try:
+        yield worker.start()
+    finally:
+        worker.kill()
+
+
+def infer(app: Celery, model: str = "double", **options: Any) -> Signature:
+    """A signature of a job, with inputs unless a chain hands them on."""
+    kwargs = {"model": model, **({} if options.pop("is_handed_on", False) else {"inputs": {"x": ROW}})}
+    return app.signature("penstock.infer", kwargs=kwargs, queue="penstock", **options)
+
+
+class _NoSubscriptions:
+    """In the place of the backend's result consumer. The results of a canvas unsubscribe when they are freed, possibly
+    after the end of their server; these never subscribe.
+    """
+
+    def __init__(self) -> None:
+        self.drainer = self
+
+    def start(self) -> None:
+        """Nothing is drained."""
+
+    def consume_from(self, task_id: str) -> None:
+        """Nothing is consumed."""
+
+    cancel_for = consume_from
+
+
+def sender_of(server: RedisServer) -> Celery:
+    """A Celery program that sends canvases and waits for no result. `outcome` of another one does."""
+    app = celery_of(server)
+    app.backend.result_consumer = _NoSubscriptions()
+    return app
+
+
+def started(signature: Signature, **options: Any) -> str:
+    """Send a signature of `sender_of`; returns the id of its result."""
+    return str(signature.apply_async(**options).id)
+
+
+def test_a_chain_a_chord_and_an_errback_go_on_in_the_programs_worker(program_worker: ProgramWorker):
+    """The journey of a pipeline: model, task, model, task; a chord over models; the errback of a failed job."""
+    program, app = sender_of(program_worker.server), celery_of(program_worker.server)
+    steps = [infer(program), program.signature("program.first_row"), program.signature("program.inputs")]
+    pipeline = [*steps, infer(program, is_handed_on=True), program.signature("program.first_row")]
+    assert outcome(app, started(chain(*pipeline, app=program))) == [4.0, 8.0, 12.0, 16.0]
+
+    header = [infer(program) for _ in range(5)]
+    body = started(chord(header, program.signature("program.total"), app=program))
+    assert outcome(app, body) == [10.0, 20.0, 30.0, 40.0]
+
+    errback = program.signature("program.note", task_id=str(uuid4()))
+    bad = program.signature(
+        "penstock.infer", kwargs={"model": "raiser", "inputs": {"x": [[-1.0, 0.0, 0.0, 0.0]]}}, queue="penstock"
+    )
+    failed = started(bad, link_error=errback)
+    assert outcome(app, errback.options["task_id"]) == f"failed: {failed}"
+    assert isinstance(outcome(app, failed), ModelError)
+
+
+def test_a_monitor_sees_one_task_for_a_sent_task(fleet: Fleet):
+    """From the message to the result, every event has the task's id, and the name is the model's. A refused task fails
+    under its id, too; both workers' halves are one task in Flower.
+    """
+    with celery_of(fleet.server) as app, monitoring(app) as monitor:
+        answers(app, fleet.worker.name)
+        sent, refused = (send(app, "double", priority=priority) for priority in ("high", "urgent"))
+        monitor.task(sent, "SUCCESS")
+        monitor.task(refused, "FAILURE")
+        assert outcome(app, sent)["outputs"] == {"y": TWICE}
+    events = [event for event in monitor.events if event["type"].startswith("task-")]
+    assert [event["type"] for event in events if event["uuid"] == sent] == [
+        "task-received",
+        "task-started",
+        "task-succeeded",
+    ]
+    assert [event["type"] for event in events if event["uuid"] == refused] == ["task-received", "task-failed"]
+    assert not [event for event in events if sent in event["uuid"] and event["uuid"] != sent]
+    shown = monitor.state.tasks[sent]
+    assert (shown.name, shown.worker.hostname, shown.kwargs) == (
+        "penstock.infer.double",
+        fleet.worker.name,
+        "{'model': 'double'}",
+    )
+
+
+@pytest.mark.slow
+def test_messages_wait_for_their_eta_and_can_be_revoked_until_then(fleet: Fleet):
+    """`countdown` delays a job. A revoked message with an `eta` never becomes one, and an expired one neither."""
+    with celery_of(fleet.server) as app, sender_of(fleet.server) as sender:
+        answers(app, fleet.worker.name)
+        later = started(infer(sender), countdown=1)
+        revoked = started(infer(sender), countdown=2)
+        expired = started(infer(sender), countdown=2, expires=1)
+        app.control.revoke(revoked)
+        assert outcome(app, later)["outputs"] == {"y": TWICE}
+        assert isinstance(outcome(app, revoked), TaskRevokedError)
+        assert isinstance(outcome(app, expired), TaskRevokedError)
+        with Client(fleet.server.url) as client:
+            assert client.job(f"double.{later}").status() == "completed"
+            for never in (revoked, expired):
+                with pytest.raises(UnknownJob):
+                    client.job(f"double.{never}").status()
+
+
+@pytest.mark.slow
+def test_followers_survive_the_worker(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+    """After kill -9 with running and waiting jobs, every next step is sent, under the id that the program knows."""
+    write_sleeper(models_root, "task-sleeper", forward_s=0.2, max_batch_size=2)
+    first = start_worker(redis_server, models_root)
+    with celery_of(redis_server) as app, sender_of(redis_server) as sender:
+        ids = [str(uuid4()) for _ in range(12)]
+        steps = [
+            started(chain(infer(sender, "task-sleeper", task_id=task_id), sender.signature("after"), app=sender))
+            for task_id in ids
+        ]
+        outcome(app, ids[0])
+        first.kill()
+        start_worker(redis_server, models_root)
+        with redis_server.client() as client:
+            wait_until(lambda: client.llen("celery") >= len(steps), 60, "every next step is sent")
+            sent = [json.loads(message)["headers"]["id"] for message in client.lrange("celery", 0, -1)]
+        assert set(sent) == set(steps)
+        assert [outcome(app, task_id)["outputs"] for task_id in ids] == [{"y": TWICE}] * 12
+
+
+@pytest.mark.slow
+def test_a_result_backend_of_its_own_gets_the_results(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """PENSTOCK_CELERY_RESULT_URL names the program's backend: here `rpc://`, whose results are messages."""
+    write_double(models_root)
+    start_worker(redis_server, models_root, environment={"PENSTOCK_CELERY_RESULT_URL": "rpc://"})
+    with Celery("program", broker=redis_server.celery_url, backend="rpc://", set_as_current=False) as app:
+        done = app.send_task("penstock.infer", queue="penstock", kwargs={"model": "double", "inputs": {"x": ROW}})
+        refused = app.send_task("penstock.infer", queue="penstock", kwargs={"model": "missing", "inputs": {"x": ROW}})
+        assert done.get(timeout=60)["outputs"] == {"y": TWICE}
+        assert "Unknown model 'missing'" in str(refused.get(timeout=60, propagate=False))
 
 
 class FlowerProcess(Process):
@@ -583,12 +782,23 @@ class _BareWorker(WorkerProcess):
         self._spawn([sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker"], self._environment)
 
 
-def test_the_worker_refuses_other_pools(shared_redis: RedisServer, models_root: Path, tmp_path: Path):
-    """CUDA does not survive a fork, and the drain has threads: the worker refuses every pool but solo."""
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["-P", "threads"], "Expected the pool `-P solo`"),
+        pytest.param(["-Q", "celery"], "consumes the queue 'penstock' only", marks=pytest.mark.slow),
+    ],
+)
+def test_the_worker_refuses_other_pools_and_queues(
+    shared_redis: RedisServer, models_root: Path, tmp_path: Path, options: list[str], text: str
+):
+    """CUDA does not survive a fork, and the drain has threads: the worker refuses every pool but solo. Other queues
+    belong to the workers of other programs.
+    """
     write_double(models_root, "pool-double")
     worker = _BareWorker(shared_redis, models_root, tmp_path)
     ended = subprocess.run(
-        [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker", "-P", "threads"],
+        [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "worker", *options],
         env=worker._environment,
         cwd=tmp_path,
         capture_output=True,
@@ -597,4 +807,4 @@ def test_the_worker_refuses_other_pools(shared_redis: RedisServer, models_root: 
         check=False,
     )
     assert ended.returncode == 78
-    assert "Expected the pool `-P solo`" in ended.stderr
+    assert text in ended.stderr

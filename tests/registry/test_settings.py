@@ -75,6 +75,7 @@ OTHER_INFERENCE_KEYS = {
     "queue.result_ttl_s": 3_600.0,
     "queue.client_tracebacks": False,
     "celery.lane": "auto",
+    "celery.default_queue": "celery",
     "celery.events": True,
     "celery.events_interval_ms": 50,
     "celery.remote_control": False,
@@ -89,6 +90,7 @@ OTHER_INFERENCE_KEYS = {
 OTHER_VARIABLES = {
     "PENSTOCK_REDIS_URL",
     "PENSTOCK_CELERY_URL",
+    "PENSTOCK_CELERY_RESULT_URL",
     "PENSTOCK_REGISTRY_URL",
     "PENSTOCK_HOME",
     "PENSTOCK_OPERATOR_KEY_FILE",

@@ -426,7 +426,8 @@ class LaneTarget:
     def __init__(self, root: Path) -> None:
         broker = MemoryBroker()
         broker.put_spec(MODEL, MODEL_SPEC.to_json())
-        self._ingress = TaskIngress(broker, _BUILDER, SpecCache(root), Limits(10**9, 0, 60_000), is_open=True)
+        limits = Limits(10**9, 0, 60_000)
+        self._ingress = TaskIngress(broker, _BUILDER, SpecCache(root), limits, self._keep, is_open=True)
         self._count = 0
 
     def take(self, arguments: Any) -> None:
@@ -435,6 +436,9 @@ class LaneTarget:
             raise _NoTask("no such arguments")
         self._count += 1
         self._ingress.admit(f"task-{self._count}", **arguments)
+
+    def _keep(self, job_id: str, request: Mapping[str, object]) -> None:
+        """These tasks have no followers."""
 
 
 class _NoTask(Exception):

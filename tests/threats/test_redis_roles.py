@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import redis
+from celery import chain, chord
 from click.testing import CliRunner
 
 from penstock import AsyncClient, Client
@@ -26,7 +27,7 @@ from penstock.registry.queues import Priority, dead_key, new_job_id, stream_key
 from penstock.registry.tensors import encode
 from penstock.safety.keys import OperatorKey
 from tests.compose.test_containers import healthcheck
-from tests.flow.test_celery import FlowerProcess, celery_of, consumes, outcome, send
+from tests.flow.test_celery import FlowerProcess, celery_of, consumes, infer, outcome, send, sender_of, started
 from tests.packages import write_double, write_package, write_raiser, write_sleeper
 from tests.servers import ROOT, WorkerProcess, redis_binaries, require, wait_until
 from tests.threats.roles import ROLES, GuardedServer
@@ -134,7 +135,7 @@ def test_worker_does_all_of_its_work(stack: Stack, tmp_path: Path):
 
 
 def test_celery_program_does_all_of_its_work(stack: Stack):
-    """send_task and get, also of a job that is cancelled by its id; inspect and revoke."""
+    """send_task and get, also of a job that is cancelled by its id; inspect and revoke; a chain, chords, an errback."""
     app = celery_of(stack.server)
     consumes(app, stack.worker)
     assert outcome(app, send(app, "double", priority="high"))["outputs"] == {"y": TWICE}
@@ -147,6 +148,16 @@ def test_celery_program_does_all_of_its_work(stack: Stack):
         job.cancel()
     ends = [outcome(app, task) for task in tasks]
     assert [isinstance(end, dict) for end in ends] == [True] * 4 + [False]
+    sender = sender_of(stack.server)
+    after, double = sender.signature("after"), infer(sender)
+    started(chain(double, after, app=sender))
+    started(chord([double, double], after, app=sender))
+    failing = [infer(sender, "missing"), double]
+    started(chord(failing, after.on_error(sender.signature("errback")), app=sender))
+    with stack.server.client() as overseer:
+        wait_until(lambda: overseer.llen("celery") == 3, 10, "the next step, the body and the errback are sent")
+        sent = [json.loads(message)["headers"]["task"] for message in overseer.lrange("celery", 0, -1)]
+    assert sorted(sent) == ["after", "after", "errback"]
 
 
 def _is_known(job: Any) -> bool:

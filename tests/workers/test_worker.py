@@ -23,8 +23,8 @@ from penstock.safety.keys import OperatorKey
 from penstock.workers import worker as worker_module
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import restored_tables
+from penstock.workers.celery_bridge.result_store import CeleryResultStore
 from penstock.workers.celery_bridge.task_ingress import InferTask
-from penstock.workers.celery_bridge.task_results import CeleryResultStore
 from penstock.workers.process.crash_journal import journal_path
 from penstock.workers.process.device import Pin
 from penstock.workers.worker import CeleryParts, Worker

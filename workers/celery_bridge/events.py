@@ -2,8 +2,9 @@
 
     drain -- received, started, finished, retried --> buffer -- every 50 ms --> task.multi on Celery's broker --> Flower
 
-A thread with a connection of its own sends the buffer. Events are best effort: while Celery's broker is away they are
-dropped and counted, and no call of the drain waits or raises.
+A job that a Celery task brought goes on under the id of that task: Celery's consumer has reported it as received, and
+monitors see one task. A thread with a connection of its own sends the buffer. Events are best effort: while Celery's
+broker is away they are dropped and counted, and no call of the drain waits or raises.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from penstock.registry.envelope import JobHeader
 from penstock.workers.celery_bridge.presentation import (
     shown_arguments,
     shown_failure,
+    shown_id,
     shown_name,
     shown_traceback,
 )
@@ -240,27 +242,24 @@ class CeleryEventSender:
     def _receptions(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
         return (
-            _TaskReceived(job.id, *common, name=shown_name(job.model), args="()", kwargs=self._describe(job))
+            _TaskReceived(shown_id(job), *common, name=shown_name(job.model), args="()", kwargs=self._describe(job))
             for job in jobs
+            if not job.options.lane
         )
 
     def _starts(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        return (_TaskStarted(job.id, *common) for job in jobs)
+        return (_TaskStarted(shown_id(job), *common) for job in jobs)
 
     def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
         for each in failed:
             exception, traceback = shown_failure(each.error), shown_traceback(each.error)
-            yield _TaskRetried(each.header.id, *common, exception=exception, traceback=traceback)
+            yield _TaskRetried(shown_id(each.header), *common, exception=exception, traceback=traceback)
 
     def _ends(self, ended: Sequence[Ended], at: float, clock: int) -> Iterator[_TaskEvent]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        for each in ended:
-            yield _end(each, each.header.id, *common)
-            if each.header.options.lane:
-                # The task that brought the job was acknowledged early; for its sender it ends now.
-                yield _end(each, each.header.id.rpartition(".")[2], *common)
+        return (_end(each, shown_id(each.header), *common) for each in ended)
 
     def _describe(self, job: JobHeader) -> str:
         key = (job.model, job.tenant, job.priority, job.content)

@@ -7,10 +7,15 @@ from typing import Final
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.queues import CELERY_TASK
 
-__all__ = ["shown_arguments", "shown_failure", "shown_name", "shown_traceback"]
+__all__ = ["shown_arguments", "shown_failure", "shown_id", "shown_name", "shown_traceback"]
 
 _LONGEST_TRACEBACK: Final = 4_000
 """Thousands of events share a message."""
+
+
+def shown_id(job: JobHeader) -> str:
+    """The id under which Flower lists a job: that of the Celery task that brought it, else its own."""
+    return job.id.rpartition(".")[2] if job.options.lane else job.id
 
 
 def shown_name(model: str) -> str:

@@ -23,7 +23,7 @@ from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
 from penstock.registry.envelope import JobHeader
 from penstock.registry.errors import PenstockError
 from penstock.workers.celery_bridge.events import CeleryEventSender
-from penstock.workers.celery_bridge.presentation import shown_arguments, shown_name
+from penstock.workers.celery_bridge.presentation import shown_arguments, shown_id, shown_name
 
 __all__ = [
     "OPEN_COMMANDS",
@@ -145,7 +145,7 @@ def _requests(jobs: Sequence[JobHeader], hostname: str) -> list[dict[str, Any]]:
     """The jobs in the form of Celery's Request.info."""
     return [
         {
-            "id": job.id,
+            "id": shown_id(job),
             "name": shown_name(job.model),
             "args": "()",
             "kwargs": shown_arguments(job),

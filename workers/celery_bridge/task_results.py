@@ -1,9 +1,10 @@
-"""Results of jobs that came through Celery's `send_task`, on their way back to `AsyncResult`.
+"""Results of jobs that came through Celery's `send_task`, on their way back to `AsyncResult` and to their followers.
 
-    commit --> `{model}:lane` in the broker -- TaskResultForwarder --> Celery's result backend --> acknowledged
+    commit --> `{model}:lane` in the broker -- TaskResultForwarder --> result_store.py --> settled --> acknowledged
 
-A crash in between repeats a step and changes nothing: the same result is stored twice. The reply streams of the task
-endpoint are never trimmed: an entry leaves when its results are stored.
+A commit writes the entry together with the result, and the entry leaves when every task in it has ended: followers are
+sent at least once. After a crash in between, the same or another worker ends the tasks again that were not settled. The
+reply streams of the task endpoint are never trimmed.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import redis
-from celery import Celery, states
 
 from penstock.registry.broker.base import Broker, JobRecord, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.errors import Corrupt, JobFailed, ResultGone
 from penstock.registry.queues import GROUP, lane_key
 from penstock.registry.tensors import decode, lists
+from penstock.workers.celery_bridge.result_store import TaskResultBackend
+from penstock.workers.celery_bridge.task_request import TaskRequests
 
-__all__ = ["CeleryResultStore", "TaskResultBackend", "TaskResultForwarder"]
+__all__ = ["ANSWER_FIELDS", "TaskResultForwarder"]
 
+ANSWER_FIELDS: Final = frozenset(("job_id", "model", "version", "content_hash", "outputs"))
+"""The keys of what `AsyncResult.get` returns and followers receive."""
 _BLOCK_MS: Final = 1_000
 _REFRESH_S: Final = 5.0
 _ABANDONED_S: Final = 10.0
@@ -33,43 +37,10 @@ _RETRY_S: Final = 1.0
 _ENTRIES: Final = 64
 _UNREAD: Final = ">"
 _OWN_PENDING: Final = "0"
+_WITHDRAWN: Final = {State.CANCELLED: "cancelled", State.EXPIRED: "expired"}
+"""The ends that are a revocation in Celery, with its reason."""
 
 logger = logging.getLogger("penstock.server")
-
-
-class TaskResultBackend(Protocol):
-    """Keeps the results of tasks for `AsyncResult`."""
-
-    def succeeded(self, task_id: str, result: dict[str, Any]) -> None:
-        """The task ended with `result`, plain data."""
-
-    def failed(self, task_id: str, error: Exception) -> None:
-        """The task failed."""
-
-    def revoked(self, task_id: str) -> None:
-        """The task was withdrawn before it ran."""
-
-
-class CeleryResultStore:
-    """Celery's result backend, for tasks whose jobs ended after their message was acknowledged."""
-
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-
-    def succeeded(self, task_id: str, result: dict[str, Any]) -> None:
-        """Make `AsyncResult.get` return `result`, which is plain data."""
-        self._app.backend.mark_as_done(task_id, result)
-
-    def failed(self, task_id: str, error: Exception) -> None:
-        """Make `AsyncResult.get` raise an exception with the class name and the text of `error`.
-
-        `AsyncResult.traceback` is the traceback of the model; where it stays in the worker, the model's last frame.
-        """
-        self._app.backend.mark_as_failure(task_id, error, traceback=_traceback_of(error))
-
-    def revoked(self, task_id: str) -> None:
-        """Make `AsyncResult.get` raise Celery's TaskRevokedError."""
-        self._app.backend.mark_as_revoked(task_id, reason="cancelled", state=states.REVOKED)
 
 
 class _Entry(NamedTuple):
@@ -79,7 +50,7 @@ class _Entry(NamedTuple):
 
 
 class TaskResultForwarder:
-    """The thread that carries the results of finished jobs into Celery's result backend.
+    """The thread that ends the Celery tasks of finished jobs.
 
     All workers share the streams through a consumer group. `worker` names this consumer, also after a restart, so
     that it finds its own unfinished entries. An entry that its worker leaves for `abandoned_s` goes to another worker.
@@ -91,6 +62,7 @@ class TaskResultForwarder:
         client: redis.Redis,
         broker: Broker,
         keyring: Keyring,
+        requests: TaskRequests,
         backend: TaskResultBackend,
         *,
         worker: str,
@@ -101,6 +73,7 @@ class TaskResultForwarder:
         self._redis = client
         self._broker = broker
         self._keyring = keyring
+        self._requests = requests
         self._backend = backend
         self._worker = worker
         self._refresh_s = refresh_s
@@ -176,39 +149,38 @@ class TaskResultForwarder:
         return [entry for key, entries in found for entry in _entries(slots[key], entries)]
 
     def _store(self, entry: _Entry) -> None:
-        for job_id, job_record in zip(entry.job_ids, self._broker.job_records(entry.job_ids), strict=True):
-            self._settle(job_id, job_record)
+        records = self._broker.job_records(entry.job_ids)
+        for job_id, job_record, kept in zip(entry.job_ids, records, self._requests.find(entry.job_ids), strict=True):
+            self._settle(job_id, job_record, kept)
+            if kept is not None:
+                # At once and not with the entry: after a crash, its other tasks do not send their followers again.
+                self._requests.settled(job_id)
         key = lane_key(entry.slot)
         with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.xack(key, GROUP, entry.entry_id)
             pipeline.xdel(key, entry.entry_id)
             pipeline.execute()
 
-    def _settle(self, job_id: str, job_record: JobRecord | None) -> None:
+    def _settle(self, job_id: str, job_record: JobRecord | None, kept: bytes | None) -> None:
         slot, _, task_id = job_id.rpartition(".")
-        if job_record is None:
-            gone = "The job has ended, and its result expired before Celery's result backend could store it"
-            self._backend.failed(task_id, ResultGone(gone))
-            return
+        request: dict[str, Any] | None = None
         try:
+            request = None if kept is None else self._requests.opened(job_id, kept)
+            if job_record is None:
+                gone = "The job has ended, and its result expired before Celery's result backend could store it"
+                self._backend.failed(task_id, ResultGone(gone), request)
+                return
             header, body = open_result(job_record.result, self._keyring)
             outputs = {} if header.error else lists(decode(header.content, body))
         except Corrupt as error:
-            self._backend.failed(task_id, JobFailed(f"The result cannot be read: {error}"))
+            self._backend.failed(task_id, JobFailed(f"The result cannot be read: {error}"), request)
             return
-        if job_record.state is State.CANCELLED:
-            self._backend.revoked(task_id)
+        if (reason := _WITHDRAWN.get(job_record.state)) is not None:
+            self._backend.revoked(task_id, reason, request)
         elif header.error:
-            self._backend.failed(task_id, header.error.exception())
+            self._backend.failed(task_id, header.error.exception(), request)
         else:
-            self._backend.succeeded(task_id, _result(slot, header, outputs))
-
-
-def _traceback_of(error: Exception) -> str | None:
-    if not isinstance(error, JobFailed):
-        return None
-    place = f"Traceback (the last frame of the model):\n  {error.where}\n{error}" if error.where else None
-    return error.traceback or place
+            self._backend.succeeded(task_id, _result(slot, header, outputs), request)
 
 
 def _result(model: str, header: ResultHeader, outputs: Mapping[str, Any]) -> dict[str, Any]:

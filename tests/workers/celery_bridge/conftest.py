@@ -14,6 +14,7 @@ from penstock.registry.package.signature import TensorSpec
 from penstock.workers.celery_bridge.remote_control import restored_tables
 from tests.servers import RedisServer
 from tests.workers.celery_bridge.jobs import application
+from tests.workers.celery_bridge.program import Program, program_on
 
 
 @pytest.fixture
@@ -46,3 +47,10 @@ def broker(shared_redis: RedisServer, slot: str) -> Iterator[RedisStreams]:
     yield broker
     broker._run(["SREM", "penstock:models", slot])
     broker.close()
+
+
+@pytest.fixture
+def program(shared_redis: RedisServer, broker: RedisStreams, slot: str) -> Iterator[Program]:
+    """A Celery program, and the task endpoint that it sends to."""
+    with program_on(shared_redis, broker, slot) as program:
+        yield program

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.events.state import State as ClusterState
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.entity import Exchange, Queue
@@ -25,52 +24,9 @@ from penstock.workers.celery_bridge.events import CeleryEventSender, TaskEventsF
 from penstock.workers.observe.listener import Failed
 from tests.servers import RedisServer, wait_until
 from tests.workers.celery_bridge.jobs import HOST, application, ended, job
+from tests.workers.celery_bridge.monitor import monitoring
 
 FAILURE = Failure("ModelError", "ValueError: no", "model.py, line 7, in predict", "Traceback\nValueError: no")
-
-
-class Monitor:
-    """Celery's own picture of the cluster, fed by its own receiver."""
-
-    def __init__(self) -> None:
-        self.state = ClusterState()
-        self.events: list[dict[str, Any]] = []
-
-    def see(self, event: dict[str, Any]) -> None:
-        self.events.append(dict(event))
-        self.state.event(event)
-
-    def task(self, uuid: str, state: str) -> Any:
-        return wait_until(
-            lambda: (task := self.state.tasks.get(uuid)) is not None and task.state == state and task,
-            10,
-            f"task {uuid} is {state}",
-        )
-
-
-@contextmanager
-def monitoring(app: Celery) -> Iterator[Monitor]:
-    monitor = Monitor()
-    is_open, is_over = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        with app.connection_for_read() as connection:
-            receiver = app.events.Receiver(connection, handlers={"*": monitor.see})
-            with connection.Consumer(receiver.queue, callbacks=[receiver._receive], no_ack=True):
-                while not is_over.is_set():
-                    with suppress(TimeoutError):
-                        connection.drain_events(timeout=0.1 if is_open.is_set() else 0.02)
-                    # Kombu subscribes when it is first asked for events; what was sent before is not received.
-                    is_open.set()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    assert is_open.wait(60)
-    try:
-        yield monitor
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @contextmanager
@@ -143,14 +99,24 @@ def test_a_failed_forward_of_a_job_that_runs_again_shows_as_a_retry(app: Celery)
     assert task.succeeded == 1004.0
 
 
-def test_the_task_that_brought_a_job_ends_with_it(app: Celery):
-    """The sender looks for the id of its task, not of the job: the monitor shows the end of both."""
+def test_the_job_of_a_task_goes_on_as_that_task(app: Celery):
+    """Celery's consumer has reported the task as received. Its start, its pause and its end have the id of the task,
+    and no event has the id of the job: monitors see one task.
+    """
     through_celery = job(is_task=True, local_id="b6f1c0de-task")
     with monitoring(app) as monitor, watching(app) as listener:
         listener.received([through_celery], 1000.0)
-        listener.finished([ended(through_celery)], 1001.0)
-        monitor.task("mlp.b6f1c0de-task", "SUCCESS")
+        listener.started([through_celery], 1001.0)
+        listener.retried([Failed(through_celery, Failure("ModelError", "ValueError: not now"))], 1002.0)
+        listener.started([through_celery], 1003.0)
+        listener.finished([ended(through_celery)], 1004.0)
         monitor.task("b6f1c0de-task", "SUCCESS")
+    assert [(event["type"], event["uuid"]) for event in monitor.events] == [
+        ("task-started", "b6f1c0de-task"),
+        ("task-retried", "b6f1c0de-task"),
+        ("task-started", "b6f1c0de-task"),
+        ("task-succeeded", "b6f1c0de-task"),
+    ]
 
 
 def test_batches_of_jobs_travel_as_a_few_compressed_messages(app: Celery):

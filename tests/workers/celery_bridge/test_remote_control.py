@@ -38,9 +38,11 @@ class HeldJobs:
 
 
 def test_inspect_shows_the_drains_jobs(app: Celery):
-    """`active` and `reserved` show the drain's jobs, `stats` counts the finished ones, all without payloads."""
+    """`active` and `reserved` show the drain's jobs, `stats` counts the finished ones, all without payloads. The job of
+    a Celery task has the id of that task.
+    """
     listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
-    running, waiting = job(), job("minilm")
+    running, waiting = job(), job("minilm", is_task=True, local_id="b6f1c0de-task")
     show_drain(HeldJobs([running], [waiting]), listener, HOST, settings={})
     listener.finished([ended(job()), ended(job())], 1000.0)
 
@@ -51,7 +53,7 @@ def test_inspect_shows_the_drains_jobs(app: Celery):
     stats = Panel.data["stats"](state)
 
     assert (active["id"], active["name"], active["hostname"]) == (running.id, "penstock.infer.mlp", HOST)
-    assert (reserved["id"], reserved["name"]) == (waiting.id, "penstock.infer.minilm")
+    assert (reserved["id"], reserved["name"]) == ("b6f1c0de-task", "penstock.infer.minilm")
     assert stats["total"] == {"penstock.infer": 1, "penstock.infer.mlp": 2}
     assert stats["pid"] == 1
 

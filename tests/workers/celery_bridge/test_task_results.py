@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from celery import Celery
-from celery.exceptions import TaskRevokedError
+from celery import chain
 
 from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Failure
-from penstock.registry.errors import ForwardTimeout, ModelError, ResultGone, job_failure
-from penstock.registry.queues import lane_key, record_key
-from penstock.workers.celery_bridge.task_results import CeleryResultStore, TaskResultForwarder
+from penstock.registry.errors import ModelError, ResultGone
+from penstock.registry.queues import lane_key, record_key, task_request_key
+from penstock.workers.celery_bridge.result_store import CeleryResultStore, Request
+from penstock.workers.celery_bridge.task_results import TaskResultForwarder
 from tests.servers import RedisServer, wait_until
-from tests.workers.celery_bridge.endpoint import ROWS, UNSIGNED, claim, finish, ingress
+from tests.workers.celery_bridge.endpoint import ROWS, UNSIGNED, claim, commit_of, finish, ingress, task_requests
+from tests.workers.celery_bridge.program import Program
 
 
 class ResultMemory:
@@ -26,23 +27,25 @@ class ResultMemory:
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, Any]] = []
+        self.requests: list[Request | None] = []
         self.calls = 0
         self.is_away = False
 
-    def _keep(self, task_id: str, outcome: Any) -> None:
+    def _keep(self, task_id: str, outcome: Any, request: Request | None) -> None:
         self.calls += 1
         if self.is_away:
             raise ConnectionError("away")
         self.entries.append((task_id, outcome))
+        self.requests.append(request)
 
-    def succeeded(self, task_id: str, result: dict[str, Any]) -> None:
-        self._keep(task_id, result)
+    def succeeded(self, task_id: str, result: dict[str, Any], request: Request | None) -> None:
+        self._keep(task_id, result, request)
 
-    def failed(self, task_id: str, error: Exception) -> None:
-        self._keep(task_id, error)
+    def failed(self, task_id: str, error: Exception, request: Request | None) -> None:
+        self._keep(task_id, error, request)
 
-    def revoked(self, task_id: str) -> None:
-        self._keep(task_id, "revoked")
+    def revoked(self, task_id: str, reason: str, request: Request | None) -> None:
+        self._keep(task_id, reason, request)
 
     def of(self, task_id: str) -> Any:
         return wait_until(
@@ -54,7 +57,9 @@ class ResultMemory:
 def forwarding(
     server: RedisServer, broker: RedisStreams, backend: ResultMemory, worker: str = "w1", **times_s: float
 ) -> Iterator[None]:
-    forwarder = TaskResultForwarder(server.client(), broker, UNSIGNED, backend, worker=worker, **times_s)
+    forwarder = TaskResultForwarder(
+        server.client(), broker, UNSIGNED, task_requests(server), backend, worker=worker, **times_s
+    )
     forwarder.start()
     try:
         yield
@@ -62,9 +67,16 @@ def forwarding(
         forwarder.stop()
 
 
+def forward(server: RedisServer, broker: RedisStreams, backend: ResultMemory, worker: str = "w1") -> None:
+    """End the tasks of the entries that nothing has read yet, without a thread."""
+    forwarder = TaskResultForwarder(server.client(), broker, UNSIGNED, task_requests(server), backend, worker=worker)
+    forwarder._step()
+    forwarder._step()
+
+
 def test_every_end_of_a_job_reaches_celerys_backend(shared_redis: RedisServer, broker: RedisStreams, slot: str):
-    """Results as nested lists, failures as exceptions of their class and text, cancelled jobs as revoked."""
-    endpoint, backend = ingress(broker), ResultMemory()
+    """Results as nested lists, failures as exceptions with class and text, cancelled and expired jobs as revoked."""
+    endpoint, backend = ingress(broker, shared_redis), ResultMemory()
     endpoint.admit("done", model=slot, inputs=ROWS)
     endpoint.admit("failed", model=slot, inputs=ROWS)
     endpoint.admit("cancelled", model=slot, inputs=ROWS)
@@ -72,6 +84,8 @@ def test_every_end_of_a_job_reaches_celerys_backend(shared_redis: RedisServer, b
     finish(broker, done)
     finish(broker, failed, State.FAILED, Failure("ModelError", "ValueError: no"))
     finish(broker, cancelled, State.CANCELLED, Failure("Cancelled", "The job was revoked before it ran"))
+    endpoint.admit("expired", model=slot, inputs=ROWS)
+    finish(broker, claim(broker, slot)[0], State.EXPIRED, Failure("Expired", "The deadline passed before it ran"))
     with forwarding(shared_redis, broker, backend):
         assert backend.of("done") == {
             "job_id": f"{slot}.done",
@@ -83,7 +97,8 @@ def test_every_end_of_a_job_reaches_celerys_backend(shared_redis: RedisServer, b
         failure = backend.of("failed")
         assert isinstance(failure, ModelError)
         assert str(failure) == "ValueError: no"
-        assert backend.of("cancelled") == "revoked"
+        assert backend.of("cancelled") == "cancelled"
+        assert backend.of("expired") == "expired"
         with shared_redis.client() as client:
             wait_until(lambda: client.xlen(lane_key(slot)) == 0, 5, "the stream is empty")
 
@@ -92,7 +107,7 @@ def test_results_wait_while_celerys_backend_is_away(shared_redis: RedisServer, b
     """The same worker stores a result again that could not be stored; its entry stays until then."""
     backend = ResultMemory()
     backend.is_away = True
-    ingress(broker).admit("late", model=slot, inputs=ROWS)
+    ingress(broker, shared_redis).admit("late", model=slot, inputs=ROWS)
     finish(broker, claim(broker, slot)[0])
     with forwarding(shared_redis, broker, backend, retry_s=0.05), shared_redis.client() as client:
         wait_until(lambda: backend.calls >= 3, 10, "it was tried again")
@@ -112,7 +127,7 @@ def test_results_of_a_worker_that_died_are_stored_by_another(
     times_s = {"abandoned_s": 0.05, "refresh_s": 0.1}
     dead, backend = ResultMemory(), ResultMemory()
     dead.is_away = True
-    ingress(broker).admit("orphan", model=slot, inputs=ROWS)
+    ingress(broker, shared_redis).admit("orphan", model=slot, inputs=ROWS)
     finish(broker, claim(broker, slot)[0])
     with forwarding(shared_redis, broker, dead, worker="w1", **times_s):
         wait_until(lambda: dead.calls, 10, "the first worker has it")
@@ -125,7 +140,7 @@ def test_a_result_that_expired_unseen_is_a_failure_and_not_a_hang(
 ):
     """The entry outlives the record: `AsyncResult.get` raises ResultGone."""
     backend = ResultMemory()
-    ingress(broker).admit("gone", model=slot, inputs=ROWS)
+    ingress(broker, shared_redis).admit("gone", model=slot, inputs=ROWS)
     header = finish(broker, claim(broker, slot)[0])
     with shared_redis.client() as client:
         client.delete(record_key(header.id))
@@ -144,34 +159,82 @@ def test_results_of_a_model_that_appears_later_are_forwarded(
     with forwarding(shared_redis, broker, backend, refresh_s=0.05):
         wait_until(lambda: threading.active_count() > 1, 5, "it runs")
         broker.put_spec(slot, spec)
-        ingress(broker).admit("first", model=slot, inputs=ROWS)
+        ingress(broker, shared_redis).admit("first", model=slot, inputs=ROWS)
         finish(broker, claim(broker, slot)[0])
         assert backend.of("first")["model"] == slot
 
 
-def test_a_stored_result_is_what_get_returns(app: Celery):
-    """The result backend holds successes, failures by class and text, and revocations, as AsyncResult expects."""
-    store = CeleryResultStore(app)
-    store.succeeded("t-done", {"outputs": {"y": [[1.0]]}})
-    store.failed("t-failed", ModelError("ValueError: no"))
-    place = "model.py, line 7, in predict"
-    store.failed("t-slow", ForwardTimeout("The forward took longer than its limit of 30 s"))
-    store.failed("t-placed", job_failure("ModelError", "KeyError: 'k'", where=place))
-    store.failed("t-traced", job_failure("ModelError", "KeyError: 'k'", where=place, traceback="the traceback"))
-    store.revoked("t-revoked")
+# How often followers are sent
 
-    def outcome(task_id: str) -> object:
-        return app.AsyncResult(task_id).get(timeout=60, propagate=False)
 
-    assert outcome("t-done") == {"outputs": {"y": [[1.0]]}}
-    failure = outcome("t-failed")
-    assert isinstance(failure, ModelError)
-    assert str(failure) == "ValueError: no"
-    assert isinstance(outcome("t-slow"), ForwardTimeout)
-    assert isinstance(outcome("t-revoked"), TaskRevokedError)
-    traces = [app.AsyncResult(task_id).traceback for task_id in ("t-failed", "t-placed", "t-traced")]
-    assert traces == [
-        None,
-        f"Traceback (the last frame of the model):\n  {place}\nKeyError: 'k' ({place})",
-        "the traceback",
-    ]
+def test_a_worker_that_dies_after_a_commit_leaves_the_followers_to_the_next(program: Program):
+    """The commit writes the result and its place in the stream in one step; nothing else is in memory only."""
+    last = chain(program.infer(), program.after("end"), app=program.app).apply_async()
+    program.take()
+    program.run_jobs()
+    dead = ResultMemory()
+    dead.is_away = True
+    with pytest.raises(ConnectionError):
+        forward(program.server, program.broker, dead)
+    assert (dead.calls, program.waiting()) == (1, 0)
+    program.forward()
+    program.work()
+    assert program.ended(last) == ("SUCCESS", "end")
+
+
+def test_a_worker_that_dies_before_it_settles_a_task_has_its_followers_sent_again(program: Program):
+    """At least once: the next worker repeats what was not settled. The next step of a chain keeps its task id."""
+    last = chain(program.infer(), program.after("end"), app=program.app).apply_async()
+    first = program.take()
+    (job,) = program.run_jobs()
+    requests = task_requests(program.server)
+    (kept,) = requests.find([job.id])
+    assert kept is not None
+    store = CeleryResultStore(program.worker_app)
+    store.succeeded(first.id, program.answer(first.id), requests.opened(job.id, kept))
+    program.forward()
+    assert [program.work().id, program.work().id] == [last.id, last.id]
+    assert program.ended(first) == ("SUCCESS", program.answer(first.id))
+
+
+def test_a_settled_task_is_not_followed_again(program: Program):
+    """Neither when its message is delivered again, nor when its entry is read again after a crash."""
+    chain(program.infer(), program.after("end"), app=program.app).apply_async()
+    (message,) = program.redis.lrange(program.tasks, 0, -1)
+    first = program.infers()
+    program.redis.lpush(program.tasks, message)
+    assert program.take().id == first.id
+    assert program.run_jobs() == []
+    program.redis.xadd(lane_key(program.slot), {first.id: b""})
+    program.forward()
+    assert program.waiting() == 1
+
+
+def test_a_crash_inside_an_entry_repeats_only_what_was_not_settled(
+    shared_redis: RedisServer, broker: RedisStreams, slot: str
+):
+    """Jobs of one commit share an entry. Each task is settled by itself, so the first one is not followed again."""
+    endpoint, backend = ingress(broker, shared_redis), ResultMemory()
+    for task_id in ("one", "two"):
+        endpoint.admit(task_id, model=slot, inputs=ROWS, request={"id": task_id})
+    requests = task_requests(shared_redis)
+    broker.exchange("c:1", [commit_of(delivery)[1] for delivery in claim(broker, slot)], [], 60_000)
+    requests.settled(f"{slot}.one")
+    forward(shared_redis, broker, backend)
+    assert dict(zip([task_id for task_id, _ in backend.entries], backend.requests, strict=True)) == {
+        "one": None,
+        "two": {"id": "two"},
+    }
+    assert requests.find([f"{slot}.one", f"{slot}.two"]) == [None, None]
+
+
+def test_a_request_with_a_wrong_signature_fails_the_task(shared_redis: RedisServer, broker: RedisStreams, slot: str):
+    """Who can write to the broker cannot have a worker send tasks to Celery's queues."""
+    backend = ResultMemory()
+    ingress(broker, shared_redis).admit("forged", model=slot, inputs=ROWS, request={"id": "forged"})
+    header = finish(broker, claim(broker, slot)[0])
+    with shared_redis.client() as client:
+        client.set(task_request_key(header.id), b'k1\n00\n{"callbacks": []}')
+    forward(shared_redis, broker, backend)
+    assert "lacks the signature" in str(backend.of("forged"))
+    assert backend.requests == [None]
