@@ -27,7 +27,8 @@ STARTS_WORKERS: Final = frozenset({"demo", "up", "worker"})
 def missing_package(extra: str) -> str:
     """The first package of an extra that cannot be imported here, or nothing."""
     packages = EXTRAS["cli"] + (EXTRAS["worker"] if extra == "worker" else ())
-    return next((package for package in packages if find_spec(package) is None), "")
+    # A package that is imported already may have replaced its module by one without a spec, as kombu does.
+    return next((name for name in packages if name not in sys.modules and find_spec(name) is None), "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
