@@ -403,7 +403,7 @@ def test_a_client_that_is_dropped_leaves_no_thread():
 
 
 def test_a_hung_forward_is_told():
-    """A worker process would be killed; here nobody can end the thread, so the client says what happened."""
+    """A worker process would be killed; no call can end the thread here, so the client says what happened."""
     gate = Gate()
     with held(gate, timeout_s=0.05) as client:
         job = client.submit("gate", row(2.0))

@@ -162,7 +162,8 @@ class Loader:
             rows = self._calibrated_rows(version, runtime)
         except BaseException as error:  # a package may raise anything; the worker goes on serving
             problem = _problem_of(runtime, error)
-            _log_trace(version, error)
+            if problem != version.last_problem:
+                _log_trace(version, error)
         self.end(runtime, problem, rows)
 
     def _calibrated_rows(self, version: ServedVersion, runtime: Runtime) -> int:
@@ -197,7 +198,9 @@ class Loader:
             version.calibrated_rows = loaded.rows
             version.queue.resize(loaded.rows)
         if problem:
-            logger.error("model not loaded: %s", problem, extra={"model": version.name, "version": version.label})
+            # A version that fails is tried again every few seconds: the same problem is one line of the log.
+            level = logging.DEBUG if problem == version.last_problem else logging.ERROR
+            logger.log(level, "model not loaded: %s", problem, extra={"model": version.name, "version": version.label})
             version.has_failed(problem)
             return
         version.has_loaded(self._clock())

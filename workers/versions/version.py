@@ -82,6 +82,8 @@ class ServedVersion:
         self.state = VersionState.COLD
         self.problem = ""
         """Why the version could not be loaded."""
+        self.last_problem = ""
+        """The problem of the last load that failed, also while it is tried again."""
         self.last_hash = ""
         """The content hash of the last load."""
         self.is_wanted = False
@@ -106,14 +108,14 @@ class ServedVersion:
     def has_loaded(self, now: float = 0.0) -> None:
         """The runtime is ready for forwards since `now`, in monotonic seconds."""
         runtime = self.runtime
-        self.state, self.problem = VersionState.READY, ""
+        self.state, self.problem, self.last_problem = VersionState.READY, "", ""
         self.used_at = now
         self.last_hash = runtime.content_hash
         self.model = LoadedModel(runtime, self.last_hash, runtime.forms if isinstance(runtime, Tunable) else None)
 
     def has_failed(self, problem: str) -> None:
         """The runtime could not be loaded. A new runtime takes its place for the next try."""
-        self.state, self.problem = VersionState.FAILED, problem
+        self.state, self.problem, self.last_problem = VersionState.FAILED, problem, problem
         self._renew()
 
     def unload(self) -> None:

@@ -106,6 +106,17 @@ def test_a_failed_version_can_be_loaded_again(loader: HeldLoader, models_root: P
     assert version.is_ready
 
 
+def test_the_same_problem_is_logged_once(loader: HeldLoader, models_root: Path, caplog: pytest.LogCaptureFixture):
+    """A version that fails is tried again every few seconds; another problem is another line."""
+    (version,) = versions(models_root, 1)
+    for problem in ("no weights", "no weights", "no memory", "no memory"):
+        loader.load(version)
+        loader.finish(version, problem)
+        loader.take_done()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["model not loaded: no weights", "model not loaded: no memory"]
+
+
 def test_an_overdue_load_fails_and_makes_room(loader: HeldLoader, models_root: Path):
     """Beyond the time limit, not at it: its version has failed, and the next load begins in its place."""
     hanging, later, queued = versions(models_root, 3)
