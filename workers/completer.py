@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from penstock.registry.broker.base import Commit, CommitStatus, State
 from penstock.registry.envelope import Failure, Keyring
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.backlog import Waiting
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.cache import AnswerCache, SingleFlight
@@ -24,7 +25,7 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.observe.listener import Failed, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import CANCELLED, EXPIRED, JobOutcome, commit_of
+from penstock.workers.results import JobOutcome, commit_of
 from penstock.workers.versions.version import ServedModel, ServedVersion
 
 __all__ = ["Completer", "NextTry", "Rejoin", "Settlement"]

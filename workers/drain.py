@@ -27,6 +27,7 @@ from typing import Any, Final
 from penstock.registry.broker.base import Broker, Claim, Delivery, Held
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.backlog import Backlog
 from penstock.workers.cache import AnswerCache, SingleFlight
 from penstock.workers.claims import Claimer
@@ -39,7 +40,7 @@ from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal
 from penstock.workers.release import Releaser
-from penstock.workers.results import CANCELLED, EXPIRED, JobOutcome
+from penstock.workers.results import JobOutcome
 from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Suspect
 from penstock.workers.scheduler import Scheduler
 from penstock.workers.status import StatusReporter

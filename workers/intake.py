@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Final
 
 from penstock.registry.broker.base import Delivery, State, WorkerEnd
-from penstock.registry.envelope import Failure, JobHeader, Keyring, open_job
+from penstock.registry.envelope import Failure, JobHeader, Keyring, RequestContext, open_job
 from penstock.registry.errors import BadSignature, Corrupt
 from penstock.registry.queues import is_job_id, is_reply_key
 from penstock.registry.tensors import decode
+from penstock.registry.unrun import unrun_result
 from penstock.workers.job import ClaimedJob, route_of
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import unrun_result
 
 __all__ = ["Intake"]
 
@@ -107,7 +107,7 @@ class Intake:
         if not is_job_id(job_id, delivery.slot):
             return self._broker.dead_letter(self._consumer, delivery, reason)
         failure = Failure("DeadLettered", f"The job went to the dead letters. {reason}")
-        sealed = unrun_result(job_id, tenant, failure, worker=self._worker, keyring=self._keyring)
+        sealed = unrun_result(job_id, RequestContext(tenant), failure, self._keyring, worker=self._worker)
         return self._broker.dead_letter(self._consumer, delivery, reason, job_id=job_id, sealed=sealed)
 
     def _dead_letter_poison(self, delivery: Delivery, header: JobHeader) -> None:

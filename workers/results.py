@@ -7,18 +7,16 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from penstock.registry.broker.base import Commit, State
-from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, Timings, seal
+from penstock.registry.envelope import Failure, Keyring, ResultHeader, Timings, seal
 from penstock.registry.errors import InvalidInput
 from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode
 from penstock.workers.batch_run import BatchRun, Outputs
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.version import ServedVersion
 
-__all__ = ["CANCELLED", "EXPIRED", "EncodedOutputs", "JobOutcome", "REVOKED", "commit_of", "unrun_result"]
+__all__ = ["REVOKED", "EncodedOutputs", "JobOutcome", "commit_of"]
 
-EXPIRED: Final = Failure("Expired", "The job's deadline or lifetime had passed before it ran")
 REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
-CANCELLED: Final = Failure("Cancelled", "The job was cancelled before it ran")
 _STATES: Final = {"Cancelled": State.CANCELLED, "Expired": State.EXPIRED, "DeadLettered": State.DEAD}
 
 How: TypeAlias = Literal["ran", "followed", "cached", "refused"]
@@ -67,13 +65,6 @@ class JobOutcome(msgspec.Struct, frozen=True, gc=False):
         """The outcome of an equal job that waited for this one. version: the one that it waited for."""
         how: How = "followed" if self.how == "ran" else self.how
         return JobOutcome(follower, self.answer, how, version, self.run)
-
-
-def unrun_result(job_id: str, tenant: str, failure: Failure, *, worker: str, keyring: Keyring) -> bytes:
-    """The sealed result of a job that was never opened."""
-    context = RequestContext(tenant)
-    header = ResultHeader(id=job_id, context=context, worker=worker, error=failure, key=keyring.signing_id)
-    return seal("result", header, b"", keyring)
 
 
 def commit_of(

@@ -17,12 +17,13 @@ from typing import NamedTuple, TypeAlias
 
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.batch_run import forward_timeout
 from penstock.workers.cache import AnswerCache, SingleFlight, key_of
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, JobOutcome
+from penstock.workers.results import REVOKED, JobOutcome
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.placement import Placement
 from penstock.workers.versions.version import ServedModel, ServedVersion

@@ -17,6 +17,7 @@ from math import inf
 from typing import Final
 
 from penstock.registry.envelope import Failure
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.backlog import Backlog, Waiting
 from penstock.workers.batch_run import BatchRun, OpenStream
 from penstock.workers.batching.batcher import Batch
@@ -24,7 +25,6 @@ from penstock.workers.executor import Executor
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.process.stall import StallDetector
-from penstock.workers.results import CANCELLED, EXPIRED
 from penstock.workers.versions.version import ServedVersion
 
 __all__ = ["Scheduler"]

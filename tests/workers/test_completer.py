@@ -11,6 +11,7 @@ from penstock.registry.broker.base import CommitStatus, State
 from penstock.registry.envelope import Failure, Keyring, Options, Retry, open_result
 from penstock.registry.settings import CacheConfig
 from penstock.registry.tensors import decode
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.backlog import Waiting
 from penstock.workers.batch_run import BatchRun, Outputs
 from penstock.workers.batching.forward_size import ForwardSize
@@ -20,7 +21,7 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.observe.listener import Failed, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import CANCELLED, EXPIRED, JobOutcome
+from penstock.workers.results import JobOutcome
 from penstock.workers.versions.tuner import BatchObservation
 from penstock.workers.versions.version import ServedModel
 from tests.workers.doubles import counted, job_of, ready_version, run_of

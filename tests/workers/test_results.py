@@ -11,9 +11,10 @@ from penstock.registry.broker.base import Commit, State
 from penstock.registry.envelope import Failure, Keyring, Options, ResultHeader, Timings, open_result
 from penstock.registry.queues import Priority, reply_key
 from penstock.registry.tensors import MAX_RESULT_BYTES, Array, decode
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.job import ClaimedJob
-from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, EncodedOutputs, JobOutcome, commit_of, unrun_result
+from penstock.workers.results import REVOKED, EncodedOutputs, JobOutcome, commit_of
 from tests.workers.doubles import Doubler, job_of, ready_version, run_of
 
 KEYRING = Keyring.parse("ours:" + "B" * 44)
@@ -160,16 +161,3 @@ def test_a_follower_of_a_job_without_a_forward_ended_in_the_same_way(how: Any):
     """It followed no forward: `followed` would count one."""
     outcome = JobOutcome(job_of(1), EXPIRED, how, None)
     assert outcome.of_follower(job_of(1), None).how == how
-
-
-def test_the_result_of_a_job_that_was_never_opened_has_its_failure_only():
-    """It is signed, so its client can believe it."""
-    failure = Failure("DeadLettered", "BadSignature")
-    header, body = open_result(unrun_result("double.one", "acme", failure, worker="worker-1", keyring=KEYRING), KEYRING)
-    assert (header.id, header.context.tenant, header.worker, header.error) == (
-        "double.one",
-        "acme",
-        "worker-1",
-        failure,
-    )
-    assert (header.key, bytes(body)) == ("ours", b"")

@@ -12,11 +12,12 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.settings import InferenceConfig
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.cache import AnswerCache, SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import CANCELLED, EXPIRED, REVOKED, EncodedOutputs
+from penstock.workers.results import REVOKED, EncodedOutputs
 from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Suspect
 from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.placement import Placement

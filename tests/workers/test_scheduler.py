@@ -8,12 +8,12 @@ from math import inf
 
 from penstock.registry.envelope import JobHeader
 from penstock.registry.queues import Priority
+from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.backlog import Backlog, Waiting
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.executor import Executor
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import NullListener
-from penstock.workers.results import CANCELLED, EXPIRED
 from penstock.workers.scheduler import Scheduler
 from penstock.workers.versions.version import ServedVersion, VersionState
 from tests.workers.doubles import job_of, ready_version

@@ -10,12 +10,13 @@ from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import lane_key, reply_key
 from penstock.registry.settings import CacheConfig
+from penstock.registry.unrun import EXPIRED
 from penstock.workers.cache import AnswerCache
 from penstock.workers.completer import Settlement
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import Ended, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import EXPIRED, EncodedOutputs, JobOutcome
+from penstock.workers.results import EncodedOutputs, JobOutcome
 from penstock.workers.telemetry import BatchTelemetry
 from tests.workers.doubles import job_of, ready_version, run_of
 

@@ -15,7 +15,7 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import DeadLettered
 from penstock.registry.queues import dead_key
-from penstock.workers.results import unrun_result
+from penstock.registry.unrun import unrun_result
 from tests.compose.commands.conftest import X, settings_of
 from tests.compose.conftest import penstock
 from tests.servers import RedisServer
@@ -32,7 +32,7 @@ def _dead_letter(home: Path, client: Client) -> tuple[JobHandle, str]:
             broker.arm("another worker", ["double"], 8, 1000)
             for delivery in broker.collect():
                 failure = Failure("DeadLettered", "The job went to the dead letters. It killed three workers")
-                sealed = unrun_result(job.id, job.tenant, failure, worker="another worker", keyring=settings.keyring)
+                sealed = unrun_result(job.id, job.context, failure, settings.keyring, worker="another worker")
                 assert broker.dead_letter(
                     "another worker", delivery, "it killed three workers", job_id=job.id, sealed=sealed
                 )
