@@ -12,7 +12,7 @@ import redis
 from penstock import Client
 from penstock.producers.client import JobHandle
 from penstock.registry.broker.redis_streams import RedisStreams
-from penstock.registry.envelope import Failure
+from penstock.registry.envelope import Failure, RequestContext
 from penstock.registry.errors import DeadLettered
 from penstock.registry.queues import dead_key
 from penstock.registry.unrun import unrun_result
@@ -32,7 +32,9 @@ def _dead_letter(home: Path, client: Client) -> tuple[JobHandle, str]:
             broker.arm("another worker", ["double"], 8, 1000)
             for delivery in broker.collect():
                 failure = Failure("DeadLettered", "The job went to the dead letters. It killed three workers")
-                sealed = unrun_result(job.id, job.context, failure, settings.keyring, worker="another worker")
+                sealed = unrun_result(
+                    job.id, RequestContext(job.tenant), failure, settings.keyring, worker="another worker"
+                )
                 assert broker.dead_letter(
                     "another worker", delivery, "it killed three workers", job_id=job.id, sealed=sealed
                 )
