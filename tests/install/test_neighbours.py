@@ -35,7 +35,7 @@ PROGRAM = """
 import json
 import sys
 
-import compose, producers, registry, safety, workers
+import compose, producers, registry, safety, testing, workers
 from celery import current_app
 from penstock import Client
 from tasks import add
@@ -45,7 +45,7 @@ with Client.from_env() as client:
 settings = {name: repr(current_app.conf[name]) for name in current_app.conf}
 found = {
     "answer": answer,
-    "owners": [package.OWNER for package in (compose, producers, registry, safety, workers)],
+    "owners": [package.OWNER for package in (compose, producers, registry, safety, testing, workers)],
     "broker": current_app.conf.broker_url,
     "queue": current_app.conf.task_default_queue,
     "ours": [name for name, value in settings.items() if "penstock" in value.lower()],

@@ -55,12 +55,13 @@ def test_no_secret_is_packed(sources: Path, names: list[str], tmp_path: Path):
 
 
 def test_metadata_says_what_is_installed(wheel: Path):
-    """Licence with its text, the command, the versions of Python, and base requirements without a framework."""
+    """Licence with its text, command, plugin for pytest, versions of Python, and base requirements without a framework."""
     folder = next(path for path in ZipPath(wheel).iterdir() if path.name.endswith(".dist-info"))
     found = PathDistribution(folder)
     assert found.metadata["License-Expression"] == "Apache-2.0"
     assert found.read_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
-    assert [entry.value for entry in found.entry_points] == ["penstock.__main__:main"]
+    entries = {(entry.group, entry.value) for entry in found.entry_points}
+    assert entries == {("console_scripts", "penstock.__main__:main"), ("pytest11", "penstock.testing.plugin")}
     base = {text.split(">")[0] for text in found.requires or [] if "extra ==" not in text}
     assert base == {"msgspec", "numpy", "pydantic<3,", "pyyaml", "redis[hiredis]"}
 

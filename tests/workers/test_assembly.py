@@ -70,6 +70,7 @@ def test_every_part_type_can_be_replaced(build: Build, models_root: Path):
         "scheduler": parts.scheduler,
         "executor": parts.executor,
         "completer": parts.completer,
+        "claimer": parts.claimer,
         "loader": parts.lifecycle.loader,
         "placement": parts.placement,
         "wake_up": parts.claimer.wake_up,
