@@ -55,7 +55,7 @@ def test_no_secret_is_packed(sources: Path, names: list[str], tmp_path: Path):
 
 
 def test_metadata_says_what_is_installed(wheel: Path):
-    """Licence with its text, command, plugin for pytest, versions of Python, and base requirements without a framework."""
+    """Licence with its text, command, plugin for pytest, versions of Python, base requirements without a framework."""
     folder = next(path for path in ZipPath(wheel).iterdir() if path.name.endswith(".dist-info"))
     found = PathDistribution(folder)
     assert found.metadata["License-Expression"] == "Apache-2.0"
