@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import Client
+from penstock import Client, Retry
 from tests.benchmarks import meter
 from tests.conftest import StartWorker
 from tests.flow.conftest import Samples, amend
@@ -99,12 +99,12 @@ def build():
 def test_a_forward_that_hangs_in_an_instance_ends_the_worker_and_the_instance(
     redis_server: RedisServer, models_root: Path, tmp_path: Path, start_worker: StartWorker
 ):
-    """As without instances: after its limit the process is replaced, and the next worker runs the job."""
+    """As without instances: after its limit the process is replaced, and the next worker runs the job once more."""
     package = write_package(models_root, "hangs", HANGS.format(folder=str(tmp_path)), max_batch_size=1)
     amend(package, instances=2, timeout_s=2.0)
     worker = start_worker(redis_server, models_root)
     with Client(redis_server.url) as client:
-        job = client.submit("hangs", {"x": np.ones((1, 4), np.float32)})
+        job = client.submit("hangs", {"x": np.ones((1, 4), np.float32)}, retry=Retry(attempts=2))
         (pid,) = wait_until(lambda: [int(path.name[4:]) for path in tmp_path.glob("pid-*")], 60, "the forward hangs")
         worker.wait(60)
         wait_until(lambda: not _is_running(pid), 60, "its instance is gone")
