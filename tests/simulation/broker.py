@@ -232,10 +232,17 @@ class UnreliableEnd(MemoryBroker):
         return is_ended
 
     def _check_holder(self, entry: Entry, consumer: str) -> None:
-        """No client ends a job of a worker that lives and could renew its leases all the time."""
+        """No client ends a job of a worker that lives and could renew its leases all the time.
+
+        After a pause of the broker of two leases or more, a client's call may be served before the renewal.
+        """
         owner = self.truth.callers.get(consumer)
         since = self.schedule.now - 4 * LEASE_S
-        if owner is None or not owner.holds(entry) or self.schedule.disturbed_at >= since:
+        if (
+            owner is None
+            or not owner.holds(entry)
+            or max(self.schedule.disturbed_at, self.schedule.down_until) >= since
+        ):
             return
         if owner.disturbed_at < since:
             self.schedule.violate(f"expired under the living: {owner.label} by {self._caller.label}")
