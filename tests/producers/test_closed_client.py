@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,9 @@ def test_every_call_of_a_closed_asyncio_client_is_refused(redis_server: RedisSer
         wait_until(lambda: _connections(redis_server) < own, 20, "the connections are closed")
         before = _connections(redis_server)
         for call in CALLS.values():
-            await refused(lambda call=call: call(client, announced))  # type: ignore[misc]
+            await refused(partial(call, client, announced))
         for ask in HANDLE_CALLS.values():
-            await refused(lambda ask=ask: ask(job))  # type: ignore[misc]
+            await refused(partial(ask, job))
         await refused(lambda: anext(job.stream()))
         await client.aclose()
         assert _connections(redis_server) == before

@@ -88,9 +88,10 @@ def test_a_silent_stream_times_out_and_continues(
     *more, late = _events(kind, shared_redis.url, job_id, after=1, timeout=timeout)
     types = [event.type for event in more if isinstance(event, JobEvent)]
     assert (types[0], types[-1]) == ("started", "chunk")
-    seen = more[-1].seq  # type: ignore[union-attr]
-    assert f"stream(after={seen}) continues" in str(late)
+    seen = more[-1]
+    assert isinstance(seen, JobEvent)
+    assert f"stream(after={seen.seq}) continues" in str(late)
     end(broker, claimed)
-    (last,) = _events(kind, shared_redis.url, job_id, after=seen, timeout=60)
+    (last,) = _events(kind, shared_redis.url, job_id, after=seen.seq, timeout=60)
     assert isinstance(last, JobEvent)
     assert last.type == "completed"

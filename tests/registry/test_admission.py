@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from penstock import AsyncClient, Client, PriorityName
+from penstock import AsyncClient, AsyncJobHandle, Client, PriorityName
 from penstock.registry.admission import JobBuilder
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import JobHeader, Keyring, open_job
@@ -100,7 +100,8 @@ def test_asyncio_submit_many_waits_for_room_too(shared_redis: RedisServer, parke
             assert len(full.value.accepted) == MAX_DEPTH
             waiting = asyncio.create_task(client.submit_many(parked, [INPUTS] * 2))
             for job in full.value.accepted[:2]:
-                assert await job.cancel() == "cancelled"  # type: ignore[attr-defined]
+                assert isinstance(job, AsyncJobHandle)
+                assert await job.cancel() == "cancelled"
             assert len(await asyncio.wait_for(waiting, 10)) == 2
 
     asyncio.run(fill())

@@ -96,7 +96,7 @@ def status_of(url: str, login: str = "") -> int:
     headers = {"Authorization": f"Basic {b64encode(login.encode()).decode()}"} if login else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - Flower's own address
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - as above
             return int(answer.status)
     except urllib.error.HTTPError as refusal:
         return refusal.code
