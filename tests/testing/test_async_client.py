@@ -89,10 +89,21 @@ def test_aclose_ends_every_thread():
     async def once(client: AsyncClient) -> None:
         assert (await (await client.submit("double", row())).result(PATIENCE_S))["y"][0, 0] == 2.0
 
+    gate = threading.Event()
+
+    def gated(inputs: Any) -> Any:
+        gate.wait(PATIENCE_S)
+        return double(inputs)
+
     async def program() -> None:
-        async with AsyncClient.in_memory({"double": double}) as client:
-            await once(client)
+        async with AsyncClient.in_memory({"gated": gated}) as client:
+            job = await client.submit("gated", row())
+            # The thread that reads begins with the first reply that is not there yet.
+            with pytest.raises(ResultTimeout):
+                await job.result(0.05)
             assert {thread.name for thread in set(threading.enumerate()) - before} >= {"drain", "replies"}
+            gate.set()
+            assert (await job.result(PATIENCE_S))["y"][0, 0] == 2.0
         assert set(threading.enumerate()) <= before
 
     asyncio.run(program())
