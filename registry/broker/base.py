@@ -40,14 +40,17 @@ __all__ = [
     "DeadLetter",
     "Delivery",
     "Depth",
-    "Event",
+    "Emission",
     "FleetEnd",
     "Held",
     "JobRecord",
     "Limits",
     "OperatorEnd",
+    "Position",
     "ProducerEnd",
     "Publication",
+    "Quarantined",
+    "Rating",
     "Receipt",
     "Renewal",
     "Replay",
@@ -69,6 +72,9 @@ class State(Enum):
     EXPIRED = "E"
     DEAD = "D"
 
+    # That of Enum is a Python function. Each commit looks its state up.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -82,7 +88,8 @@ class Limits:
 class Publication(msgspec.Struct, frozen=True, gc=False):
     """One sealed job to publish. `idempotency_digest` is the digest of (tenant, idempotency key), empty without a key;
     `fingerprint` is the digest of its payload: two payloads under one key are a conflict. `deadline_ms` counts from
-    acceptance; 0: no deadline."""
+    acceptance; 0: no deadline. `webhook` is the line of the job's record that tells where to report its end, see
+    registry/webhook_target.py; empty: nowhere."""
 
     job_id: str
     priority: Priority
@@ -92,10 +99,12 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     idempotency_digest: str = ""
     fingerprint: str = ""
     deadline_ms: int = 0
+    webhook: str = ""
 
     def lifetime_ms(self, job_ttl_ms: int) -> int:
         """How long after its acceptance the job may start."""
-        return min(self.deadline_ms or job_ttl_ms, job_ttl_ms)
+        # Twice for each job: a comparison takes a third of a call of `min`.
+        return self.deadline_ms if 0 < self.deadline_ms < job_ttl_ms else job_ttl_ms
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -124,6 +133,16 @@ class JobRecord(msgspec.Struct, frozen=True, gc=False):
     holder: str = ""
 
 
+class Rating(Enum):
+    """What `rate` did."""
+
+    COUNTED = "counted"
+    REPEATED = "repeated"
+    """The job was rated before."""
+    UNKNOWN = "unknown"
+    """There is no result of the job."""
+
+
 class CancelOutcome(Enum):
     """What became of a job that had not ended. `CANCELLED`: it will never run. `REQUESTED`: a worker holds the job and
     is told to stop. `UNKNOWN`: there is no such job."""
@@ -141,21 +160,28 @@ class StreamEntry(NamedTuple):
     fields: list[bytes]
 
 
-class Event(NamedTuple):
-    """One event to emit: `sealed` is an event envelope, or empty for a bare state."""
+class Position(NamedTuple):
+    """How far the events of a job go: the sequence number of the last one, and the bytes of all envelopes so far,
+    deleted ones included. `seq` of 0: nothing was emitted, or the consumer has lost the job."""
 
-    type: str
-    sealed: bytes = b""
+    seq: int = 0
+    size: int = 0
 
 
 class Claim(NamedTuple):
     """A worker's request for up to `credit` jobs of `slot`. `reserve` of them are kept for the lower priority whose
-    oldest job has waited longest, if that is longer than `ageing_ms`."""
+    oldest job has waited longest, if that is longer than `ageing_ms`.
+
+    `credit_bytes`: no further job is claimed when the sealed bytes of the claimed ones have reached it, or have reached
+    CLAIM_BYTES. The last one may exceed it, and any positive credit gets a job. One job of the reserve is claimed
+    beyond it. `expected_bytes`: the size of a job, as a guess; a good one saves steps inside the broker."""
 
     slot: str
     credit: int
     reserve: int
     ageing_ms: int
+    credit_bytes: int = 1 << 50
+    expected_bytes: int = 1 << 20
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
@@ -188,6 +214,19 @@ class Held(NamedTuple):
     priority: Priority
     entry_id: bytes
     job_id: str
+
+
+class Emission(NamedTuple):
+    """One envelope of `events` events to append to a held job's stream as one entry, whose id has the number of the
+    last event. `attempt` names this run of the job. `after` is the position that the run's previous emission returned.
+    Events before number `keep_from` are deleted."""
+
+    held: Held
+    attempt: str
+    sealed: bytes
+    events: int = 1
+    after: Position = Position()
+    keep_from: int = 0
 
 
 class Renewal(NamedTuple):
@@ -292,6 +331,17 @@ class Announced(NamedTuple):
     key_reports: tuple[bytes, ...] = ()
 
 
+class Quarantined(NamedTuple):
+    """A foreign key that was quarantined: one of ours that another program had replaced by a key of another type.
+
+    `name` is its present key, `key` its former one; `kind` is its type, as the broker names it."""
+
+    name: str
+    at_ms: int
+    kind: str
+    key: str
+
+
 class ProducerEnd(Protocol):
     """The calls of clients. Each raises BrokerUnavailable when the broker does not answer in time."""
 
@@ -313,8 +363,15 @@ class ProducerEnd(Protocol):
         """End a job whose deadline or lifetime has passed, with `sealed` as its result. Returns whether it did.
 
         Nothing happens before that time by the broker's clock, to a job that has ended, and while a worker holds the
-        job: that worker ends it. A lease that was not renewed for twice its length no longer counts.
+        job: that worker ends it. A worker that may live keeps the job, also after a pause of the broker. Its lease has
+        lapsed for good when such calls counted the length of a lease after the lapse without a renewal in between: a
+        call counts the time since the call before, and a quarter of a lease at most. So the caller asks again.
         """
+
+    def rate(self, job_id: str, experiment: str, version: str, quality: float) -> Rating:
+        """Count the quality of an ended job for its arm of an experiment, once for each job.
+
+        The sums stay for 90 days after the last call."""
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """Entries after each stream's cursor. Waits for the first one for at most `block_ms`."""
@@ -333,6 +390,9 @@ class ProducerEnd(Protocol):
 
         A report may be seen for as long again as it was published for.
         """
+
+    def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See WorkerEnd.actives."""
 
 
 class WorkerEnd(Protocol):
@@ -388,12 +448,12 @@ class WorkerEnd(Protocol):
         the last one.
         """
 
-    def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
-        """Append events to a running job's stream; return the sequence number of the last one.
+    def emit(self, consumer: str, emissions: Sequence[Emission], ttl_ms: int, *, max_bytes: int) -> list[Position]:
+        """Append events of running jobs, each job named once; return the new position of each job, in order.
 
-        `after` is the number that the attempt's previous call returned, and 0 on its first call. The first call also
-        appends a `started` entry, or `reset` where an earlier attempt left events. Repeating a call appends nothing.
-        Returns 0, and nothing happens, when the consumer has lost the job.
+        The first emission of a run also appends a `started` entry, or `reset` where an earlier run left events. These
+        are deleted when all of them would take more than `max_bytes`. Repeating a call appends nothing. For a job that
+        the consumer has lost, nothing happens.
         """
 
     def dead_letter(
@@ -410,14 +470,38 @@ class WorkerEnd(Protocol):
     def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
         """Publish the spec of a version. Without `version`, publish it as the active one's, unless one was promoted."""
 
+    def announce(self, slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces: bool) -> None:
+        """Publish the specs of a served model again: `spec` as the active version's, unless one was promoted, and those
+        of `versions`. Unless it `replaces`, it fills in what the broker has lost, and leaves the rest.
+        """
+
     def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
         """The record of each slot's active version, as `<epoch> <record>`; empty when no version was promoted."""
 
-    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
-        """Publish the report of a live worker as JSON, for `ttl_ms`. An empty report withdraws it."""
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> bool:
+        """Publish the report of a live worker as JSON, for `ttl_ms`. An empty report withdraws it.
+
+        Returns whether the broker had the report of this connection's last call. If not, the broker's data may have
+        been cleared or restored from an older copy, or the report has expired.
+        """
 
     def report_keys(self, slot: str, report: bytes, ttl_ms: int, *, is_live: bool = True) -> None:
         """Publish a live worker's report about its signing keys, for `ttl_ms`. Not live: withdraw the same report."""
+
+    def observe(self, slot: str, experiment: str, field: str, figures: bytes, ttl_ms: int) -> None:
+        """Keep what a worker has counted of an experiment, under its field, until `ttl_ms` after the last such call.
+
+        See safety/arm_figures.py. Repeating the call changes nothing.
+        """
+
+    def quarantine(self, slots: Sequence[str]) -> None:
+        """Quarantine foreign keys: keys of these models that another program has replaced by keys of another type.
+
+        Any other call does so, too, with those that it meets.
+        """
+
+    def take_quarantined(self) -> list[Quarantined]:
+        """The foreign keys that this connection has quarantined since the last call."""
 
     def now_ms(self) -> float:
         """The broker's clock."""
@@ -447,6 +531,12 @@ class FleetEnd(Protocol):
         Returns False, and nothing happens, when another record of this epoch or a later one is active. Repeating the
         call returns True.
         """
+
+    def observations(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """The figures of each field that `observe` has kept for an experiment."""
+
+    def ratings(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """The sums that `rate` has kept for an experiment, by version; see safety/arm_figures.py."""
 
 
 class OperatorEnd(FleetEnd, Protocol):
@@ -502,6 +592,12 @@ class OperatorEnd(FleetEnd, Protocol):
 
     def read_dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
         """One dead letter with its bytes, or None."""
+
+    def quarantined(self, slot: str = "") -> list[Quarantined]:
+        """The foreign keys of a slot that were quarantined and still exist, oldest first; see WorkerEnd.quarantine.
+
+        Without a slot: those of the keys that belong to no slot.
+        """
 
 
 class Broker(ProducerEnd, WorkerEnd, OperatorEnd, Protocol):

@@ -24,11 +24,14 @@ from penstock.registry.broker.base import (
     DeadLetter,
     Delivery,
     Depth,
-    Event,
+    Emission,
     Held,
     JobRecord,
     Limits,
+    Position,
     Publication,
+    Quarantined,
+    Rating,
     Receipt,
     Renewal,
     Replay,
@@ -37,24 +40,22 @@ from penstock.registry.broker.base import (
     WaitingEntry,
     Withdrawal,
 )
-from penstock.registry.broker.limits import DEAD_LETTERS_BYTES, FORGET_MS, REPLY_CAP, REPLY_TTL_MS
-from penstock.registry.broker.memory_state import (
-    NO_OWNER,
-    ArmedClaim,
-    Clock,
-    EntryStream,
-    MemoryState,
-    StoredRecord,
-    owner_for,
-    parse_entry_id,
-)
-from penstock.registry.queues import Priority, crashes_key, events_key, slot_of
+from penstock.registry.broker.limits import DEAD_LETTERS_BYTES, FORGET_MS, OBSERVATIONS_TTL_MS, REPLY_CAP, REPLY_TTL_MS
+from penstock.registry.broker.memory_entry_ids import parse_entry_id
+from penstock.registry.broker.memory_queue import BANDS, NO_OWNER, owner_for
+from penstock.registry.broker.memory_record import StoredRecord, with_rating
+from penstock.registry.broker.memory_state import ArmedClaim, MemoryState
+from penstock.registry.broker.memory_streams import Clock
+from penstock.registry.broker.memory_webhooks import MemoryWebhookEnd
+from penstock.registry.queues import Priority, crashes_key, experiment_key, ratings_key, slot_of
 
 __all__ = ["MemoryBroker"]
 
 
-class MemoryBroker:
+class MemoryBroker(MemoryWebhookEnd):
     """A connection to a broker in memory. Thread-safe, except that one thread owns arm, fileno, collect and disarm."""
+
+    _state: MemoryState
 
     def __init__(
         self,
@@ -62,24 +63,38 @@ class MemoryBroker:
         *,
         result_ttl_ms: int = 3_600_000,
         dead_letters_bytes: int = DEAD_LETTERS_BYTES,
+        shared: MemoryBroker | None = None,
     ) -> None:
-        self._state = MemoryState(clock, dead_letters_bytes)
-        self._changed = self._state.changed
+        self._state = MemoryState(clock, dead_letters_bytes) if shared is None else shared._state
+        self._changed, self._lock = self._state.changed, self._state.lock
         self._result_ttl_ms = result_ttl_ms
         self._armed: ArmedClaim | None = None
         self._answered: int | None = None
+        self._last_report = b""
 
     def connect(self) -> MemoryBroker:
         """Another connection to the same broker."""
-        end = MemoryBroker(self._state.clock, result_ttl_ms=self._result_ttl_ms)
-        end._state, end._changed = self._state, self._changed
-        return end
+        return MemoryBroker(self._state.clock, result_ttl_ms=self._result_ttl_ms, shared=self)
+
+    def lose_everything(self) -> None:
+        """The server comes back empty. Connections and armed claims stay."""
+        self.restore(MemoryState(self._state.clock, self._state.dead_letters_bytes).save())
+
+    def save(self) -> dict[str, object]:
+        """A snapshot of all data, for `restore`."""
+        with self._lock:
+            return self._state.save()
+
+    def restore(self, saved: dict[str, object]) -> None:
+        """The server comes back with the data of an earlier `save`. Connections and armed claims stay."""
+        with self._lock:
+            self._state.restore(saved)
 
     # Producers' end
 
     def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """See ProducerEnd.publish."""
-        with self._changed:
+        with self._lock:
             refused = 0
             receipts = []
             for job in jobs:
@@ -91,13 +106,13 @@ class MemoryBroker:
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.job_records."""
-        with self._changed:
+        with self._lock:
             records = [self._state.records.get(job_id) for job_id in job_ids]
             return [record.job_record() if record else None for record in records]
 
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.job_record."""
-        with self._changed:
+        with self._lock:
             record = self._state.records.get(job_id)
             if record is None:
                 return None
@@ -105,15 +120,12 @@ class MemoryBroker:
                 return record.job_record()
             record.is_followed |= subscribe
             left_ms = record.expires_ms - int(self._state.now_ms())
-            found = structs.replace(record.job_record(), left_ms=left_ms)
             lease = self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
-            if lease is None:
-                return found
             return structs.replace(record.job_record(lease), left_ms=left_ms)
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
-        with self._changed:
+        with self._lock:
             record = self._state.records.get(job_id)
             if record is None:
                 return CancelOutcome.UNKNOWN
@@ -133,16 +145,34 @@ class MemoryBroker:
                 self._state.tell(slot_of(job_id), record.reply, [(job_id, record)])
             return CancelOutcome.CANCELLED
 
+    def rate(self, job_id: str, experiment: str, version: str, quality: float) -> Rating:
+        """See ProducerEnd.rate."""
+        with self._lock:
+            record = self._state.records.get(job_id)
+            if record is None or record.state is State.QUEUED:
+                return Rating.UNKNOWN
+            if record.is_rated:
+                return Rating.REPEATED
+            record.is_rated = True
+            key = ratings_key(slot_of(job_id), experiment)
+            known = self._state.ratings.get(key) or {}
+            self._state.ratings.put(
+                key, {**known, version: with_rating(known.get(version, b""), quality)}, OBSERVATIONS_TTL_MS
+            )
+            return Rating.COUNTED
+
     def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""
-        with self._changed:
+        with self._lock:
             return self._state.expire(job_id, tenant, sealed, self._result_ttl_ms)
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read. It waits in real time, not by the clock."""
         after = {key: parse_entry_id(cursor) for key, cursor in cursors.items()}
-        with self._changed:
+        with self._lock:
             found = self._state.entries_after(after, count)
+            if found or not block_ms:
+                return found
             deadline = time.monotonic() + block_ms / 1000
             while not found and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
@@ -151,14 +181,14 @@ class MemoryBroker:
 
     def trim(self, key: str, before: str) -> None:
         """See ProducerEnd.trim."""
-        with self._changed:
+        with self._lock:
             stream = self._state.streams.get(key)
             if stream is not None:
                 del stream.entries[: stream.position_after(parse_entry_id(before))]
 
     def nudge(self, key: str) -> None:
         """See ProducerEnd.nudge."""
-        with self._changed:
+        with self._lock:
             self._state.append(key, [b"", b""], cap=REPLY_CAP, ttl_ms=REPLY_TTL_MS)
 
     def spec(self, slot: str, version: str = "") -> bytes | None:
@@ -167,7 +197,7 @@ class MemoryBroker:
 
     def announced(self, slot: str) -> Announced:
         """See ProducerEnd.announced."""
-        with self._changed:
+        with self._lock:
             return Announced(self.spec(slot), tuple(self._state.keyrings[slot].values()))
 
     # Workers' end
@@ -179,7 +209,7 @@ class MemoryBroker:
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
     ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
-        with self._changed:
+        with self._lock:
             statuses, finished = [], []
             for commit in commits:
                 held = self._state.lease_of(consumer, commit.slot, commit.priority, commit.entry_id)
@@ -201,7 +231,7 @@ class MemoryBroker:
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""
-        with self._changed:
+        with self._lock:
             self._armed = ArmedClaim(
                 consumer, tuple(slots), count, self._state.now_ms() + (block_ms or math.inf), self._wake
             )
@@ -215,14 +245,14 @@ class MemoryBroker:
 
     def fileno(self) -> int:
         """See WorkerEnd.fileno. Jobs make it readable; the end of the time does not."""
-        with self._changed:
-            if self._answered is None:
+        if self._answered is None:
+            with self._lock:
                 self._answered = os.eventfd(bool(self._armed and self._armed.claimed), os.EFD_NONBLOCK)
-            return self._answered
+        return self._answered
 
     def collect(self) -> list[Delivery]:
         """See WorkerEnd.collect. Does not wait."""
-        with self._changed:
+        with self._lock:
             armed, self._armed = self._armed, None
             if armed is None:
                 return []
@@ -242,13 +272,13 @@ class MemoryBroker:
 
     def paused(self, slots: Sequence[str]) -> frozenset[str]:
         """See WorkerEnd.paused."""
-        with self._changed:
+        with self._lock:
             return frozenset(self._state.paused.intersection(slots))
 
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
         """See WorkerEnd.renew."""
         lost, cancelled = set(), set()
-        with self._changed:
+        with self._lock:
             for job in held:
                 lease = self._state.lease_of(consumer, job.slot, job.priority, job.entry_id)
                 if lease is None:
@@ -262,7 +292,7 @@ class MemoryBroker:
 
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """See WorkerEnd.take_over."""
-        with self._changed:
+        with self._lock:
             before_ms = self._state.now_ms() - lease_ms
             if lease_ms < FORGET_MS:
                 self._state.lease_ms[slot] = lease_ms
@@ -271,12 +301,12 @@ class MemoryBroker:
     def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
         """See WorkerEnd.adopt."""
         receivers = {owner_for(version) for version in versions}
-        with self._changed:
+        with self._lock:
             return self._state.reassign(consumer, slot, lambda queue: queue.leased_to(receivers), count)
 
     def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
         """See WorkerEnd.release."""
-        with self._changed:
+        with self._lock:
             for job in held:
                 lease = self._state.lease_of(consumer, job.slot, job.priority, job.entry_id)
                 if lease is not None:
@@ -287,34 +317,31 @@ class MemoryBroker:
 
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """See WorkerEnd.suspect."""
-        with self._changed:
+        with self._lock:
             for job in jobs:
                 if job.entry_id in self._state.queue(slot, job.priority).leases:
                     key = crashes_key(slot, job.priority, job.entry_id)
                     incidents = self._state.crashes.get(key) or frozenset()
                     self._state.crashes.put(key, incidents | {incident}, ttl_ms)
 
-    def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
+    def emit(self, consumer: str, emissions: Sequence[Emission], ttl_ms: int, *, max_bytes: int) -> list[Position]:
         """See WorkerEnd.emit."""
-        with self._changed:
-            record = self._state.records.get(held.job_id)
-            if record is None or not self._state.lease_of(consumer, held.slot, held.priority, held.entry_id):
-                return 0
-            record.is_followed = True
-            key = events_key(held.job_id)
-            history = self._state.streams.get(key) or EntryStream((1, 0))
-            attempt = consumer.encode() + b" " + held.entry_id
-            if not history.contains(attempt, len(events), after):
-                begin = [] if after else [Event("reset" if history.entries else "started", attempt)]
-                for event in [*begin, *events]:
-                    self._state.append_event(key, history, event, ttl_ms)
-            return history.last_id[0]
+        with self._lock:
+            return [self._emit(consumer, emission, ttl_ms, max_bytes) for emission in emissions]
+
+    def _emit(self, consumer: str, emission: Emission, ttl_ms: int, max_bytes: int) -> Position:
+        held = emission.held
+        record = self._state.records.get(held.job_id)
+        if record is None or not self._state.lease_of(consumer, held.slot, held.priority, held.entry_id):
+            return Position()
+        record.is_followed = True
+        return self._state.emit(emission, ttl_ms, max_bytes)
 
     def dead_letter(
         self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
     ) -> bool:
         """See WorkerEnd.dead_letter."""
-        with self._changed:
+        with self._lock:
             slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
             lease = self._state.lease_of(consumer, slot, priority, entry_id)
             if lease is None:
@@ -332,29 +359,55 @@ class MemoryBroker:
 
     def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
         """See WorkerEnd.put_spec."""
-        with self._changed:
+        with self._lock:
             if version or slot not in self._state.activated:
                 self._state.specs[slot, version] = spec
 
     def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
         """See WorkerEnd.actives."""
-        with self._changed:
+        with self._lock:
             return {slot: self._state.active(slot) for slot in slots}
 
-    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
+    def announce(self, slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces: bool) -> None:
+        """See WorkerEnd.announce."""
+        with self._lock:
+            specs = {} if slot in self._state.activated else {"": spec}
+            for version, each in (specs | dict(versions)).items():
+                if replaces or (slot, version) not in self._state.specs:
+                    self._state.specs[slot, version] = each
+
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> bool:
         """See WorkerEnd.report."""
-        with self._changed:
+        with self._lock:
+            known = self._state.reports.get(worker)
             self._state.reports.pop(worker)
             if report:
                 self._state.reports.put(worker, report, ttl_ms)
+            has_last = known is not None and known in (self._last_report, report)
+            self._last_report = report
+            return has_last
 
     def report_keys(self, slot: str, report: bytes, ttl_ms: int, *, is_live: bool = True) -> None:
         """See WorkerEnd.report_keys."""
-        with self._changed:
+        with self._lock:
             keyrings, name = self._state.keyrings[slot], report.decode()
             keyrings.pop(name)
             if is_live:
                 keyrings.put(name, report, ttl_ms)
+
+    def observe(self, slot: str, experiment: str, field: str, figures: bytes, ttl_ms: int) -> None:
+        """See WorkerEnd.observe."""
+        with self._lock:
+            key = experiment_key(slot, experiment)
+            known = self._state.experiments.get(key) or {}
+            self._state.experiments.put(key, {**known, field: figures}, ttl_ms)
+
+    def quarantine(self, slots: Sequence[str]) -> None:
+        """See WorkerEnd.quarantine. No other program writes here."""
+
+    def take_quarantined(self) -> list[Quarantined]:
+        """See WorkerEnd.take_quarantined."""
+        return []
 
     def now_ms(self) -> float:
         """See WorkerEnd.now_ms."""
@@ -364,28 +417,29 @@ class MemoryBroker:
 
     def models(self) -> list[str]:
         """See FleetEnd.models."""
-        with self._changed:
+        with self._lock:
             return sorted({slot for slot, _ in self._state.specs})
 
     def depths(self, slot: str) -> list[Depth]:
         """See OperatorEnd.depths."""
-        with self._changed:
+        with self._lock:
             now_ms = self._state.now_ms()
-            return [self._state.queue(slot, priority).depth(slot, priority, now_ms) for priority in Priority]
+            queues = self._state.slots[slot].queues
+            return [queue.depth(slot, priority, now_ms) for priority, queue in zip(BANDS, queues, strict=True)]
 
     def committed(self, slot: str) -> int:
         """See OperatorEnd.committed."""
-        with self._changed:
+        with self._lock:
             return self._state.slots[slot].committed
 
     def workers(self) -> list[bytes]:
         """See FleetEnd.workers."""
-        with self._changed:
+        with self._lock:
             return self._state.reports.values()
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
         """See FleetEnd.activate."""
-        with self._changed:
+        with self._lock:
             known = self._state.activated.get(slot)
             if known is not None and known != (epoch, record) and known[0] >= epoch:
                 return False
@@ -393,21 +447,31 @@ class MemoryBroker:
             self._state.specs[slot, ""] = self._state.specs[slot, version] = spec
             return True
 
+    def observations(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """See FleetEnd.observations."""
+        with self._lock:
+            return dict(self._state.experiments.get(experiment_key(slot, experiment)) or {})
+
+    def ratings(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """See FleetEnd.ratings."""
+        with self._lock:
+            return dict(self._state.ratings.get(ratings_key(slot, experiment)) or {})
+
     def pause(self, slot: str) -> None:
         """See OperatorEnd.pause. Armed claims are paused, too."""
-        with self._changed:
+        with self._lock:
             self._state.paused.add(slot)
 
     def resume(self, slot: str) -> None:
         """See OperatorEnd.resume."""
-        with self._changed:
+        with self._lock:
             self._state.paused.discard(slot)
             self._state.serve_armed(slot)
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """See OperatorEnd.waiting."""
         cursor = parse_entry_id((after or b"0-0").decode())
-        with self._changed:
+        with self._lock:
             queue = self._state.queue(slot, priority)
             free = {entry_id: lease.sealed for entry_id, lease in queue.leases.items() if lease.owner == NO_OWNER}
             found = sorted(
@@ -418,41 +482,45 @@ class MemoryBroker:
 
     def queued_job(self, job_id: str) -> Delivery | None:
         """See OperatorEnd.queued_job."""
-        with self._changed:
+        with self._lock:
             return self._state.queued_job(job_id)
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """See OperatorEnd.withdraw."""
-        with self._changed:
+        with self._lock:
             return sum(self._state.withdraw(slot, priority, job, result_ttl_ms) for job in jobs)
 
     def replay(
         self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
     ) -> Replay:
         """See OperatorEnd.replay."""
-        with self._changed:
+        with self._lock:
             outcome = self._state.replay(slot, entry, job, job_ttl_ms, keeps_acceptance)
             self._state.serve_armed(slot)
             return outcome
 
     def purge_dead(self, slot: str, entries: Sequence[str]) -> int:
         """See OperatorEnd.purge_dead."""
-        with self._changed:
+        with self._lock:
             letters = self._state.slots[slot].dead_letters
             return sum(letters.pop(entry, None) is not None for entry in entries)
 
     def dead_letters(self, slot: str, after: str = "", count: int = 100) -> list[DeadLetter]:
         """See OperatorEnd.dead_letters."""
         cursor = parse_entry_id(after or "0-0")
-        with self._changed:
+        with self._lock:
             letters = self._state.slots[slot].dead_letters.values()
             later = [letter for letter in letters if parse_entry_id(letter.entry) > cursor]
             return [structs.replace(letter, sealed=b"") for letter in later[:count]]
 
     def read_dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
         """See OperatorEnd.read_dead_letter."""
-        with self._changed:
+        with self._lock:
             return self._state.slots[slot].dead_letters.get(entry)
+
+    def quarantined(self, slot: str = "") -> list[Quarantined]:
+        """See OperatorEnd.quarantined. No other program writes here."""
+        return []
 
     def close(self) -> None:
         """See Broker.close. The state lives as long as a connection does."""

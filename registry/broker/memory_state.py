@@ -1,25 +1,19 @@
 """The state of the broker in memory: queues, leases, records, streams, dead letters. No thread, no sleep.
 
-MemoryState            everything that a server would hold, behind one condition variable
-  MemorySlot           one model: four queues, dead letters, jobs in flight, the rate of commits
-    MemoryQueue        one priority: waiting jobs and leases
-  StoredRecord         one job: its record, then its result
-  EntryStream          one reply or event stream
+MemoryState      everything that a server would hold, behind one lock
+  MemorySlot     memory_queue.py: one model: four queues, dead letters, jobs in flight, the rate of commits
+  StoredRecord   memory_record.py: one job: its record, then its result
+  MemoryStreams  memory_streams.py: reply and event streams
 """
 
 from __future__ import annotations
 
-import heapq
+import copy
 import math
-import threading
-from bisect import bisect_right
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Final, Generic, TypeAlias, TypeVar
-
-from msgspec import structs
+from typing import Final
 
 from penstock.registry.broker.base import (
     Claim,
@@ -27,103 +21,30 @@ from penstock.registry.broker.base import (
     CommitStatus,
     DeadLetter,
     Delivery,
-    Depth,
-    Event,
-    JobRecord,
     Limits,
     Publication,
     Receipt,
     Replay,
     State,
-    StreamEntry,
     Withdrawal,
 )
 from penstock.registry.broker.incidents import exceeded_limit_s
-from penstock.registry.broker.limits import (
-    DEAD_LETTERS_CAP,
-    DEFAULT_LEASE_MS,
-    EVENTS_CAP,
-    OUTLIVES_MS,
-    REPLY_CAP,
-    REPLY_TTL_MS,
+from penstock.registry.broker.limits import CLAIM_BYTES, DEAD_LETTERS_CAP, DEFAULT_LEASE_MS, OUTLIVES_MS
+from penstock.registry.broker.memory_entry_ids import next_entry_id
+from penstock.registry.broker.memory_expiring import Expiring
+from penstock.registry.broker.memory_queue import BANDS, NO_OWNER, Lease, MemoryQueue, MemorySlot
+from penstock.registry.broker.memory_record import StoredRecord, record_of
+from penstock.registry.broker.memory_streams import Clock, EntryStream, MemoryStreams
+from penstock.registry.broker.memory_webhooks import MemoryWebhooks
+from penstock.registry.queues import Priority, crashes_key, events_key, idempotency_key, slot_of
+
+__all__ = ["ArmedClaim", "MemoryState"]
+
+_DATA: Final = (
+    *("slots", "records", "idempotency", "streams", "reports", "keyrings", "crashes"),
+    *("specs", "activated", "paused", "lease_ms", "webhooks", "experiments", "ratings"),
 )
-from penstock.registry.broker.record import encode_result
-from penstock.registry.queues import Priority, crashes_key, events_key, idempotency_key, lane_key, slot_of
-
-__all__ = [
-    "NO_OWNER",
-    "ArmedClaim",
-    "Clock",
-    "EntryId",
-    "EntryStream",
-    "Lease",
-    "MemoryQueue",
-    "MemorySlot",
-    "MemoryState",
-    "StoredRecord",
-    "owner_for",
-    "parse_entry_id",
-]
-
-Clock: TypeAlias = Callable[[], float]
-"""Seconds since the epoch, or since the beginning of a simulation."""
-EntryId: TypeAlias = tuple[int, int]
-Value = TypeVar("Value")
-
-NO_OWNER: Final = ""
-"""The owner of a job that was released."""
-_OWNER_BY_VERSION: Final = "version "
-_INLINE_BYTES: Final = 4096
-"""The largest record that a reply entry carries."""
-_RATE_AFTER_MS: Final = 500
-_RATE_UNTIL_MS: Final = 30_000
-"""The rate of commits is measured over spans between these two."""
-
-
-@dataclass(slots=True)
-class StoredRecord:
-    """The record of a job. A terminal one is its result."""
-
-    tenant: str
-    priority: Priority
-    entry_id: bytes
-    reply: str
-    idempotency_digest: str
-    expires_ms: int
-    """When its deadline or its lifetime passes."""
-    state: State = State.QUEUED
-    result: bytes = b""
-    is_cancel_requested: bool = False
-    is_followed: bool = False
-    """A client subscribed or the job emitted events: its terminal state goes to its event stream."""
-
-    def is_entry(self, priority: Priority, entry_id: bytes) -> bool:
-        """Whether this is the record of a live job with this entry."""
-        return (self.state, self.priority, self.entry_id) == (State.QUEUED, priority, entry_id)
-
-    def job_record(self, lease: Lease | None = None) -> JobRecord:
-        """The record as `job_record` returns it. A terminal record has its tenant inside its sealed result."""
-        if self.state is not State.QUEUED:
-            return JobRecord(self.state, "", self.result)
-        record = JobRecord(self.state, self.tenant, cancel_requested=self.is_cancel_requested)
-        if lease is None:
-            return record
-        holder = "" if lease.owner == NO_OWNER else lease.owner
-        return structs.replace(record, is_claimed=bool(holder), deliveries=lease.deliveries, holder=holder)
-
-    def encoded(self) -> bytes:
-        """A terminal record as a reply carries it."""
-        return encode_result(self.state, self.result)
-
-
-@dataclass(slots=True)
-class Lease:
-    """A claimed job: its consumer, the time of the claim or the last renewal, and the number of claims."""
-
-    sealed: bytes
-    owner: str
-    since_ms: float
-    deliveries: int = 1
+"""The attributes of MemoryState that hold data."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,203 +59,43 @@ class ArmedClaim:
     claimed: list[Delivery] = field(default_factory=list)
 
 
-class MemoryQueue:
-    """The jobs of one slot and priority: those that wait for their first claim, and those under a lease."""
-
-    __slots__ = ("accepted_first_ms", "last_id", "leases", "waiting")
-
-    def __init__(self) -> None:
-        # An OrderedDict: a plain dict is slow to find its first key after many were removed at the front.
-        self.waiting: OrderedDict[bytes, bytes] = OrderedDict()
-        self.leases: dict[bytes, Lease] = {}
-        self.accepted_first_ms: dict[bytes, int] = {}
-        """The first acceptance of replayed dead letters that keep their deadline."""
-        self.last_id: EntryId = (0, 0)
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.leases)
-
-    def add(self, sealed: bytes, now_ms: float) -> bytes:
-        """Append an entry, and return its id."""
-        self.last_id = _next_entry_id(self.last_id, now_ms)
-        entry_id = b"%d-%d" % self.last_id
-        self.waiting[entry_id] = sealed
-        return entry_id
-
-    def take(self, consumer: str, count: int, now_ms: float) -> list[tuple[bytes, bytes]]:
-        """Lease the first `count` waiting jobs to the consumer; returns (entry id, sealed) of each."""
-        taken = [self.waiting.popitem(last=False) for _ in range(min(count, len(self.waiting)))]
-        for entry_id, sealed in taken:
-            self.leases[entry_id] = Lease(sealed, consumer, now_ms)
-        return taken
-
-    def lapsed(self, before_ms: float) -> list[bytes]:
-        """Ids of jobs that were claimed or renewed at or before `before_ms`, oldest job first."""
-        return self._leased(lambda lease: lease.since_ms <= before_ms)
-
-    def leased_to(self, owners: Collection[str]) -> list[bytes]:
-        """Ids of jobs that one of these consumers holds, oldest job first."""
-        return self._leased(lambda lease: lease.owner in owners)
-
-    def _leased(self, is_meant: Callable[[Lease], bool]) -> list[bytes]:
-        found = (entry_id for entry_id, lease in self.leases.items() if is_meant(lease))
-        return sorted(found, key=lambda entry_id: parse_entry_id(entry_id.decode()))
-
-    def remove(self, entry_id: bytes) -> None:
-        """Delete the entry."""
-        self.waiting.pop(entry_id, None)
-        self.leases.pop(entry_id, None)
-        self.accepted_first_ms.pop(entry_id, None)
-
-    def has(self, entry_id: bytes) -> bool:
-        """Whether the entry is in this queue, waiting or under a lease."""
-        return entry_id in self.waiting or entry_id in self.leases
-
-    def head_ms(self) -> int | None:
-        """When the oldest waiting job was accepted; None without one."""
-        return parse_entry_id(next(iter(self.waiting)).decode())[0] if self.waiting else None
-
-    def depth(self, slot: str, priority: Priority, now_ms: float) -> Depth:
-        """The depth of the queue, as `depths` returns it."""
-        head_ms = self.head_ms()
-        oldest_s = 0.0 if head_ms is None else max(0.0, now_ms - head_ms) / 1000
-        return Depth(slot, priority, len(self), len(self.leases), oldest_s)
-
-
-class MemorySlot:
-    """The four queues of a slot, its dead letters, the jobs in flight of each tenant, and the rate of commits."""
-
-    __slots__ = ("_mark", "_mark_ms", "_rate", "committed", "dead_letters", "in_flight", "last_dead_id", "queues")
-
-    def __init__(self) -> None:
-        self.queues = tuple(MemoryQueue() for _ in Priority)
-        self.dead_letters: dict[str, DeadLetter] = {}
-        self.last_dead_id: EntryId = (0, 0)
-        self.in_flight: defaultdict[str, int] = defaultdict(int)
-        self.committed = 0
-        self._mark = 0
-        self._mark_ms: float | None = None
-        self._rate = 0.0
-
-    def leave(self, tenant: str) -> None:
-        """Count one job of the tenant less in flight."""
-        self.in_flight[tenant] -= 1
-        if self.in_flight[tenant] <= 0:
-            del self.in_flight[tenant]
-
-    def retry_after_s(self, jobs: int, now_ms: float) -> float:
-        """The time until `jobs` more are committed, at the recent rate; 1 s while there is no rate."""
-        elapsed_ms = -1.0 if self._mark_ms is None else now_ms - self._mark_ms
-        if not 0 <= elapsed_ms <= _RATE_UNTIL_MS:
-            self._mark, self._mark_ms = self.committed, now_ms
-        elif elapsed_ms >= _RATE_AFTER_MS:
-            self._rate = (self.committed - self._mark) / elapsed_ms
-            self._mark, self._mark_ms = self.committed, now_ms
-        if self._rate <= 0:
-            return 1.0
-        return max(10, min(30_000, math.ceil(jobs / self._rate))) / 1000
-
-
-class _Expiring(Generic[Value]):
-    """Values by key, each with its own time of expiry."""
-
-    __slots__ = ("_due", "_now_ms", "_values")
-
-    def __init__(self, now_ms: Callable[[], float]) -> None:
-        self._now_ms = now_ms
-        self._values: dict[str, tuple[float, Value]] = {}
-        self._due: list[tuple[float, str]] = []
-
-    def __getitem__(self, key: str) -> Value:
-        return self._values[key][1]
-
-    def get(self, key: str) -> Value | None:
-        """The value, or None when there is none or it has expired."""
-        found = self._values.get(key)
-        return found[1] if found is not None and found[0] > self._now_ms() else None
-
-    def values(self) -> list[Value]:
-        """The values that have not expired, in the order in which they were put."""
-        now_ms = self._now_ms()
-        return [value for until_ms, value in self._values.values() if until_ms > now_ms]
-
-    def put(self, key: str, value: Value, ttl_ms: float) -> None:
-        """Keep the value for `ttl_ms` from now. Expired values are deleted."""
-        now_ms = self._now_ms()
-        while self._due and self._due[0][0] <= now_ms:
-            _, due = heapq.heappop(self._due)
-            if due in self._values and self._values[due][0] <= now_ms:
-                del self._values[due]
-        self._values[key] = (now_ms + ttl_ms, value)
-        heapq.heappush(self._due, (now_ms + ttl_ms, key))
-
-    def extend(self, key: str, ttl_ms: float) -> None:
-        """Keep the value, if it has not expired, for `ttl_ms` from now."""
-        value = self.get(key)
-        if value is not None:
-            self.put(key, value, ttl_ms)
-
-    def pop(self, key: str) -> None:
-        """Delete the value."""
-        self._values.pop(key, None)
-
-
-class EntryStream:
-    """Entries of a reply or event stream, in order of their ids."""
-
-    __slots__ = ("entries", "last_id")
-
-    def __init__(self, last_id: EntryId = (0, 0)) -> None:
-        self.entries: list[tuple[EntryId, list[bytes]]] = []
-        self.last_id = last_id
-
-    def append(self, entry_id: EntryId, fields: list[bytes], cap: float) -> None:
-        """Append an entry, and delete the oldest one beyond `cap`."""
-        self.last_id = entry_id
-        self.entries.append((entry_id, fields))
-        if len(self.entries) > cap:
-            del self.entries[0]
-
-    def contains(self, attempt: bytes, count: int, after: int) -> bool:
-        """Whether the attempt's `count` events after the number `after` (0: its first ones) are in the stream."""
-        if after:
-            return self.last_id != (after, 0)
-        began = (self.last_id[0] - count, 0)
-        return any(entry_id == began and fields[3] == attempt for entry_id, fields in self.entries[-count - 1 :])
-
-    def position_after(self, entry_id: EntryId) -> int:
-        """The number of entries up to and including `entry_id`."""
-        return bisect_right(self.entries, entry_id, key=itemgetter(0))
-
-
-class MemoryState:
-    """The state that a server would hold. The caller holds `changed` during every method: each is one step."""
+class MemoryState(MemoryStreams):
+    """The state that a server would hold. The caller holds `lock` during every method: each is one step."""
 
     def __init__(self, clock: Clock, dead_letters_bytes: int) -> None:
-        self.clock = clock
+        super().__init__(clock)
         self.dead_letters_bytes = dead_letters_bytes
-        self.changed = threading.Condition()
         self.slots: defaultdict[str, MemorySlot] = defaultdict(MemorySlot)
-        self.records: _Expiring[StoredRecord] = _Expiring(self.now_ms)
-        self.idempotency: _Expiring[tuple[str, str]] = _Expiring(self.now_ms)
+        self.records: Expiring[StoredRecord] = Expiring(self.now_ms)
+        self.idempotency: Expiring[tuple[str, str]] = Expiring(self.now_ms)
         """Fingerprint and job id by idempotency key."""
-        self.streams: _Expiring[EntryStream] = _Expiring(self.now_ms)
-        self.reports: _Expiring[bytes] = _Expiring(self.now_ms)
-        self.keyrings: defaultdict[str, _Expiring[bytes]] = defaultdict(lambda: _Expiring(self.now_ms))
-        self.crashes: _Expiring[frozenset[str]] = _Expiring(self.now_ms)
+        self.reports: Expiring[bytes] = Expiring(self.now_ms)
+        self.keyrings: defaultdict[str, Expiring[bytes]] = defaultdict(lambda: Expiring(self.now_ms))
+        self.crashes: Expiring[frozenset[str]] = Expiring(self.now_ms)
         """Incidents by entry; see crashes_key."""
+        self.experiments: Expiring[dict[str, bytes]] = Expiring(self.now_ms)
+        """What workers have counted, by experiment_key and field."""
+        self.ratings: Expiring[dict[str, bytes]] = Expiring(self.now_ms)
+        """The quality that clients have reported, by ratings_key and version."""
         self.specs: dict[tuple[str, str], bytes] = {}
         """By slot and version; the empty version stands for the active one."""
         self.activated: dict[str, tuple[int, bytes]] = {}
         """Epoch and record by slot."""
         self.paused: set[str] = set()
         self.armed: list[ArmedClaim] = []
+        self.webhooks = MemoryWebhooks(self.now_ms)
         self.lease_ms: dict[str, int] = {}
         """By slot: the lease that its workers take."""
 
-    def now_ms(self) -> float:
-        """The clock in milliseconds."""
-        return self.clock() * 1000
+    def save(self) -> dict[str, object]:
+        """A copy of the data that a server's disk would hold."""
+        return copy.deepcopy({name: getattr(self, name) for name in _DATA})
+
+    def restore(self, saved: Mapping[str, object]) -> None:
+        """Put the data of `save` in the place of the present data."""
+        for name, value in copy.deepcopy(dict(saved)).items():
+            setattr(self, name, value)
+        self.changed.notify_all()
 
     def queue(self, slot: str, priority: Priority) -> MemoryQueue:
         """The queue of this slot and priority."""
@@ -367,7 +128,7 @@ class MemoryState:
         entry_id = queue.add(job.sealed, self.now_ms())
         # Not from the entry id: after a clock went back, ids stay ahead of it.
         expires_ms = int(self.now_ms()) + job.lifetime_ms(limits.job_ttl_ms)
-        record = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest, expires_ms)
+        record = record_of(job, entry_id, expires_ms)
         self.records.put(job.job_id, record, limits.job_ttl_ms + OUTLIVES_MS)
         if job.idempotency_digest:
             self.idempotency.put(
@@ -380,18 +141,28 @@ class MemoryState:
 
     def claim(self, consumer: str, claim: Claim) -> list[Delivery]:
         """Claim jobs, most urgent first; see Claim for the reserve."""
-        if claim.slot in self.paused:
+        if claim.slot in self.paused or not self.slots[claim.slot].has_waiting:
             return []
         found: list[Delivery] = []
-        bands, visited = tuple(Priority), 0
+        bands, visited, left_bytes = BANDS, 0, min(claim.credit_bytes, CLAIM_BYTES)
         urgent = claim.credit - claim.reserve
-        while len(found) < urgent and visited < len(bands):
-            found += self.hand_out(consumer, claim.slot, bands[visited], urgent - len(found))
+
+        def take(band: Priority, count: int) -> None:
+            nonlocal left_bytes
+            taken = self.hand_out(consumer, claim.slot, band, count, left_bytes)
+            left_bytes -= sum(len(delivery.sealed) for delivery in taken)
+            found.extend(taken)
+
+        while len(found) < urgent and left_bytes > 0 and visited < len(bands):
+            take(bands[visited], urgent - len(found))
             visited += 1
-        if len(found) < urgent:
+        if len(found) < urgent and left_bytes > 0:
             return found
-        for band in [*self._aged(claim, bands[visited:]), *bands[max(visited - 1, 0) :]]:
-            found += self.hand_out(consumer, claim.slot, band, claim.credit - len(found))
+        for band in self._aged(claim, bands[visited:]) if claim.credit > len(found) and claim.reserve else ():
+            left_bytes = max(1, left_bytes)
+            take(band, min(claim.reserve, claim.credit - len(found)))
+        for band in bands[max(visited - 1, 0) :]:
+            take(band, claim.credit - len(found))
         return found
 
     def _aged(self, claim: Claim, bands: Sequence[Priority]) -> list[Priority]:
@@ -401,9 +172,14 @@ class MemoryState:
         aged = [(head_ms, band) for head_ms, band in heads if head_ms <= before_ms]
         return [min(aged)[1]] if aged else []
 
-    def hand_out(self, consumer: str, slot: str, priority: Priority, count: int) -> list[Delivery]:
-        """Claim up to `count` waiting jobs of one queue."""
-        queue, active = self.queue(slot, priority), self.active(slot)
+    def hand_out(
+        self, consumer: str, slot: str, priority: Priority, count: int, nbytes: float = math.inf
+    ) -> list[Delivery]:
+        """Claim up to `count` waiting jobs of one queue, and no further one when they have reached `nbytes`."""
+        queue = self.queue(slot, priority)
+        if not queue.waiting:
+            return []
+        active = self.active(slot)
         return [
             Delivery(
                 slot,
@@ -413,7 +189,7 @@ class MemoryState:
                 accepted_first_ms=queue.accepted_first_ms.get(entry_id, 0),
                 active=active,
             )
-            for entry_id, sealed in queue.take(consumer, count, self.now_ms())
+            for entry_id, sealed in queue.take(consumer, count, self.now_ms(), nbytes)
         ]
 
     def reassign(
@@ -421,9 +197,10 @@ class MemoryState:
     ) -> list[Delivery]:
         """Give up to `count` leased jobs of a slot to another consumer. `choose` names those of a queue."""
         found: list[Delivery] = []
-        for priority in Priority if slot not in self.paused else ():
-            queue = self.queue(slot, priority)
-            for entry_id in choose(queue)[: count - len(found)]:
+        if slot in self.paused or not self.slots[slot].has_leases:
+            return found
+        for priority, queue in zip(BANDS, self.slots[slot].queues, strict=True):
+            for entry_id in choose(queue)[: count - len(found)] if queue.leases else ():
                 lease = queue.leases[entry_id]
                 lease.owner, lease.since_ms = consumer, self.now_ms()
                 lease.deliveries += 1
@@ -465,13 +242,13 @@ class MemoryState:
 
     def serve_armed(self, slot: str) -> None:
         """Answer armed claims with waiting jobs, in the order in which the claims were armed."""
-        if not self.armed or slot in self.paused:
+        if not self.armed or slot in self.paused or not self.slots[slot].has_waiting:
             return
         now_ms = self.now_ms()
         for armed in [claim for claim in self.armed if slot in claim.slots and now_ms < claim.until_ms]:
             armed.claimed += [
                 delivery
-                for priority in Priority
+                for priority in BANDS
                 for delivery in self.hand_out(armed.consumer, slot, priority, armed.count)
             ]
             if armed.claimed:
@@ -500,7 +277,7 @@ class MemoryState:
         """Add a dead letter, and delete the oldest ones beyond the limits. `job_id` is empty if it was no job."""
         slot, priority, entry_id = delivery.slot, delivery.priority, delivery.entry_id
         place = self.slots[slot]
-        place.last_dead_id = _next_entry_id(place.last_dead_id, self.now_ms())
+        place.last_dead_id = next_entry_id(place.last_dead_id, self.now_ms())
         key = crashes_key(slot, priority, entry_id)
         record = self.records.get(job_id) if job_id else None
         letter = DeadLetter(
@@ -564,7 +341,7 @@ class MemoryState:
             queue.accepted_first_ms[entry_id] = letter.accepted_ms
         accepted_ms = letter.accepted_ms if keeps_acceptance else int(self.now_ms())
         expires_ms = accepted_ms + job.lifetime_ms(job_ttl_ms)
-        fresh = StoredRecord(job.tenant, job.priority, entry_id, job.reply, job.idempotency_digest, expires_ms)
+        fresh = record_of(job, entry_id, expires_ms)
         self.records.put(job.job_id, fresh, job_ttl_ms + OUTLIVES_MS)
         self.streams.pop(events_key(job.job_id))
         if key:
@@ -581,7 +358,8 @@ class MemoryState:
             return False
         queue = self.queue(slot, record.priority)
         lease = queue.leases.get(record.entry_id)
-        if lease is not None and self._is_held(lease, slot):
+        lease_ms = self.lease_ms.get(slot, DEFAULT_LEASE_MS)
+        if lease and not lease.is_released and lease.may_be_held(now_ms, lease_ms):
             return False
         queue.remove(record.entry_id)
         self.slots[slot].leave(tenant)
@@ -589,11 +367,6 @@ class MemoryState:
         if record.reply:
             self.tell(slot, record.reply, [(job_id, record)])
         return True
-
-    def _is_held(self, lease: Lease, slot: str) -> bool:
-        """Whether its owner may still renew the lease. After a pause of the broker it needs some time for that."""
-        is_free = lease.owner == NO_OWNER or lease.owner.startswith(_OWNER_BY_VERSION)
-        return not is_free and self.now_ms() - lease.since_ms < 2 * self.lease_ms.get(slot, DEFAULT_LEASE_MS)
 
     def settle(self, job_id: str, record: StoredRecord, state: State, sealed: bytes, ttl_ms: int) -> None:
         """Turn the record into the result, and append the terminal event for subscribers."""
@@ -604,59 +377,6 @@ class MemoryState:
         if record.is_followed:
             # Numbers 1 and 2 stand for `queued` and `started`, which are not written.
             history = self.streams.get(events_key(job_id)) or EntryStream((2, 0))
-            self.append_event(events_key(job_id), history, Event(state.value), ttl_ms)
-
-    def tell(self, slot: str, reply: str, finished: Sequence[tuple[str, StoredRecord]]) -> None:
-        """Append one entry for a client's finished jobs. Those of the Celery task endpoint stay until they are read."""
-        fields: list[bytes] = []
-        for job_id, record in finished:
-            encoded = record.encoded()
-            fields += (job_id.rpartition(".")[2].encode(), encoded if len(encoded) <= _INLINE_BYTES else b"")
-        if reply == lane_key(slot):
-            self.append(reply, fields, cap=math.inf, ttl_ms=math.inf)
-        else:
-            self.append(reply, fields, cap=REPLY_CAP, ttl_ms=REPLY_TTL_MS)
-
-    def append(self, key: str, fields: list[bytes], *, cap: float, ttl_ms: float) -> None:
-        """Append an entry with an id of the present time."""
-        stream = self.streams.get(key) or EntryStream()
-        self._append(key, stream, _next_entry_id(stream.last_id, self.now_ms()), fields, cap, ttl_ms)
-
-    def append_event(self, key: str, history: EntryStream, event: Event, ttl_ms: float) -> None:
-        """Append an event with the next sequence number."""
-        fields = [b"t", event.type.encode(), b"d", event.sealed]
-        self._append(key, history, (history.last_id[0] + 1, 0), fields, EVENTS_CAP, ttl_ms)
-
-    def _append(
-        self, key: str, stream: EntryStream, entry_id: EntryId, fields: list[bytes], cap: float, ttl_ms: float
-    ) -> None:
-        stream.append(entry_id, fields, cap)
-        self.streams.put(key, stream, ttl_ms)
-        self.changed.notify_all()
-
-    def entries_after(self, cursors: Mapping[str, EntryId], count: int) -> list[StreamEntry]:
-        """Up to `count` entries of each stream."""
-        found = []
-        for key, cursor in cursors.items():
-            stream = self.streams.get(key)
-            if stream is not None:
-                first = stream.position_after(cursor)
-                for (milliseconds, number), fields in stream.entries[first : first + count]:
-                    found.append(StreamEntry(key, f"{milliseconds}-{number}", fields))
-        return found
-
-
-def owner_for(version: str) -> str:
-    """The owner of jobs that were released for workers that have this version."""
-    return _OWNER_BY_VERSION + version
-
-
-def parse_entry_id(entry_id: str) -> EntryId:
-    """`<ms>-<n>` as numbers; a missing `n` is 0."""
-    milliseconds, _, number = entry_id.partition("-")
-    return int(milliseconds), int(number or 0)
-
-
-def _next_entry_id(last_id: EntryId, now_ms: float) -> EntryId:
-    """An id after `last_id`, also when the clock went back."""
-    return (int(now_ms), 0) if int(now_ms) > last_id[0] else (last_id[0], last_id[1] + 1)
+            self._append_event(events_key(job_id), history, state.value, b"", 1, ttl_ms)
+        if record.webhook:
+            self.webhooks.add(job_id, state, record.webhook)

@@ -19,20 +19,33 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
+from penstock.registry.broker import foreign_keys
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import Announced, CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
+from penstock.registry.broker.base import (
+    Announced,
+    CancelOutcome,
+    JobRecord,
+    Limits,
+    Publication,
+    Rating,
+    Receipt,
+    StreamEntry,
+)
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
-from penstock.registry.broker.record import parse_record
 from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
+    REPAIRS,
     RETRY_PAUSE_S,
     closed_connection,
     diagnosed,
+    log_quarantined,
     may_speak_tls,
     open_client,
 )
+from penstock.registry.broker.redis_reads import Steps, T, read_job_record, read_job_records
 from penstock.registry.broker.redis_refusals import final, refusal, unanswered
-from penstock.registry.queues import record_key
+from penstock.registry.errors import BrokerDamaged
+from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, worker_key
 
 __all__ = ["AsyncRedisStreams"]
 
@@ -70,22 +83,27 @@ class AsyncRedisStreams:
         def receive(found: Any) -> None:
             on_answer(None if isinstance(found, Exception) else scripts.receipts(slot, jobs, found))
 
+        if (call := scripts.webhook_slot(slot, jobs)) is not None and not self._calling.ask_now(call, lambda _: None):
+            return False
         return self._calling.ask_now(scripts.publish(slot, jobs, limits), receive)
 
     async def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """See ProducerEnd.publish."""
+        if (call := scripts.webhook_slot(slot, jobs)) is not None:
+            await self._run(call)
         return scripts.receipts(slot, jobs, await self._run(scripts.publish(slot, jobs, limits)))
 
     async def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.job_records."""
-        if not job_ids:
-            return []
-        records = await self._run(["MGET", *map(record_key, job_ids)])
-        return [None if record is None else parse_record(record) for record in records]
+        return await self._run_steps(read_job_records(job_ids))
 
     async def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.job_record."""
-        return scripts.parse_job_record(await self._run(scripts.job_record(job_id, subscribe=subscribe)))
+        try:
+            return await self._run_steps(read_job_record(job_id, subscribe=subscribe))
+        except BrokerDamaged:
+            # See RedisProducer.
+            return None
 
     async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
@@ -94,6 +112,10 @@ class AsyncRedisStreams:
     async def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""
         return bool(await self._run(scripts.expire(job_id, tenant, sealed, self._result_ttl_ms)))
+
+    async def rate(self, job_id: str, experiment: str, version: str, quality: float) -> Rating:
+        """See ProducerEnd.rate."""
+        return scripts.rated(await self._run(scripts.rate(job_id, experiment, version, quality)))
 
     async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = _READ_COUNT) -> list[StreamEntry]:
         """See ProducerEnd.read."""
@@ -128,6 +150,20 @@ class AsyncRedisStreams:
         """See ProducerEnd.announced."""
         return scripts.parse_announced(await self._run(scripts.announced(slot)))
 
+    async def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See WorkerEnd.actives."""
+        return scripts.parse_actives(slots, await self._run(scripts.actives(slots)))
+
+    async def models(self) -> list[str]:
+        """See FleetEnd.models."""
+        return sorted(name.decode() for name in await self._run(["SMEMBERS", MODELS_KEY]))
+
+    async def workers(self) -> list[bytes]:
+        """See FleetEnd.workers. The name of a worker without a report stays: operators remove it."""
+        names = [name.decode() for name in await self._run(["ZRANGE", WORKERS_KEY, 0, -1])]
+        reports = await self._run(["MGET", *map(worker_key, names)]) if names else []
+        return [report for report in reports if report is not None]
+
     def forget_connections(self) -> None:
         """After a fork: drop the parent's connections without closing its sockets."""
         self._calling.forget()
@@ -145,13 +181,20 @@ class AsyncRedisStreams:
 
     async def _run(self, command: scripts.Call, connection: _Connection | None = None) -> Any:
         """One command, repeated on a new connection until the time-out. A blocking read has its own connection."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline, repairs = time.monotonic() + self.timeout_s, 0
+        foreign: ResponseError | None = None
         connection = connection or self._calling
         while True:
             try:
+                if foreign is not None:
+                    await self._quarantine(command, foreign)
                 answer = await self._once(connection, command)
             except ResponseError as error:
-                raise refusal(error, self.address, command) or error from error
+                if not foreign_keys.is_foreign(error) or repairs == REPAIRS:
+                    raise refusal(error, self.address, command) or error from error
+                foreign, repairs = error, repairs + 1
+            except BrokerDamaged:
+                raise
             except LOST_CONNECTION as error:
                 await self._raise_if_final(error)
                 if deadline - time.monotonic() <= RETRY_PAUSE_S:
@@ -160,6 +203,23 @@ class AsyncRedisStreams:
             else:
                 self._has_answered = True
                 return answer
+
+    async def _run_steps(self, steps: Steps[T]) -> T:
+        answer: Any = None
+        try:
+            while True:
+                answer = await self._run(steps.send(answer))
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+    async def _quarantine(self, command: scripts.Call, error: ResponseError) -> None:
+        """See RedisConnection."""
+        for call in foreign_keys.calls(command, error):
+            try:
+                log_quarantined(await self._once(self._calling, call))
+            except ResponseError as refused:
+                raise refusal(error, self.address, command) or error from refused
 
     async def _raise_if_final(self, error: BaseException) -> None:
         """See RedisConnection."""

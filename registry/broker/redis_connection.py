@@ -7,16 +7,18 @@
                        redis_worker.py and redis_operator.py
     DirectConnection   a connection that one thread owns; several commands in one round trip
 
-A lost connection becomes BrokerUnavailable when the time-out is over; a refusal becomes BrokerRefused at once. Every
-command may be repeated, because the call that sends it may: publishing goes by job id, commits are fenced, other calls
-read or extend.
+A lost connection becomes BrokerUnavailable when the time-out is over; a refusal becomes BrokerRefused at once. A key of
+another type is quarantined, and the command is repeated; see foreign_keys.py. Every command may be repeated, because
+the call that sends it may: publishing goes by job id, commits are fenced, other calls read or extend.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 import redis
@@ -26,14 +28,18 @@ from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 from redis.retry import Retry
 
+from penstock.registry.broker import foreign_keys
 from penstock.registry.broker import redis_scripts as scripts
+from penstock.registry.broker.base import Quarantined
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
+from penstock.registry.broker.redis_packing import packed_together
 from penstock.registry.broker.redis_refusals import final, lost, refusal, speaks_tls, unanswered
 from penstock.registry.broker.redis_tls import AsyncTlsConnection, TlsConnection, answers_tls
-from penstock.registry.errors import ClientUnusable, ConfigurationError, PenstockError
+from penstock.registry.errors import BrokerDamaged, ClientUnusable, ConfigurationError, PenstockError
 
 __all__ = [
     "LOST_CONNECTION",
+    "REPAIRS",
     "RETRY_PAUSE_S",
     "DirectConnection",
     "RedisConnection",
@@ -42,14 +48,21 @@ __all__ = [
     "connection_options",
     "diagnosed",
     "is_no_group",
+    "log_quarantined",
     "may_speak_tls",
     "open_client",
     "open_redis",
+    "quarantine_keys",
 ]
 
 Client = TypeVar("Client", redis.Redis, redis.asyncio.Redis)
 
+logger = logging.getLogger("penstock.registry")
+
 RETRY_PAUSE_S: Final = 0.05
+REPAIRS: Final = 3
+"""How often one command quarantines foreign keys: another program may write them again."""
+_MOST_NOTED: Final = 1000
 LOST_CONNECTION: Final = (redis.ConnectionError, redis.TimeoutError, InvalidResponse, OSError)
 
 
@@ -138,6 +151,8 @@ class RedisConnection:
         self._redis = client
         self._pool: Any = client.connection_pool
         self._result_ttl_ms = result_ttl_ms
+        self._quarantined: deque[Quarantined] = deque(maxlen=_MOST_NOTED)
+        """What this end has quarantined since it was last asked."""
         self._has_answered = False
         """Whether the server has answered once, or was asked for the reason why it does not."""
 
@@ -176,12 +191,20 @@ class RedisConnection:
 
     def _run(self, command: scripts.Call) -> Any:
         """One command, repeated on a new connection until the time-out. A refusal is raised at once."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline, repairs = time.monotonic() + self.timeout_s, 0
+        foreign: ResponseError | None = None
         while True:
             try:
+                if foreign is not None:
+                    self._quarantine(command, foreign)
                 answer = self._once(command)
             except ResponseError as error:
-                raise refusal(error, self.address, command) or error from error
+                if not foreign_keys.is_foreign(error) or repairs == REPAIRS:
+                    raise refusal(error, self.address, command) or error from error
+                foreign, repairs = error, repairs + 1
+            except BrokerDamaged:
+                # It is a ConnectionError, too.
+                raise
             except LOST_CONNECTION as error:
                 self._raise_if_final(error)
                 if deadline - time.monotonic() <= RETRY_PAUSE_S:
@@ -190,6 +213,14 @@ class RedisConnection:
             else:
                 self._has_answered = True
                 return answer
+
+    def _quarantine(self, command: scripts.Call, error: ResponseError) -> None:
+        """Puts the foreign keys of a command out of its way. Raises BrokerDamaged when this user may not do that."""
+        for call in foreign_keys.calls(command, error):
+            try:
+                self._quarantined += log_quarantined(self._once(call))
+            except ResponseError as refused:
+                raise refusal(error, self.address, command) or error from refused
 
     def _raise_if_final(self, error: BaseException) -> None:
         refused = final(error, self.address) if self._has_answered else diagnosed(error, self.address)
@@ -203,6 +234,8 @@ class RedisConnection:
         """A lost connection becomes BrokerUnavailable, and so does a server that cannot work at present."""
         try:
             yield
+        except BrokerDamaged:
+            raise
         except ResponseError as error:
             raise refusal(error, self.address, ()) or error from error
         except LOST_CONNECTION as error:
@@ -219,18 +252,24 @@ class RedisConnection:
     def _ask(self, command: scripts.Call) -> Any:
         """One command on a pooled connection, without the layers that redis-py puts around each."""
         pool = self._pool
-        connection: Any = pool.get_connection()
         try:
-            connection.send_packed_command([pack_command(tuple(command))], check_health=False)
-            return connection.read_response()
-        except ResponseError:
+            connection: Any = pool.get_connection()
+            try:
+                connection.send_packed_command([pack_command(tuple(command))], check_health=False)
+                return connection.read_response()
+            except ResponseError:
+                raise
+            except BaseException:
+                # The answer may still come, also after an interrupt. The next command must not read it.
+                connection.disconnect()
+                raise
+            finally:
+                pool.release(connection)
+        except Exception as error:
+            if isinstance(self._pool, _ClosedPool):
+                # Closed by another thread. What redis-py raises then depends on the moment: a TypeError, for example.
+                raise closed_connection() from error
             raise
-        except BaseException:
-            # The answer may still come, also after an interrupt. The next command must not read it.
-            connection.disconnect()
-            raise
-        finally:
-            pool.release(connection)
 
     def _load(self) -> None:
         for source in scripts.SOURCES.values():
@@ -257,7 +296,7 @@ class DirectConnection:
     def ask(self, calls: Sequence[scripts.Call]) -> list[Any]:
         """The answers to several commands that are sent together. An error of Redis replaces its answer."""
         connection = self._connection
-        connection.send_packed_command([pack_command(tuple(call)) for call in calls], check_health=False)
+        connection.send_packed_command(list(packed_together(calls)), check_health=False)
         return [self._answer() for _ in calls]
 
     def _answer(self) -> Any:
@@ -271,6 +310,28 @@ class DirectConnection:
         """Close the connection."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._connection.disconnect()
+
+
+def quarantine_keys(client: redis.Redis, types: Mapping[str, str]) -> None:
+    """Quarantines foreign keys through a plain client of redis-py. types: by key of one slot, its type."""
+    plain: Any = client
+    call = foreign_keys.call_for(types)
+    try:
+        names = plain.execute_command(*call)
+    except NoScriptError:
+        plain.script_load(scripts.SOURCES["quarantine"])
+        names = plain.execute_command(*call)
+    log_quarantined(names)
+
+
+def log_quarantined(names: Sequence[bytes]) -> list[Quarantined]:
+    """What the answer of `quarantine` tells, with a line in the log for each key."""
+    found = [foreign_keys.parse_quarantined(name.decode(errors="replace")) for name in names]
+    for each in found:
+        logger.error(
+            "a key of another type was quarantined", extra={"key": each.key, "type": each.kind, "quarantine": each.name}
+        )
+    return found
 
 
 def closed_connection() -> ClientUnusable:

@@ -11,18 +11,23 @@ from penstock.registry.broker.base import (
     Delivery,
     Depth,
     Publication,
+    Quarantined,
     Replay,
     WaitingEntry,
     Withdrawal,
 )
+from penstock.registry.broker.foreign_keys import parse_quarantined
 from penstock.registry.broker.record import parse_place
 from penstock.registry.broker.redis_specs import RedisSpecs
 from penstock.registry.queues import (
     MODELS_KEY,
     WORKERS_KEY,
     Priority,
+    experiment_key,
     flow_key,
     paused_key,
+    quarantine_key,
+    ratings_key,
     record_key,
     slot_of,
     worker_key,
@@ -50,7 +55,9 @@ class RedisOperator(RedisSpecs):
 
     def committed(self, slot: str) -> int:
         """See OperatorEnd.committed."""
-        return int(self._run(["HGET", flow_key(slot), "done"]) or 0)
+        found = self._run(["HGET", flow_key(slot), "done"]) or b""
+        # Another program may have written to the field.
+        return int(found) if found.isdigit() else 0
 
     def workers(self) -> list[bytes]:
         """See FleetEnd.workers."""
@@ -69,12 +76,27 @@ class RedisOperator(RedisSpecs):
         self._run(["SADD", MODELS_KEY, slot])
         return is_active
 
+    def observations(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """See FleetEnd.observations."""
+        answer = self._run(["HGETALL", experiment_key(slot, experiment)])
+        fields = [field.decode(errors="replace") for field in answer[::2]]
+        return dict(zip(fields, answer[1::2], strict=True))
+
+    def ratings(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """See FleetEnd.ratings."""
+        answer = self._run(["HGETALL", ratings_key(slot, experiment)])
+        fields = [field.decode(errors="replace") for field in answer[::2]]
+        return dict(zip(fields, answer[1::2], strict=True))
+
     def pause(self, slot: str) -> None:
         """See OperatorEnd.pause."""
-        self._run(["SET", paused_key(slot), int(self.now_ms())])
+        # With GET, SET refuses a key of another type.
+        self._run(["SET", paused_key(slot), int(self.now_ms()), "GET"])
 
     def resume(self, slot: str) -> None:
         """See OperatorEnd.resume."""
+        # GET refuses a key of another type. It is quarantined and not deleted.
+        self._run(["GET", paused_key(slot)])
         self._run(["DEL", paused_key(slot)])
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
@@ -114,3 +136,8 @@ class RedisOperator(RedisSpecs):
     def read_dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
         """See OperatorEnd.read_dead_letter."""
         return scripts.parse_dead_letter(slot, self._run(scripts.read_dead_letter(slot, entry)))
+
+    def quarantined(self, slot: str = "") -> list[Quarantined]:
+        """See OperatorEnd.quarantined."""
+        names = self._run(["ZRANGE", quarantine_key(slot), 0, -1])
+        return [parse_quarantined(name.decode(errors="replace")) for name in names if self._run(["EXISTS", name])]

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import Announced, CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
-from penstock.registry.broker.record import parse_record
+from penstock.registry.broker.base import (
+    Announced,
+    CancelOutcome,
+    JobRecord,
+    Limits,
+    Publication,
+    Rating,
+    Receipt,
+    StreamEntry,
+)
 from penstock.registry.broker.redis_connection import RedisConnection
-from penstock.registry.queues import record_key
+from penstock.registry.broker.redis_reads import Steps, T, read_job_record, read_job_records
+from penstock.registry.errors import BrokerDamaged
 
 __all__ = ["RedisProducer"]
 
@@ -18,18 +28,30 @@ class RedisProducer(RedisConnection):
 
     def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """See ProducerEnd.publish."""
+        if (call := scripts.webhook_slot(slot, jobs)) is not None:
+            self._run(call)
         return scripts.receipts(slot, jobs, self._run(scripts.publish(slot, jobs, limits)))
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.job_records."""
-        if not job_ids:
-            return []
-        records = self._run(["MGET", *map(record_key, job_ids)])
-        return [None if record is None else parse_record(record) for record in records]
+        return self._run_steps(read_job_records(job_ids))
 
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.job_record."""
-        return scripts.parse_job_record(self._run(scripts.job_record(job_id, subscribe=subscribe)))
+        try:
+            return self._run_steps(read_job_record(job_id, subscribe=subscribe))
+        except BrokerDamaged:
+            # Another program has overwritten the record, and this user may not quarantine it. The job is lost.
+            return None
+
+    def _run_steps(self, steps: Steps[T]) -> T:
+        answer: Any = None
+        try:
+            while True:
+                answer = self._run(steps.send(answer))
+        except StopIteration as end:
+            found: T = end.value
+            return found
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
@@ -38,6 +60,10 @@ class RedisProducer(RedisConnection):
     def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""
         return bool(self._run(scripts.expire(job_id, tenant, sealed, self._result_ttl_ms)))
+
+    def rate(self, job_id: str, experiment: str, version: str, quality: float) -> Rating:
+        """See ProducerEnd.rate."""
+        return scripts.rated(self._run(scripts.rate(job_id, experiment, version, quality)))
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read."""
@@ -60,3 +86,7 @@ class RedisProducer(RedisConnection):
     def announced(self, slot: str) -> Announced:
         """See ProducerEnd.announced."""
         return scripts.parse_announced(self._run(scripts.announced(slot)))
+
+    def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See WorkerEnd.actives."""
+        return scripts.parse_actives(slots, self._run(scripts.actives(slots)))

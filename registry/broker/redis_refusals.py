@@ -1,7 +1,8 @@
 """Errors of redis-py -> errors of Penstock: what a server refuses, and why there is no connection. No I/O.
 
     final(error)      the server refuses this process, or the URL cannot work: BrokerRefused or ConfigurationError
-    refusal(error)    an error in an answer: final, or a state of the server that passes (BrokerUnavailable)
+    refusal(error)    an error in an answer: final, a state of the server that passes (BrokerUnavailable), or a key of
+                      another type (BrokerDamaged)
     lost(error)       a connection that was lost, and nothing is repeated: BrokerUnavailable
     unanswered(error) no answer within the time-out: BrokerUnavailable
 
@@ -27,10 +28,11 @@ from redis.exceptions import (
 )
 
 from penstock.registry.broker.broker_url import BrokerAddress
+from penstock.registry.broker.foreign_keys import is_foreign
 from penstock.registry.broker.redis_scripts import commands_of, keys_of, script_of
 from penstock.registry.broker.redis_tls import ServerWithoutTls
-from penstock.registry.errors import BrokerRefused, BrokerUnavailable, ConfigurationError, PenstockError
-from penstock.registry.queues import key_group
+from penstock.registry.errors import BrokerDamaged, BrokerRefused, BrokerUnavailable, ConfigurationError, PenstockError
+from penstock.registry.queues import key_group, key_type
 
 __all__ = ["final", "lost", "refusal", "speaks_tls", "unanswered"]
 
@@ -81,6 +83,8 @@ def refusal(error: ResponseError, address: BrokerAddress, call: Sequence[Any]) -
         return _bad_credentials(str(error), address)
     if word in _PASSING:
         return BrokerUnavailable(f"The broker refuses to work: {word} ({address})")
+    if is_foreign(error):
+        return _damaged(address, call)
     return final(error, address)
 
 
@@ -151,6 +155,16 @@ def _not_permitted(error: BaseException, address: BrokerAddress, call: Sequence[
     return BrokerRefused(
         f"The broker refuses to work: NOPERM ({address}). This user lacks a right: {step} {missing}. Change the user's "
         "rules on the server (compose/redis has those of each role), or the user in the URL"
+    )
+
+
+def _damaged(address: BrokerAddress, call: Sequence[Any]) -> BrokerDamaged:
+    """A foreign key stays: this user may not quarantine it, or another program writes it all the time."""
+    expected = dict.fromkeys(f"{key_group(key)} ({key_type(key)})" for key in keys_of(list(call)))
+    which = f"one of {', '.join(expected)}" if expected else "a key of this call"
+    return BrokerDamaged(
+        f"The broker's data are damaged ({address}): another program has written to a key of Penstock, and the key "
+        f"holds another type than expected: {which}. A worker or an operator quarantines it; `penstock doctor` shows it"
     )
 
 

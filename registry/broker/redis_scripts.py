@@ -23,11 +23,13 @@ from penstock.registry.broker.base import (
     DeadLetter,
     Delivery,
     Depth,
-    Event,
+    Emission,
     Held,
     JobRecord,
     Limits,
+    Position,
     Publication,
+    Rating,
     Receipt,
     Renewal,
     Replay,
@@ -38,17 +40,22 @@ from penstock.registry.broker.base import (
 )
 from penstock.registry.broker.incidents import exceeded_limit_s
 from penstock.registry.broker.limits import (
+    CALL_BYTES,
+    CLAIM_BYTES,
     DEAD_LETTERS_BYTES,
     DEAD_LETTERS_CAP,
-    EVENTS_CAP,
     MEMORY_HIGH_WATER_PCT,
+    OBSERVATIONS_TTL_MS,
     OUTLIVES_MS,
+    QUARANTINE_CAP,
     REPLY_CAP,
     REPLY_TTL_MS,
 )
-from penstock.registry.broker.record import encode_result, parse_record
+from penstock.registry.broker.record import encode_result, parse_record, record_parts
+from penstock.registry.envelope import MAX_JOB_BYTES
 from penstock.registry.queues import (
     GROUP,
+    WEBHOOKS_KEY,
     Priority,
     active_key,
     crashes_key,
@@ -59,7 +66,9 @@ from penstock.registry.queues import (
     keyrings_key,
     lane_key,
     local_record_key,
+    overdue_key,
     paused_key,
+    ratings_key,
     record_key,
     slot_of,
     spec_key,
@@ -71,19 +80,23 @@ from penstock.registry.queues import (
 __all__ = ["SOURCES", "Call", "commands_of", "keys_of", "script_of", "sha_of"]
 
 Call: TypeAlias = list[Any]
-"""The words of a command; EVALSHA is the first one of a script's call."""
+"""The words of a command; EVALSHA is the first one of a script's call. A tuple is one word in parts; see
+redis_packing.py."""
 
 _FILES: Final[dict[str, str]] = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in (resources.files("penstock.registry.broker") / "lua").iterdir()
     if path.name.endswith(".lua")
 }
-_ENDING: Final = _FILES.pop("ending")
-SOURCES: Final[dict[str, str]] = {
-    name: _ENDING + source if name in ("cancel", "dead_letter", "expire", "replay", "withdraw") else source
-    for name, source in _FILES.items()
+_WEBHOOK: Final = _FILES.pop("webhook")
+_BEGINNINGS: Final = {
+    "commit": _WEBHOOK,
+    **dict.fromkeys(("cancel", "dead_letter", "expire", "replay", "withdraw"), _WEBHOOK + _FILES.pop("ending")),
+    **dict.fromkeys([name for name in _FILES if name.startswith("breaker_")], _FILES.pop("breaker")),
 }
-"""Each script as Redis loads it. Scripts that end a single job begin with ending.lua."""
+SOURCES: Final[dict[str, str]] = {name: _BEGINNINGS.get(name, "") + source for name, source in _FILES.items()}
+"""Each script as Redis loads it. Scripts that end jobs begin with webhook.lua, those that end a single one with
+ending.lua, too; those of circuit breakers begin with breaker.lua."""
 _SHAS: Final = {
     name: hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()
 }
@@ -92,6 +105,7 @@ _COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _PRIORITIES: Final = tuple(Priority)
 _STATUSES: Final = {ord("C"): CommitStatus.COMMITTED, ord("F"): CommitStatus.FENCED, ord("G"): CommitStatus.GONE}
 _REFUSALS: Final = {b"f": "full", b"t": "tenant-full", b"m": "memory"}
+_RATINGS: Final = {b"C": Rating.COUNTED, b"R": Rating.REPEATED, b"U": Rating.UNKNOWN}
 _REPLAYS: Final = {
     b"R": Replay.REPLAYED,
     b"N": Replay.MISSING,
@@ -137,35 +151,45 @@ def _local(job_id: str) -> str:
 
 def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     """One call that accepts or refuses `jobs`."""
+    prefix, cut = local_record_key(slot, ""), len(slot) + 1
     idempotency_keys: list[str] = []
+    # What jobs have in common is named once for each kind of them. A job names the number of its kind.
+    numbers: dict[tuple[Priority, str, str, int], int] = {}
+    last_kind: tuple[Priority, str, str, int] | None = None
+    number = 0
+    kinds: list[Any] = []
+    idempotent: list[Any] = []
+    words: list[Any] = []
+    targets: list[Any] = []
+    for index, job in enumerate(jobs, 1):
+        kind = job.priority, job.tenant, job.reply, job.deadline_ms
+        if kind != last_kind:
+            if kind not in numbers:
+                numbers[kind] = len(numbers) + 1
+                kinds += (int(job.priority), job.tenant, job.reply, job.lifetime_ms(limits.job_ttl_ms))
+            last_kind, number = kind, numbers[kind]
+        words += (job.sealed, number)
+        if job.idempotency_digest:
+            idempotency_keys.append(idempotency_key(slot, job.idempotency_digest))
+            idempotent += (index, job.idempotency_digest, job.fingerprint)
+        if job.webhook:
+            targets += (index, job.webhook)
+    if len(numbers) == 1:
+        del words[1::2]
+    records = [prefix + job.job_id[cut:] for job in jobs]
     record_ttl_ms = limits.job_ttl_ms + OUTLIVES_MS
-    args: list[Any] = [
-        GROUP,
-        limits.max_depth,
-        limits.tenant_max_in_flight,
-        record_ttl_ms,
-        len(jobs),
-        MEMORY_HIGH_WATER_PCT,
-    ]
-    records: list[str] = []
+    args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, record_ttl_ms, len(jobs)]
+    args += (MEMORY_HIGH_WATER_PCT, len(numbers), len(idempotency_keys))
+    keys = [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys]
+    return _call("publish", keys, [*args, *kinds, *idempotent, *words, *targets])
+
+
+def webhook_slot(slot: str, jobs: Sequence[Publication]) -> Call | None:
+    """Tells deliverers of a slot whose jobs have webhooks, before they are published. None: no job has one."""
     for job in jobs:
-        digest = job.idempotency_digest
-        if digest:
-            idempotency_keys.append(idempotency_key(slot, digest))
-        local = _local(job.job_id)
-        records.append(local_record_key(slot, local))
-        args += (
-            int(job.priority),
-            job.sealed,
-            local,
-            job.tenant,
-            job.reply,
-            digest,
-            len(idempotency_keys) if digest else 0,
-            job.fingerprint,
-            job.lifetime_ms(limits.job_ttl_ms),
-        )
-    return _call("publish", [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys], args)
+        if job.webhook:
+            return ["SADD", WEBHOOKS_KEY, slot]
+    return None
 
 
 def receipts(slot: str, jobs: Sequence[Publication], answer: Sequence[bytes]) -> list[Receipt]:
@@ -188,7 +212,8 @@ def _receipt(slot: str, job_id: str, answer: bytes) -> Receipt:
 def claim(consumer: str, request: Claim) -> Call:
     """One call that takes jobs of one slot."""
     keys = [*stream_keys(request.slot), paused_key(request.slot), active_key(request.slot)]
-    return _call("claim", keys, [GROUP, consumer, request.credit, request.reserve, request.ageing_ms])
+    args = [GROUP, consumer, request.credit, request.reserve, request.ageing_ms, request.credit_bytes]
+    return _call("claim", keys, [*args, CLAIM_BYTES, MAX_JOB_BYTES, request.expected_bytes])
 
 
 def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, bool, list[Delivery]]:
@@ -196,7 +221,13 @@ def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, bool, list[Deliver
     deliveries: list[Delivery] = []
     active = answer[3] or b""
     for index in range(4, len(answer), 2):
-        deliveries += _deliveries(slot, _PRIORITIES[answer[index] - 1], answer[index + 1], active)
+        priority, jobs = _PRIORITIES[answer[index] - 1], iter(answer[index + 1])
+        deliveries += [
+            Delivery(slot, priority, entry_id, sealed, 1, 0, 0, active)
+            if isinstance(sealed, bytes)
+            else _unusual(slot, priority, entry_id, sealed, active)
+            for entry_id, sealed in zip(jobs, jobs, strict=True)
+        ]
     return int(answer[0]) * 1000 + int(answer[1]) / 1000, answer[2] == 1, deliveries
 
 
@@ -249,6 +280,11 @@ def actives(slots: Sequence[str]) -> Call:
     return ["MGET", *map(active_key, slots)]
 
 
+def parse_actives(slots: Sequence[str], answer: Sequence[bytes | None]) -> dict[str, bytes]:
+    """Parses the answer of `actives`."""
+    return {slot: record or b"" for slot, record in zip(slots, answer, strict=True)}
+
+
 def armed_deliveries(
     slots: Sequence[str], answer: Sequence[Any] | None, actives: Sequence[bytes | None]
 ) -> list[Delivery]:
@@ -266,47 +302,49 @@ def armed_deliveries(
 
 def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: int) -> Call:
     """One call that commits jobs of one slot."""
-    reply_index: dict[str, int] = {"": 0}
+    prefix, cut = local_record_key(slot, ""), len(slot) + 1
     idempotency_keys: list[str] = []
-    records: list[str] = []
-    spans: list[list[bytes]] = [[], [], [], []]
-    jobs: list[Any] = []
-    for commit in commits:
-        digest, priority = commit.idempotency_digest, int(commit.priority)
-        if digest:
-            idempotency_keys.append(idempotency_key(slot, digest))
-        spans[priority].append(commit.entry_id)
-        local = _local(commit.job_id)
-        records.append(local_record_key(slot, local))
-        jobs += (
-            priority,
-            commit.entry_id,
-            local,
-            encode_result(commit.state, commit.sealed),
-            commit.tenant,
-            reply_index.setdefault(commit.reply, len(reply_index)),
-            len(idempotency_keys) if digest else 0,
-        )
-    del reply_index[""]
+    reply_index: dict[str, int] = {}
+    # Kinds of jobs, as in `publish`.
+    numbers: dict[tuple[Priority, str, str], int] = {}
+    last_kind: tuple[Priority, str, str] | None = None
+    number = 0
+    kinds: list[Any] = []
+    entry_ids: tuple[list[bytes], ...] = ([], [], [], [])
+    idempotent: list[int] = []
+    words: list[Any] = []
+    for index, commit in enumerate(commits, 1):
+        kind = commit.priority, commit.tenant, commit.reply
+        if kind != last_kind:
+            if kind not in numbers:
+                numbers[kind] = len(numbers) + 1
+                reply = reply_index.setdefault(commit.reply, len(reply_index) + 1) if commit.reply else 0
+                kinds += (int(commit.priority), commit.tenant, reply)
+            last_kind, number = kind, numbers[kind]
+        entry_ids[commit.priority].append(commit.entry_id)
+        words += (commit.entry_id, record_parts(commit.state, commit.sealed), number)
+        if commit.idempotency_digest:
+            idempotency_keys.append(idempotency_key(slot, commit.idempotency_digest))
+            idempotent.append(index)
+    if len(numbers) == 1:
+        del words[2::3]
+    records = [prefix + commit.job_id[cut:] for commit in commits]
     args: list[Any] = [GROUP, consumer, result_ttl_ms, REPLY_TTL_MS, len(reply_index), len(commits)]
-    for span in spans:
-        args += _span(span)
+    args += (len(numbers), len(idempotency_keys))
+    for span in map(_span, entry_ids):
+        args += span
     lane = lane_key(slot)
     args += [0 if reply == lane else REPLY_CAP for reply in reply_index]
     keys = [flow_key(slot), *stream_keys(slot), *reply_index, *records, *idempotency_keys]
-    return _call("commit", keys, args + jobs)
+    return _call("commit", keys, [*args, *kinds, *idempotent, *words])
 
 
 def _span(entry_ids: list[bytes]) -> tuple[bytes, bytes]:
+    """Two incomplete ids between which all of these are: the ms of the first one and of the last one."""
     if not entry_ids:
         return b"", b""
-    ordered = sorted(entry_ids, key=_entry_order) if len(entry_ids) > 1 else entry_ids
-    return ordered[0], ordered[-1]
-
-
-def _entry_order(entry_id: bytes) -> tuple[bytes, int, bytes]:
-    # While milliseconds have 13 digits, this orders ids as numbers do, without parsing them.
-    return entry_id[:13], len(entry_id), entry_id
+    # While milliseconds have 13 digits, bytes are ordered as the numbers are.
+    return min(entry_ids).partition(b"-")[0], max(entry_ids).partition(b"-")[0]
 
 
 def statuses(answer: bytes) -> list[CommitStatus]:
@@ -356,9 +394,13 @@ def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float
     return _call("take_over", keys, [GROUP, consumer, lease_ms, count, int(now_ms)])
 
 
-def announce(slot: str, spec: bytes) -> Call:
-    """One call that publishes the active version's spec, unless a version was promoted."""
-    return _call("announce", [active_key(slot), spec_key(slot)], [spec])
+def announce(slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces: bool) -> Call:
+    """One call that publishes the active version's spec, unless a version was promoted, and specs by version.
+
+    replaces: False fills in what is missing.
+    """
+    pairs = [word for version in versions.items() for word in version]
+    return _call("announce", [active_key(slot), spec_key(slot), specs_key(slot)], [int(replaces), spec, *pairs])
 
 
 def activate(slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> Call:
@@ -384,6 +426,11 @@ def _with_incidents(delivery: Delivery, incidents: Sequence[bytes]) -> Delivery:
     return structs.replace(delivery, crashes=len(incidents), exceeded_s=exceeded_s)
 
 
+def quarantine(quarantine: str, types: Mapping[str, str]) -> Call:
+    """One call that quarantines foreign keys. types: by key, its type; empty: quarantine it, whatever it holds."""
+    return _call("quarantine", [quarantine, *types], [QUARANTINE_CAP, *types.values()])
+
+
 def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call:
     """One call that counts a crash for jobs of one slot."""
     args: list[Any] = [GROUP, incident, ttl_ms, len(jobs)]
@@ -393,12 +440,19 @@ def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call
     return _call("suspect", [*stream_keys(slot), *marks], args)
 
 
-def emit(consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, after: int) -> Call:
-    """One call that appends events of one running job."""
-    args: list[Any] = [GROUP, consumer, held.entry_id, after, ttl_ms, EVENTS_CAP]
-    for event in events:
-        args += (event.type, event.sealed)
-    return _call("emit", [stream_key(held.slot, held.priority), record_key(held.job_id)], args)
+def emit(consumer: str, emissions: Sequence[Emission], ttl_ms: int, max_bytes: int) -> Call:
+    """One call that appends events of running jobs of one slot."""
+    args: list[Any] = [GROUP, consumer, ttl_ms, max_bytes]
+    keys: list[str] = []
+    for held, attempt, sealed, count, after, keep_from in emissions:
+        keys += (stream_key(held.slot, held.priority), record_key(held.job_id))
+        args += (held.entry_id, attempt, after.seq, after.size, count, keep_from, sealed)
+    return _call("emit", keys, args)
+
+
+def positions(answer: Sequence[int]) -> list[Position]:
+    """Parses the answer of `emit`."""
+    return [Position(*pair) for pair in zip(answer[::2], answer[1::2], strict=True)]
 
 
 def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
@@ -412,7 +466,18 @@ def expire(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
     """One call that ends a job whose time has passed. It answers 1 when it ended the job."""
     slot = slot_of(job_id)
     args = [GROUP, tenant, *_ending(job_id, State.EXPIRED, sealed, result_ttl_ms)]
-    return _call("expire", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
+    return _call("expire", [flow_key(slot), *stream_keys(slot), record_key(job_id), overdue_key(job_id)], args)
+
+
+def rate(job_id: str, experiment: str, version: str, quality: float) -> Call:
+    """One call that counts the quality of an ended job."""
+    keys = [record_key(job_id), ratings_key(slot_of(job_id), experiment)]
+    return _call("rate", keys, [version, repr(float(quality)), OBSERVATIONS_TTL_MS])
+
+
+def rated(answer: bytes) -> Rating:
+    """Parses the answer of `rate`."""
+    return _RATINGS[answer]
 
 
 def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tuple[Any, ...]:
@@ -423,22 +488,33 @@ def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tup
 
 def cancelled(answer: bytes) -> CancelOutcome | JobRecord:
     """Parses the answer of `cancel`. A record is longer than a letter."""
-    return _CANCELS[answer] if len(answer) == 1 else parse_record(answer)
+    return _CANCELS.get(answer) or parse_record(answer) or CancelOutcome.UNKNOWN
 
 
 def job_record(job_id: str, *, subscribe: bool) -> Call:
     """One call that reads a job's record."""
-    return _call("job_record", [*stream_keys(slot_of(job_id)), record_key(job_id)], [GROUP, int(subscribe)])
+    keys = [*stream_keys(slot_of(job_id)), record_key(job_id)]
+    return _call("job_record", keys, [GROUP, int(subscribe), CALL_BYTES])
+
+
+def is_cut(answer: Sequence[Any] | None) -> bool:
+    """Whether the answer of `job_record` is the first piece of a large record, and its size."""
+    return answer is not None and len(answer) == 2
+
+
+def job_records(job_ids: Sequence[str]) -> Call:
+    """One call that reads records of one slot; see job_records.lua for its answer."""
+    return _call("job_records", [record_key(job_id) for job_id in job_ids], [CALL_BYTES])
 
 
 def parse_job_record(answer: Sequence[Any] | None) -> JobRecord | None:
     """Parses the answer of `job_record`."""
     if answer is None:
         return None
-    record, consumer, deliveries, *left_ms = answer
-    holder = consumer.decode()
-    return structs.replace(
-        parse_record(record),
+    found, consumer, deliveries, *left_ms = answer
+    record, holder = parse_record(found), consumer.decode()
+    return record and structs.replace(
+        record,
         is_claimed=bool(holder),
         deliveries=deliveries,
         holder=holder,
@@ -510,7 +586,7 @@ def replay(slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_accep
     if job.idempotency_digest:
         keys.append(idempotency_key(slot, job.idempotency_digest))
     args: list[Any] = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.idempotency_digest]
-    args += (job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance), job.lifetime_ms(job_ttl_ms))
+    args += (job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance), job.lifetime_ms(job_ttl_ms), job.webhook)
     return _call("replay", keys, args)
 
 

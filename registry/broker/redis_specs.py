@@ -21,10 +21,12 @@ class RedisSpecs(RedisConnection):
 
     def put_spec(self, slot: str, spec: bytes, version: str = "") -> None:
         """See WorkerEnd.put_spec."""
-        self._run(["HSET", specs_key(slot), version, spec] if version else scripts.announce(slot, spec))
+        if version:
+            self._run(["HSET", specs_key(slot), version, spec])
+        else:
+            self._run(scripts.announce(slot, spec, {}, replaces=True))
         self._run(["SADD", MODELS_KEY, slot])
 
     def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
         """See WorkerEnd.actives."""
-        found = self._run(scripts.actives(slots))
-        return {slot: record or b"" for slot, record in zip(slots, found, strict=True)}
+        return scripts.parse_actives(slots, self._run(scripts.actives(slots)))

@@ -9,21 +9,46 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self
 
 import redis
-from hiredis import pack_command
 from redis.exceptions import NoScriptError, ResponseError
 
+from penstock.registry.broker import foreign_keys
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.base import Claim, Commit, CommitStatus, Delivery, Event, Held, Renewal
+from penstock.registry.broker.base import (
+    Claim,
+    Commit,
+    CommitStatus,
+    Delivery,
+    Emission,
+    Held,
+    Position,
+    Quarantined,
+    Renewal,
+)
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
-from penstock.registry.broker.limits import DEAD_LETTERS_BYTES
-from penstock.registry.broker.redis_connection import DirectConnection, is_no_group, open_redis
+from penstock.registry.broker.limits import CALL_BYTES, DEAD_LETTERS_BYTES
+from penstock.registry.broker.redis_connection import (
+    REPAIRS,
+    DirectConnection,
+    is_no_group,
+    log_quarantined,
+    open_redis,
+)
+from penstock.registry.broker.redis_packing import packed_together
 from penstock.registry.broker.redis_specs import RedisSpecs
 from penstock.registry.errors import BrokerUnavailable
-from penstock.registry.queues import GROUP, WORKERS_KEY, paused_key, stream_keys, worker_key
+from penstock.registry.queues import (
+    GROUP,
+    MODELS_KEY,
+    WORKERS_KEY,
+    experiment_key,
+    paused_key,
+    stream_keys,
+    worker_key,
+)
 
 __all__ = ["RedisWorker"]
 
@@ -46,6 +71,7 @@ class RedisWorker(RedisSpecs):
         super().__init__(client, address, timeout_s=timeout_s, result_ttl_ms=result_ttl_ms)
         self._dead_letters_bytes = dead_letters_bytes
         self._paused: frozenset[str] = frozenset()
+        self._last_report = b""
         self._exchanging: DirectConnection | None = None
         self._armed: _ArmedClaim | None = None
 
@@ -84,11 +110,8 @@ class RedisWorker(RedisSpecs):
         by_slot: defaultdict[str, list[int]] = defaultdict(list)
         for index, commit in enumerate(commits):
             by_slot[commit.slot].append(index)
-        chunks = [
-            (slot, indices[start : start + _JOBS_PER_CALL])
-            for slot, indices in by_slot.items()
-            for start in range(0, len(indices), _JOBS_PER_CALL)
-        ]
+        sizes = [len(commit.sealed) for commit in commits]
+        chunks = [(slot, chunk) for slot, indices in by_slot.items() for chunk in _chunks(indices, sizes)]
         calls = [
             scripts.commit(consumer, slot, [commits[index] for index in indices], result_ttl_ms)
             for slot, indices in chunks
@@ -96,11 +119,8 @@ class RedisWorker(RedisSpecs):
         calls += [scripts.claim(consumer, claim) for claim in claims]
         begun = time.monotonic()
         answers = self._run_all(calls)
-        if refused := [index for index, answer in enumerate(answers) if isinstance(answer, ResponseError)]:
-            # The broker was emptied: the jobs of these commits are no longer ours.
-            self.prepare([*by_slot, *(claim.slot for claim in claims)])
-            for index, answer in zip(refused, self._run_all([calls[index] for index in refused]), strict=True):
-                answers[index] = answer
+        if any(isinstance(answer, ResponseError) for answer in answers):
+            self._repeat_refused(calls, answers, [*by_slot, *(claim.slot for claim in claims)])
         statuses: list[CommitStatus] = [CommitStatus.FENCED] * len(commits)
         for (_, indices), answer in zip(chunks, answers, strict=False):
             for index, status in zip(indices, scripts.statuses(answer), strict=True):
@@ -132,8 +152,9 @@ class RedisWorker(RedisSpecs):
             try:
                 return armed.receive() if armed.is_outstanding else []
             except ResponseError as error:
-                if not is_no_group(error):
+                if not _is_repairable(error):
                     raise
+        # Quarantines foreign keys, and makes what is missing.
         self.prepare(armed.slots)
         return []
 
@@ -153,7 +174,8 @@ class RedisWorker(RedisSpecs):
 
     def paused(self, slots: Sequence[str]) -> frozenset[str]:
         """See WorkerEnd.paused."""
-        self._paused = frozenset(slot for slot in slots if self._run(["EXISTS", paused_key(slot)]))
+        # GET refuses a key of another type, which is no pause.
+        self._paused = frozenset(slot for slot in slots if self._run(["GET", paused_key(slot)]) is not None)
         return self._paused
 
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
@@ -173,7 +195,10 @@ class RedisWorker(RedisSpecs):
     def _taken_over(self, slot: str, call: Callable[[], scripts.Call]) -> list[Delivery]:
         with self._translated():
             # Not repeated: a delayed call must not look like a new one.
-            answer = _tolerating_no_group(lambda: self._once(call()))
+            command = call()
+            answer = _tolerating_repairable(lambda: self._once(command))
+            if foreign_keys.is_foreign(answer):
+                self._quarantine(command, answer)
         if isinstance(answer, ResponseError):
             self.prepare([slot])
             return []
@@ -196,9 +221,21 @@ class RedisWorker(RedisSpecs):
         for start in range(0, len(jobs), _JOBS_PER_CALL):
             self._run(scripts.suspect(slot, jobs[start : start + _JOBS_PER_CALL], incident, ttl_ms))
 
-    def emit(self, consumer: str, held: Held, events: Sequence[Event], ttl_ms: int, *, after: int) -> int:
+    def emit(self, consumer: str, emissions: Sequence[Emission], ttl_ms: int, *, max_bytes: int) -> list[Position]:
         """See WorkerEnd.emit."""
-        return int(self._run(scripts.emit(consumer, held, events, ttl_ms, after)))
+        if len(emissions) == 1:
+            # A lone token must not wait for the sorting of one job.
+            return scripts.positions(self._run(scripts.emit(consumer, emissions, ttl_ms, max_bytes)))
+        found: dict[str, Position] = {}
+        by_slot: defaultdict[str, list[Emission]] = defaultdict(list)
+        for emission in emissions:
+            by_slot[emission.held.slot].append(emission)
+        for of_slot in by_slot.values():
+            for start in range(0, len(of_slot), _JOBS_PER_CALL):
+                part = of_slot[start : start + _JOBS_PER_CALL]
+                positions = scripts.positions(self._run(scripts.emit(consumer, part, ttl_ms, max_bytes)))
+                found.update(zip((each.held.job_id for each in part), positions, strict=True))
+        return [found[emission.held.job_id] for emission in emissions]
 
     def dead_letter(
         self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
@@ -207,18 +244,44 @@ class RedisWorker(RedisSpecs):
         ttl_ms, most_bytes = self._result_ttl_ms, self._dead_letters_bytes
         return bool(self._run(scripts.dead_letter(consumer, delivery, reason, job_id, sealed, ttl_ms, most_bytes)))
 
-    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
+    def announce(self, slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces: bool) -> None:
+        """See WorkerEnd.announce."""
+        self._run(scripts.announce(slot, spec, versions, replaces=replaces))
+        self._run(["SADD", MODELS_KEY, slot])
+
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> bool:
         """See WorkerEnd.report."""
+        # GET also refuses a key of another type.
         if report:
-            self._run(["SET", worker_key(worker), report, "PX", ttl_ms])
+            known = self._run(["SET", worker_key(worker), report, "PX", ttl_ms, "GET"])
             self._run(["ZADD", WORKERS_KEY, self.now_ms(), worker])
         else:
+            known = self._run(["GET", worker_key(worker)])
             self._run(["DEL", worker_key(worker)])
             self._run(["ZREM", WORKERS_KEY, worker])
+        # The new report: the answer to a first SET was lost, and the command was repeated.
+        has_last = known is not None and known in (self._last_report, report)
+        self._last_report = report
+        return has_last
 
     def report_keys(self, slot: str, report: bytes, ttl_ms: int, *, is_live: bool = True) -> None:
         """See WorkerEnd.report_keys."""
         self._run(scripts.report_keys(slot, report, ttl_ms, is_live=is_live))
+
+    def observe(self, slot: str, experiment: str, field: str, figures: bytes, ttl_ms: int) -> None:
+        """See WorkerEnd.observe."""
+        key = experiment_key(slot, experiment)
+        self._run(["HSET", key, field, figures])
+        self._run(["PEXPIRE", key, ttl_ms])
+
+    def quarantine(self, slots: Sequence[str]) -> None:
+        """See WorkerEnd.quarantine."""
+        for call in foreign_keys.sweep(slots):
+            self._quarantined += log_quarantined(self._run(call))
+
+    def take_quarantined(self) -> list[Quarantined]:
+        """See WorkerEnd.take_quarantined."""
+        return [self._quarantined.popleft() for _ in range(len(self._quarantined))]
 
     def close(self) -> None:
         """See Broker.close."""
@@ -244,10 +307,27 @@ class RedisWorker(RedisSpecs):
             self.drop_armed()
             raise
 
+    def _repeat_refused(self, calls: Sequence[scripts.Call], answers: list[Any], slots: Sequence[str]) -> None:
+        """Repeats the calls that met a foreign key or a missing group, once these are mended. Fills in `answers`."""
+        for _ in range(REPAIRS):
+            refused = [index for index, answer in enumerate(answers) if isinstance(answer, ResponseError)]
+            with self._translated():
+                for index in refused:
+                    if foreign_keys.is_foreign(answers[index]):
+                        self._quarantine(calls[index], answers[index])
+            # If the broker was emptied, the jobs of these commits are no longer ours.
+            self.prepare(slots)
+            for index, answer in zip(refused, self._run_all([calls[index] for index in refused]), strict=True):
+                answers[index] = answer
+            if not any(isinstance(answer, ResponseError) for answer in answers):
+                return
+        with self._translated():
+            raise next(answer for answer in answers if isinstance(answer, ResponseError))
+
     def _run_all(self, calls: Sequence[scripts.Call]) -> list[Any]:
         """Several calls in one round trip, not repeated: the worker repeats the whole step.
 
-        The error of a missing consumer group stands in its call's place; other errors are raised.
+        The error of a missing consumer group or of a foreign key stands in its call's place; other errors are raised.
         """
         try:
             with self._translated():
@@ -262,7 +342,7 @@ class RedisWorker(RedisSpecs):
                     ):
                         answers[index] = answer
                 for answer in answers:
-                    if isinstance(answer, ResponseError) and not is_no_group(answer):
+                    if isinstance(answer, ResponseError) and not _is_repairable(answer):
                         raise answer
                 return answers
         except BrokerUnavailable:
@@ -294,7 +374,7 @@ class _ArmedClaim(DirectConnection):
         self.is_outstanding = True
         # Redis runs the second command when the blocking one has ended: it reads the versions at that moment.
         commands = (scripts.armed(consumer, slots, count, block_ms), scripts.actives(slots))
-        self._connection.send_packed_command([pack_command(tuple(each)) for each in commands], check_health=False)
+        self._connection.send_packed_command(list(packed_together(commands)), check_health=False)
 
     def receive(self) -> list[Delivery]:
         self.is_outstanding = False
@@ -303,6 +383,17 @@ class _ArmedClaim(DirectConnection):
             if isinstance(answer, ResponseError):
                 raise answer
         return scripts.armed_deliveries(self.slots, entries, actives)
+
+
+def _chunks(indices: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The commits of one slot, cut so that no call holds the server for long; a commit is never cut."""
+    start = nbytes = 0
+    for at, index in enumerate(indices):
+        nbytes += sizes[index]
+        if at > start and (nbytes > CALL_BYTES or at - start == _JOBS_PER_CALL):
+            yield indices[start:at]
+            start, nbytes = at, sizes[index]
+    yield indices[start:]
 
 
 def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
@@ -314,11 +405,16 @@ def _by_slot(held: Sequence[Held]) -> Iterable[tuple[str, list[Held]]]:
             yield slot, jobs[start : start + _JOBS_PER_CALL]
 
 
-def _tolerating_no_group(step: Callable[[], Any]) -> Any:
-    """The answer of the step; or its error, if the consumer group is missing."""
+def _is_repairable(error: ResponseError) -> bool:
+    """Whether the consumer group is missing, or a key is foreign."""
+    return is_no_group(error) or foreign_keys.is_foreign(error)
+
+
+def _tolerating_repairable(step: Callable[[], Any]) -> Any:
+    """The answer of the step, or its error, if that is repairable."""
     try:
         return step()
     except ResponseError as error:
-        if not is_no_group(error):
+        if not _is_repairable(error):
             raise
         return error

@@ -32,10 +32,12 @@ def publication(
     idempotency_digest: str = "",
     fingerprint: str = "",
     deadline_ms: int = 0,
+    webhook: str = "",
 ) -> Publication:
     """A job with an id of its own."""
     job_id = job_id or new_job_id(slot)
-    return Publication(job_id, priority, job_id.encode(), tenant, reply, idempotency_digest, fingerprint, deadline_ms)
+    sealed = job_id.encode()
+    return Publication(job_id, priority, sealed, tenant, reply, idempotency_digest, fingerprint, deadline_ms, webhook)
 
 
 def publish(

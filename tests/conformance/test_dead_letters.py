@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.registry.broker.base import Broker, CommitStatus, Event, JobRecord, Limits, Publication, Replay, State
+from penstock.registry.broker.base import (
+    Broker,
+    CommitStatus,
+    Emission,
+    JobRecord,
+    Limits,
+    Position,
+    Publication,
+    Replay,
+    State,
+)
 from penstock.registry.queues import Priority, reply_key, stream_key
 from tests.conformance.conftest import DEAD_LETTERS_BYTES, Brokerage, OnRedis
 from tests.conformance.jobs import (
@@ -139,7 +149,7 @@ def test_replay_forgets_crashes_and_events(brokerage: Brokerage, broker: Broker,
     """It is a fresh start: no crash counts, and who subscribes now does not read of the earlier end."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w1", slot)
-    broker.emit("w1", held(delivery), [Event("chunk", b"1")], TTL_MS, after=0)
+    broker.emit("w1", [Emission(held(delivery), "first", b"1")], TTL_MS, max_bytes=1000)
     broker.suspect(slot, [held(delivery)], "w1:boot1", TTL_MS)
     assert broker.dead_letter("w1", delivery, "poison", job_id=job_id, sealed=b"dead")
     (letter,) = broker.dead_letters(slot)
@@ -150,7 +160,8 @@ def test_replay_forgets_crashes_and_events(brokerage: Brokerage, broker: Broker,
     brokerage.elapse(LEASE_MS + 10)
     (again,) = broker.take_over("w3", slot, LEASE_MS, 8)
     assert (again.sealed, again.attempt, again.crashes) == (delivery.sealed, 2, 0)
-    assert broker.emit("w3", held(again), [Event("chunk", b"2")], TTL_MS, after=0) == 3
+    emission = Emission(held(again), "second", b"2")
+    assert broker.emit("w3", [emission], TTL_MS, max_bytes=1000) == [Position(3, 1)]
 
 
 def test_replay_outlives_the_result(brokerage: Brokerage, broker: Broker, slot: str):

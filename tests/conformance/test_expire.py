@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.registry.broker.base import Broker, CommitStatus, JobRecord, Limits, Renewal, Replay, State, Withdrawal
+from penstock.registry.broker.base import (
+    Broker,
+    CommitStatus,
+    Delivery,
+    JobRecord,
+    Limits,
+    Renewal,
+    Replay,
+    State,
+    Withdrawal,
+)
 from penstock.registry.queues import events_key, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
@@ -85,18 +95,77 @@ def test_held_job_is_left_to_its_worker(brokerage: Brokerage, broker: Broker, sl
     assert broker.job_record(job_id) == JobRecord(State.COMPLETED, "", b"done")
 
 
-def test_job_of_a_dead_worker_expires_after_two_leases(brokerage: Brokerage, broker: Broker, slot: str):
-    """Workers tell their lease; one that has not renewed for twice its length no longer holds the job."""
+def _held_and_lapsed(brokerage: Brokerage, broker: Broker, slot: str, *, for_ms: float) -> tuple[str, Delivery]:
+    """An overdue job, and the delivery of a worker that has not renewed its lease for so long."""
+    broker.prepare([slot])
+    # A worker that looks for jobs tells the length of its leases.
+    broker.take_over("other", slot, LEASE_MS, 8)
     (job_id,) = urgent(broker, slot)
     (delivery,) = claim(broker, "dead", slot)
-    broker.take_over("other", slot, LEASE_MS, 8)
+    brokerage.elapse(for_ms)
+    return job_id, delivery
+
+
+def _ask(brokerage: Brokerage, broker: Broker, job_id: str, times: int, *, every_ms: float) -> list[bool]:
+    """What `times` calls answered, each after a pause."""
+    answers = []
+    for _ in range(times):
+        brokerage.elapse(every_ms)
+        answers.append(broker.expire(job_id, "acme", b"expired"))
+    return answers
+
+
+def test_job_of_a_dead_worker_expires_after_a_lease_of_calls(brokerage: Brokerage, broker: Broker, slot: str):
+    """The first call finds the lease lapsed. When calls have come for another lease, no worker holds the job."""
+    job_id, delivery = _held_and_lapsed(brokerage, broker, slot, for_ms=LEASE_MS + 10)
     assert not broker.expire(job_id, "acme", b"expired")
-    brokerage.elapse(2 * LEASE_MS + 50)
-    assert broker.expire(job_id, "acme", b"expired")
+    assert _ask(brokerage, broker, job_id, 4, every_ms=LEASE_MS / 4 + 1) == [False, False, False, True]
     assert settle(broker, "dead", commit_of(delivery, b"late")) == [CommitStatus.FENCED]
     assert broker.renew("dead", [held(delivery)]) == Renewal(frozenset({held(delivery)}), frozenset())
     assert broker.take_over("other", slot, 0, 8) == []
     assert broker.job_record(job_id) == EXPIRED
+
+
+@pytest.mark.parametrize("pauses", [1, 2])
+def test_pause_of_the_broker_leaves_a_living_worker_its_job(
+    brokerage: Brokerage, broker: Broker, slot: str, pauses: int
+):
+    """However long the broker was paused, clients whose calls come before the renewal do not end the job."""
+    job_id, delivery = _held_and_lapsed(brokerage, broker, slot, for_ms=0)
+    for _ in range(pauses):
+        brokerage.elapse(8 * LEASE_MS)
+        assert not any(broker.expire(job_id, "acme", b"expired") for _ in range(2))
+    assert broker.renew("dead", [held(delivery)]).lost == frozenset()
+    assert not broker.expire(job_id, "acme", b"expired")
+    assert settle(broker, "dead", commit_of(delivery, b"done")) == [CommitStatus.COMMITTED]
+
+
+def test_long_gap_between_calls_counts_a_quarter_of_a_lease(brokerage: Brokerage, broker: Broker, slot: str):
+    """Clients that ask seldom end the job, too: a call counts something, however long the gap before it was."""
+    job_id, _ = _held_and_lapsed(brokerage, broker, slot, for_ms=8 * LEASE_MS)
+    assert not broker.expire(job_id, "acme", b"expired")
+    assert _ask(brokerage, broker, job_id, 4, every_ms=3 * LEASE_MS) == [False, False, False, True]
+
+
+def test_renewal_begins_the_count_anew(brokerage: Brokerage, broker: Broker, slot: str):
+    """What was counted before the worker was heard of again does not shorten its next lease."""
+    job_id, delivery = _held_and_lapsed(brokerage, broker, slot, for_ms=LEASE_MS + 10)
+    every_ms = LEASE_MS / 4 + 1
+    assert _ask(brokerage, broker, job_id, 4, every_ms=every_ms) == [False] * 4
+    broker.renew("dead", [held(delivery)])
+    brokerage.elapse(LEASE_MS + 10)
+    assert _ask(brokerage, broker, job_id, 5, every_ms=every_ms) == [False, False, False, False, True]
+
+
+def test_next_holder_begins_the_count_anew(brokerage: Brokerage, broker: Broker, slot: str):
+    """A worker that takes the job over holds it for a lease of its own."""
+    job_id, _ = _held_and_lapsed(brokerage, broker, slot, for_ms=LEASE_MS + 10)
+    every_ms = LEASE_MS / 4 + 1
+    assert _ask(brokerage, broker, job_id, 4, every_ms=every_ms) == [False] * 4
+    (again,) = broker.take_over("other", slot, LEASE_MS, 8)
+    brokerage.elapse(LEASE_MS + 10)
+    assert _ask(brokerage, broker, job_id, 3, every_ms=every_ms) == [False] * 3
+    assert settle(broker, "other", commit_of(again, b"done")) == [CommitStatus.COMMITTED]
 
 
 @pytest.mark.parametrize("version", ["", "2"])

@@ -52,6 +52,7 @@ def test_publishing_stops_before_memory_ends(redis_brokerage: OnRedis, broker: B
         (again,) = broker.publish(slot, [job], ROOMY)
         assert (again.outcome, again.job_id) == ("known", job.job_id)
         assert queued(broker, slot) == 1
+    redis_brokerage.let_time_run()
     wait_until(lambda: _outcome(broker, slot) == "accepted", 2, "jobs are accepted again")
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from binascii import crc_hqx
+from contextlib import closing
 
 import pytest
 
 from penstock.registry.broker import redis_scripts
-from penstock.registry.broker.base import Claim, Event, Withdrawal
+from penstock.registry.broker.base import Claim, Emission, Withdrawal
+from penstock.registry.broker.breakers import BreakerLimits, breaker_name
+from penstock.registry.broker.redis_breakers import RedisBreakers
+from penstock.registry.broker.redis_shadow import RedisShadow, Settled
 from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import ROOMY, TTL_MS, claim, commit_of, held, ids, publication, settle
+from tests.workers.shadow.pairs import order_of
 
 CLUSTER_SLOTS = 16384
 _KEY_IN_SCRIPT = re.compile(r"\S*\{[^}]+\}\S*")
@@ -29,6 +34,31 @@ def test_cluster_slot_follows_the_specification():
     assert cluster_slot("infer.{minilm}.high") == cluster_slot("{minilm}:flow") == cluster_slot("minilm")
 
 
+def call_breakers(url: str, model: str) -> None:
+    """Every script of circuit breakers."""
+    limits, name = BreakerLimits(), breaker_name(model, "1", "compiled")
+    with closing(RedisBreakers.from_url(url)) as breakers:
+        breakers.breakers(model)
+        breakers.fail_breaker(name, "a reason", "f", limits)
+        breakers.force_open_breaker(name, "a reason", "o", limits)
+        breakers.probe_breaker(name, "p", limits)
+        breakers.pass_breaker(name, "p")
+        breakers.reset_breaker(name)
+
+
+def call_shadow(url: str, model: str) -> None:
+    """Every script of the shadow queue."""
+    order = order_of(model)
+    with closing(RedisShadow.from_url(url)) as shadow:
+        # A sealed order has braces, as keys do.
+        shadow.start(order, b"record")
+        shadow.mirror(order, [b"a pair"])
+        (taken,) = shadow.take(model, order.id, "a", 1, most_bytes=1000, lease_ms=TTL_MS) or []
+        shadow.settle(model, order.id, [Settled(taken.entry_id, len(taken.sealed), "pass")])
+        shadow.end(model, order.id, "a reason")
+        shadow.stop(model)
+
+
 @pytest.mark.parametrize("name", ["minilm", "a.b_c-3", "7"])
 def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, slot: str, name: str):
     """Declared or derived, every key of a script's commands carries the tag of its model."""
@@ -37,15 +67,22 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
     broker.prepare([model])
     with redis_brokerage.server.monitor() as commands:
         jobs = [
-            publication(model, reply=reply_key(model, "me"), idempotency_digest=f"k{n}", fingerprint="p")
+            publication(
+                model,
+                reply=reply_key(model, "me"),
+                idempotency_digest=f"k{n}",
+                fingerprint="p",
+                webhook="https://example.com/",
+            )
             for n in range(4)
         ]
         broker.publish(model, jobs, ROOMY)
         broker.job_record(jobs[0].job_id, subscribe=True)
+        broker.job_records([job.job_id for job in jobs])
         broker.cancel(jobs[0].job_id, "acme", b"")
         broker.expire(jobs[1].job_id, "acme", b"")
         first, second, third = claim(broker, "w", model)
-        broker.emit("w", held(first), [Event("chunk", b"")], TTL_MS, after=0)
+        broker.emit("w", [Emission(held(first), "run", b"")], TTL_MS, max_bytes=1000)
         broker.renew("w", [held(first), held(second)])
         broker.release("w", [held(second)])
         assert ids(broker.take_over("w2", model, 1000, 8)) == [jobs[2].job_id]
@@ -62,10 +99,19 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.paused([model])
         broker.resume(model)
         settle(broker, "w", commit_of(first, reply=reply_key(model, "me"), idempotency_digest="k1"))
+        broker.rate(held(first).job_id, "e", "1", 0.5)
+        webhook, *_ = broker.take_webhooks(model, 8, TTL_MS)
+        broker.give_up_webhook(webhook, "gone")
+        broker.list_webhooks(model, dead=True)
+        broker.count_webhooks(model)
+        broker.replay_webhook(model, webhook.id)
         broker.depths(model)
         broker.put_spec(model, b"{}")
+        broker.quarantine([model])
         broker.report_keys(model, b"[]", TTL_MS)
         broker.activate(model, 1, b"record", "1", b"{}")
+        call_breakers(redis_brokerage.server.url, model)
+        call_shadow(redis_brokerage.server.url, model)
     broker.close()
     calls = [command for command in commands if command.startswith("EVALSHA")]
     assert {call.split()[1] for call in calls} == set(map(redis_scripts.sha_of, redis_scripts.SOURCES))

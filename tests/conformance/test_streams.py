@@ -5,19 +5,40 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from penstock.registry.broker.base import Broker, CancelOutcome, Event, StreamEntry
+from penstock.registry.broker.base import Broker, CancelOutcome, Delivery, Emission, Position, StreamEntry
 from penstock.registry.queues import events_key, lane_key, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import TTL_MS, claim, commit_of, held, publish, settle
 
-CHUNK = Event("chunk", b"sealed chunk")
+CHUNK = b"sealed chunk"
+SIZE = len(CHUNK)
+MAX_BYTES = 1000
+START = Position()
+
+
+def emit(
+    broker: Broker,
+    consumer: str,
+    delivery: Delivery,
+    after: Position = START,
+    *,
+    sealed: bytes = CHUNK,
+    count: int = 1,
+    keep_from: int = 0,
+    run: str = "",
+    max_bytes: int = MAX_BYTES,
+) -> Position:
+    """One call for one job; each consumer runs it once unless `run` names another run."""
+    emission = Emission(held(delivery), run or consumer, sealed, count, after, keep_from)
+    (position,) = broker.emit(consumer, [emission], TTL_MS, max_bytes=max_bytes)
+    return position
 
 
 def told(broker: Broker, job_id: str, after: str = "0-0") -> list[tuple[str, bytes, bytes]]:
     """(entry id, type, sealed) of a job's written events."""
     found = []
     for entry in broker.read({events_key(job_id): after}, 0):
-        name, kind, payload_name, sealed = entry.fields
+        name, kind, payload_name, sealed = entry.fields[:4]
         assert (name, payload_name) == (b"t", b"d")
         found.append((entry.entry_id, kind, sealed))
     return found
@@ -115,8 +136,9 @@ def test_blocked_read_returns_with_the_first_entry(brokerage: Brokerage, broker:
     other.close()
 
 
-def test_blocked_read_ends_with_its_time(broker: Broker, slot: str):
+def test_blocked_read_ends_with_its_time(brokerage: Brokerage, broker: Broker, slot: str):
     """Without news a read comes back empty."""
+    brokerage.let_time_run()
     assert broker.read({reply_key(slot, "me"): "0-0"}, 100) == []
 
 
@@ -142,18 +164,70 @@ def test_emitted_events_number_on_from_started(broker: Broker, slot: str):
     """1 is queued and 2 started; what the job emits follows, then its end."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
-    assert broker.emit("w", held(delivery), [CHUNK, Event("progress", b"half")], TTL_MS, after=0) == 4
-    assert broker.emit("w", held(delivery), [CHUNK], TTL_MS, after=4) == 5
+    position = emit(broker, "w", delivery)
+    assert position == Position(3, SIZE)
+    position = emit(broker, "w", delivery, position, sealed=b"half")
+    assert position == Position(4, SIZE + 4)
     settle(broker, "w", commit_of(delivery))
     started, *others = told(broker, job_id)
     assert started[:2] == ("2-0", b"started")
-    assert others == [
-        ("3-0", b"chunk", b"sealed chunk"),
-        ("4-0", b"progress", b"half"),
-        ("5-0", b"chunk", b"sealed chunk"),
-        ("6-0", b"C", b""),
+    assert others == [("3-0", b"events", CHUNK), ("4-0", b"events", b"half"), ("5-0", b"C", b"")]
+    assert told(broker, job_id, after="3-0")[0][0] == "4-0"
+
+
+def test_events_that_travel_together_have_the_number_of_the_last(broker: Broker, slot: str):
+    """A reader who has seen some of an entry's events reads the entry again, and who has seen all of them does not."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    position = emit(broker, "w", delivery, count=4)
+    assert position == Position(6, SIZE)
+    assert emit(broker, "w", delivery, position, count=3) == Position(9, 2 * SIZE)
+    settle(broker, "w", commit_of(delivery))
+    assert [seq for seq, _, _ in told(broker, job_id)] == ["2-0", "6-0", "9-0", "10-0"]
+    assert [seq for seq, _, _ in told(broker, job_id, after="5-0")] == ["6-0", "9-0", "10-0"]
+    assert [seq for seq, _, _ in told(broker, job_id, after="6-0")] == ["9-0", "10-0"]
+
+
+def test_one_call_emits_for_many_jobs(broker: Broker, slot: str):
+    """Each job gets its own events, and a job that was lost meanwhile changes nothing for the others."""
+    published = publish(broker, slot, 3)
+    first, second, third = claim(broker, "w", slot)
+    settle(broker, "w", commit_of(second))
+    emissions = [Emission(held(each), "run", b"of %d" % n) for n, each in enumerate((first, second, third))]
+    positions = broker.emit("w", emissions, TTL_MS, max_bytes=MAX_BYTES)
+    assert positions == [Position(3, 4), Position(), Position(3, 4)]
+    assert [[sealed for _, kind, sealed in told(broker, job) if kind == b"events"] for job in published] == [
+        [b"of 0"],
+        [],
+        [b"of 2"],
     ]
-    assert told(broker, job_id, after="4-0")[0][0] == "5-0"
+
+
+def test_jobs_of_several_slots_are_emitted_together(broker: Broker, slot: str):
+    """The positions come in the order of the emissions, whichever slot they are of."""
+    slots = [slot, f"{slot}-b"]
+    deliveries = []
+    for each in slots:
+        publish(broker, each, 2)
+        deliveries.append(claim(broker, "w", each))
+    mixed = [job for pair in zip(*deliveries, strict=True) for job in pair]
+    sizes = [len(b"x" * n) for n in range(1, 5)]
+    emissions = [Emission(held(job), "run", b"x" * n) for job, n in zip(mixed, sizes, strict=True)]
+    assert broker.emit("w", emissions, TTL_MS, max_bytes=MAX_BYTES) == [Position(3, size) for size in sizes]
+
+
+def test_old_events_are_deleted_on_request(broker: Broker, slot: str):
+    """Those before the number; the numbers and the bytes go on."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    position = emit(broker, "w", delivery)
+    for _ in range(4):
+        position = emit(broker, "w", delivery, position)
+    position = emit(broker, "w", delivery, position, keep_from=6)
+    assert position == Position(8, 6 * SIZE)
+    assert [seq for seq, _, _ in told(broker, job_id)] == ["6-0", "7-0", "8-0"]
+    assert emit(broker, "w", delivery, position, keep_from=9) == Position(9, 7 * SIZE)
+    assert [seq for seq, _, _ in told(broker, job_id)] == ["9-0"]
 
 
 def test_repeated_emit_appends_nothing(broker: Broker, slot: str):
@@ -161,29 +235,51 @@ def test_repeated_emit_appends_nothing(broker: Broker, slot: str):
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
     for _ in range(2):
-        assert broker.emit("w", held(delivery), [CHUNK, CHUNK], TTL_MS, after=0) == 4
+        first = emit(broker, "w", delivery, count=2)
+        assert first == Position(4, SIZE)
     for _ in range(2):
-        assert broker.emit("w", held(delivery), [CHUNK], TTL_MS, after=4) == 5
-    assert [kind for _, kind, _ in told(broker, job_id)] == [b"started", b"chunk", b"chunk", b"chunk"]
+        assert emit(broker, "w", delivery, first, sealed=b"later") == Position(5, SIZE + 5)
+    assert [kind for _, kind, _ in told(broker, job_id)] == [b"started", b"events", b"events"]
 
 
 def test_repeated_attempt_resets_the_stream(brokerage: Brokerage, broker: Broker, slot: str):
     """A second attempt says so before its first event, and the numbers go on."""
     (job_id,) = publish(broker, slot)
     (first,) = claim(broker, "w1", slot)
-    broker.emit("w1", held(first), [CHUNK], TTL_MS, after=0)
+    position = emit(broker, "w1", first)
     brokerage.elapse(60)
     (second,) = broker.take_over("w2", slot, 50, 8)
-    assert not broker.emit("w1", held(first), [CHUNK], TTL_MS, after=3)
-    assert broker.emit("w2", held(second), [CHUNK], TTL_MS, after=0)
+    assert emit(broker, "w1", first, position) == Position()
+    assert emit(broker, "w2", second) == Position(5, 2 * SIZE)
     settle(broker, "w2", commit_of(second))
     assert [(seq, kind) for seq, kind, _ in told(broker, job_id)] == [
         ("2-0", b"started"),
-        ("3-0", b"chunk"),
+        ("3-0", b"events"),
         ("4-0", b"reset"),
-        ("5-0", b"chunk"),
+        ("5-0", b"events"),
         ("6-0", b"C"),
     ]
+
+
+def test_second_run_of_one_worker_resets_the_stream(broker: Broker, slot: str):
+    """The same worker runs the job again under the same lease, and its first run emits nothing more."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    first = emit(broker, "w", delivery, run="first")
+    assert emit(broker, "w", delivery, run="second") == Position(5, 2 * SIZE)
+    assert emit(broker, "w", delivery, first, run="first", sealed=b"late") == Position()
+    assert [kind for _, kind, _ in told(broker, job_id)] == [b"started", b"events", b"reset", b"events"]
+
+
+def test_events_of_earlier_runs_make_room(broker: Broker, slot: str):
+    """While all of them fit, they stay; otherwise the events of the earlier runs are deleted."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    emit(broker, "w", delivery, run="first")
+    assert emit(broker, "w", delivery, run="second", max_bytes=2 * SIZE) == Position(5, 2 * SIZE)
+    assert len(told(broker, job_id)) == 4
+    assert emit(broker, "w", delivery, run="third", max_bytes=2 * SIZE) == Position(7, 3 * SIZE)
+    assert [(seq, kind) for seq, kind, _ in told(broker, job_id)] == [("6-0", b"reset"), ("7-0", b"events")]
 
 
 def test_repeated_attempt_without_history_needs_no_reset(brokerage: Brokerage, broker: Broker, slot: str):
@@ -192,8 +288,8 @@ def test_repeated_attempt_without_history_needs_no_reset(brokerage: Brokerage, b
     claim(broker, "w1", slot)
     brokerage.elapse(60)
     (second,) = broker.take_over("w2", slot, 50, 8)
-    broker.emit("w2", held(second), [CHUNK], TTL_MS, after=0)
-    assert [kind for _, kind, _ in told(broker, job_id)] == [b"started", b"chunk"]
+    emit(broker, "w2", second)
+    assert [kind for _, kind, _ in told(broker, job_id)] == [b"started", b"events"]
 
 
 def test_subscriber_of_a_quiet_job_is_told_its_end(broker: Broker, slot: str):
@@ -231,9 +327,9 @@ def test_only_the_holder_emits(broker: Broker, slot: str):
     """Neither a stranger nor a worker whose job is finished writes events."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
-    assert not broker.emit("stranger", held(delivery), [CHUNK], TTL_MS, after=0)
+    assert emit(broker, "stranger", delivery) == Position()
     settle(broker, "w", commit_of(delivery))
-    assert not broker.emit("w", held(delivery), [CHUNK], TTL_MS, after=3)
+    assert emit(broker, "w", delivery, Position(3, SIZE)) == Position()
     assert told(broker, job_id) == []
 
 
@@ -241,7 +337,7 @@ def test_events_expire(brokerage: Brokerage, broker: Broker, slot: str):
     """A job's events live as long as its result."""
     (job_id,) = publish(broker, slot)
     (delivery,) = claim(broker, "w", slot)
-    broker.emit("w", held(delivery), [CHUNK], TTL_MS, after=0)
+    emit(broker, "w", delivery)
     settle(broker, "w", commit_of(delivery), result_ttl_ms=100)
     assert len(told(broker, job_id)) == 3
     brokerage.elapse(120)

@@ -23,7 +23,7 @@ local _, _, priority, accepted, tenant = parts(record)
 local is_job = accepted == entry and priority == ARGV[4]
 
 local letters = redis.call('XLEN', dead)
-local bytes = letters > 0 and tonumber(redis.call('HGET', KEYS[1], 'dead') or 0) or 0
+local bytes = letters > 0 and tonumber(redis.call('HGET', KEYS[1], 'dead') or '') or 0
 redis.call('XADD', dead, '*', 'reason', ARGV[5], 'e', sealed, 'entry', entry, 'priority', ARGV[4],
   'deliveries', pending[4], 'crashes', redis.call('SCARD', KEYS[4]),
   'accepted', ARGV[8], 'job', is_job and ARGV[10] or '', 'tenant', is_job and tenant or '')

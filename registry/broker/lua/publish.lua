@@ -1,13 +1,17 @@
 -- Accept or refuse jobs, in order.
 -- KEYS  1 flow, 2-5 streams by priority, then one record per job, then the idempotency keys
 -- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs,
---       percentage of the server's memory beyond which no job is accepted, then per job: priority 0-3, sealed,
---       local id, tenant, reply, digest of the idempotency key ('' without), index into the idempotency keys
---       (0 without), fingerprint, lifetime in ms
+--       percentage of the server's memory beyond which no job is accepted, number of kinds, number of idempotency
+--       keys,
+--       then per kind: priority 0-3, tenant, reply, lifetime in ms,
+--       then per idempotency key: the number of its job, digest, fingerprint,
+--       then per job: sealed and, if there are several kinds, the number of its kind,
+--       then per job with a webhook: the number of the job, the target
 -- Returns per job: 'a' accepted, 'k<local id>' the first job of the idempotency key answers, 'c' conflict,
 --       'f<retry ms>' queue full, 't<retry ms>' the tenant has too many jobs in flight, 'm<retry ms>' the server is
 --       short of memory.
 local max_depth, tenant_max, ttl, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local kinds, idempotent = tonumber(ARGV[7]), tonumber(ARGV[8])
 local depths, in_flight, accepted = {}, {}, {}
 local refused = 0
 local LOOK_AGAIN_MS = 100
@@ -19,7 +23,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- pcall: at the limit Redis refuses to write, and a user without INFO gets no answer.
 local function is_short_of_memory()
   local seen = redis.call('HMGET', KEYS[1], 'memory_at', 'short')
-  local age = seen[1] and now - seen[1]
+  local at = tonumber(seen[1] or '')
+  local age = at and now - at
   if age and age >= 0 and age < LOOK_AGAIN_MS then return seen[2] == '1' end
   local info = redis.pcall('INFO', 'memory')
   local used = type(info) == 'string' and tonumber(string.match(info, 'used_memory:(%d+)'))
@@ -36,7 +41,7 @@ end
 
 local function in_flight_of(tenant)
   if not in_flight[tenant] then
-    in_flight[tenant] = tonumber(redis.call('HGET', KEYS[1], 't:' .. tenant) or 0)
+    in_flight[tenant] = tonumber(redis.call('HGET', KEYS[1], 't:' .. tenant) or '') or 0
   end
   return in_flight[tenant]
 end
@@ -44,7 +49,8 @@ end
 -- The time until `waiting` more jobs are committed, at the recent rate.
 local function retry_ms(waiting)
   local flow = redis.call('HMGET', KEYS[1], 'done', 'mark', 'at', 'rate')
-  local done, mark, at, rate = tonumber(flow[1] or 0), tonumber(flow[2] or 0), tonumber(flow[3]), tonumber(flow[4])
+  local done, mark = tonumber(flow[1] or '') or 0, tonumber(flow[2] or '') or 0
+  local at, rate = tonumber(flow[3] or ''), tonumber(flow[4] or '')
   local elapsed = at and now - at
   if not elapsed or elapsed < 0 or elapsed > 30000 then
     redis.pcall('HSET', KEYS[1], 'mark', done, 'at', now)
@@ -56,18 +62,41 @@ local function retry_ms(waiting)
   return math.max(10, math.min(30000, math.ceil(waiting / rate)))
 end
 
+-- What jobs have in common, by the word that names it. `client` and `expires` are parts of records.
+local kind_of = {}
+local at = 8
+for kind = 1, kinds do
+  local priority, tenant, reply, lifetime = ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
+  kind_of[tostring(kind)] = {
+    priority = priority, tenant = tenant, stream = KEYS[2 + priority],
+    client = '\n' .. tenant .. '\n' .. reply .. '\n',
+    -- Not from the entry id: after a clock went back, ids stay ahead of it.
+    expires = string.format('%.0f', now + lifetime),
+  }
+  at = at + 4
+end
+local idempotency_of = {}
+for index = 1, idempotent do
+  idempotency_of[tonumber(ARGV[at + 1])] =
+    { key = KEYS[5 + count + index], digest = ARGV[at + 2], fingerprint = ARGV[at + 3] }
+  at = at + 3
+end
+local before_jobs, words = at, kinds > 1 and 2 or 1
+local targets = {}
+for a = before_jobs + count * words + 1, #ARGV, 2 do targets[tonumber(ARGV[a])] = ARGV[a + 1] end
+
 local is_short = is_short_of_memory()
 local out = {}
+local kind = kind_of['1']
 for job = 1, count do
-  local a = 6 + (job - 1) * 9
-  local priority, sealed, id, tenant, reply = ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4], ARGV[a + 5]
-  local digest, digest_index, fingerprint, lifetime = ARGV[a + 6], tonumber(ARGV[a + 7]), ARGV[a + 8], ARGV[a + 9]
-  local record, stream = KEYS[5 + job], KEYS[2 + priority]
-  local idempotency_key = digest_index > 0 and KEYS[5 + count + digest_index]
-  local first = idempotency_key and redis.call('GET', idempotency_key)
+  local a = before_jobs + (job - 1) * words
+  if words == 2 then kind = kind_of[ARGV[a + 2]] end
+  local record, tenant, stream = KEYS[5 + job], kind.tenant, kind.stream
+  local idempotency = idempotency_of[job]
+  local first = idempotency and redis.call('GET', idempotency.key)
   if first then
     local known, owner = string.match(first, '^([^\n]*)\n(.*)$')
-    out[job] = known == fingerprint and 'k' .. owner or 'c'
+    out[job] = known == idempotency.fingerprint and 'k' .. owner or 'c'
   else
     local no_room = is_short and 'm' or depth_of(stream) >= max_depth and 'f'
       or tenant_max > 0 and in_flight_of(tenant) >= tenant_max and 't'
@@ -78,18 +107,22 @@ for job = 1, count do
       -- The same id again: the client has not received our first answer.
       out[job] = 'a'
     else
-      local entry = redis.call('XADD', stream, '*', 'e', sealed)
-      -- Not from the entry id: after a clock went back, ids stay ahead of it.
-      local expires = string.format('%.0f', now + lifetime)
-      local head = 'Q-' .. priority .. entry .. '\n' .. tenant .. '\n' .. reply .. '\n' .. digest .. '\n' .. expires
+      local entry = redis.call('XADD', stream, '*', 'e', ARGV[a + 1])
+      local target, digest = targets[job], idempotency and idempotency.digest or ''
+      local head = (target and 'Qw' or 'Q-') .. kind.priority .. entry .. kind.client .. digest .. '\n'
+        .. (target and target .. '\n' or '') .. kind.expires
       if redis.call('SET', record, head, 'PX', ttl, 'NX') then
-        if idempotency_key then redis.call('SET', idempotency_key, fingerprint .. '\n' .. id, 'PX', ttl) end
-        depths[stream] = depth_of(stream) + 1
+        if idempotency then
+          local id = string.match(record, ':job:(.*)$')
+          redis.call('SET', idempotency.key, idempotency.fingerprint .. '\n' .. id, 'PX', ttl)
+        end
+        depths[stream] = depths[stream] + 1
         accepted[tenant] = (accepted[tenant] or 0) + 1
         if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
       else
-        -- The same id again.
         redis.call('XDEL', stream, entry)
+        -- The same id again. GET refuses a foreign key, of another type: the client must not wait for that job.
+        redis.call('GET', record)
       end
       out[job] = 'a'
     end

@@ -9,6 +9,8 @@ local out = {}
 for job = 1, tonumber(ARGV[7]) do
   local a = 8 + (job - 1) * 4
   local entry, id, tenant, key = ARGV[a], ARGV[a + 1], ARGV[a + 2], KEYS[2 + job]
+  -- Before anything is written: GET refuses a foreign key, of another type than ours.
+  local record = redis.call('GET', key)
   -- Before the first worker there is no group, and XPENDING fails.
   local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)[1]
   if pending and pending[2] ~= 'released' then
@@ -17,7 +19,6 @@ for job = 1, tonumber(ARGV[7]) do
     out[job] = 'G'
   else
     if pending then redis.call('XACK', stream, group, entry) end
-    local record = redis.call('GET', key)
     local state, _, priority, accepted = parts(record)
     if state and accepted == entry and priority == ARGV[2] then
       finish(flow, key, record, { record = ARGV[a + 3], id = id, ttl = ARGV[3], reply_ttl = ARGV[4], cap = ARGV[5],

@@ -19,11 +19,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from penstock import AsyncClient, Client
+from penstock.registry.broker import redis_tls
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.broker.redis_connection import check_broker
 from penstock.registry.broker.redis_tls import answers_plainly, answers_tls
 from penstock.registry.errors import BrokerRefused, BrokerUnavailable
-from tests.servers import RedisServer, free_port
+from tests.servers import LEAST_PATIENCE_S, RedisServer, free_port
 
 INPUTS = {"x": [[1.0]]}
 
@@ -131,7 +132,20 @@ def listener(tmp_path: Path) -> Iterator[TlsListener]:
         yield listener
 
 
+@pytest.fixture
+def asks_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that answers the question what it speaks has more time than a busy machine needs."""
+    monkeypatch.setattr(redis_tls, "_PROBE_S", LEAST_PATIENCE_S)
+
+
+@pytest.fixture
+def shakes_hands_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the first handshake with a port that speaks TLS."""
+    monkeypatch.setattr(redis_tls, "_FIRST_HANDSHAKE_S", LEAST_PATIENCE_S)
+
+
 @SUBMITS
+@pytest.mark.usefixtures("asks_patiently")
 def test_redis_url_for_a_tls_port(listener: TlsListener, submit: Callable[[str], None]):
     """One connection that the server ends, and one that asks the port for TLS."""
     text = rf"redis://127\.0\.0\.1:{listener.port}/0: this port speaks TLS\. Expected rediss:// in the URL"
@@ -142,6 +156,7 @@ def test_redis_url_for_a_tls_port(listener: TlsListener, submit: Callable[[str],
 
 
 @SUBMITS
+@pytest.mark.usefixtures("asks_patiently")
 def test_rediss_url_for_a_plain_port(redis_server: RedisServer, submit: Callable[[str], None]):
     """One handshake without an answer, and one question without TLS."""
     with redis_server.client() as observer:
@@ -154,6 +169,7 @@ def test_rediss_url_for_a_plain_port(redis_server: RedisServer, submit: Callable
 
 
 @SUBMITS
+@pytest.mark.usefixtures("shakes_hands_patiently")
 def test_a_certificate_that_is_not_trusted(listener: TlsListener, submit: Callable[[str], None]):
     """One connection. The text says where its authority goes."""
     with pytest.raises(
