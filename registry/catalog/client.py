@@ -18,18 +18,36 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from penstock.registry.catalog.lineage import ModelLineage
-from penstock.registry.catalog.registered_model import HISTORY, LATEST, Change, RegisteredModel, check_whole, listed
+from penstock.registry.catalog.registered_model import (
+    HISTORY,
+    LATEST,
+    Change,
+    RegisteredModel,
+    check_whole,
+    described_experiment,
+    listed,
+)
 from penstock.registry.catalog.stages import ModelStage, TransitionAction, check_step, parse_stage
 from penstock.registry.catalog.store import ModelRows, ModelTransaction, RegistryStore, SqlStore, check_files
-from penstock.registry.catalog.tables import RegisteredVersion, Transition, open_transition, open_version, seal_row
+from penstock.registry.catalog.tables import (
+    Experiment,
+    PolicyRecord,
+    RegisteredVersion,
+    Transition,
+    open_experiment,
+    open_policy,
+    open_transition,
+    open_version,
+    seal_row,
+)
 from penstock.registry.errors import (
     ConfigurationError,
     ContentChanged,
@@ -41,6 +59,7 @@ from penstock.registry.errors import (
 )
 from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.package.manifest import Manifest
+from penstock.registry.package.policy_overlay import changed_overlay, check_endpoint
 from penstock.registry.queues import parse_name
 from penstock.registry.signed import Signer, Verifier
 
@@ -94,8 +113,9 @@ class ModelRegistryClient:
     """The registry in one database. Any number of processes may use it.
 
     store: the database's URL, or another store of the rows. sign, verify: the operator's key and the trusted public
-    keys (safety/keys.py). approve: called before every change of a stage. gate: called before a promotion to
-    production. audit: called with every change before its commit; an exception undoes the change. rehash: source ->
+    keys (safety/operator_key.py). approve: called before every change of a stage. gate: called before a promotion to
+    production. audit: called with every change before its commit; an exception undoes the change. committed: called
+    after every commit. rehash: source ->
     the manifest of its present files. actor: the name in the history.
     """
 
@@ -108,6 +128,7 @@ class ModelRegistryClient:
         approve: Veto | None = None,
         gate: Veto | None = None,
         audit: Callable[[Transition], None] | None = None,
+        committed: Callable[[], None] = lambda: None,
         rehash: Callable[[str], Manifest] = _manifest_at,
         clock: Callable[[], datetime] = _now,
         actor: str = "",
@@ -115,6 +136,7 @@ class ModelRegistryClient:
         self._store: RegistryStore = SqlStore(store) if isinstance(store, str) else store
         self._sign, self._verify = sign, verify
         self._approve, self._gate, self._audit = approve, gate, audit
+        self._committed = committed
         self._rehash, self._clock = rehash, clock
         self._actor = _parse_text("actor", actor)
         self._callbacks: list[VersionCallback] = []
@@ -148,6 +170,20 @@ class ModelRegistryClient:
         rows = self._store.read((parse_name("model", name),))[name]
         self._open(name, rows)
         return self._history(rows)
+
+    def experiments(self, name: str) -> tuple[Experiment, ...]:
+        """The experiments of a model, oldest first. Raises UnknownModel."""
+        rows = self._store.read((parse_name("model", name),), self._newest)[name]
+        self._open(name, rows)
+        return tuple(open_experiment(row, self._verify) for row in rows.experiments)
+
+    def experiment(self, name: str) -> Experiment | None:
+        """The open experiment of a model, or None. Raises UnknownModel."""
+        return self._look(name).experiment
+
+    def policy(self, name: str) -> PolicyRecord | None:
+        """The knobs that operators have set over those of model.yaml, or None. Raises UnknownModel."""
+        return self._look(name).policy
 
     def verify(self, name: str, version: str = LATEST) -> RegisteredVersion:
         """Hashes the files of a version again. Raises ContentChanged, and as `find` does."""
@@ -227,15 +263,89 @@ class ModelRegistryClient:
                 self._write(transaction, replace(version, epoch=model.epoch + 1) if version is newest else version)
             for transition in self._history(transaction.rows):
                 transaction.put_transition(seal_row(transition, self._sign))
+            for row in transaction.rows.experiments:
+                transaction.put_experiment(seal_row(open_experiment(row, self._verify), self._sign))
+            for row in transaction.rows.policies:
+                transaction.put_policy(seal_row(open_policy(row, self._verify), self._sign))
             change = Change(TransitionAction.SIGN, newest, newest.stage, reason=reason)
             return self._record(transaction, model, change, newest.stage, None)
 
-    def promote(self, name: str, version: str, to: ModelStage | str, *, reason: str = "") -> Transition:
+    def begin_experiment(self, experiment: Experiment, *, reason: str = "") -> Experiment:
+        """Lets the arms of an experiment share the jobs; approvers and gate are asked for each arm.
+
+        Its epoch, times and actor are filled in. The caller activates the record of the production version with the
+        new epoch. Raises UnknownModel without a version in production or for an unknown arm, TransitionRefused while
+        another experiment is open and for an archived arm, and ContentChanged.
+        """
+        seen = self._look(experiment.name)
+        production = seen.select(LATEST)
+        _check_arms(experiment, seen)
+        for arm in experiment.arms:
+            if arm.version != production.version:
+                self._hash_again(seen.select(arm.version))
+                self._ask(Change(TransitionAction.PROMOTE, seen.select(arm.version), ModelStage.PRODUCTION, production))
+        return self._route(None, replace(experiment, begun_at=self._time()), reason)
+
+    def change_experiment(self, seen: Experiment, changed: Experiment, *, reason: str = "") -> Experiment:
+        """Changes the weights, the status or the state of an experiment, or ends it, as `begin_experiment` began it.
+
+        Raises TransitionConflict if the experiment is not as `seen` any more.
+        """
+        return self._route(seen, changed, reason)
+
+    def _route(self, seen: Experiment | None, changed: Experiment, reason: str) -> Experiment:
+        reason = _parse_text("reason", reason)
+        with self._changing(changed.name) as (transaction, model):
+            if seen is None:
+                _check_arms(changed, model)
+            elif model.experiment != seen:
+                raise TransitionConflict(f"{described_experiment(seen)} was changed meanwhile. Expected a new decision")
+            production = model.select(LATEST)
+            self._write(transaction, replace(production, epoch=model.epoch + 1))
+            stored = self._write_experiment(transaction, changed, model.epoch + 1)
+            change = Change(TransitionAction.ROUTE, production, ModelStage.PRODUCTION, reason=reason)
+            self._record(transaction, model, change, ModelStage.PRODUCTION, None)
+        return stored
+
+    def set_policy(
+        self, name: str, endpoint: str, knobs: Mapping[str, Any] | None, *, reason: str = ""
+    ) -> PolicyRecord:
+        """Sets these knobs of an endpoint over those of model.yaml. None: model.yaml alone decides again.
+
+        endpoint: of the version in production; empty, with None only: every endpoint. The caller activates the record
+        of the production version with the new epoch. Raises UnknownModel without a version in production, and
+        InvalidInput for an unknown endpoint, and for a knob that is unknown or out of range.
+        """
+        production = self._look(name).select(LATEST)
+        known = ModelSpec.from_json(json.dumps(production.spec).encode()).endpoints
+        if endpoint or knobs is not None:
+            check_endpoint(endpoint, known, name)
+        changes = ", ".join(f"{knob}={value}" for knob, value in (knobs or {}).items()) or "reset"
+        reason = _parse_text("reason", reason or f"policy of {endpoint or 'all endpoints'}: {changes}"[:_MAX_TEXT])
+        with self._changing(name) as (transaction, model):
+            production = model.select(LATEST)
+            before = model.policy.endpoints if model.policy is not None else {}
+            if knobs is not None:
+                endpoints = changed_overlay(before, endpoint, knobs)
+            else:
+                endpoints = {each: dict(values) for each, values in before.items() if endpoint and each != endpoint}
+            epoch = model.epoch + 1
+            record = PolicyRecord(name, epoch, endpoints, self._time(), self._actor)
+            self._write(transaction, replace(production, epoch=epoch))
+            transaction.put_policy(seal_row(record, self._sign))
+            change = Change(TransitionAction.POLICY, production, ModelStage.PRODUCTION, reason=reason)
+            self._record(transaction, model, change, ModelStage.PRODUCTION, None)
+        return record
+
+    def promote(
+        self, name: str, version: str, to: ModelStage | str, *, reason: str = "", completes: Experiment | None = None
+    ) -> Transition:
         """Moves a version to STAGING or PRODUCTION. The previous production version is archived in the same step.
 
-        Raises TransitionRefused, TransitionConflict when another change came first, ContentChanged, and as `find`.
+        completes: the open experiment as it is after this promotion, which ends it. Raises TransitionRefused,
+        TransitionConflict when another change came first, ContentChanged, and as `find` does.
         """
-        return self._move(TransitionAction.PROMOTE, self._look(name), version, parse_stage(to), reason)
+        return self._move(TransitionAction.PROMOTE, self._look(name), version, parse_stage(to), reason, completes)
 
     def demote(
         self, name: str, version: str, to: ModelStage | str = ModelStage.DRAFT, *, reason: str = ""
@@ -256,17 +366,28 @@ class ModelRegistryClient:
         return self._move(TransitionAction.ROLLBACK, model, before, ModelStage.PRODUCTION, reason)
 
     def _move(
-        self, action: TransitionAction, seen: RegisteredModel, wanted: str, after: ModelStage, reason: str
+        self,
+        action: TransitionAction,
+        seen: RegisteredModel,
+        wanted: str,
+        after: ModelStage,
+        reason: str,
+        completes: Experiment | None = None,
     ) -> Transition:
         version = seen.select(wanted)
         check_step(version.reference, action, version.stage, after)
         replaces = seen.production if after is ModelStage.PRODUCTION else None
         change = Change(action, version, after, replaces, _parse_text("reason", reason))
+        completed = completes.experiment if completes is not None else ""
+        seen.check_no_experiment(change, completed)
         manifest = None if action is TransitionAction.DEMOTE else self._hash_again(version)
         self._ask(change)
         with self._changing(seen.name) as (transaction, model):
             model.check_unchanged(change)
+            model.check_no_experiment(change, completed)
             self._apply(transaction, change, model.epoch + 1)
+            if completes is not None:
+                self._write_experiment(transaction, completes, model.epoch + 1)
             transition = self._record(transaction, model, change, version.stage, manifest)
         if transition.enters_production:
             self._tell(version, replaces)
@@ -343,6 +464,7 @@ class ModelRegistryClient:
         parse_name("model", name)
         with self._store.changing(name, is_new=is_new, newest=self._newest) as transaction:
             yield transaction, self._open(name, transaction.rows, is_new=is_new)
+        self._committed()
 
     def _look(self, name: str) -> RegisteredModel:
         return self._open(name, self._store.read((parse_name("model", name),), self._newest)[name])
@@ -358,7 +480,10 @@ class ModelRegistryClient:
             raise UnknownModel(f"Unknown model {described(name)}. Registered: {listed(self._store.names())}")
         history = self._history(rows)
         epoch, productions = (history[-1].epoch, history[-1].productions) if history else (0, ())
-        model = RegisteredModel(name, {each.version: each for each in found}, epoch, productions)
+        tried = (open_experiment(row, self._verify) for row in rows.experiments)
+        running = next((each for each in tried if each.is_open), None)
+        policy = next((open_policy(row, self._verify) for row in rows.policies), None)
+        model = RegisteredModel(name, {each.version: each for each in found}, epoch, productions, running, policy)
         if self._verify is not None:
             check_whole(model, history)
         return model
@@ -369,8 +494,33 @@ class ModelRegistryClient:
     def _write(self, transaction: ModelTransaction, version: RegisteredVersion) -> None:
         transaction.put_version(seal_row(version, self._sign))
 
+    def _write_experiment(self, transaction: ModelTransaction, experiment: Experiment, epoch: int) -> Experiment:
+        stored = replace(experiment, epoch=epoch, changed_at=self._time(), actor=self._actor)
+        row = seal_row(stored, self._sign)
+        transaction.put_experiment(row)
+        # As any process will read it: the columns do not tell tuples from lists.
+        return open_experiment(row, None)
+
     def _time(self) -> str:
         return self._clock().astimezone(UTC).isoformat(timespec="microseconds")
+
+
+def _check_arms(experiment: Experiment, model: RegisteredModel) -> None:
+    """Raises as ModelRegistryClient.begin_experiment does."""
+    if (running := model.experiment) is not None:
+        raise TransitionRefused(
+            f"{described_experiment(running)} is under way since {running.begun_at}. Expected "
+            f"`penstock {running.kind} stop {model.name}` first: a model has one experiment at a time"
+        )
+    for arm in experiment.arms:
+        version = model.select(arm.version)
+        if version.stage not in (ModelStage.STAGING, ModelStage.PRODUCTION):
+            raise TransitionRefused(
+                f"{version.reference} is in {version.stage} and gets no traffic. Expected it in staging: "
+                f"`penstock models promote {model.name} {version.version} --to staging`"
+            )
+        if version.content_hash != arm.content_hash:
+            raise TransitionConflict(f"{version.reference} has other content than its arm. Expected a new decision")
 
 
 def _known(

@@ -28,7 +28,7 @@ from penstock.registry.errors import ConfigurationError, RegistryUnavailable, Tr
 
 __all__ = ["REVISION", "Database"]
 
-REVISION: Final = "0001"
+REVISION: Final = "0005"
 """The schema that this code reads and writes: the head of registry/catalog/migrations."""
 
 _LOCK_WAIT_S: Final = 30

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.registry.catalog.stages import ModelStage, TransitionAction
-from penstock.registry.catalog.tables import RegisteredVersion, Transition
+from penstock.registry.catalog.tables import Experiment, PolicyRecord, RegisteredVersion, Transition
 from penstock.registry.errors import (
     BadSignature,
     InvalidInput,
@@ -21,7 +21,7 @@ from penstock.registry.errors import (
     described,
 )
 
-__all__ = ["Change", "HISTORY", "LATEST", "RegisteredModel", "check_whole", "listed"]
+__all__ = ["Change", "HISTORY", "LATEST", "RegisteredModel", "check_whole", "described_experiment", "listed"]
 
 HISTORY: Final = 100
 """Productions of one model that the history keeps. Rollbacks can go back through them."""
@@ -52,6 +52,10 @@ class RegisteredModel:
     versions: Mapping[str, RegisteredVersion]
     epoch: int = 0
     productions: tuple[str, ...] = ()
+    experiment: Experiment | None = None
+    """The open experiment, or None."""
+    policy: PolicyRecord | None = None
+    """The policy that operators have set, or None."""
 
     @property
     def production(self) -> RegisteredVersion | None:
@@ -101,6 +105,21 @@ class RegisteredModel:
                 f"Expected {_label(change.replaces)}"
             )
 
+    def check_no_experiment(self, change: Change, completes: str = "") -> None:
+        """Raises TransitionRefused for a change of a version that an open experiment needs.
+
+        completes: the id of the experiment that the change completes.
+        """
+        experiment = self.experiment
+        if experiment is None or experiment.experiment == completes:
+            return
+        is_arm = any(arm.version == change.version.version for arm in experiment.arms)
+        if change.after is ModelStage.PRODUCTION or is_arm:
+            raise TransitionRefused(
+                f"{change.version.reference} stays in {change.version.stage}: {described_experiment(experiment)} is "
+                f"under way. Expected `penstock {experiment.kind} stop {self.name}` first"
+            )
+
     def productions_after(self, change: Change) -> tuple[str, ...]:
         """The labels that rollbacks restore after the change, oldest first."""
         if change.action is TransitionAction.ROLLBACK:
@@ -111,6 +130,13 @@ class RegisteredModel:
 
     def _known(self) -> str:
         return listed(f"{each.version} ({each.stage}, {each.content_hash[:8]})" for each in self.versions.values())
+
+
+def described_experiment(experiment: Experiment) -> str:
+    """For a message: the kind of the experiment, its model and its arms."""
+    kind = "the rollout" if experiment.kind == "rollout" else "the A/B experiment"
+    shares = listed(f"{arm.version}={arm.weight:g}" for arm in experiment.arms)
+    return f"{kind} of {experiment.name} ({shares})"
 
 
 def check_whole(model: RegisteredModel, history: Sequence[Transition]) -> None:
@@ -128,8 +154,17 @@ def check_whole(model: RegisteredModel, history: Sequence[Transition]) -> None:
         expected = changed.get(label)
         if version.epoch != expected and (expected is not None or version.epoch >= first):
             raise BadSignature(f"the record of {version.reference} is not the one of its last change")
+    _check_policy(model, history, first)
     if missing := changed.keys() - model.versions.keys():
         raise BadSignature(f"the record of {model.name}/{min(missing)} is missing")
+
+
+def _check_policy(model: RegisteredModel, history: Sequence[Transition], first: int) -> None:
+    """Raises BadSignature when the policy is not the one of its last change."""
+    expected = max((each.epoch for each in history if each.action is TransitionAction.POLICY), default=None)
+    epoch = model.policy.epoch if model.policy is not None else 0
+    if epoch != expected and (expected is not None or epoch >= first):
+        raise BadSignature(f"the policy of {model.name} is not the one of its last change")
 
 
 def listed(names: Iterable[str]) -> str:

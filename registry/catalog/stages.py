@@ -30,7 +30,10 @@ class ModelStage(StrEnum):
 
 
 class TransitionAction(StrEnum):
-    """An operator's action. REGISTER, DESCRIBE and SIGN do not change the stage."""
+    """An operator's action. REGISTER, DESCRIBE, SIGN, ROUTE and POLICY do not change the stage.
+
+    ROUTE begins, changes or ends an experiment: how versions share the jobs. POLICY changes knobs of endpoints.
+    """
 
     REGISTER = "register"
     DESCRIBE = "describe"
@@ -38,6 +41,8 @@ class TransitionAction(StrEnum):
     DEMOTE = "demote"
     ROLLBACK = "rollback"
     SIGN = "sign"
+    ROUTE = "route"
+    POLICY = "policy"
 
 
 _STEPS: Final[dict[ModelStage, dict[ModelStage, tuple[TransitionAction, ...]]]] = {

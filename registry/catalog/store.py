@@ -21,9 +21,13 @@ from penstock.registry.catalog.stages import TransitionAction
 from penstock.registry.catalog.tables import (
     RegisteredVersion,
     Transition,
+    experiments,
     models,
+    open_experiment,
+    open_policy,
     open_transition,
     open_version,
+    policies,
     transitions,
     versions,
 )
@@ -42,6 +46,10 @@ class ModelRows(msgspec.Struct, frozen=True):
 
     versions: Sequence[Row] = ()
     transitions: Sequence[Row] = ()
+    experiments: Sequence[Row] = ()
+    """Oldest first."""
+    policies: Sequence[Row] = ()
+    """One, or none."""
 
 
 class ModelTransaction(Protocol):
@@ -56,6 +64,12 @@ class ModelTransaction(Protocol):
 
     def put_transition(self, row: Row) -> None:
         """Write a new transition, or one with a new signature."""
+
+    def put_experiment(self, row: Row) -> None:
+        """Write a new experiment, or a new state of one."""
+
+    def put_policy(self, row: Row) -> None:
+        """Write the model's policy in place of the earlier one."""
 
 
 class RegistryStore(Protocol):
@@ -138,6 +152,20 @@ class _SqlTransaction:
             older = delete(transitions).where(transitions.c.name == self._name, transitions.c.epoch < oldest)
             self._connection.execute(older)
 
+    def put_experiment(self, row: Row) -> None:
+        """See ModelTransaction.put_experiment. Deletes all but the newest HISTORY experiments."""
+        known = [each["experiment"] for each in self.rows.experiments]
+        is_known = row["experiment"] in known
+        self._put(experiments, row, experiments.c.experiment == row["experiment"] if is_known else None)
+        if not is_known and len(known) >= HISTORY:
+            of_model = experiments.c.name == self._name
+            oldest = experiments.c.experiment.in_(known[: len(known) - HISTORY + 1])
+            self._connection.execute(delete(experiments).where(of_model, oldest))
+
+    def put_policy(self, row: Row) -> None:
+        """See ModelTransaction.put_policy."""
+        self._put(policies, row, policies.c.name == self._name if self.rows.policies else None)
+
     def _put(self, table: Table, row: Row, key: ColumnElement[bool] | None) -> None:
         change = insert(table) if key is None else update(table).where(table.c.name == self._name, key)
         self._connection.execute(change.values(row))
@@ -147,6 +175,8 @@ def enter(
     store: RegistryStore,
     changed: Sequence[Row],
     done: Sequence[Row],
+    tried: Sequence[Row] = (),
+    ruled: Sequence[Row] = (),
     *,
     verify: Verifier,
     rehash: Callable[[str], Manifest],
@@ -154,8 +184,9 @@ def enter(
     """Writes a change that an operator has signed on another machine, if it is the next change of its model.
 
     changed: the rows of the versions after the change. done: the row of its transition, at the end; rows before it,
-    and other versions, may only have new signatures. A change that is already written is confirmed. Raises
-    BadSignature, InvalidInput when the rows are not those of one change, ContentChanged, TransitionConflict.
+    and other versions, may only have new signatures. tried: the rows of experiments that it changed. ruled: the row of
+    the policy, if it changed that. A change that is already written is confirmed. Raises BadSignature, InvalidInput
+    when the rows are not those of one change, ContentChanged, TransitionConflict.
     """
     if not done:
         raise InvalidInput("Expected a transition with the rows of a change")
@@ -163,7 +194,11 @@ def enter(
     last, renewed = told[-1], told[:-1]
     after = [open_version(row, verify) for row in changed]
     moved = [each for each in after if each.epoch == last.epoch]
-    strangers = {each.name for each in after} | {each.name for each in renewed} != {last.name}
+    routed = [open_experiment(row, verify) for row in tried]
+    policies_after = [open_policy(row, verify) for row in ruled]
+    names = {each.name for each in after} | {each.name for each in renewed}
+    names |= {each.name for each in routed} | {each.name for each in policies_after}
+    strangers = names != {last.name}
     if strangers or last.version not in {each.version for each in moved}:
         raise InvalidInput("These rows are of several changes. Expected the versions that one transition changed")
     manifest = _hashed(next(each for each in moved if each.version == last.version), last.action, rehash)
@@ -174,8 +209,16 @@ def enter(
         _check_next(last, before)
         known = {each.version: each for each in (open_version(row, verify) for row in before.versions)}
         history = [open_transition(row, verify) for row in before.transitions]
+        known_policy = next((open_policy(row, verify) for row in before.policies), None)
         unmoved = [each for each in after if each not in moved]
-        if any(known.get(each.version) != each for each in unmoved) or any(each not in history for each in renewed):
+        older = [each for each in routed if each.epoch != last.epoch]
+        stored = [open_experiment(row, verify) for row in before.experiments] if older else []
+        if (
+            any(known.get(each.version) != each for each in unmoved)
+            or any(each not in history for each in renewed)
+            or any(each not in stored for each in older)
+            or any(each != known_policy for each in policies_after if each.epoch != last.epoch)
+        ):
             raise InvalidInput(
                 "Rows of this change differ from the stored ones. Expected them to differ in signatures only"
             )
@@ -183,8 +226,13 @@ def enter(
             transaction.put_version(row)
         for row in done:
             transaction.put_transition(row)
+        for row in tried:
+            transaction.put_experiment(row)
+        for row in ruled:
+            transaction.put_policy(row)
         whole = known | {each.version: each for each in moved}
-        check_whole(RegisteredModel(last.name, whole, last.epoch, last.productions), (*history, last))
+        policy = policies_after[-1] if policies_after else known_policy
+        check_whole(RegisteredModel(last.name, whole, last.epoch, last.productions, policy=policy), (*history, last))
         if manifest is not None:
             check_files(manifest)
 
@@ -223,7 +271,12 @@ def _names(connection: Connection) -> tuple[str, ...]:
 def _rows(connection: Connection, name: str, newest: int | None) -> ModelRows:
     found = select(versions).where(versions.c.name == name).order_by(versions.c.registered_at, versions.c.version)
     done = select(transitions).where(transitions.c.name == name).order_by(transitions.c.epoch.desc()).limit(newest)
+    tried = select(experiments).where(experiments.c.name == name)
+    tried = tried.order_by(experiments.c.begun_at, experiments.c.experiment)
+    ruled = select(policies).where(policies.c.name == name)
     return ModelRows(
         [dict(row) for row in connection.execute(found).mappings()],
         [dict(row) for row in reversed(connection.execute(done).mappings().all())],
+        [dict(row) for row in connection.execute(tried).mappings()],
+        [dict(row) for row in connection.execute(ruled).mappings()],
     )

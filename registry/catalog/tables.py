@@ -1,9 +1,13 @@
 """The registry's tables and records: a row is a record and the signature of its writer.
 
-    RegisteredVersion, Transition -> seal_row -> SQLite or PostgreSQL -> open_version, open_transition -> the record
+    RegisteredVersion, Transition, Experiment, PolicyRecord -> seal_row -> SQLite or PostgreSQL
+                the record <- open_version, open_transition, open_experiment, open_policy
+
+The heads of audit chains need no signature: each one is a MAC with the key of the audit log. Goldens are sealed by
+data keys instead.
 
 penstock_models has one row per model, which a change of the model locks. A unique index allows one PRODUCTION per
-model. registry/catalog/migrations makes the schema; a test compares the two.
+model, and another one open experiment. registry/catalog/migrations makes the schema; a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,27 +16,54 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
-from sqlalchemy import CheckConstraint, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text, text
+import msgspec
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    text,
+)
 
 from penstock.registry.catalog.lineage import ModelLineage
 from penstock.registry.catalog.stages import ModelStage, TransitionAction
+from penstock.registry.deployment import DeployedArm, ExperimentKind, Routing
 from penstock.registry.errors import BadSignature
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
 __all__ = [
     "SCHEMA_TABLE",
+    "Experiment",
+    "ExperimentStatus",
+    "PolicyRecord",
     "RegisteredVersion",
     "Transition",
+    "audit_heads",
+    "goldens",
+    "experiments",
     "metadata",
     "models",
+    "open_experiment",
+    "open_policy",
     "open_transition",
     "open_version",
+    "policies",
     "seal_row",
     "transitions",
     "versions",
 ]
+
+ExperimentStatus: TypeAlias = Literal["running", "paused", "completed", "stopped"]
+"""`paused`: its arms share the jobs, and no step is decided. `stopped`: the version in production answers all jobs."""
 
 SCHEMA_TABLE: Final = "penstock_schema"
 """The table in which Alembic keeps the schema's revision."""
@@ -85,6 +116,64 @@ transitions: Final = Table(
     Column("at", String(32), nullable=False),
     Column("signature", String(256), nullable=False),
 )
+
+experiments: Final = Table(
+    "penstock_experiments",
+    metadata,
+    Column("name", String(64), ForeignKey("penstock_models.name", name="fk_experiments_models"), primary_key=True),
+    Column("experiment", String(64), primary_key=True),
+    Column("kind", String(16), nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("arms", Text, nullable=False),
+    Column("assignment", String(16), nullable=False),
+    Column("plan", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("begun_at", String(32), nullable=False),
+    Column("changed_at", String(32), nullable=False),
+    Column("actor", String(500), nullable=False),
+    Column("signature", String(256), nullable=False),
+    CheckConstraint("status IN ('running', 'paused', 'completed', 'stopped')", name="ck_experiments_status"),
+    Index(
+        "ix_experiments_one_open",
+        "name",
+        unique=True,
+        sqlite_where=text("status IN ('running', 'paused')"),
+        postgresql_where=text("status IN ('running', 'paused')"),
+    ),
+)
+
+policies: Final = Table(
+    "penstock_policies",
+    metadata,
+    Column("name", String(64), ForeignKey("penstock_models.name", name="fk_policies_models"), primary_key=True),
+    Column("epoch", Integer, nullable=False),
+    Column("endpoints", Text, nullable=False),
+    Column("changed_at", String(32), nullable=False),
+    Column("actor", String(500), nullable=False),
+    Column("signature", String(256), nullable=False),
+)
+
+audit_heads: Final = Table(
+    "penstock_audit_heads",
+    metadata,
+    Column("writer", String(200), primary_key=True),
+    Column("sequence", BigInteger, nullable=False),
+    Column("mac", String(64), nullable=False),
+)
+"""See registry/audit_heads.py."""
+
+goldens: Final = Table(
+    "penstock_goldens",
+    metadata,
+    Column("model", String(64), primary_key=True),
+    Column("version", String(64), primary_key=True),
+    Column("digest", String(32), primary_key=True),
+    Column("content_hash", String(64), nullable=False),
+    Column("saved_at", BigInteger, nullable=False),
+    Column("sample", LargeBinary, nullable=False),
+)
+"""See registry/catalog/goldens.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +238,61 @@ class Transition:
         }
 
 
-def seal_row(record: RegisteredVersion | Transition, sign: Signer | None) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One experiment of a model. Times are ISO 8601, in UTC."""
+
+    name: str
+    experiment: str
+    """Its id."""
+    kind: ExperimentKind
+    status: ExperimentStatus
+    epoch: int
+    """The model's epoch at the last change of the experiment."""
+    arms: tuple[DeployedArm, ...]
+    assignment: Literal["weighted", "sticky"]
+    """`sticky`: all jobs of one sticky key have one version."""
+    plan: Mapping[str, Any]
+    """What was ordered at the start; see safety/rollout.py."""
+    state: Mapping[str, Any]
+    """How far it is."""
+    begun_at: str
+    changed_at: str
+    actor: str
+    """Who made the last change."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its arms share the jobs."""
+        return self.status in ("running", "paused")
+
+    @property
+    def routing(self) -> Routing | None:
+        """The part of the active version's record; None for an experiment that is over."""
+        if not self.is_open:
+            return None
+        return Routing(self.experiment, self.kind, self.arms, self.assignment == "sticky")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRecord:
+    """The knobs of a model's endpoints that operators have set over those of every version's model.yaml."""
+
+    name: str
+    epoch: int
+    """The model's epoch at the last change."""
+    endpoints: Mapping[str, Mapping[str, Any]]
+    """By endpoint; see registry/package/policy_overlay.py."""
+    changed_at: str
+    """ISO 8601, in UTC."""
+    actor: str
+    """Who made the last change."""
+
+
+_Record: TypeAlias = RegisteredVersion | Transition | Experiment | PolicyRecord
+
+
+def seal_row(record: _Record, sign: Signer | None) -> dict[str, object]:
     """The row of a record, signed if there is a signer."""
     row = {name: _as_column(value) for name, value in _fields_of(record).items()}
     sealed = seal_record(_payload(row), sign, _context(record))
@@ -194,7 +337,7 @@ def _opened(row: Mapping[str, Any], context: str, verify: Verifier | None) -> It
         raise BadSignature(f"{context}: {problem}") from None
     try:
         yield _record(row)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, msgspec.ValidationError):
         raise BadSignature(f"{context}: not a valid record") from None
 
 
@@ -202,14 +345,30 @@ def _record(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "signature"}
 
 
-def _fields_of(record: RegisteredVersion | Transition) -> dict[str, object]:
+def open_experiment(row: Mapping[str, Any], verify: Verifier | None) -> Experiment:
+    """The record of a row. Raises BadSignature unless a known operator has signed it."""
+    with _opened(row, f"registry experiment {row['name']} {row['experiment']}", verify) as record:
+        arms = msgspec.convert(json.loads(row["arms"]), tuple[DeployedArm, ...])
+        plan, state = json.loads(row["plan"]), json.loads(row["state"])
+        return Experiment(**{**record, "arms": arms, "plan": plan, "state": state})
+
+
+def open_policy(row: Mapping[str, Any], verify: Verifier | None) -> PolicyRecord:
+    """The record of a row. Raises BadSignature unless a known operator has signed it."""
+    with _opened(row, f"registry policy {row['name']}", verify) as record:
+        return PolicyRecord(**{**record, "endpoints": json.loads(row["endpoints"])})
+
+
+def _fields_of(record: _Record) -> dict[str, object]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _as_column(value: object) -> object:
     if isinstance(value, ModelLineage):
         return _canonical(value.model_dump())
-    return _canonical(value) if isinstance(value, Mapping | tuple) else value
+    if isinstance(value, tuple):
+        return _canonical(msgspec.to_builtins(value))
+    return _canonical(value) if isinstance(value, Mapping) else value
 
 
 def _canonical(value: object) -> str:
@@ -220,7 +379,11 @@ def _payload(row: Mapping[str, Any]) -> bytes:
     return _canonical(_record(row)).encode()
 
 
-def _context(record: RegisteredVersion | Transition) -> str:
+def _context(record: _Record) -> str:
+    if isinstance(record, PolicyRecord):
+        return f"registry policy {record.name}"
+    if isinstance(record, Experiment):
+        return f"registry experiment {record.name} {record.experiment}"
     if isinstance(record, Transition):
         return f"registry transition {record.name} {record.epoch}"
     return f"registry version {record.name} {record.version}"

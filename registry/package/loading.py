@@ -11,16 +11,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from penstock.registry.errors import ConfigurationError, MissingRequirement, UnknownModel, shown
 from penstock.registry.package.bounded_yaml import BadDocument, read_document, read_yaml
+from penstock.registry.package.composition import composed
 from penstock.registry.package.hub_cache import HubSnapshot, find_snapshot
 from penstock.registry.package.inspection import (
     declared_positions,
@@ -45,16 +46,20 @@ class Package:
     folder: Path
     spec_sha256: str = ""
     """The hash of model.yaml when it was read. Empty: the spec was not read from a file."""
+    steps: tuple[Package, ...] = ()
+    """The packages of a pipeline, in the order of its steps. A package of two steps is here twice, as one object."""
+    pipeline: Path | None = None
+    """The folder of the pipeline that the package is a step of."""
 
     @property
     def label(self) -> str:
-        """`name/version`, for messages."""
-        return f"{self.folder.parent.name}/{self.folder.name}"
+        """`name/version`, for messages; of a step, its path below the models root."""
+        return self.folder.relative_to((self.pipeline or self.folder).parent.parent).as_posix()
 
     def entrypoint(self) -> tuple[str, str]:
         """(dotted module inside the folder, attribute). Raises ConfigurationError without an entry point."""
         if self.spec.entrypoint is None:
-            raise ConfigurationError(f"{_label(self.folder)}: entrypoint: missing, expected module:build")
+            raise ConfigurationError(f"{self._spec_label}: entrypoint: missing, expected module:build")
         module, _, attribute = self.spec.entrypoint.partition(":")
         return module, attribute
 
@@ -65,7 +70,7 @@ class Package:
         file = _inside(self.folder, self.spec.weights, Path.is_file, self.label)
         if file is None:
             raise ConfigurationError(
-                f"{_label(self.folder)}: weights: found {self.spec.weights!r:.80}, expected a file of the package"
+                f"{self._spec_label}: weights: found {self.spec.weights!r:.80}, expected a file of the package"
             )
         return file
 
@@ -75,7 +80,7 @@ class Package:
         folder = _inside(self._source_base().folder, source.path, Path.is_dir, self.label)
         if folder is None:
             raise ConfigurationError(
-                f"{_label(self.folder)}: source.path: found {source.path!r:.80}, expected a folder inside the package"
+                f"{self._spec_label}: source.path: found {source.path!r:.80}, expected a folder inside the package"
             )
         return folder
 
@@ -87,7 +92,8 @@ class Package:
         if self.spec.format == "transformers" and self.spec.batching.max_length is None:
             # A declared limit above that of the weights is refused when they are loaded.
             max_length = min(max_length, declared_positions(self.source_folder(), self.label) or max_length)
-        return replace(self, spec=self.spec.limited_to(max_length))
+        steps = {id(step): step.limited_to(max_length) for step in self.steps}
+        return replace(self, spec=self.spec.limited_to(max_length), steps=tuple(steps[id(step)] for step in self.steps))
 
     def manifest(self) -> Manifest:
         """Reads and hashes every file of the package, and inspects its weights.
@@ -95,26 +101,41 @@ class Package:
         Raises ConfigurationError: `files` does not name a file or has another hash for it, model.yaml has changed
         since it was read, or a model file has content that is not allowed.
         """
-        manifest = hash_files(FileTree(self.folder, self.label, links_within=self.folder), self._source_tree())
-        if self.spec_sha256 and manifest.files.get(SPEC_FILE) != self.spec_sha256:
-            raise ConfigurationError(f"{self.label}: file {SPEC_FILE}: changed since it was read, expected the same")
-        _check_files(self, manifest)
-        self._inspect()
+        manifest = hash_files(FileTree(self.folder, self.label, links_within=self.folder), self._source_trees())
+        for package in (self, *self.steps):
+            package._check(manifest, package.folder.relative_to(self.folder).as_posix())
         return manifest
+
+    @property
+    def _spec_label(self) -> str:
+        return f"{self.label}/{SPEC_FILE}"
+
+    def _check(self, manifest: Manifest, below: str) -> None:
+        """Compares model.yaml and `files` with a manifest that has them in the folder `below`, and inspects weights."""
+        prefix = "" if below == "." else f"{below}/"
+        files = {path.removeprefix(prefix): sha for path, sha in manifest.files.items() if path.startswith(prefix)}
+        if self.spec_sha256 and files.get(SPEC_FILE) != self.spec_sha256:
+            raise ConfigurationError(f"{self.label}: file {SPEC_FILE}: changed since it was read, expected the same")
+        _check_files(self.spec.files, files, self._spec_label)
+        self._inspect()
 
     def _source_base(self) -> HubSnapshot:
         source = self.spec.source or Source()
         if source.hub is not None and source.revision is not None:
             return find_snapshot(source.hub, source.revision)
-        folder = self.folder if source.package is None else _installed_folder(self.folder, source.package)
+        folder = self.folder if source.package is None else _installed_folder(self._spec_label, source.package)
         return HubSnapshot(folder, folder)
 
-    def _source_tree(self) -> FileTree | None:
-        """The files of the weights, if they are outside the package."""
-        source = self.spec.source
-        if source is None or (source.package is None and source.hub is None):
-            return None
-        return FileTree(self.source_folder(), f"{self.label}: source", self._source_base().repository)
+    def _source_trees(self) -> dict[str, FileTree]:
+        """The files of weights that are outside the package, by the folder of their step."""
+        trees: dict[str, FileTree] = {}
+        for package in (self, *self.steps):
+            source = package.spec.source
+            if source is not None and (source.package is not None or source.hub is not None):
+                prefix = "" if package is self else f"{package.folder.relative_to(self.folder).as_posix()}/"
+                within = package._source_base().repository
+                trees[prefix] = FileTree(package.source_folder(), f"{package.label}: source", within)
+        return trees
 
     def _inspect(self) -> None:
         weights = self.weights_file()
@@ -182,11 +203,10 @@ def load_package(path: Path, trusted_roots: Sequence[Path] | None = None) -> Pac
     ):
         if found != expected:
             raise ConfigurationError(f"{label}: {field}: found {found!r:.80}, expected {expected!r} as the folder says")
+    roots = [folder.parent.parent] if trusted_roots is None else trusted_roots
     package = Package(spec, folder, digest)
-    package.weights_file()
-    if spec.entrypoint is not None:
-        _check_entrypoint(package, [folder.parent.parent] if trusted_roots is None else trusted_roots)
-    return package
+    _check_contents(package, roots)
+    return package if spec.steps is None else _with_steps(package, roots)
 
 
 def read_spec(file: Path, label: str) -> ModelSpec:
@@ -226,9 +246,46 @@ def _found_files(document: dict[Any, Any], folder: Path, label: str) -> dict[str
     return {"weights": found[0]} if found else {}
 
 
+def _with_steps(pipeline: Package, trusted_roots: Sequence[Path]) -> Package:
+    """A pipeline with the packages of its steps and their limits. Raises ConfigurationError."""
+    label = f"{pipeline.label}/{SPEC_FILE}"
+    loaded: dict[str, Package] = {}
+    steps = pipeline.spec.steps or ()
+    for number, step in enumerate(steps):
+        if step.package not in loaded:
+            loaded[step.package] = _step(pipeline, f"{label}: steps[{number}].package", step.package)
+    packages = tuple(loaded[step.package] for step in steps)
+    try:
+        spec = composed(pipeline.spec, [package.spec for package in packages])
+    except ValueError as problem:
+        raise ConfigurationError(f"{label}: {problem}") from None
+    for package in loaded.values():
+        _check_contents(package, trusted_roots)
+    return replace(pipeline, spec=spec, steps=packages)
+
+
+def _step(pipeline: Package, field: str, path: str) -> Package:
+    """The package in a folder of a pipeline. Raises ConfigurationError."""
+    if _inside(pipeline.folder, path, Path.is_dir, pipeline.label) is None:
+        raise ConfigurationError(f"{field}: found {path!r:.80}, expected a folder inside the package")
+    folder = pipeline.folder / path
+    if _inside(pipeline.folder, f"{path}/{SPEC_FILE}", Path.is_file, pipeline.label) is None:
+        raise ConfigurationError(f"{field}: found {path!r:.80} without {SPEC_FILE}, expected the folder of a package")
+    label = f"{pipeline.label}/{PurePosixPath(path)}/{SPEC_FILE}"
+    spec, digest = _read(folder / SPEC_FILE, label)
+    return Package(spec, folder, digest, pipeline=pipeline.folder)
+
+
+def _check_contents(package: Package, trusted_roots: Sequence[Path]) -> None:
+    """Raises ConfigurationError unless weights and code are in the package, and code under a trusted root."""
+    package.weights_file()
+    if package.spec.entrypoint is not None:
+        _check_entrypoint(package, trusted_roots)
+
+
 def _check_entrypoint(package: Package, trusted_roots: Sequence[Path]) -> None:
     module, _ = package.entrypoint()
-    label = _label(package.folder)
+    label = f"{package.label}/{SPEC_FILE}"
     file = _inside(package.folder, f"{module.replace('.', '/')}.py", Path.is_file, package.label)
     if file is None:
         raise ConfigurationError(
@@ -254,7 +311,7 @@ def _inside(folder: Path, path: str, is_there: Callable[[Path], bool], label: st
         raise ConfigurationError(f"{label}: {shown(path)}: cannot be read ({error.strerror})") from None
 
 
-def _installed_folder(package_folder: Path, module: str) -> Path:
+def _installed_folder(label: str, module: str) -> Path:
     try:
         found = importlib.util.find_spec(module)
     except ValueError:
@@ -263,17 +320,16 @@ def _installed_folder(package_folder: Path, module: str) -> Path:
     locations = (found.submodule_search_locations if found else None) or []
     if not locations:
         raise MissingRequirement(
-            f"{_label(package_folder)}: source.package: {module} is not installed, expected an installed Python package"
+            f"{label}: source.package: {module} is not installed, expected an installed Python package"
         )
     return Path(locations[0])
 
 
-def _check_files(package: Package, manifest: Manifest) -> None:
+def _check_files(expected: Mapping[str, str] | None, files: Mapping[str, str], label: str) -> None:
     """Compares the files with those that model.yaml names. Raises ConfigurationError."""
-    expected = package.spec.files
     if expected is None:
         return
-    found = {path: digest for path, digest in manifest.files.items() if path != SPEC_FILE}
+    found = {path: digest for path, digest in files.items() if path != SPEC_FILE}
     for path in sorted(expected.keys() | found.keys()):
         if path not in found:
             problem = "missing, expected the file that model.yaml names"
@@ -283,7 +339,7 @@ def _check_files(package: Package, manifest: Manifest) -> None:
             problem = f"found SHA-256 {found[path][:12]}.., expected {expected[path][:12]}.. as model.yaml says"
         else:
             continue
-        raise ConfigurationError(f"{_label(package.folder)}: files: {shown(path)}: {problem}")
+        raise ConfigurationError(f"{label}: files: {shown(path)}: {problem}")
 
 
 def _version_order(version: str) -> tuple[list[tuple[int, int, str]], bool, list[tuple[int, int, str]]]:

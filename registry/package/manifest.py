@@ -138,6 +138,11 @@ class Manifest:
     content_hash: str
     _trees: tuple[tuple[FileTree, Mapping[str, _FileState]], ...]
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        return sum(state.size for _, states in self._trees for state in states.values())
+
     def check_unchanged(self) -> None:
         """Raises ConfigurationError with the file's name if one was written, replaced, added or removed since."""
         for tree, states in self._trees:
@@ -153,20 +158,23 @@ class Manifest:
                 )
 
 
-def hash_files(package: FileTree, source: FileTree | None = None) -> Manifest:
-    """The manifest of a package's folder and, if its weights are in another one, of that folder.
+def hash_files(package: FileTree, sources: Mapping[str, FileTree] | None = None) -> Manifest:
+    """The manifest of a package's folder and of those of weights that are elsewhere.
 
-    content_hash is the SHA-256 of the lines that `sha256sum` writes for the files in the order of their paths. The
-    lines of the source follow an empty line. Raises ConfigurationError.
+    sources: these, by a prefix for the paths of their files. content_hash is the SHA-256 of the lines that `sha256sum`
+    writes for the files in the order of their paths. The lines of each source follow an empty line. Raises
+    ConfigurationError.
     """
     files, states = _hashed(package)
     trees = [(package, states)]
     listing = _listing(files)
     source_files: dict[str, str] = {}
-    if source is not None:
-        source_files, source_states = _hashed(source)
+    for prefix, source in (sources or {}).items():
+        found, source_states = _hashed(source)
         trees.append((source, source_states))
-        listing += "\n" + _listing(source_files)
+        prefixed = {f"{prefix}{path}": digest for path, digest in found.items()}
+        source_files |= prefixed
+        listing += "\n" + _listing(prefixed)
     return Manifest(files, source_files, sha256(listing.encode()).hexdigest(), tuple(trees))
 
 

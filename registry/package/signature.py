@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from penstock.registry.errors import InvalidInput, ModelError, shown
 from penstock.registry.tensors import DTYPES, MAX_DIMS, STRING, Array
 
-__all__ = ["BATCH", "Signature", "TensorSpec", "shape_text"]
+__all__ = ["BATCH", "Signature", "TensorName", "TensorSpec", "shape_text"]
 
 BATCH: Final = "batch"
 """The symbolic dimension along which jobs are concatenated. It is always the first one."""
@@ -62,6 +62,7 @@ def _bound(value: object) -> object:
 
 Bound: TypeAlias = Annotated[int | float | None, BeforeValidator(_bound)]
 Dimension: TypeAlias = Annotated[int | str, BeforeValidator(_dimension)]
+TensorName: TypeAlias = Annotated[str, AfterValidator(_tensor_name)]
 
 
 class TensorSpec(BaseModel):
@@ -69,7 +70,7 @@ class TensorSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    name: Annotated[str, AfterValidator(_tensor_name)]
+    name: TensorName
     """The name that jobs and the model use."""
     dtype: Annotated[str, AfterValidator(_dtype_name), Field(json_schema_extra={"enum": list(DTYPES)})]
     """The type of its elements."""
@@ -160,7 +161,8 @@ class Signature:
         nested lists are converted where no value changes, except that a float is rounded to the declared precision.
         Raises InvalidInput.
         """
-        if not isinstance(inputs, Mapping):
+        # `dict` first: a check against an abstract class takes longer.
+        if not isinstance(inputs, (dict, Mapping)):
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping of names to values")
         if inputs.keys() != self._required:
             self._check_names(inputs)

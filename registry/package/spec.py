@@ -35,12 +35,14 @@ from penstock.registry.package.spec_sections import (
     Section,
     Source,
 )
-from penstock.registry.queues import parse_name
+from penstock.registry.package.steps import MAX_STEPS, Step, check_names
+from penstock.registry.queues import DEFAULT_ENDPOINT, parse_name
 from penstock.registry.tensors import DTYPES, MAX_BYTES, MAX_RESULT_BYTES, MAX_TENSORS, STRING
 
 __all__ = [
     "FORMATS",
     "FOUND_WEIGHTS",
+    "PIPELINE",
     "SPEC_FILE",
     "ModelSpec",
     "first_problem",
@@ -57,9 +59,11 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}\Z")
 _TENSORS: Final = ("inputs", "outputs")
 """The fields of the section `signature`, which may also stand beside it."""
 
-Format = Literal["torchscript", "python", "pytorch", "transformers", "onnx"]
+Format = Literal["torchscript", "python", "pytorch", "transformers", "onnx", "pipeline"]
 FORMATS: Final[tuple[str, ...]] = get_args(Format)
 """The formats of packages. Each has a runtime."""
+PIPELINE: Final = "pipeline"
+"""The format whose model is the packages of its steps."""
 _TENSORFLOW: Final = frozenset({"tensorflow", "savedmodel", "saved_model", "keras", "tflite", "tfjs"})
 _WEIGHTS: Final = {"torchscript": (".pt", ".ts"), "pytorch": (".safetensors",), "onnx": (".onnx",)}
 """The formats with a `weights` file, and the endings of its name."""
@@ -110,6 +114,8 @@ class ModelSpec(Section):
     """The location of the weights of a `transformers` model; null: model.safetensors in the package."""
     task: str | None = None
     """The pipeline of a `transformers` model, such as text-classification; null: sentence embeddings."""
+    steps: Annotated[tuple[Step, ...] | None, Field(strict=False, min_length=1, max_length=MAX_STEPS)] = None
+    """The steps of a `pipeline`, in the order in which they run."""
     files: dict[InsidePath, Annotated[str, AfterValidator(_checksum)]] | None = None
     """SHA-256 of every file of the package except model.yaml; null: files are not compared."""
     inputs: Annotated[tuple[TensorSpec, ...], Field(strict=False, min_length=1, max_length=MAX_TENSORS)]
@@ -164,6 +170,7 @@ class ModelSpec(Section):
             _check_names,
             _check_format,
             _check_weights,
+            _check_steps,
             _check_outputs,
             _check_batch_dimension,
             _check_sizes,
@@ -185,9 +192,15 @@ class ModelSpec(Section):
         """`name/version`."""
         return f"{self.name}/{self.version}"
 
+    @cached_property
+    def endpoints(self) -> tuple[str, ...]:
+        """The names of the endpoints that jobs may name, sorted."""
+        return tuple(sorted({DEFAULT_ENDPOINT, *self.policy.endpoints}))
+
     def policy_for(self, endpoint: str) -> EndpointPolicy:
         """The policy of an endpoint: its own values, else the default's, else the model's; None: the setting's."""
-        own = EndpointPolicy(
+        # The values were checked as those of this spec.
+        own = EndpointPolicy.model_construct(
             window_ms=self.batching.max_wait_ms,
             precision=None if self.precision == "auto" else self.precision,
             concurrency=max(self.concurrency, self.instances),
@@ -285,6 +298,16 @@ def _check_weights(spec: ModelSpec) -> None:
             f"weights: found {spec.weights!r:.80}, expected a file {' or '.join(endings)} for format "
             f"{spec.format}{reason}"
         )
+
+
+def _check_steps(spec: ModelSpec) -> None:
+    if spec.format != PIPELINE:
+        if spec.steps is not None:
+            raise ValueError(f"steps: found some, expected none for format {spec.format}")
+        return
+    if spec.steps is None:
+        raise ValueError(f"steps: missing, expected a list of steps for format {PIPELINE}")
+    check_names(spec.steps, [one.name for one in spec.inputs], [one.name for one in spec.outputs])
 
 
 def _check_outputs(spec: ModelSpec) -> None:
@@ -413,6 +436,7 @@ def _nearest(location: Sequence[int | str]) -> str:
         "codecs": Codecs,
         "policy": Policy if len(location) == 2 else EndpointPolicy,
         "source": Source,
+        "steps": Step,
         "inputs": TensorSpec,
         "outputs": TensorSpec,
     }

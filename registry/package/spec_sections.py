@@ -25,6 +25,7 @@ __all__ = [
     "DeviceChoice",
     "InsidePath",
     "MAX_CONCURRENCY",
+    "MAX_ENDPOINTS",
     "EndpointPolicy",
     "Policy",
     "Precision",
@@ -57,6 +58,8 @@ _MAX_LENGTH: Final = MAX_BYTES
 """A text or an axis of a job cannot be longer than the job."""
 MAX_CONCURRENCY: Final = 64
 """Each concurrent forward is a thread."""
+MAX_ENDPOINTS: Final = 16
+"""A worker has a queue for each endpoint that has jobs."""
 _MAX_WAIT_MS: Final = 3_600_000
 _MAX_SORT_WINDOW: Final = 1_024
 
@@ -120,7 +123,7 @@ class Batching(Section):
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Limit of rows times the longest length in the batch."""
     max_bytes: Annotated[int | None, Field(ge=1)] = None
-    """Limit of the bytes of inputs in one batch."""
+    """Limit of the bytes of one batch: its jobs as they came, and the outputs that they are expected to have."""
     sort_window: Annotated[int, Field(ge=1, le=_MAX_SORT_WINDOW)] = 1
     """How many batches of waiting jobs are sorted by length before one is formed."""
     length_input: str | None = None
@@ -157,13 +160,28 @@ class EndpointPolicy(Section):
     cache_ttl_s: Annotated[float | None, Field(ge=0)] = None
     """Lifetime of a cached response; 0: responses are not cached."""
     fallback_runtime: Literal["none", "reference"] | None = None
-    """When the optimized form fails: `reference` runs the model as its author built it, `none` fails the job."""
+    """When an optimized form fails: `reference` (null) drops it, and the model as its author built it runs the batch.
+    `none` fails the jobs; the form's circuit breaker opens after 3 failures within a minute."""
+    fallback_version: str | None = None
+    """The version that runs a job on which this one has failed in every form. It needs the same inputs and outputs.
+    null: such a job fails."""
     rollout_percent: Annotated[float | None, Field(ge=0, le=100)] = None
-    """The percentage of requests that a candidate version may answer."""
+    """The first step of a rollout of this version, in percent of the jobs; 0: a rollout needs `--steps`. At another
+    endpoint than `infer`: the least share of its jobs that the candidate has during a rollout; 0: the rollout's."""
+
+    @model_validator(mode="after")
+    def _names_a_version(self) -> EndpointPolicy:
+        if self.fallback_version is not None:
+            try:
+                parse_name("version", self.fallback_version)
+            except InvalidInput as error:
+                raise ValueError(f"fallback_version: {error}") from None
+        return self
 
     def over(self, other: EndpointPolicy) -> EndpointPolicy:
         """This policy, with the values of `other` for those that are null."""
-        return other.model_copy(update=self.model_dump(exclude_none=True))
+        own = {name: value for name, value in self if value is not None}
+        return other.model_copy(update=own) if own else other
 
 
 class Policy(Section):
@@ -171,8 +189,8 @@ class Policy(Section):
 
     default: EndpointPolicy = EndpointPolicy()
     """The policy of every endpoint, unless `endpoints` has another value."""
-    endpoints: dict[str, EndpointPolicy] = {}
-    """Policies by the name of the endpoint. All jobs use `infer`; policies of other endpoints have no effect."""
+    endpoints: Annotated[dict[str, EndpointPolicy], Field(max_length=MAX_ENDPOINTS)] = {}
+    """Policies by the name of the endpoint. A job names one of these endpoints, or has that of `infer`."""
 
     @model_validator(mode="after")
     def _names_are_valid(self) -> Policy:
@@ -185,4 +203,5 @@ class Policy(Section):
 
     def of(self, endpoint: str) -> EndpointPolicy:
         """The policy of an endpoint, with the default's values for those that are null."""
-        return self.endpoints.get(endpoint, EndpointPolicy()).over(self.default)
+        own = self.endpoints.get(endpoint)
+        return self.default if own is None else own.over(self.default)

@@ -14,7 +14,7 @@ from sqlalchemy.pool import NullPool
 
 from penstock.registry.catalog import ModelLineage, ModelRegistryClient, ModelStage, RegisteredVersion, Transition
 from penstock.registry.package import Package, load_package
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from tests.packages import write_package
 
 SOURCE = """

@@ -59,8 +59,12 @@ def test_revision_of_the_code_is_the_last_migration():
 
 CROWD = """
 import os, sys
+import alembic.command, alembic.runtime.migration, alembic.script
+from sqlalchemy import make_url
 from penstock.registry.catalog import ModelRegistryClient
 
+# What each fork would import for itself.
+make_url(sys.argv[1]).get_dialect().import_dbapi()
 gate, opened = os.pipe()
 for _ in range(20):
     if os.fork() == 0:
@@ -83,8 +87,21 @@ def test_newer_schema_is_refused(new_url: str):
     """An older Penstock leaves a newer one's database alone, and says so in one line."""
     ModelRegistryClient(new_url).models()
     _execute(new_url, "UPDATE penstock_schema SET version_num = '9999'")
-    with pytest.raises(ConfigurationError, match=r"has schema '9999', which a newer Penstock made\. Expected 0001"):
+    with pytest.raises(ConfigurationError, match=r"has schema '9999', which a newer Penstock made\. Expected 0005"):
         ModelRegistryClient(new_url).models()
+
+
+def test_a_database_of_the_first_schema_is_upgraded(new_url: str):
+    """Its models stay, and the tables that came later are added."""
+    ModelRegistryClient(new_url).models()
+    for added in ("penstock_audit_heads", "penstock_experiments", "penstock_goldens", "penstock_policies"):
+        _execute(new_url, f"DROP TABLE {added}")
+    _execute(new_url, "UPDATE penstock_schema SET version_num = '0001'")
+    _execute(new_url, "INSERT INTO penstock_models (name) VALUES ('mlp')")
+    assert ModelRegistryClient(new_url).models() == ("mlp",)
+    with create_engine(new_url, poolclass=NullPool).connect() as connection:
+        for added in ("penstock_audit_heads", "penstock_experiments", "penstock_goldens", "penstock_policies"):
+            assert connection.dialect.has_table(connection, added)
 
 
 def test_half_made_schema_is_never_seen(new_url: str, monkeypatch: pytest.MonkeyPatch):

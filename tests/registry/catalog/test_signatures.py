@@ -12,7 +12,7 @@ import pytest
 from penstock.registry.catalog import ModelLineage, ModelStage
 from penstock.registry.catalog.tables import versions
 from penstock.registry.errors import BadSignature
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from tests.registry.catalog.catalogs import Catalog, new_key
 
 ARCHIVED, PRODUCTION, STAGING = ModelStage.ARCHIVED, ModelStage.PRODUCTION, ModelStage.STAGING

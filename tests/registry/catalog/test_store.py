@@ -16,7 +16,7 @@ from penstock.registry.catalog.tables import open_transition, open_version, seal
 from penstock.registry.errors import BadSignature, ContentChanged, InvalidInput, TransitionConflict
 from penstock.registry.operator_rpc import Row
 from penstock.registry.package import load_package
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from tests.registry.catalog.catalogs import Catalog, new_key
 
 
@@ -27,6 +27,8 @@ class Overheard:
         self._store = SqlStore(url)
         self.versions: list[Row] = []
         self.transitions: list[Row] = []
+        self.experiments: list[Row] = []
+        self.policies: list[Row] = []
         self.names = self._store.names
         self.read = self._store.read
 
@@ -43,6 +45,14 @@ class Overheard:
     def put_transition(self, row: Row) -> None:
         """See ModelTransaction."""
         self.transitions.append(row)
+
+    def put_experiment(self, row: Row) -> None:
+        """See ModelTransaction."""
+        self.experiments.append(row)
+
+    def put_policy(self, row: Row) -> None:
+        """See ModelTransaction."""
+        self.policies.append(row)
 
 
 class Harness:

@@ -104,7 +104,7 @@ def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'store.db'}"
 
 
-@pytest.fixture(params=["local", "hub", "mlflow"])
+@pytest.fixture(params=["local", "hub", pytest.param("mlflow", marks=pytest.mark.slow)])
 def origin(request: pytest.FixtureRequest, tmp_path: Path) -> Origin:
     """Each source in turn."""
     root = tmp_path / "origin"

@@ -50,7 +50,7 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "unknown format",
         changed(PLAIN, format="pickle"),
-        "format: found \"pickle\", expected 'torchscript', 'python', 'pytorch', 'transformers' or 'onnx'",
+        "format: found \"pickle\", expected 'torchscript', 'python', 'pytorch', 'transformers', 'onnx' or 'pipeline'",
     ),
     ("misspelt field", changed(PLAIN, entrypont="m:b"), "entrypont: unknown field, expected entrypoint"),
     (
@@ -270,8 +270,8 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "TensorFlow",
         changed(PLAIN, format="SavedModel"),
-        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx; TensorFlow is "
-        "not supported, export to onnx",
+        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx, pipeline; "
+        "TensorFlow is not supported, export to onnx",
     ),
     (
         "remote code",
