@@ -14,6 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,22 +24,29 @@ from msgspec.structs import replace
 from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
-from penstock.registry.queues import Priority, PriorityName, new_job_id, parse_name, parse_priority
+from penstock.registry.job_template import JobTemplate
+from penstock.registry.queues import DEFAULT_ENDPOINT, PriorityName, new_job_id, parse_name, parse_priority
 from penstock.registry.tensors import Array, Tensor, encode, encoded_size
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
-    from penstock.registry.settings import QueueConfig, Settings
+    from penstock.registry.settings import Settings
+    from penstock.registry.settings_sections import QueueConfig
 
 logger = logging.getLogger("penstock.client")
 
 __all__ = ["JobBuilder", "SpecCache", "SubmitOptions", "limits_of"]
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_STICKY_KEY: Final = 128
 _MAX_DEADLINE_S: Final = 366 * 86_400
 _KEEP_SPEC_S: Final = 1.0
 _MOST_SPECS: Final = 10_000
 _NO_OPTIONS: Final = Options()
+_MOST_TEMPLATES: Final = 64
+_NONE: Final = type(None)
+_PLAIN_TYPES: Final = frozenset(product((str,), (int, float, _NONE), (str, _NONE), (str, _NONE)))
+"""The types that priority, deadline, tenant and version of a kept template may have."""
 
 
 def limits_of(queue: QueueConfig) -> Limits:
@@ -53,6 +61,10 @@ class SubmitOptions(msgspec.Struct, frozen=True, gc=False):
     tenant, version: None means the client's tenant and the active version.
     outputs: the names of the requested outputs. Empty means all.
     retry: None means that the first failure of a forward ends the job.
+    webhook: the URL that is told of the job's end. None means none.
+    sticky_key: names the user or the session, so that a sticky experiment answers all its jobs with one version. None
+    means the tenant.
+    endpoint: one of the model's endpoints, whose policy the job has. None means `infer`.
     """
 
     priority: PriorityName = "normal"
@@ -62,6 +74,9 @@ class SubmitOptions(msgspec.Struct, frozen=True, gc=False):
     outputs: Sequence[str] = ()
     traceparent: str = ""
     retry: Retry | None = None
+    webhook: str | None = None
+    sticky_key: str | None = None
+    endpoint: str | None = None
 
 
 _DEFAULTS: Final = SubmitOptions()
@@ -149,12 +164,13 @@ class JobBuilder:
         self._max_bytes = max_bytes
         self._told: set[tuple[str, str]] = set()
         """The converted inputs, by model, that the log has named."""
+        self._templates: dict[tuple[object, ...], JobTemplate] = {}
 
     @classmethod
-    def of(cls, settings: Settings) -> JobBuilder:
-        """The builder of a process with these settings."""
+    def of(cls, settings: Settings, keyring: Keyring) -> JobBuilder:
+        """The builder of a process with these settings and keys."""
         max_bytes = settings.inference.max_request_size_mb * 1024 * 1024
-        return cls(tenant=settings.tenant_id, keyring=settings.keyring, max_bytes=max_bytes)
+        return cls(tenant=settings.tenant_id, keyring=keyring, max_bytes=max_bytes)
 
     def build(
         self,
@@ -171,9 +187,16 @@ class JobBuilder:
 
         lane: the job came as a Celery task. Its result is also stored in Celery's result backend.
         """
-        priority = parse_priority(options.priority)
-        shared = self._header(spec, options, reply, lane=lane)
-        return self._built(spec, shared, priority, inputs, idempotency_key, job_id)
+        template = self._template(spec, options, reply, lane=lane, is_for_one=True)
+        if idempotency_key is None and not job_id and (job := template.build(inputs)) is not None:
+            return job
+        return self._built(template, inputs, idempotency_key, job_id)
+
+    def encoded(self, spec: ModelSpec, inputs: Mapping[str, object], options: SubmitOptions) -> tuple[JobHeader, bytes]:
+        """(header, body) of a job as a worker will read them, but for its id and its idempotency key. Raises as
+        `build` does."""
+        content, body = self._encoded(spec, inputs)
+        return replace(self._template(spec, options, "").header, content=content), body
 
     def build_many(
         self,
@@ -191,17 +214,48 @@ class JobBuilder:
         items: an InvalidInput in the place of inputs is the error of its item.
         refused: takes the errors by index, in place of raising them. Their items are left out.
         """
-        priority, shared = parse_priority(options.priority), self._header(spec, options, reply)
+        template = self._template(spec, options, reply)
         publications: list[Publication] = []
         for index, (inputs, key) in enumerate(items, first_index):
-            try:
-                publications.append(self._built(spec, shared, priority, inputs, key))
-            except InvalidInput as error:
-                refusal = InvalidInput(f"Item {index}: {error}")
-                if refused is None:
-                    raise refusal from None
-                refused[index] = refusal
+            job = template.build(inputs) if key is None else None
+            if job is None:
+                try:
+                    job = self._built(template, inputs, key)
+                except InvalidInput as error:
+                    refusal = InvalidInput(f"Item {index}: {error}")
+                    if refused is None:
+                        raise refusal from None
+                    refused[index] = refusal
+                    continue
+            publications.append(job)
         return publications
+
+    def _template(
+        self, spec: ModelSpec, options: SubmitOptions, reply: str, *, lane: bool = False, is_for_one: bool = False
+    ) -> JobTemplate:
+        """The template of a call's jobs, from checked options. That of common options is kept for later calls.
+
+        is_for_one: the call has one job.
+        """
+        key: tuple[object, ...] | None = None
+        priority, deadline_s, tenant, version = options.priority, options.deadline_s, options.tenant, options.version
+        is_uncommon = lane or options.outputs or options.traceparent or _has_rare_options(options)
+        # The exact types: True is equal to 1, and must not find what 1 has left.
+        if not is_uncommon and (type(priority), type(deadline_s), type(tenant), type(version)) in _PLAIN_TYPES:
+            key = (id(spec), priority, deadline_s, tenant, version, reply)
+            kept = self._templates.get(key)
+            if kept is not None:
+                return kept
+        band = parse_priority(priority)
+        is_used_again = key is not None or not is_for_one
+        header = self._header(spec, options, reply, lane=lane)
+        template = JobTemplate(spec, header, band, self.keyring, knows_shapes=is_used_again)
+        if key is not None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            # The template refers to its spec, so that no other spec gets the identity in the key.
+            self._templates[key] = template
+        return template
 
     def _header(self, spec: ModelSpec, options: SubmitOptions, reply: str, *, lane: bool = False) -> JobHeader:
         """The header of a call's jobs, from checked options. Each job adds its id, inputs and idempotency key."""
@@ -210,6 +264,7 @@ class JobBuilder:
             raise UnknownModel(f"Unknown model {spec.name}/{described(version)}. Expected version: {spec.version}")
         if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
             raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
+        has_options = options.outputs or lane or _has_rare_options(options)
         return JobHeader(
             id="",
             tenant=self.tenant if tenant is None or tenant == self.tenant else parse_name("tenant", tenant),
@@ -220,34 +275,48 @@ class JobBuilder:
             deadline_ms=0 if options.deadline_s is None else _deadline_ms(options.deadline_s),
             reply=reply,
             traceparent=traceparent,
-            options=_header_options(spec, options, lane) if options.outputs or lane or options.retry else _NO_OPTIONS,
+            options=_header_options(spec, options, lane) if has_options else _NO_OPTIONS,
             key=self.keyring.signing_id,
+            is_sealed=self.keyring.seals,
         )
 
     def _built(
-        self,
-        spec: ModelSpec,
-        shared: JobHeader,
-        priority: Priority,
-        inputs: Mapping[str, object] | InvalidInput,
-        key: str | None,
-        job_id: str = "",
+        self, template: JobTemplate, inputs: Mapping[str, object] | InvalidInput, key: str | None, job_id: str = ""
     ) -> Publication:
+        """One job, with every check. The template learns its shape."""
+        spec, shared = template.spec, template.header
         content, body = self._encoded(spec, inputs)
         digest = fingerprint = ""
         if key is not None:
             digest, fingerprint = _idempotency_digest(shared.tenant, key), _fingerprint(shared.version, content, body)
         header = replace(shared, id=job_id or new_job_id(spec.name), content=content, idempotency_digest=digest)
         sealed = seal("job", header, body, self.keyring)
+        if not job_id:
+            template.learn(header, sealed, len(body))
+        target = self._target(shared.options.webhook, header.id) if shared.options.webhook else ""
         return Publication(
-            header.id, priority, sealed, header.tenant, header.reply, digest, fingerprint, shared.deadline_ms
+            header.id,
+            template.priority,
+            sealed,
+            header.tenant,
+            header.reply,
+            digest,
+            fingerprint,
+            shared.deadline_ms,
+            target,
         )
+
+    def _target(self, url: str, job_id: str) -> str:
+        from penstock.registry.webhook_target import sealed_target
+
+        return sealed_target(url, job_id, self.keyring)
 
     def _encoded(
         self, spec: ModelSpec, inputs: Mapping[str, object] | InvalidInput
     ) -> tuple[tuple[Tensor, ...], bytes]:
         """The inputs as bytes, checked against the model's signature and the size limit."""
-        if not isinstance(inputs, Mapping):
+        # `dict` first: a check against an abstract class takes longer.
+        if not isinstance(inputs, (dict, Mapping)):
             if isinstance(inputs, InvalidInput):
                 raise inputs
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping from input name to value")
@@ -295,11 +364,49 @@ def _parsed_spec(found: bytes) -> ModelSpec:
     return ModelSpec.from_json(found)
 
 
+def _has_rare_options(options: SubmitOptions) -> bool:
+    return (
+        bool(options.retry)
+        or options.webhook is not None
+        or options.sticky_key is not None
+        or options.endpoint is not None
+    )
+
+
 def _header_options(spec: ModelSpec, options: SubmitOptions, lane: bool) -> Options:
     wanted = spec.signature.select_outputs(options.outputs) if options.outputs else ()
     if options.retry is not None:
         _check_retry(spec, options.retry)
-    return Options(wanted, lane, options.retry)
+    webhook, sticky_key = _webhook_url(options.webhook), _sticky_key(options.sticky_key)
+    return Options(wanted, lane, options.retry, webhook, sticky_key, _endpoint(spec, options.endpoint))
+
+
+def _sticky_key(key: object) -> str:
+    if key is None:
+        return ""
+    if not isinstance(key, str) or not 0 < len(key) <= _MAX_STICKY_KEY or not key.isprintable():
+        raise InvalidInput(f"Bad sticky_key. Expected 1 to {_MAX_STICKY_KEY} printable characters, or None")
+    return key
+
+
+def _endpoint(spec: ModelSpec, name: object) -> str:
+    """The endpoint as a header has it. Raises InvalidInput for one that the model does not have."""
+    if name is None or name == DEFAULT_ENDPOINT:
+        return ""
+    if not isinstance(name, str) or name not in spec.endpoints:
+        raise InvalidInput(
+            f"Unknown endpoint {described(name)} of {spec.name}. Expected one of: {', '.join(spec.endpoints)}"
+        )
+    return name
+
+
+def _webhook_url(url: str | None) -> str:
+    if url is None:
+        return ""
+    # Here: few jobs have one, and parsing URLs is not among what `import penstock` needs.
+    from penstock.registry.webhook_target import checked_url
+
+    return checked_url(url)
 
 
 def _check_retry(spec: ModelSpec, retry: object) -> None:

@@ -27,8 +27,11 @@ _GOOD_FOR_S: Final = 300.0
 """The largest difference between the clocks of operators and workers."""
 _NONCES: Final = 10_000
 
-ControlAction: TypeAlias = Literal["load", "unload", "reconcile", "compile", "optimise", "measure", "trace", "rpc"]
-"""`rpc` carries a request of registry/operator_rpc.py. The others act on this worker's models."""
+ControlAction: TypeAlias = Literal[
+    "load", "unload", "reconcile", "compile", "optimise", "measure", "trace", "clear_cache", "rpc"
+]
+"""`rpc` carries a request of registry/operator_rpc.py. The others act on this worker's models; `clear_cache` without a
+model acts on all of them."""
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):

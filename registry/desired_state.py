@@ -15,9 +15,10 @@ import msgspec
 import redis
 
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
-from penstock.registry.broker.redis_connection import connection_options
+from penstock.registry.broker.foreign_keys import is_foreign
+from penstock.registry.broker.redis_connection import connection_options, quarantine_keys
 from penstock.registry.broker.redis_refusals import final
-from penstock.registry.errors import BrokerUnavailable, UndecodableEnvelope
+from penstock.registry.errors import BrokerDamaged, BrokerUnavailable, UndecodableEnvelope
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 
 __all__ = ["DesiredVersion", "StateStore"]
@@ -75,33 +76,47 @@ class StateStore:
 
     def put(self, desired_version: DesiredVersion, sign: Signer | None = None) -> None:
         """Ask every worker of the model to load or to unload the version."""
-        self._ask(lambda: self._redis.hset(self._wanted, desired_version.reference, desired_version.seal(sign)))
+        record = desired_version.seal(sign)
+        self._ask(self._wanted, lambda: self._redis.hset(self._wanted, desired_version.reference, record))
 
     def desired(self) -> dict[str, bytes]:
         """All records, by `name/version`."""
-        found = self._ask(lambda: self._redis.hgetall(self._wanted))
+        found = self._ask(self._wanted, lambda: self._redis.hgetall(self._wanted))
         return {reference.decode(errors="replace"): record for reference, record in found.items()}
 
     def report(self, worker: str, loaded: Mapping[str, object]) -> None:
         """Publish the loaded versions of a worker."""
-        self._ask(lambda: self._redis.hset(self._loaded, worker, json.dumps({"at": time.time(), **loaded})))
+        report = json.dumps({"at": time.time(), **loaded})
+        self._ask(self._loaded, lambda: self._redis.hset(self._loaded, worker, report))
 
     def withdraw(self, worker: str) -> None:
         """Delete the report of a worker."""
-        self._ask(lambda: self._redis.hdel(self._loaded, worker))
+        self._ask(self._loaded, lambda: self._redis.hdel(self._loaded, worker))
 
     def loaded(self) -> dict[str, dict[str, Any]]:
         """The reports of workers, by name."""
-        found = self._ask(lambda: self._redis.hgetall(self._loaded))
+        found = self._ask(self._loaded, lambda: self._redis.hgetall(self._loaded))
         return {worker.decode(errors="replace"): json.loads(report) for worker, report in found.items()}
 
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
 
-    def _ask(self, step: Callable[[], Any]) -> Any:
+    def _ask(self, key: str, step: Callable[[], Any]) -> Any:
+        """One step on one hash. A foreign key in its place is quarantined first."""
         try:
-            return step()
+            try:
+                return step()
+            except redis.ResponseError as error:
+                if not is_foreign(error):
+                    raise
+                quarantine_keys(self._redis, {key: "hash"})
+                return step()
         except (redis.RedisError, OSError) as error:
+            if is_foreign(error.__context__):
+                raise BrokerDamaged(
+                    f"{key} ({self._address}) holds another type than a hash, and this user may not quarantine it. An "
+                    "operator does: `penstock models load` or `unload`"
+                ) from error
             away = BrokerUnavailable(f"The store of model states does not answer ({type(error).__name__})")
             raise final(error, self._address) or away from error

@@ -1,10 +1,14 @@
-"""Messages between processes: jobs, results and events, each sealed as one string of bytes.
+"""Messages between processes: jobs, results, events and shadow pairs, each sealed as one string of bytes.
 
     "PS"  protocol  kind  header length (uint32 LE)  header (msgpack map)  body (registry/tensors.py)  [HMAC-SHA256]
 
 The MAC covers everything before it. It is present if and only if the header names a key id. Jobs and results are
 signed with different keys, both derived from the operator's key, so that a job cannot pass for a result. Bodies are
 not decoded here: the reader decodes them after the signature was verified.
+
+A body is encrypted if and only if the header says `is_sealed`; see safety/sealing.py. It is bound to all bytes before
+it, and so to the kind, the job, the tenant and the model: it opens in no other envelope. Headers are not encrypted. A
+reader that seals refuses plain bodies. The result of a failed job has no body, and is not encrypted.
 
 The structs hold plain data without cycles: gc=False keeps tens of thousands of them a second from the garbage
 collector.
@@ -17,16 +21,18 @@ import binascii
 import hashlib
 import hmac
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from penstock.registry.backoff import backoff_delay_s
 from penstock.registry.errors import (
+    BadSeal,
     BadSignature,
     ConfigurationError,
     InvalidInput,
     JobFailed,
+    PenstockError,
     UndecodableEnvelope,
     job_failure,
     shown,
@@ -34,8 +40,14 @@ from penstock.registry.errors import (
 from penstock.registry.tensors import MAX_BYTES, MAX_RESULT_BYTES, Tensor
 
 __all__ = [
+    "FIXED_BYTES",
+    "ID_AT",
+    "MAC_BYTES",
     "MAX_HEADER_BYTES",
+    "MAX_JOB_BYTES",
     "PROTOCOL",
+    "SEAL_BYTES",
+    "BodyKeys",
     "EventHeader",
     "Failure",
     "JobHeader",
@@ -43,29 +55,42 @@ __all__ = [
     "Keyring",
     "Mac",
     "Options",
+    "PairHeader",
     "RequestContext",
     "ResultHeader",
     "Retry",
     "Timings",
+    "encode_header",
+    "envelope_prefix",
     "open_event",
     "open_job",
+    "open_pair",
     "open_result",
     "peek_job",
     "seal",
+    "verify_job",
+    "verify_result",
 ]
 
 PROTOCOL: Final = 1
 MAX_HEADER_BYTES: Final = 64 * 1024
 _MAGIC: Final = b"PS"
-_MAC_BYTES: Final = 32
+MAC_BYTES: Final = 32
+SEAL_BYTES: Final = 32
+"""By how many bytes a sealed body is longer: the id of the key, a nonce, a tag."""
 _SAME_KEYS: Final = "Expected the same PENSTOCK_SIGNING_KEYS at both ends"
+_SAME_SEALS: Final = "Expected the same privacy.seal_payloads, and the same data keys, at both ends"
 _MAX_ATTEMPTS: Final = 100
 _MAX_PAUSE_S: Final = 3600
-_FIXED: Final = 8
+FIXED_BYTES: Final = 8
 """Bytes before the header: magic, protocol, kind, header length."""
+ID_AT: Final = FIXED_BYTES + 6
+"""Where an id of 32 bytes or more begins: behind the size of the header's map, the name `id`, and its own length."""
+MAX_JOB_BYTES: Final = FIXED_BYTES + MAX_HEADER_BYTES + MAX_BYTES + SEAL_BYTES + MAC_BYTES
+"""The largest envelope of a job."""
 
-Kind = Literal["job", "result", "event"]
-_LETTER: Final[dict[Kind, bytes]] = {"job": b"J", "result": b"R", "event": b"E"}
+Kind = Literal["job", "result", "event", "pair"]
+_LETTER: Final[dict[Kind, bytes]] = {"job": b"J", "result": b"R", "event": b"E", "pair": b"P"}
 _PREFIX: Final = {kind: _MAGIC + bytes([PROTOCOL]) + letter for kind, letter in _LETTER.items()}
 
 
@@ -113,6 +138,12 @@ class Options(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The job came through Celery's `send_task`. Its result is also stored in Celery's backend."""
     retry: Retry | None = None
     """None: the job fails with its first failed forward."""
+    webhook: str = ""
+    """The URL that is told of the job's end. The record of the job has it, too; see registry/webhook_target.py."""
+    sticky_key: str = ""
+    """In a sticky experiment, jobs of one key have one version; empty: jobs of one tenant have."""
+    endpoint: str = ""
+    """The endpoint of the model, whose policy the job has; empty: `infer`."""
 
 
 class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -141,6 +172,8 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     options: Options = Options()
     key: str = ""
     """Id of the signing key; empty: unsigned."""
+    is_sealed: bool = False
+    """Whether the body is encrypted."""
 
     @property
     def context(self) -> RequestContext:
@@ -193,25 +226,61 @@ class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """SHA-256 of the content of that version; empty for a job that no model ran."""
     is_cached: bool = False
     """Whether the result comes from the response cache, without a forward."""
+    experiment: str = ""
+    """The id of the experiment whose arm answered; empty for none, and for a job that named a version."""
+    is_sealed: bool = False
+    """Whether the body is encrypted."""
+    level: str = ""
+    """The level of the fallback chain that answered, where an earlier one had failed or was stopped; see
+    safety/fallback.py. Empty: the first one answered."""
 
 
 class EventHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A chunk or a progress report of a running job."""
+    """The header of some events of a running job; event_body.py has their body. `id` names the job."""
 
     id: str
-    type: str
-    content: tuple[Tensor, ...] = ()
-    fraction: float | None = None
+    type: str = "events"
     attempt: int = 1
     key: str = ""
+    is_sealed: bool = False
+    """Whether the body is encrypted."""
+    tenant: str = ""
+    """The tenant of the job, to which a sealed body is bound; empty while bodies are not sealed."""
 
 
-Header = TypeVar("Header", JobHeader, ResultHeader, EventHeader)
+class PairHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The header of a shadow pair: the inputs of an answered job and the outputs that were served; see shadow.py."""
+
+    id: str
+    """The job."""
+    tenant: str
+    model: str
+    shadow: str
+    """The id of the order that asked for the pair."""
+    version: str
+    """The version that answered."""
+    content_hash: str
+    """SHA-256 of the content of that version."""
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    input_bytes: int
+    """Bytes of the body that are inputs; those of the outputs follow."""
+    compute_ms: float = 0.0
+    """The forward of its batch."""
+    batch_rows: int = 1
+    """Rows of that batch."""
+    key: str = ""
+    is_sealed: bool = False
+    """Whether the body is encrypted."""
+
+
+Header = TypeVar("Header", JobHeader, ResultHeader, EventHeader, PairHeader)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _job_decoder: Final = msgspec.msgpack.Decoder(JobHeader)
 _result_decoder: Final = msgspec.msgpack.Decoder(ResultHeader)
 _event_decoder: Final = msgspec.msgpack.Decoder(EventHeader)
+_pair_decoder: Final = msgspec.msgpack.Decoder(PairHeader)
 
 
 class Mac:
@@ -227,10 +296,11 @@ class Mac:
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
-    def digest(self, message: bytes | memoryview) -> bytes:
-        """The 32 bytes of the MAC."""
+    def digest(self, *message: bytes | memoryview) -> bytes:
+        """The 32 bytes of the MAC of these parts, one after another."""
         inner = self._inner.copy()
-        inner.update(message)
+        for part in message:
+            inner.update(part)
         outer = self._outer.copy()
         outer.update(inner.digest())
         return outer.digest()
@@ -243,16 +313,31 @@ class KeyName(NamedTuple):
     fingerprint: str
 
 
+class BodyKeys(Protocol):
+    """The keys that encrypt bodies: safety.sealing.DataKeys, which a client without encryption does not import."""
+
+    def seal(self, plain: bytes | memoryview, bound: bytes) -> bytes:
+        """`plain`, encrypted and bound to `bound`. Longer by SEAL_BYTES."""
+
+    def open(self, sealed: bytes | memoryview, bound: bytes) -> bytes:
+        """The plain bytes. Raises PenstockError for a key that is not here, and for changed, cut or moved bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Keyring:
     """The signing keys: the first one signs, all verify. Without a key, signing is off.
 
     Key rotation: put the new key first, wait until every process trusts both keys, then remove the old one.
+    body_keys: open sealed bodies, and seal them while `seals`; None: there is no data key here. `Settings.keyring` has
+    none, safety.payload_keys.envelope_keys gives all.
     """
 
     names: tuple[KeyName, ...]
     job_macs: dict[str, Mac] = field(repr=False)
     result_macs: dict[str, Mac] = field(repr=False)
+    body_keys: BodyKeys | None = field(default=None, repr=False)
+    seals: bool = False
+    """Whether bodies are sealed, and plain ones refused."""
 
     @classmethod
     def parse(cls, text: str | None) -> Keyring:
@@ -297,22 +382,46 @@ def _derived(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, f"penstock {purpose} v1".encode(), "sha256")
 
 
-def seal(kind: Kind, header: JobHeader | ResultHeader | EventHeader, body: bytes, keyring: Keyring) -> bytes:
+AnyHeader: TypeAlias = JobHeader | ResultHeader | EventHeader | PairHeader
+
+
+def encode_header(header: AnyHeader) -> bytes:
+    """The header as it stands in an envelope: a msgpack map without the fields that have their default."""
+    return _encode(header)
+
+
+def envelope_prefix(kind: Kind, encoded_header: bytes) -> bytes:
+    """What stands before the header in an envelope, FIXED_BYTES long."""
+    return _PREFIX[kind] + len(encoded_header).to_bytes(4, "little")
+
+
+def seal(kind: Kind, header: AnyHeader, body: bytes | memoryview, keyring: Keyring) -> bytes:
     """The envelope of a header and its body, signed with the key `header.key`; empty: unsigned.
 
-    Raises KeyError for an unknown key: take it from `keyring.signing_id`.
+    The body is encrypted if the header says so. Raises KeyError for an unknown key: take it from `keyring.signing_id`,
+    and `is_sealed` from `keyring.seals`.
     """
     head = _encode(header)
-    sealed = b"".join((_PREFIX[kind], len(head).to_bytes(4, "little"), head, body))
+    front = b"".join((envelope_prefix(kind, head), head))
+    if header.is_sealed:
+        if keyring.body_keys is None:
+            raise KeyError("body_keys")
+        body = keyring.body_keys.seal(body, front)
     if not header.key:
-        return sealed
+        return b"".join((front, body))
     macs = keyring.job_macs if kind == "job" else keyring.result_macs
-    return sealed + macs[header.key].digest(sealed)
+    # The MAC of two parts: appending it to the whole would copy a large body once more.
+    return b"".join((front, body, macs[header.key].digest(front, body)))
 
 
-def open_job(sealed: bytes, keyring: Keyring) -> tuple[JobHeader, memoryview]:
-    """(header, body) of a job. Raises UndecodableEnvelope or BadSignature."""
+def open_job(sealed: bytes, keyring: Keyring) -> tuple[JobHeader, memoryview | bytes]:
+    """(header, plain body) of a job. Raises UndecodableEnvelope, BadSignature or BadSeal."""
     return _open("job", sealed, keyring, _job_decoder)
+
+
+def verify_job(sealed: bytes, keyring: Keyring) -> JobHeader:
+    """The header of a job, without its body: no data key is needed. Raises UndecodableEnvelope or BadSignature."""
+    return _verified("job", sealed, keyring, _job_decoder)[0]
 
 
 def peek_job(sealed: bytes) -> JobHeader | None:
@@ -320,44 +429,80 @@ def peek_job(sealed: bytes) -> JobHeader | None:
 
     `sealed` may be cut off after the header.
     """
-    size = int.from_bytes(sealed[4:_FIXED], "little")
-    if sealed[:4] != _PREFIX["job"] or not 0 < size <= MAX_HEADER_BYTES or len(sealed) < _FIXED + size:
+    size = int.from_bytes(sealed[4:FIXED_BYTES], "little")
+    if sealed[:4] != _PREFIX["job"] or not 0 < size <= MAX_HEADER_BYTES or len(sealed) < FIXED_BYTES + size:
         return None
     try:
-        return _job_decoder.decode(sealed[_FIXED : _FIXED + size])
+        return _job_decoder.decode(sealed[FIXED_BYTES : FIXED_BYTES + size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def open_result(sealed: bytes, keyring: Keyring) -> tuple[ResultHeader, memoryview]:
-    """(header, body) of a result. Raises UndecodableEnvelope or BadSignature."""
+def open_result(sealed: bytes, keyring: Keyring) -> tuple[ResultHeader, memoryview | bytes]:
+    """(header, plain body) of a result. Raises UndecodableEnvelope, BadSignature or BadSeal."""
     return _open("result", sealed, keyring, _result_decoder)
 
 
-def open_event(sealed: bytes, keyring: Keyring) -> tuple[EventHeader, memoryview]:
-    """(header, body) of a chunk or progress event. Raises UndecodableEnvelope or BadSignature."""
+def verify_result(sealed: bytes, keyring: Keyring) -> ResultHeader:
+    """The header of a result, without its body: no data key is needed. Raises UndecodableEnvelope or BadSignature."""
+    return _verified("result", sealed, keyring, _result_decoder)[0]
+
+
+def open_event(sealed: bytes, keyring: Keyring) -> tuple[EventHeader, memoryview | bytes]:
+    """(header, plain body) of some events of a job. Raises UndecodableEnvelope, BadSignature or BadSeal."""
     return _open("event", sealed, keyring, _event_decoder)
+
+
+def open_pair(sealed: bytes, keyring: Keyring) -> tuple[PairHeader, memoryview | bytes]:
+    """(header, plain body) of a shadow pair. Raises UndecodableEnvelope, BadSignature or BadSeal."""
+    return _open("pair", sealed, keyring, _pair_decoder)
 
 
 def _open(
     kind: Kind, sealed: bytes, keyring: Keyring, decoder: msgspec.msgpack.Decoder[Header]
+) -> tuple[Header, memoryview | bytes]:
+    header, body = _verified(kind, sealed, keyring, decoder)
+    if not header.is_sealed:
+        if keyring.seals and not (isinstance(header, ResultHeader) and header.error is not None and not body):
+            raise BadSeal(
+                f"a {kind}{_sender(header)} whose body is not encrypted, but its reader seals payloads. {_SAME_SEALS}",
+                _claimed(header),
+            )
+        return header, body
+    if keyring.body_keys is None:
+        raise BadSeal(
+            f"a {kind}{_sender(header)} whose body is encrypted, but its reader has no data key. {_SAME_SEALS}",
+            _claimed(header),
+        )
+    body_at = FIXED_BYTES + int.from_bytes(sealed[4:FIXED_BYTES], "little")
+    try:
+        return header, keyring.body_keys.open(body, sealed[:body_at])
+    except PenstockError as error:
+        raise BadSeal(
+            f"a {kind}{_sender(header)} whose body cannot be decrypted. {error}. {_SAME_SEALS}", _claimed(header)
+        ) from None
+
+
+def _verified(
+    kind: Kind, sealed: bytes, keyring: Keyring, decoder: msgspec.msgpack.Decoder[Header]
 ) -> tuple[Header, memoryview]:
+    """The header and the body as it travels. The signature is verified, the seal is not."""
     if sealed[:4] != _PREFIX[kind]:
         raise UndecodableEnvelope(_foreign(sealed, kind), _claimed_elsewhere(sealed, kind))
-    size = int.from_bytes(sealed[4:_FIXED], "little")
-    if size > MAX_HEADER_BYTES or _FIXED + size > len(sealed):
+    size = int.from_bytes(sealed[4:FIXED_BYTES], "little")
+    if size > MAX_HEADER_BYTES or FIXED_BYTES + size > len(sealed):
         raise UndecodableEnvelope(f"its header claims {size} bytes")
     cap = MAX_BYTES if kind == "job" else MAX_RESULT_BYTES
-    if len(sealed) > cap + size + _FIXED + _MAC_BYTES:
+    if len(sealed) > cap + size + FIXED_BYTES + SEAL_BYTES + MAC_BYTES:
         raise UndecodableEnvelope(f"its {len(sealed)} bytes exceed the cap of {cap}")
     view = memoryview(sealed)
     try:
-        header = decoder.decode(view[_FIXED : _FIXED + size])
+        header = decoder.decode(view[FIXED_BYTES : FIXED_BYTES + size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise UndecodableEnvelope(f"its header is not the header of a {kind}") from None
     end = len(sealed)
     if header.key:
-        end -= _MAC_BYTES
+        end -= MAC_BYTES
         if (problem := _mismatch(kind, header, view, end, keyring)) is not None:
             raise BadSignature(problem, _claimed(header))
     elif keyring.signs:
@@ -365,14 +510,15 @@ def _open(
             f"an unsigned {kind}{_sender(header)}, but its reader has signing keys. {_SAME_KEYS}",
             _claimed(header),
         )
-    if end < _FIXED + size:
+    if end < FIXED_BYTES + size:
         raise UndecodableEnvelope("it ends before its signature")
-    return header, view[_FIXED + size : end]
+    body = view[FIXED_BYTES + size : end]
+    if len(body) > cap + (SEAL_BYTES if header.is_sealed else 0):
+        raise UndecodableEnvelope(f"the {len(body)} bytes of its body exceed the cap of {cap}", _claimed(header))
+    return header, body
 
 
-def _mismatch(
-    kind: Kind, header: JobHeader | ResultHeader | EventHeader, sealed: memoryview, end: int, keyring: Keyring
-) -> str | None:
+def _mismatch(kind: Kind, header: AnyHeader, sealed: memoryview, end: int, keyring: Keyring) -> str | None:
     """Why the signature is wrong, or None."""
     macs = keyring.job_macs if kind == "job" else keyring.result_macs
     mac = macs.get(header.key)
@@ -381,7 +527,7 @@ def _mismatch(
             f"a {kind}{_sender(header)} that is signed with key {header.key!r:.80}, which its reader does not have. "
             f"{_SAME_KEYS}"
         )
-    if end < _FIXED or not hmac.compare_digest(mac.digest(sealed[:end]), sealed[end:]):
+    if end < FIXED_BYTES or not hmac.compare_digest(mac.digest(sealed[:end]), sealed[end:]):
         return (
             f"a {kind}{_sender(header)} whose signature is wrong: it was changed, or key {header.key!r:.80} is another "
             f"one at its sender. {_SAME_KEYS}"
@@ -389,12 +535,12 @@ def _mismatch(
     return None
 
 
-def _sender(header: JobHeader | ResultHeader | EventHeader) -> str:
+def _sender(header: AnyHeader) -> str:
     """The worker that a result names, for a message: the name is not verified."""
     return f" of worker {shown(header.worker)}" if isinstance(header, ResultHeader) and header.worker else ""
 
 
-def _claimed(header: JobHeader | ResultHeader | EventHeader) -> tuple[str, str] | None:
+def _claimed(header: AnyHeader) -> tuple[str, str] | None:
     return (header.id, header.tenant) if isinstance(header, JobHeader) else None
 
 
@@ -412,18 +558,18 @@ def _claimed_elsewhere(sealed: bytes, kind: Kind) -> tuple[str, str] | None:
     """(job id, tenant) of a job in another protocol, if its header has these fields; else None."""
     if kind != "job" or sealed[:2] != _MAGIC or sealed[3:4] != _PREFIX[kind][3:4]:
         return None
-    size = int.from_bytes(sealed[4:_FIXED], "little")
+    size = int.from_bytes(sealed[4:FIXED_BYTES], "little")
     if size > MAX_HEADER_BYTES:
         return None
     try:
-        claim = _claim_decoder.decode(memoryview(sealed)[_FIXED : _FIXED + size])
+        claim = _claim_decoder.decode(memoryview(sealed)[FIXED_BYTES : FIXED_BYTES + size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return claim.id, claim.tenant
 
 
 def _foreign(sealed: bytes, kind: Kind) -> str:
-    if sealed[:2] != _MAGIC or len(sealed) < _FIXED:
+    if sealed[:2] != _MAGIC or len(sealed) < FIXED_BYTES:
         return "not a Penstock envelope"
     if sealed[2] != PROTOCOL:
         return f"protocol {sealed[2]}; expected {PROTOCOL}"

@@ -16,12 +16,14 @@
       Retryable                the job goes back to the queue
         BrokerUnavailable
           BrokerRefused            the broker answers, and refuses this process: password, rights or TLS
+          BrokerDamaged            another program wrote to a key of Penstock, and this process may not mend that
         RegistryUnavailable  ModelNotReady  OutOfMemory
       Corrupt                  the bytes go to the dead letters
-        UndecodableEnvelope  BadSignature
+        UndecodableEnvelope  BadSignature  BadSeal
       JobFailed                what result() raises
         ModelError  NonFiniteOutput  DeadLettered  Cancelled  Expired
         ForwardTimeout           the forward exceeded its limit (also a TimeoutError)
+      JobLost                  the broker accepted the job and no longer has it (also a LookupError)
       ResultGone               the result has expired
       ResultTimeout            there is no result yet (also a TimeoutError)
       ConfigurationError       an unusable setting, model package or machine; processes exit on it
@@ -39,7 +41,9 @@ from typing import ClassVar, Literal
 Disposition = Literal["reject", "retry", "dead-letter", "fail", "stop"]
 
 __all__ = [
+    "BadSeal",
     "BadSignature",
+    "BrokerDamaged",
     "BrokerRefused",
     "BrokerUnavailable",
     "Cancelled",
@@ -56,6 +60,7 @@ __all__ = [
     "IdempotencyConflict",
     "InvalidInput",
     "JobFailed",
+    "JobLost",
     "MissingRequirement",
     "ModelError",
     "ModelNotReady",
@@ -129,7 +134,10 @@ class Forbidden(Rejected):
 
 
 class ClientUnusable(Rejected, RuntimeError):
-    """The client was closed or serves another event loop, or a handle has no client. The broker was not asked."""
+    """The client was closed, serves another event loop or cannot be pickled, or a handle has no client.
+
+    The broker was not asked.
+    """
 
 
 class QueueFull(Rejected):
@@ -182,6 +190,12 @@ class BrokerRefused(BrokerUnavailable):
     """
 
 
+class BrokerDamaged(BrokerUnavailable):
+    """Another program has written to a key of Penstock: the key holds another type, and this process may not quarantine
+    it. A worker does that for the keys of its models within seconds. The message names the groups of keys.
+    """
+
+
 class RegistryUnavailable(Retryable, ConnectionError):
     """The registry's database did not answer, or refused."""
 
@@ -213,6 +227,10 @@ class UndecodableEnvelope(Corrupt):
 
 class BadSignature(Corrupt):
     """The bytes lack a required signature, have an unknown key, or were changed."""
+
+
+class BadSeal(Corrupt):
+    """The body is not sealed where it must be, is sealed with an unknown key, or was changed or moved."""
 
 
 class JobFailed(PenstockError):
@@ -250,8 +268,13 @@ class Expired(JobFailed):
     """The deadline or the job's lifetime passed before it ran."""
 
 
+class JobLost(PenstockError, LookupError):
+    """The broker accepted the job, and no longer has a record of it: its data were cleared or restored from an older
+    copy. The job may have run. Submit it again."""
+
+
 class ResultGone(PenstockError):
-    """The result existed and has expired."""
+    """The result existed and has expired. After its retention a lost job looks the same."""
 
 
 class ResultTimeout(PenstockError, TimeoutError):

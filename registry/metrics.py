@@ -14,20 +14,35 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 __all__ = [
+    "ALERTS",
+    "AUDIT_FAILURES",
     "BATCH_ROWS",
     "BATCH_SIZE",
     "BATCH_WAIT",
     "CACHE_BYTES",
     "CACHE_ENTRIES",
     "CACHE_EVICTED",
+    "CACHE_FAULTS",
     "CACHE_HITS",
     "CACHE_MISSES",
+    "CANARY",
     "COMMIT",
     "COMPUTE",
     "DEAD_LETTERED",
+    "DRIFT",
+    "DRIFT_ALERTS",
     "EXCEPTIONS",
+    "FALLBACKS",
     "FENCED",
+    "BREAKERS",
+    "BREAKER_TRIPS",
     "GATES",
+    "GATEWAY_METRICS",
+    "HTTP_REQUESTS",
+    "HTTP_SECONDS",
+    "HTTP_STREAMS",
+    "HTTP_WAITING",
+    "INSTANCES_LOST",
     "JOBS",
     "LATENCY",
     "LEVEL",
@@ -42,8 +57,16 @@ __all__ = [
     "READY",
     "REQUESTS",
     "RETRIED",
+    "SHADOW_COMPARED",
+    "SHADOW_PAIRS",
     "SINGLE_FLIGHT",
     "TAKEN_OVER",
+    "TRAFFIC_SHARE",
+    "TRANSITIONS",
+    "WEBHOOKS",
+    "WEBHOOKS_AGE",
+    "WEBHOOKS_DEAD",
+    "WEBHOOKS_WAITING",
     "Metric",
 ]
 
@@ -112,7 +135,13 @@ FENCED: Final = Metric(
     "penstock_fenced_total", "counter", "jobs", _MODEL, "Late commits of lost jobs, which had no effect"
 )
 TAKEN_OVER: Final = Metric("penstock_taken_over_total", "counter", "jobs", _MODEL, "Jobs claimed from another worker")
-QUARANTINED: Final = Metric("penstock_quarantined_total", "counter", "jobs", _MODEL, "Bytes moved to the dead letters")
+QUARANTINED: Final = Metric(
+    "penstock_quarantined_total",
+    "counter",
+    "jobs",
+    _MODEL,
+    "Foreign bytes moved to the dead letters, and keys of another type quarantined",
+)
 DEAD_LETTERED: Final = Metric(
     "penstock_dead_lettered_total",
     "counter",
@@ -123,6 +152,9 @@ DEAD_LETTERED: Final = Metric(
 RETRIED: Final = Metric("penstock_retried_total", "counter", "jobs", _MODEL, "Failed forwards of jobs that run again")
 OUT_OF_MEMORY: Final = Metric(
     "penstock_out_of_memory_total", "counter", "batches", _MODEL, "Batches that did not fit the device and were split"
+)
+INSTANCES_LOST: Final = Metric(
+    "penstock_instances_lost_total", "counter", "instances", _MODEL, "Instances whose process ended before it was to"
 )
 SINGLE_FLIGHT: Final = Metric(
     "penstock_single_flight_total", "counter", "jobs", _MODEL, "Jobs that shared the forward of an equal job"
@@ -148,7 +180,77 @@ CACHE_EVICTED: Final = Metric(
     (*_MODEL, "tier"),
     "Responses evicted from this tier for want of room",
 )
+CACHE_FAULTS: Final = Metric(
+    "penstock_cache_faults_total",
+    "counter",
+    "faults",
+    (*_MODEL, "tier", "fault"),
+    "Faults of this tier: errors, calls skipped while it was broken, entries refused, look-ups that took too long",
+)
+TRAFFIC_SHARE: Final = Metric(
+    "penstock_traffic_share",
+    "gauge",
+    "",
+    _MODEL,
+    "Share of the jobs without a named version, 0 to 1, for the arms of an experiment",
+)
 LEVEL: Final = Metric("penstock_level", "gauge", "", _MODEL, "Optimization level of the version")
+BREAKERS: Final = Metric(
+    "penstock_breaker_open",
+    "gauge",
+    "",
+    (*_MODEL, "optimization"),
+    "1 while the circuit breaker of the optimization is not closed",
+)
+BREAKER_TRIPS: Final = Metric(
+    "penstock_breaker_trips_total",
+    "counter",
+    "",
+    (*_MODEL, "optimization"),
+    "Circuit breakers that a report of this process opened",
+)
+FALLBACKS: Final = Metric(
+    "penstock_fallback_answers_total",
+    "counter",
+    "jobs",
+    (*_MODEL, "level"),
+    "Jobs that this level of the fallback chain answered, because an earlier one had failed or was stopped",
+)
+CANARY: Final = Metric(
+    "penstock_canary_verdicts_total",
+    "counter",
+    "",
+    (*_MODEL, "optimization", "verdict"),
+    "Comparisons of a candidate with the model as built, on reference samples and in spot checks, by verdict",
+)
+DRIFT: Final = Metric(
+    "penstock_drift_ratio",
+    "gauge",
+    "ratio",
+    (*_MODEL, "optimization"),
+    "The largest smoothed score of a figure over its control limit, by spot checks or shadow pairs; above 1: it drifts",
+)
+DRIFT_ALERTS: Final = Metric(
+    "penstock_drift_alerts_total",
+    "counter",
+    "alerts",
+    (*_MODEL, "optimization"),
+    "Drift alerts that this process raised; each opens a circuit breaker",
+)
+TRANSITIONS: Final = Metric(
+    "penstock_hysteresis_transitions_total",
+    "counter",
+    "",
+    (*_MODEL, "optimization", "to"),
+    "Times that an optimization went on or off here",
+)
+ALERTS: Final = Metric(
+    "penstock_alerts_total",
+    "counter",
+    "alerts",
+    (*_MODEL, "hook", "outcome"),
+    "Alerts by hook: sent, failed, or dropped because too many waited",
+)
 GATES: Final = Metric(
     "penstock_gate_verdicts_total",
     "counter",
@@ -156,11 +258,77 @@ GATES: Final = Metric(
     (*_MODEL, "verdict"),
     "Candidates by the gate's verdict",
 )
+AUDIT_FAILURES: Final = Metric(
+    "penstock_audit_failures_total",
+    "counter",
+    "",
+    (),
+    "Failures to record cache accesses; they are tried again",
+)
+WEBHOOKS: Final = Metric(
+    "penstock_webhooks_total",
+    "counter",
+    "tries",
+    (*_MODEL, "outcome"),
+    "Tries of webhooks: delivered, failed (another one follows) or dead",
+)
+WEBHOOKS_WAITING: Final = Metric("penstock_webhooks_waiting", "gauge", "", _MODEL, "Webhooks that are not delivered")
+WEBHOOKS_DEAD: Final = Metric("penstock_webhooks_dead", "gauge", "", _MODEL, "Webhooks that were given up")
+WEBHOOKS_AGE: Final = Metric(
+    "penstock_webhooks_age_seconds",
+    "gauge",
+    "seconds",
+    _MODEL,
+    "Since the job of the oldest waiting webhook ended",
+)
+
+SHADOW_PAIRS: Final = Metric(
+    "penstock_shadow_pairs_total",
+    "counter",
+    "pairs",
+    (*_MODEL, "outcome"),
+    "Sampled jobs of a shadow: mirrored, or dropped because the mirror is behind, the queue is full, the pair is too "
+    "large or cannot be sent, the broker failed or the shadow is over",
+)
+SHADOW_COMPARED: Final = Metric(
+    "penstock_shadow_compared_total",
+    "counter",
+    "pairs",
+    (*_MODEL, "outcome"),
+    "Pairs that a shadow worker settled: pass or fail by the validator, failures of the candidate, or not compared",
+)
 
 METRICS: Final = (
     *(REQUESTS, LATENCY, BATCH_SIZE, EXCEPTIONS, MODEL_LOADED, READY),
     *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
-    *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, SINGLE_FLIGHT, LEVEL, GATES),
-    *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED),
+    *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, INSTANCES_LOST, SINGLE_FLIGHT),
+    *(TRAFFIC_SHARE, LEVEL, FALLBACKS, GATES, BREAKERS, BREAKER_TRIPS, AUDIT_FAILURES),
+    *(CANARY, DRIFT, DRIFT_ALERTS, TRANSITIONS, ALERTS),
+    *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED, CACHE_FAULTS),
+    *(SHADOW_PAIRS, SHADOW_COMPARED),
+    *(WEBHOOKS, WEBHOOKS_WAITING, WEBHOOKS_DEAD, WEBHOOKS_AGE),
 )
 """The whole table, in the order of display."""
+
+HTTP_REQUESTS: Final = Metric(
+    "penstock_http_requests_total",
+    "counter",
+    "requests",
+    ("route", "method", "status"),
+    "Answered requests of the HTTP gateway; the route has names in braces",
+)
+HTTP_SECONDS: Final = Metric(
+    "penstock_http_seconds",
+    "histogram",
+    "seconds",
+    ("route",),
+    "From the head of a request to the end of its answer",
+    _DURATIONS,
+)
+HTTP_WAITING: Final = Metric(
+    "penstock_http_waiting", "gauge", "requests", (), "Requests that wait for the end of a job"
+)
+HTTP_STREAMS: Final = Metric("penstock_http_streams", "gauge", "", (), "Open event streams")
+
+GATEWAY_METRICS: Final = (HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS)
+"""The metrics of the HTTP gateway, which are of no model."""

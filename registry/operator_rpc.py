@@ -31,7 +31,9 @@ __all__ = [
     "InspectedPackage",
     "Models",
     "Names",
+    "Observations",
     "PutSpec",
+    "Ratings",
     "Read",
     "Rehash",
     "Request",
@@ -70,6 +72,8 @@ class Enter(_Request, frozen=True, tag="enter"):
 
     versions: tuple[dict[str, Any], ...]
     transitions: tuple[dict[str, Any], ...]
+    experiments: tuple[dict[str, Any], ...] = ()
+    policies: tuple[dict[str, Any], ...] = ()
 
 
 class Inspect(_Request, frozen=True, tag="inspect"):
@@ -128,6 +132,20 @@ class Activate(_Request, frozen=True, tag="activate"):
     spec: bytes
 
 
+class Observations(_Request, frozen=True, tag="observations"):
+    """Broker.observations."""
+
+    slot: str
+    experiment: str
+
+
+class Ratings(_Request, frozen=True, tag="ratings"):
+    """Broker.ratings."""
+
+    slot: str
+    experiment: str
+
+
 class Workers(_Request, frozen=True, tag="workers"):
     """Broker.workers."""
 
@@ -157,7 +175,20 @@ class ExportedFile(msgspec.Struct, frozen=True):
 
 
 Request: TypeAlias = (
-    Names | Read | Enter | Inspect | Rehash | Export | Models | Spec | PutSpec | Actives | Activate | Workers
+    Names
+    | Read
+    | Enter
+    | Inspect
+    | Rehash
+    | Export
+    | Models
+    | Spec
+    | PutSpec
+    | Actives
+    | Activate
+    | Observations
+    | Ratings
+    | Workers
 )
 _request_decoder: Final = msgspec.msgpack.Decoder(Request)
 

@@ -12,37 +12,56 @@ import os
 import re
 import time
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final, Literal
 
 from penstock.registry.errors import InvalidInput, described
 
 __all__ = [
+    "AUDIT_HEADS_KEY",
     "CELERY_QUEUE",
     "CELERY_TASK",
+    "DEFAULT_ENDPOINT",
     "GROUP",
     "MODELS_KEY",
+    "WEBHOOKS_KEY",
     "WORKERS_KEY",
     "Priority",
     "PriorityName",
     "active_key",
+    "breakers_key",
     "crashes_key",
     "dead_key",
+    "event_stream_key",
     "events_key",
+    "experiment_key",
     "flow_key",
     "idempotency_key",
     "is_job_id",
     "is_reply_key",
+    "job_id_pattern",
     "job_time_ms",
     "key_group",
+    "key_type",
     "keyrings_key",
     "lane_key",
     "local_record_key",
     "new_job_id",
+    "overdue_key",
     "parse_name",
     "parse_priority",
     "paused_key",
+    "quarantine_key",
+    "ratings_key",
     "record_key",
     "reply_key",
+    "shadow_flow_key",
+    "shadow_key",
+    "shadow_order_key",
+    "shadow_report_key",
+    "shadow_series_key",
+    "shadow_worst_key",
+    "slot_in",
     "slot_of",
     "spec_key",
     "specs_key",
@@ -50,15 +69,23 @@ __all__ = [
     "stream_key",
     "stream_keys",
     "task_request_key",
+    "webhook_key",
+    "webhook_keys",
     "worker_key",
 ]
 
+DEFAULT_ENDPOINT: Final = "infer"
+"""The endpoint of jobs that name none. Every model has it."""
 GROUP: Final = "penstock"
 """The consumer group of every stream of jobs."""
 CELERY_QUEUE: Final = "penstock"
 CELERY_TASK: Final = "penstock.infer"
+AUDIT_HEADS_KEY: Final = "penstock:audit_heads"
+"""Hash: the last entry of each writer of the audit log; see registry/audit_heads.py."""
 MODELS_KEY: Final = "penstock:models"
 """Set: the names of the models with a spec."""
+WEBHOOKS_KEY: Final = "penstock:webhooks"
+"""Set: the names of the models whose jobs have had a webhook."""
 WORKERS_KEY: Final = "penstock:workers"
 """Sorted set: worker name by the time of its last report, in ms of the broker's clock."""
 
@@ -148,6 +175,12 @@ def is_job_id(job_id: str, slot: str) -> bool:
     return job_id.startswith(prefix) and _LOCAL_ID.match(job_id, len(prefix)) is not None
 
 
+@lru_cache(maxsize=256)
+def job_id_pattern(slot: str) -> re.Pattern[bytes]:
+    """A pattern that the ids of jobs of this slot match, as bytes, and nothing else does; see is_job_id."""
+    return re.compile(re.escape(slot.encode()) + rb"\." + _LOCAL_ID.pattern.encode())
+
+
 def job_time_ms(job_id: str) -> int | None:
     """When the id was made, in Unix ms of its maker's clock; None for an id without a time."""
     local = job_id.rpartition(".")[2]
@@ -157,6 +190,11 @@ def job_time_ms(job_id: str) -> int | None:
 def slot_of(job_id: str) -> str:
     """The slot of a job id."""
     return split_job_id(job_id)[0]
+
+
+def slot_in(key: str) -> str:
+    """The slot in the name of a key; empty for a key of no slot."""
+    return key.partition("{")[2].partition("}")[0]
 
 
 def stream_key(slot: str, priority: Priority) -> str:
@@ -180,7 +218,37 @@ def crashes_key(slot: str, priority: Priority, entry_id: bytes) -> str:
 
     The scripts derive this key from that of the stream: change both together.
     """
-    return f"{stream_key(slot, priority)}:crashes:{entry_id.decode()}"
+    return f"{stream_key(slot, priority)}{_CRASHES}{entry_id.decode()}"
+
+
+def shadow_key(slot: str) -> str:
+    """The shadow queue: a stream of pairs of answered jobs; see registry/shadow.py."""
+    return f"infer.{{{slot}}}.shadow"
+
+
+def shadow_order_key(slot: str) -> str:
+    """The record of the shadow that runs; missing while none does."""
+    return f"{{{slot}}}:shadow"
+
+
+def shadow_flow_key(slot: str) -> str:
+    """Hash: the id of the shadow, the bytes in its queue, and counts of pairs that were mirrored and dropped."""
+    return f"{{{slot}}}:shadowflow"
+
+
+def shadow_report_key(slot: str) -> str:
+    """Hash: the comparisons of the last shadow, added up."""
+    return f"{{{slot}}}:shadowreport"
+
+
+def shadow_worst_key(slot: str) -> str:
+    """Sorted set: the worst comparisons of the last shadow, as JSON, by how bad they are."""
+    return f"{{{slot}}}:shadowworst"
+
+
+def shadow_series_key(slot: str) -> str:
+    """Stream: the figures of the latest comparisons of the last shadow, in order, each pair once."""
+    return f"{{{slot}}}:shadowseries"
 
 
 def spec_key(slot: str) -> str:
@@ -201,6 +269,21 @@ def keyrings_key(slot: str) -> str:
 def active_key(slot: str) -> str:
     """The record of the active version; see registry/deployment.py. It is missing until a version is promoted."""
     return f"{{{slot}}}:active"
+
+
+def breakers_key(slot: str) -> str:
+    """Hash: the circuit breakers of the model's optimisations, by version and optimisation; see broker/breakers.py."""
+    return f"{{{slot}}}:breakers"
+
+
+def experiment_key(slot: str, experiment: str) -> str:
+    """Hash: what each worker has counted of the arms of an experiment; see safety/arm_figures.py."""
+    return f"{{{slot}}}:experiment:{experiment}"
+
+
+def ratings_key(slot: str, experiment: str) -> str:
+    """Hash: the quality that clients have reported, summed by version; see safety/arm_figures.py."""
+    return f"{{{slot}}}:ratings:{experiment}"
 
 
 def flow_key(slot: str) -> str:
@@ -224,7 +307,17 @@ def events_key(job_id: str) -> str:
 
     The scripts derive this key from that of the record: change both together.
     """
-    return record_key(job_id) + ":events"
+    return event_stream_key(record_key(job_id))
+
+
+def event_stream_key(record: str) -> str:
+    """The stream of the events of the job with this record."""
+    return record + _EVENTS
+
+
+def overdue_key(job_id: str) -> str:
+    """The last call that asked to end this overdue job under its lapsed lease, and the time that is counted so far."""
+    return record_key(job_id) + ":overdue"
 
 
 def paused_key(slot: str) -> str:
@@ -252,6 +345,20 @@ def lane_key(slot: str) -> str:
     return f"{{{slot}}}:lane"
 
 
+def webhook_keys(slot: str) -> tuple[str, str, str]:
+    """Three sorted sets of webhooks, by times in ms: waiting ones by the end of their job and by when they are due, and
+    dead ones.
+
+    The scripts derive these keys, and `webhook_key`, from that of the record: change them together.
+    """
+    return f"{{{slot}}}:webhooks:waiting", f"{{{slot}}}:webhooks:due", f"{{{slot}}}:webhooks:dead"
+
+
+def webhook_key(slot: str, event_id: str) -> str:
+    """Hash: one webhook, until it is delivered."""
+    return f"{{{slot}}}:webhooks:event:{event_id}"
+
+
 def key_group(key: str) -> str:
     """The pattern of keys like this one, as the rules of a Redis user name them; empty for a name that is none of ours.
 
@@ -265,7 +372,67 @@ def key_group(key: str) -> str:
     return f"{f'{found[1]}{{*}}' if found[2] else 'penstock'}{name}{':*' if rest else ''}"
 
 
+def key_type(key: str) -> str:
+    """The type of our key of this name, as Redis names it; empty for a name that is none of ours.
+
+    >>> key_type("{mlp}:flow"), key_type("infer.{mlp}.high:crashes:1-0"), key_type("{mlp}:job:7:events")
+    ('hash', 'set', 'stream')
+    """
+    group = key_group(key)
+    if group.startswith("infer.") and _CRASHES in key:
+        return "set"
+    if group == "{*}:job:*" and key.endswith(_EVENTS):
+        return "stream"
+    if group == "{*}:webhooks:*":
+        return "hash" if _WEBHOOK in key else "zset"
+    return _TYPES.get(group, "")
+
+
+_TYPES: Final = {
+    "infer.{*}.critical": "stream",
+    "infer.{*}.high": "stream",
+    "infer.{*}.normal": "stream",
+    "infer.{*}.low": "stream",
+    "infer.{*}.dead": "stream",
+    "infer.{*}.shadow": "stream",
+    "{*}:reply:*": "stream",
+    "{*}:lane": "stream",
+    "{*}:job:*": "string",
+    "{*}:idempotency:*": "string",
+    "{*}:experiment:*": "hash",
+    "{*}:ratings:*": "hash",
+    "{*}:task:*": "string",
+    "{*}:spec": "string",
+    "{*}:active": "string",
+    "{*}:keyrings": "string",
+    "{*}:paused": "string",
+    "{*}:specs": "hash",
+    "{*}:breakers": "hash",
+    "{*}:flow": "hash",
+    "{*}:shadow": "string",
+    "{*}:shadowflow": "hash",
+    "{*}:shadowreport": "hash",
+    "{*}:shadowworst": "zset",
+    "{*}:shadowseries": "stream",
+    "{*}:quarantine": "zset",
+    "penstock:audit_heads": "hash",
+    "penstock:models": "set",
+    "penstock:webhooks": "set",
+    "penstock:workers": "zset",
+    "penstock:worker:*": "string",
+    "penstock:quarantine": "zset",
+}
+"""The type of each group of keys; see key_group."""
+_CRASHES: Final = ":crashes:"
+_EVENTS: Final = ":events"
+_WEBHOOK: Final = ":webhooks:event:"
 _KEY: Final = re.compile(r"(infer\.|)\{[a-z0-9._-]+\}([.:][a-z]+)(:.*)?|penstock(:[a-z_]+)(:.*)?", re.DOTALL)
+
+
+def quarantine_key(slot: str = "") -> str:
+    """Sorted set: the names to which foreign keys of this slot were renamed, by the time in ms of the broker's clock.
+    Without a slot: keys of no slot. Each name is `<this key>:<ms>:<type>:<former key>`."""
+    return f"{{{slot}}}:quarantine" if slot else "penstock:quarantine"
 
 
 def task_request_key(job_id: str) -> str:

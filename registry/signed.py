@@ -2,8 +2,8 @@
 
     payload -> seal_record -> `<key id>:<base64 of the signature>` LF payload -> open_record -> payload
 
-The first line is empty for an unsigned record. The keys are in safety/keys.py; here they are two functions, so that
-workers need the public half only.
+The first line is empty for an unsigned record. The keys are in safety/operator_key.py; here they are two functions, so
+that workers need the public half only.
 """
 
 from __future__ import annotations

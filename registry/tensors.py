@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, overload
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.registry.errors import InvalidInput, UndecodableEnvelope
+from penstock.registry.errors import InvalidInput, UndecodableEnvelope, shown
 
 __all__ = [
     "DTYPES",
@@ -27,7 +27,9 @@ __all__ = [
     "STRING",
     "Array",
     "Tensor",
+    "check_decodable",
     "decode",
+    "dtype_name",
     "encode",
     "encoded_size",
     "lists",
@@ -52,8 +54,15 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
     )
 } | {STRING: np.dtype(object)}
 """The dtypes of messages, by name."""
+_VIEWED_BYTES: Final = 64 * 1024
+"""A copy of fewer bytes costs less than it saves."""
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH: Final = np.dtype("<u4")
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str | None:
+    """The name of a dtype in messages; None: arrays of it cannot travel."""
+    return _NAMES.get(dtype)
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,23 +73,28 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: tuple[int, ...]
 
 
-def _strings(values: Array) -> bytes:
+def _strings(name: str, values: Array) -> bytes:
     try:
         parts = [value.encode() for value in values.ravel().tolist()]
     except AttributeError:
-        raise InvalidInput("A string tensor holds str elements only") from None
+        raise InvalidInput(f"{name}: contains other elements than str. Expected str") from None
     except UnicodeEncodeError:
-        raise InvalidInput("A string tensor holds text that UTF-8 can encode; found a lone surrogate") from None
+        raise InvalidInput(f"{name}: contains a lone surrogate. Expected text that UTF-8 can encode") from None
     return np.fromiter(map(len, parts), _LENGTH, len(parts)).tobytes() + b"".join(parts)
 
 
-def encode(tensors: Mapping[str, Array]) -> tuple[tuple[Tensor, ...], bytes]:
+@overload
+def encode(tensors: Mapping[str, Array]) -> tuple[tuple[Tensor, ...], bytes]: ...
+@overload
+def encode(tensors: Mapping[str, Array], *, may_view: bool) -> tuple[tuple[Tensor, ...], bytes | memoryview]: ...
+def encode(tensors: Mapping[str, Array], *, may_view: bool = False) -> tuple[tuple[Tensor, ...], bytes | memoryview]:
     """(descriptions, body) of arrays whose dtypes are among DTYPES (object arrays hold str).
 
+    may_view: the body of one large array may be a view of that array, without a copy.
     Raises InvalidInput for another dtype, and for more than MAX_STRINGS strings.
     """
     described = []
-    parts = []
+    parts: list[bytes | memoryview] = []
     strings = 0
     for name, values in tensors.items():
         dtype = _NAMES.get(values.dtype)
@@ -88,14 +102,15 @@ def encode(tensors: Mapping[str, Array]) -> tuple[tuple[Tensor, ...], bytes]:
             raise InvalidInput(f"{name}: dtype {values.dtype} cannot travel. Expected one of: {', '.join(DTYPES)}")
         described.append(Tensor(name, dtype, values.shape))
         if dtype != STRING:
-            parts.append(values.tobytes())
+            is_viewed = may_view and values.nbytes >= _VIEWED_BYTES and values.flags.c_contiguous
+            parts.append(values.reshape(-1).view(np.uint8).data if is_viewed else values.tobytes())
             continue
         strings += values.size
         if strings > MAX_STRINGS:
             raise InvalidInput(
                 f"{name}: {strings} strings, with those before. Expected at most {MAX_STRINGS} in one body"
             )
-        parts.append(_strings(values))
+        parts.append(_strings(name, values))
     return tuple(described), parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -108,6 +123,20 @@ def encoded_size(tensors: Mapping[str, Array]) -> int:
         else:
             size += values.nbytes
     return size
+
+
+def check_decodable(described: Sequence[Tensor]) -> None:
+    """Raises InvalidInput for descriptions that `decode` refuses: of too many tensors, or of an impossible shape."""
+    if len(described) > MAX_TENSORS:
+        raise InvalidInput(f"It has {len(described)} tensors. Expected at most {MAX_TENSORS}")
+    for tensor in described:
+        try:
+            _count(tensor)
+        except UndecodableEnvelope:
+            raise InvalidInput(
+                f"{shown(tensor.name)}: shape {tensor.shape!s:.80}. Expected at most {MAX_DIMS} dimensions, and "
+                f"{MAX_RESULT_BYTES} elements"
+            ) from None
 
 
 def decode(described: Sequence[Tensor], body: memoryview | bytes) -> dict[str, Array]:

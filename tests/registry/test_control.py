@@ -11,7 +11,7 @@ from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.deployment import Deployment
 from penstock.registry.errors import BadSignature, Corrupt, Forbidden, UndecodableEnvelope
 from penstock.registry.signed import Verifier
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 
 WORKER = "gpu0@host"
 LOAD = Command("load", "minilm", "2")

@@ -7,7 +7,7 @@ import pytest
 from penstock.registry.deployment import Deployment
 from penstock.registry.errors import BadSignature, Corrupt
 from penstock.registry.signed import Verifier
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from tests.registry.catalog.catalogs import new_key
 
 DEPLOYMENT = Deployment(7, "minilm", "2", "ab" * 32)

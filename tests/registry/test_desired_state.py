@@ -12,7 +12,7 @@ import pytest
 from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import BadSignature, BrokerUnavailable, UndecodableEnvelope
 from penstock.registry.signed import seal_record
-from penstock.safety.keys import PublicKeys
+from penstock.safety.operator_key import PublicKeys
 from tests.registry.catalog.catalogs import new_key
 from tests.servers import RedisServer
 

@@ -62,7 +62,7 @@ RESULT = ResultHeader(
     batch_size=7,
     timings=Timings(1.5, 2.5, 3.5),
 )
-EVENT = EventHeader(id="mlp.1", type="chunk", content=CONTENT, fraction=0.5, attempt=2)
+EVENT = EventHeader(id="mlp.1", type="response", attempt=2)
 OPENERS: dict[str, Any] = {"job": open_job, "result": open_result, "event": open_event}
 HEADERS: dict[str, Any] = {"job": JOB, "result": RESULT, "event": EVENT}
 

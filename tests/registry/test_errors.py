@@ -18,6 +18,7 @@ from penstock.registry.errors import (
     ForwardTimeout,
     InvalidInput,
     JobFailed,
+    JobLost,
     ModelError,
     OutOfMemory,
     PenstockError,
@@ -82,6 +83,7 @@ def test_a_disposition_holds_for_the_whole_branch(root: type[PenstockError], dis
     [
         (InvalidInput, ValueError),
         (UnknownJob, LookupError),
+        (JobLost, LookupError),
         (BrokerUnavailable, ConnectionError),
         (OutOfMemory, MemoryError),
         (ResultTimeout, TimeoutError),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.registry import logs
+from penstock.safety.privacy import InputRedactor
 
 
 @pytest.fixture
@@ -124,6 +125,50 @@ def test_text_that_is_not_unicode_is_still_one_line(lines: Lines):
     """A file name with undecodable bytes does not cost us the line."""
     logging.getLogger("penstock.server").info("bad name %s", "caf\udce9")
     assert lines.one()["msg"] == "bad name caf\udce9"
+
+
+def test_a_line_that_cannot_be_written_stops_nothing(monkeypatch: pytest.MonkeyPatch, lines: Lines):
+    """A model closed the stream and stderr: the caller of the logger goes on."""
+    lines.stream.close()
+    gone = io.StringIO()
+    gone.close()
+    monkeypatch.setattr("sys.stderr", gone)
+    logging.getLogger("penstock.server").info("lost")
+
+
+def test_messages_of_exceptions_can_be_withheld(lines: Lines):
+    """Classes, frames and code of the exception and of its cause are told, their messages are not."""
+    logs.configure("INFO", lines.stream, withholds_texts=True)
+    try:
+        try:
+            int("a secret")
+        except ValueError as error:
+            raise KeyError("another secret") from error
+    except KeyError:
+        logging.getLogger("penstock.server").exception("failed")
+    trace = str(lines.one()["exception"])
+    assert trace.splitlines()[-1] == "KeyError"
+    assert "ValueError" in trace.splitlines()
+    assert f"{__name__.rpartition('.')[2]}.py" in trace
+    # The lines of code hold both texts once.
+    assert (trace.count("a secret"), trace.count("another secret")) == (1, 1)
+
+
+def test_lines_are_redacted(lines: Lines):
+    """CF-034: the message, extras at any depth, objects and tracebacks; time, level, logger and numbers stay."""
+    redactor = InputRedactor(["secret", "server", "info"])
+    logs.configure("INFO", lines.stream, redact=redactor.redact_all)
+    facts = {"nested": [{"secret": "a secret"}], "error": ValueError("secret"), "number": 7, "path": "\udce9 secret"}
+    try:
+        raise ValueError("a " + "secret")
+    except ValueError:
+        logging.getLogger("penstock.server").info("no %s", "secret", extra=facts, exc_info=True)
+    line = lines.one()
+    assert (line["level"], line["logger"], line["msg"], line["number"]) == ("info", "server", "no [REDACTED]", 7)
+    assert line["nested"] == [{"[REDACTED]": "a [REDACTED]"}]
+    assert (line["error"], line["path"]) == ("[REDACTED]", "\udce9 [REDACTED]")
+    assert str(line["exception"]).endswith("ValueError: a [REDACTED]")
+    assert "secret" not in lines.stream.getvalue()
 
 
 def test_celery_leaves_the_configuration_alone():

@@ -52,7 +52,7 @@ def test_a_body_that_is_no_request_is_refused(body: bytes):
 
 def test_a_response_carries_values_and_errors():
     """Rows and bytes come back unchanged; `read` raises a refusal with its class."""
-    rows = {"minilm": ModelRows([{"epoch": 3, "released_at": None}], [])}
+    rows = {"minilm": ModelRows([{"epoch": 3, "released_at": None}], [], [], [])}
     sealed = operator_rpc.seal_response("e1", operator_rpc.Response.of(rows), KEYRING)
     assert operator_rpc.open_response("e1", sealed, KEYRING).read(dict[str, ModelRows]) == rows
     refusal = operator_rpc.Response.refusal(TransitionConflict("another came first"))

@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.registry.audit_keys import new_audit_key
+from penstock.registry.data_keys import new_data_key
 from penstock.registry.errors import ConfigurationError
-from penstock.registry.settings import METRICS_PORT, InferenceConfig, PrivacyConfig, Setting, Settings, catalogue
+from penstock.registry.settings import Setting, Settings, catalogue
+from penstock.registry.settings_sections import METRICS_PORT, InferenceConfig, PrivacyConfig
+from penstock.registry.webhook_secrets import new_secret
 
 SETTINGS = {setting.key: setting for setting in catalogue()}
 READABLE = [setting for setting in SETTINGS.values() if not setting.is_secret]
 SECRETS = [setting for setting in SETTINGS.values() if setting.is_secret]
+DATA_KEY = new_data_key()
+AUDIT_KEY = "5eadbeef" * 8
 SIGNING_KEY = "k1:c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0LXNlY3JldC0="
 
 CF_KEYS = {
@@ -47,6 +53,13 @@ CF_KEYS = {
     "privacy.encryption_key_source": "env",
 }
 OTHER_INFERENCE_KEYS = {
+    "privacy.encryption_key_file": Path("~/.penstock/data.key"),
+    "privacy.pkcs11_module": None,
+    "privacy.pkcs11_token": "",
+    "privacy.pkcs11_key": "penstock",
+    "batching.max_queue_bytes": 1 << 28,
+    "privacy.audit_cache_accesses": "counted",
+    "privacy.audit_group_ms": 0.0,
     "device": "auto",
     "repo_root": Path("models"),
     "model_version": "latest",
@@ -65,14 +78,25 @@ OTHER_INFERENCE_KEYS = {
     "batching.single_flight": True,
     "cache.l1_max_bytes": 1 << 28,
     "cache.l2_max_bytes": 1 << 30,
+    "cache.l2_path": Path("~/.penstock/inference_cache/cache.db"),
+    "cache.lookup_timeout_ms": 50.0,
+    "privacy.redact_detectors": (),
+    "privacy.accept_shared_cache": False,
+    "privacy.seal_payloads": "auto",
+    "cache.key_prefix": "penstock:cache:",
+    "cache.socket_timeout_s": 5.0,
+    "cache.producer_lookup": False,
+    "privacy.presidio_entities": (),
     "queue.lease_s": 5.0,
     "queue.max_crashes": 3,
+    "queue.progress_timeout_s": 45.0,
     "queue.drain_grace_s": 10.0,
     "queue.ageing_s": 2.0,
     "queue.max_depth": 100_000,
     "queue.tenant_max_in_flight": 0,
     "queue.job_ttl_s": 86_400.0,
     "queue.result_ttl_s": 3_600.0,
+    "queue.max_event_bytes": 1 << 24,
     "queue.client_tracebacks": False,
     "celery.lane": "auto",
     "celery.default_queue": "celery",
@@ -82,10 +106,20 @@ OTHER_INFERENCE_KEYS = {
     "server.host": "127.0.0.1",
     "server.port": 8000,
     "server.workers": 1,
+    "server.max_waiting": 1024,
+    "server.client_timeout_s": 30.0,
+    "server.stop_grace_s": 30.0,
     "safeguards.rate_limit.enabled": False,
     "safeguards.rate_limit.requests_per_minute": 1000,
     "safeguards.input_validation.enabled": True,
     "safeguards.input_validation.max_sequence_length": 0,
+    "webhooks.allow": (),
+    "webhooks.timeout_s": 30.0,
+    "webhooks.connect_timeout_s": 5.0,
+    "webhooks.in_flight": 64,
+    "webhooks.per_host": 4,
+    "safety.spot_check_share": 0.01,
+    "safety.alert_webhooks": (),
 }
 OTHER_VARIABLES = {
     "PENSTOCK_REDIS_URL",
@@ -97,8 +131,10 @@ OTHER_VARIABLES = {
     "PENSTOCK_OPERATOR_PUBLIC_KEYS",
     "PENSTOCK_TENANT_ID",
     "PENSTOCK_SIGNING_KEYS",
+    "PENSTOCK_WEBHOOK_SECRETS",
     "PENSTOCK_AUDIT_KEY",
     "PENSTOCK_L2_ENCRYPTION_KEY",
+    "PENSTOCK_PKCS11_PIN",
     "PENSTOCK_TRUSTED_ROOTS",
     "PENSTOCK_WORKER_INDEX",
     "PENSTOCK_WORKER_MODELS",
@@ -116,12 +152,25 @@ WALKS: dict[str, list[object]] = {
     "device": ["cpu", "cuda", "cuda:0", "cuda:1"],
     "precision": ["fp32", "fp16", "fp32", "bf16"],
     "metrics_buckets": [[0.1, 1.0], [0.2, 1.0], [0.3, 1.0], [0.4, 1.0]],
+    "compilation.tolerance": [1e-4, 2e-4, 3e-4, 4e-4],
     "compilation.backend": ["auto", "cudagraphs", "auto", "inductor"],
     "cache.privacy_mode": ["ephemeral", "persisted_encrypted", "ephemeral", "hashes_only"],
     "privacy.mode": ["ephemeral", "persisted_encrypted", "ephemeral", "hashes_only"],
+    "privacy.seal_payloads": ["auto", "off", "auto", "on"],
+    "safety.spot_check_share": [0.1, 0.2, 0.3, 0.4],
+    "safety.alert_webhooks": [
+        ["https://a.example/"],
+        ["https://b.example/x", "https://c.example/"],
+        [],
+        ["https://d/"],
+    ],
     "privacy.redact_patterns": [["a{1,2},b"], ["[0-9]+", "x"], ["c"], ["d"]],
+    "privacy.redact_detectors": [["ssn"], ["email"], ["payment_card", "ssn"], ["email", "ssn"]],
+    "privacy.audit_cache_accesses": ["counted", "off", "counted", "sampled"],
+    "privacy.presidio_entities": [["IBAN_CODE"], ["UUID", "CRYPTO"], ["CRYPTO"], ["UUID"]],
     "privacy.encryption_key_source": ["env", "hsm", "env", "file"],
     "celery.lane": ["auto", "trusted", "auto", "off"],
+    "webhooks.allow": [["10.0.0.0/8"], ["a.internal", "b"], ["c"], ["d"]],
     "trusted_roots": [["/r1"], ["/r2", "/r3"], ["/r4"], ["/r5"]],
     "worker.models": [["m1"], ["m2", "m3"], ["m4"], ["m5"]],
     "worker.index": [1, 2, 3, 4],
@@ -223,6 +272,12 @@ def test_sources_win_in_the_documented_order(setting: Setting, tmp_path: Path):
 def test_secrets_come_from_the_environment_or_the_constructor(setting: Setting, tmp_path: Path):
     """A secret is read from its variable and from the constructor, and refused in a file without being shown."""
     first, second = SIGNING_KEY, SIGNING_KEY.replace("k1", "k2")
+    if setting.key == "webhook_secrets":
+        first, second = new_secret(), new_secret()
+    if setting.key == "audit_key":
+        first, second = new_audit_key(), new_audit_key()
+    elif setting.key == "l2_encryption_key":
+        first, second = new_data_key(), new_data_key()
     by_variable = Settings.load(environ={setting.variable: first}, cwd=tmp_path)
     by_constructor = Settings.load(environ={setting.variable: first}, cwd=tmp_path, overrides={setting.key: second})
     assert getattr(by_variable, setting.key).get_secret_value() == first
@@ -456,7 +511,12 @@ def test_empty_variable_counts_as_unset(tmp_path: Path):
         ("PENSTOCK_INFERENCE_METRICS_BUCKETS", "0.1,0.1", "increasing order"),
         ("PENSTOCK_INFERENCE_METRICS_BUCKETS", "0.1,x", "a valid number"),
         ("PENSTOCK_INFERENCE_METRICS_BUCKETS", ",", "increasing order"),
-        ("PENSTOCK_INFERENCE_PRIVACY_REDACT_PATTERNS", "(", "a regular expression"),
+        ("PENSTOCK_INFERENCE_PRIVACY_REDACT_PATTERNS", "(", "a regular expression of RE2: '(' cannot be compiled"),
+        ("PENSTOCK_INFERENCE_PRIVACY_REDACT_PATTERNS", "x,(?<=a)b", "'(?<=a)b' cannot be compiled: RE2 has no look"),
+        ("PENSTOCK_INFERENCE_PRIVACY_REDACT_PATTERNS", r"(a)\1", "RE2 has no back-references"),
+        ("PENSTOCK_INFERENCE_PRIVACY_REDACT_PATTERNS", "x*", "'x*' matches the empty text"),
+        ("PENSTOCK_INFERENCE_PRIVACY_REDACT_DETECTORS", "iban", "'payment_card', 'email' or 'ssn'"),
+        ("PENSTOCK_INFERENCE_COMPILATION_TOLERANCE", "0.01", "less than or equal to 0.001"),
         ("PENSTOCK_INFERENCE_DEVICE", "tpu", "auto, cpu, cuda or cuda:N"),
         ("PENSTOCK_INFERENCE_PRECISION", "fp8", "'auto', 'fp32', 'bf16' or 'fp16'"),
         ("PENSTOCK_INFERENCE_SERVER_PORT", "65536", "less than or equal to 65535"),
@@ -523,8 +583,9 @@ def test_secrets_are_never_shown(tmp_path: Path):
     hidden = "hunter2hunter2hunter2hunter2hunter2"
     environ = {
         "PENSTOCK_SIGNING_KEYS": SIGNING_KEY,
-        "PENSTOCK_AUDIT_KEY": hidden,
-        "PENSTOCK_L2_ENCRYPTION_KEY": hidden,
+        "PENSTOCK_AUDIT_KEY": AUDIT_KEY,
+        "PENSTOCK_L2_ENCRYPTION_KEY": DATA_KEY,
+        "PENSTOCK_PKCS11_PIN": hidden,
         "PENSTOCK_REDIS_URL": f"redis://:{hidden}@host/0",
         "PENSTOCK_CELERY_URL": f"redis://:{hidden}@host/1",
         "PENSTOCK_REGISTRY_URL": f"postgresql://me:{hidden}@host/db",
@@ -537,8 +598,12 @@ def test_secrets_are_never_shown(tmp_path: Path):
         if variable.endswith("URL"):
             shown += refusal({variable: f"?{text}"}, tmp_path) if "REDIS" in variable else ""
     shown += refusal({"PENSTOCK_SIGNING_KEYS": hidden}, tmp_path)
+    shown += refusal({"PENSTOCK_L2_ENCRYPTION_KEY": hidden}, tmp_path)
     assert hidden not in shown
+    assert DATA_KEY not in shown
+    shown += refusal({"PENSTOCK_AUDIT_KEY": f"{AUDIT_KEY}?"}, tmp_path)
     assert SIGNING_KEY.partition(":")[2] not in shown
+    assert AUDIT_KEY not in shown
 
 
 def test_keyring_holds_the_signing_keys(tmp_path: Path):
@@ -568,7 +633,9 @@ def test_places_follow_the_home(tmp_path: Path):
     environ = {"PENSTOCK_HOME": "/srv/p", "PENSTOCK_INFERENCE_COMPILATION_CACHE_DIR": "/fast"}
     settings = Settings.load(environ=environ, cwd=tmp_path)
     assert settings.inference.privacy.audit_log_path == Path("/srv/p/audit")
+    assert settings.inference.privacy.encryption_key_file == Path("/srv/p/data.key")
     assert settings.inference.compilation.cache_dir == Path("/fast")
+    assert settings.inference.cache.l2_path == Path("/srv/p/inference_cache/cache.db")
     assert settings.registry_url == "sqlite:////srv/p/registry.db"
 
 
@@ -591,6 +658,65 @@ def test_sections_can_be_constructed_alone():
     config = InferenceConfig(privacy=PrivacyConfig(mode="hashes_only"))
     assert config.privacy.mode == "hashes_only"
     assert config.batching.max_wait_ms == 50.0
+
+
+def test_a_section_of_a_program_wins_over_the_environment(tmp_path: Path):
+    """CF-033: PrivacyConfig is given to the constructor; the environment decides what it leaves out."""
+    environ = {
+        "PENSTOCK_INFERENCE_PRIVACY_MODE": "hashes_only",
+        "PENSTOCK_INFERENCE_PRIVACY_AUDIT_LOG_ENABLED": "false",
+    }
+    given = PrivacyConfig(mode="persisted_encrypted", redact_patterns=("a+",))
+    settings = Settings.load(environ=environ, cwd=tmp_path, overrides={"privacy": given})
+    privacy = settings.inference.privacy
+    assert (privacy.mode, privacy.redact_patterns, privacy.audit_log_enabled) == ("persisted_encrypted", ("a+",), False)
+    assert settings.changed({"privacy": PrivacyConfig(mode="ephemeral")}).inference.privacy.mode == "ephemeral"
+
+
+MODES = {
+    ("ephemeral", "ephemeral"): "ephemeral",
+    ("ephemeral", "persisted_encrypted"): "persisted_encrypted",
+    ("ephemeral", "hashes_only"): "hashes_only",
+    ("persisted_encrypted", "ephemeral"): "persisted_encrypted",
+    ("persisted_encrypted", "persisted_encrypted"): "persisted_encrypted",
+    ("persisted_encrypted", "hashes_only"): "hashes_only",
+    ("hashes_only", "ephemeral"): "hashes_only",
+    ("hashes_only", "persisted_encrypted"): "hashes_only",
+    ("hashes_only", "hashes_only"): "hashes_only",
+}
+
+
+@pytest.mark.parametrize(
+    ("modes", "applies"), MODES.items(), ids=lambda value: "-".join(value) if len(value) == 2 else ""
+)
+def test_the_stricter_privacy_mode_applies(modes: tuple[str, str], applies: str):
+    """CF-022: of privacy.mode and cache.privacy_mode the one that leaves less readable outside of the process."""
+    config = InferenceConfig.model_validate({"privacy": {"mode": modes[0]}, "cache": {"privacy_mode": modes[1]}})
+    assert config.effective_mode == applies
+    assert config.withholds_texts == (applies != "ephemeral")
+
+
+def test_patterns_need_their_package_and_other_settings_do_not():
+    """A program without google-re2 loads settings without patterns, and gets an error with them."""
+    code = (
+        "import sys; sys.modules['re2'] = None\n"
+        "from penstock.registry.settings import Settings\n"
+        "print(Settings.load(environ={}).inference.privacy.redact_patterns)\n"
+        "try: Settings.load(environ={'PENSTOCK_INFERENCE_PRIVACY_REDACT_PATTERNS': 'a'})\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    first, second = shown.stdout.splitlines()
+    assert first == "()"
+    assert second.startswith("ConfigurationError")
+    assert "google-re2 is not installed" in second
+
+
+def test_a_drain_may_always_take_longer_than_a_forward():
+    """The limit of a drain without progress is never shorter than that of a forward and a second."""
+    assert InferenceConfig().progress_limit_s == 45
+    assert InferenceConfig(timeout_seconds=60).progress_limit_s == 61
+    assert InferenceConfig.model_validate({"queue": {"progress_timeout_s": 90}}).progress_limit_s == 90
 
 
 def test_importing_settings_loads_no_framework():

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from penstock.registry.errors import BadSignature
 from penstock.registry.signed import open_record, seal_record
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 
 PAYLOAD = b'{"epoch":3}\nand a second line'
 

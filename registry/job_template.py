@@ -1,0 +1,110 @@
+"""Jobs that differ in id and values only: the header is encoded once for each shape of the input.
+
+    first job of a shape -> envelope.seal -> learn: the header's bytes before and after the id
+    each later one       -> those bytes with its own id, its values, its MAC
+
+The bytes are those of `envelope.seal`, but for the nonce of a sealed body. A job that a template cannot prove to be
+good gets None, and its caller goes the plain way, which checks everything and raises the errors.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.registry.broker.base import Publication
+from penstock.registry.envelope import MAC_BYTES, SEAL_BYTES, JobHeader, Keyring
+from penstock.registry.queues import Priority, new_job_id
+from penstock.registry.tensors import DTYPES
+
+if TYPE_CHECKING:
+    from penstock.registry.package import ModelSpec
+
+__all__ = ["MOST_HEADER_BYTES", "MOST_SHAPES", "JobTemplate"]
+
+MOST_SHAPES: Final = 64
+"""Shapes that one template knows. One more makes it forget the others."""
+MOST_HEADER_BYTES: Final = 1024
+"""A template knows no longer headers, so that it takes at most 64 KiB."""
+_MOST_ELEMENTS: Final = 8192
+"""Larger inputs go the plain way: their copies cost more than the header."""
+
+
+class JobTemplate:
+    """What the jobs of one call have in common: spec, priority, and a header without id, inputs and idempotency key.
+
+    It knows shapes only if the model has one input, of numbers without a range or a limit of length, and if no
+    job has a webhook: the target of a webhook depends on the id. knows_shapes: False for the template of one job.
+    """
+
+    __slots__ = (
+        *("_added_bytes", "_body_keys", "_dtype", "_edges", "_input", "_is_finite", "_mac"),
+        *("header", "priority", "spec"),
+    )
+
+    def __init__(
+        self, spec: ModelSpec, header: JobHeader, priority: Priority, keyring: Keyring, *, knows_shapes: bool = True
+    ) -> None:
+        self.spec = spec
+        self.header = header
+        self.priority = priority
+        self._mac = keyring.job_macs[header.key] if header.key else None
+        self._body_keys = keyring.body_keys if header.is_sealed else None
+        self._added_bytes = (MAC_BYTES if self._mac else 0) + (SEAL_BYTES if self._body_keys else 0)
+        """To the body: its seal, and the MAC behind it."""
+        self._edges: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
+        """By shape: the bytes of the envelope before the id, and those between the id and the body."""
+        self._input: str | None = None
+        signature = spec.signature
+        if knows_shapes and len(signature.inputs) == 1 and signature.is_of_shapes and not header.options.webhook:
+            (declared,) = signature.inputs
+            self._input = declared.name
+            self._dtype = DTYPES[declared.dtype]
+            self._is_finite = self._dtype.kind == "f" and not declared.allow_nan
+
+    def build(self, inputs: object) -> Publication | None:
+        """One sealed job without an idempotency key. None: of an unknown shape, or perhaps bad inputs."""
+        # The exact types only: a subclass may give other bytes, or another answer at the next question.
+        if type(inputs) is not dict or len(inputs) != 1:
+            return None
+        values = inputs.get(self._input)
+        if type(values) is not np.ndarray or values.dtype != self._dtype:
+            return None
+        edges = self._edges.get(values.shape)
+        # NaN and infinity make the sum of the squares infinite or NaN. Large numbers do that, too.
+        if edges is None or (self._is_finite and not isfinite(np.vdot(values, values))):
+            return None
+        header = self.header
+        job_id = new_job_id(header.model)
+        front = b"".join((edges[0], job_id.encode(), edges[1]))
+        body = values.tobytes()
+        if self._body_keys is not None:
+            body = self._body_keys.seal(body, front)
+        parts = (front, body) if self._mac is None else (front, body, self._mac.digest(front, body))
+        return Publication(
+            job_id,
+            self.priority,
+            b"".join(parts),
+            header.tenant,
+            header.reply,
+            deadline_ms=header.deadline_ms,
+        )
+
+    def learn(self, header: JobHeader, sealed: bytes, body_bytes: int) -> None:
+        """Takes a job that was made the plain way: later ones of its shape are made by this template.
+
+        body_bytes: of its plain body.
+        """
+        if self._input is None or header.idempotency_digest:
+            return
+        (tensor,) = header.content
+        size = len(sealed) - body_bytes - self._added_bytes
+        if size > MOST_HEADER_BYTES or body_bytes > _MOST_ELEMENTS * self._dtype.itemsize:
+            return
+        # The id is the first field. No byte before it is part of an id.
+        before, _, after = sealed[:size].partition(header.id.encode())
+        if len(self._edges) >= MOST_SHAPES:
+            self._edges.clear()
+        self._edges[tensor.shape] = before, after
