@@ -1,0 +1,234 @@
+"""The pure scheduler: order, budget, preemption, ageing, and random schedules with checks at each step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from penstock.workers.generation.config import SchedulerConfig
+from penstock.workers.generation.pages import PagePool
+from penstock.workers.generation.prefix_cache import PrefixCache
+from penstock.workers.generation.scheduler import Scheduler, Sequence
+from tests.workers.generation.schedules import Schedule, run_schedule
+
+CRITICAL, HIGH, NORMAL, LOW = range(4)
+
+
+def scheduler(num_pages: int = 100, page_size: int = 4, **options: Any) -> Scheduler:
+    """A scheduler over so many usable pages, without a prefix cache."""
+    return Scheduler(SchedulerConfig(**options), PagePool(num_pages + 1, page_size, None))
+
+
+def request(name: str, length: int, priority: int = NORMAL) -> Sequence:
+    """A request with a prompt of this length."""
+    return Sequence(name, list(range(1, length + 1)), length, priority=priority)
+
+
+def names(chunks: Any) -> list[str]:
+    """Requests of a plan, in its order."""
+    return [chunk.sequence.request_id for chunk in chunks]
+
+
+def step(planner: Scheduler) -> list[str]:
+    """One step in which each chunk that samples gets a token."""
+    plan = planner.plan()
+    planner.record(plan, {chunk.sequence.request_id: 7 for chunk in plan.chunks if chunk.samples})
+    return names(plan.chunks)
+
+
+def test_random_schedules_keep_every_rule():
+    """No page leaks or is used twice, no budget is exceeded, each read place has the right tokens, and all end."""
+    for seed in range(40):
+        schedule = run_schedule(seed)
+        assert schedule.alive == {}, seed
+        assert schedule.scheduler.pages.num_used == 0, seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(1_000, 2_000, 250))
+def test_a_thousand_random_schedules_keep_every_rule(start):
+    """As above, a thousand times."""
+    preemptions = hits = 0
+    for seed in range(start, start + 250):
+        schedule = run_schedule(seed)
+        assert schedule.alive == {}, seed
+        assert schedule.scheduler.pages.num_used == 0, seed
+        preemptions += schedule.scheduler.num_preemptions
+        hits += schedule.scheduler.pages.prefixes.hits if schedule.scheduler.pages.prefixes else 0
+    assert preemptions > 100
+    assert hits > 100
+
+
+def test_a_page_that_is_used_twice_is_found():
+    """The check of the schedules fails for a pool that gives a page to two requests."""
+    schedule = Schedule(random.Random(0), scheduler(num_pages=100, max_num_seqs=2, max_num_batched_tokens=512))
+    schedule.add("one")
+    schedule.add("two")
+    schedule.step()
+    first, second = schedule.scheduler.running
+    second.pages[0] = first.pages[0]
+    with pytest.raises(AssertionError):
+        schedule.check_pages()
+
+
+def test_nobody_starves_beside_a_flood_of_urgent_requests():
+    """A low request ends although critical ones never cease to come, and more of them than seats."""
+    planner = scheduler(max_num_seqs=2, max_num_batched_tokens=8, ageing_steps=10)
+    low = request("low", 6, LOW)
+    planner.add(low)
+    for turn in range(200):
+        for each in range(2):
+            planner.add(request(f"critical-{turn}-{each}", 2, CRITICAL))
+        step(planner)
+        for sequence in [one for one in planner.running if len(one.tokens) - one.num_prompt >= 4]:
+            planner.remove(sequence)
+            if sequence is low:
+                return
+    pytest.fail("The low request has not ended")
+
+
+def test_decoding_rows_come_before_a_long_prompt():
+    """A prompt that is longer than the budget is computed in chunks, beside every decoding request."""
+    planner = scheduler(max_num_seqs=4, max_num_batched_tokens=10)
+    for name in ("a", "b"):
+        planner.add(request(name, 3))
+    step(planner)
+    planner.add(request("long", 30))
+    for done in (8, 16, 24):
+        plan = planner.plan()
+        assert names(plan.chunks) == ["a", "b", "long"]
+        assert plan.num_tokens == 10
+        planner.record(plan, {"a": 7, "b": 7})
+        assert plan.chunks[2].sequence.num_computed == done
+
+
+def test_priority_then_arrival_orders_admission():
+    """ES-004: the more urgent first, and among equals first come, first served."""
+    planner = scheduler(max_num_seqs=1, max_num_batched_tokens=8)
+    for name, priority in (
+        ("n1", NORMAL),
+        ("l1", LOW),
+        ("c1", CRITICAL),
+        ("n2", NORMAL),
+        ("h1", HIGH),
+        ("c2", CRITICAL),
+    ):
+        planner.add(request(name, 2, priority))
+    served = []
+    while planner.has_work:
+        served += step(planner)
+        planner.remove(planner.running[0])
+    assert served == ["c1", "c2", "h1", "n1", "n2", "l1"]
+
+
+def test_a_critical_request_takes_the_seat_of_a_low_one():
+    """It runs in its first step though all seats are full and memory is not short; the victim keeps its place."""
+    planner = scheduler(max_num_seqs=2, max_num_batched_tokens=16)
+    for name in ("low-1", "low-2", "low-3"):
+        planner.add(request(name, 3, LOW))
+    assert step(planner) == ["low-1", "low-2"]
+    planner.add(request("critical", 3, CRITICAL))
+    plan = planner.plan()
+    assert names(plan.chunks) == ["low-1", "critical"]
+    assert names_of(plan.preempted) == ["low-2"]
+    assert [sequence.request_id for sequence in planner.waiting] == ["low-2", "low-3"]
+
+
+def names_of(sequences: Any) -> list[str]:
+    """Their ids."""
+    return [sequence.request_id for sequence in sequences]
+
+
+def test_an_equal_request_takes_no_seat():
+    """Among equals the one that runs goes on."""
+    planner = scheduler(max_num_seqs=1, max_num_batched_tokens=16)
+    planner.add(request("first", 3, LOW))
+    step(planner)
+    planner.add(request("second", 3, LOW))
+    assert step(planner) == ["first"]
+
+
+def test_nobody_is_displaced_in_vain():
+    """Where even all less urgent pages would not let a request in, they are left to those that have them."""
+    planner = scheduler(num_pages=10, max_num_seqs=4, max_num_batched_tokens=64)
+    planner.add(request("high", 20, HIGH))
+    planner.add(request("low", 8, LOW))
+    step(planner)
+    planner.add(request("critical-ish", 30, NORMAL))
+    assert step(planner) == ["high", "low"]
+    assert planner.num_preemptions == 0
+
+
+def test_the_last_in_order_gives_way_when_pages_are_short():
+    """The victim is not in the plan, and its pages go to the request before it."""
+    planner = scheduler(num_pages=4, page_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    planner.add(request("first", 7))
+    planner.add(request("second", 7))
+    assert step(planner) == ["first", "second"]
+    assert step(planner) == ["first", "second"]
+    planner.add(request("third", 1))
+    plan = planner.plan()
+    assert names(plan.chunks) == ["first"]
+    assert names_of(plan.preempted) == ["second"]
+    assert planner.pages.num_available == 1
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted():
+    """Pages are short then: a request that fits into what is left would be the next victim."""
+    planner = scheduler(num_pages=4, page_size=4, max_num_seqs=2, max_num_batched_tokens=64)
+    planner.add(request("first", 7))
+    planner.add(between := request("between", 1))
+    planner.remove(between)
+    planner.add(request("last", 7))
+    step(planner)
+    step(planner)
+    planner.waiting.push(between)
+    plan = planner.plan()
+    assert (names(plan.chunks), names_of(plan.preempted)) == (["first"], ["last"])
+    planner.record(plan, {"first": 7})
+    assert step(planner) == ["first", "between"]
+
+
+def test_a_small_request_waits_behind_a_large_one():
+    """Otherwise small ones would keep the pages from it for ever."""
+    planner = scheduler(num_pages=10, max_num_seqs=4, max_num_batched_tokens=64)
+    planner.add(request("running", 20))
+    step(planner)
+    planner.add(request("large", 24))
+    planner.add(request("small", 2))
+    assert step(planner) == ["running"]
+
+
+def test_unchecked_pages_are_reported_when_they_come_back():
+    """A prompt that is aborted in its middle may have left values that are no numbers."""
+    planner = scheduler(max_num_seqs=1, max_num_batched_tokens=8)
+    planner.add(sequence := request("aborted", 20))
+    step(planner)
+    pages = set(sequence.pages)
+    planner.remove(sequence)
+    assert set(planner.take_unverified_pages()) == pages
+    assert planner.take_unverified_pages() == []
+
+
+def test_a_finished_request_leaves_checked_pages():
+    """After finite logits nothing is cleared."""
+    planner = scheduler(max_num_seqs=1, max_num_batched_tokens=8)
+    planner.add(sequence := request("finished", 8))
+    step(planner)
+    planner.remove(sequence)
+    assert planner.take_unverified_pages() == []
+
+
+def test_prefix_pages_are_published_with_finite_logits_only():
+    """Pages of a prompt whose logits were not finite are found by nobody."""
+    pages = PagePool(20, 4, PrefixCache(4, 20))
+    planner = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32), pages)
+    planner.add(sequence := request("spoilt", 9))
+    planner.record(planner.plan(), {})
+    planner.remove(sequence)
+    assert len(pages.prefixes or ()) == 0
+    planner.add(request("sound", 9))
+    step(planner)
+    assert len(pages.prefixes or ()) == 2

@@ -1,0 +1,66 @@
+"""Text generation: an engine over the models of transformers, with paged attention and continuous batching.
+
+    request -> engine -> scheduler -> pages, prefix cache -> batch -> model, attention -> sampler -> text -> output
+
+In reading order:
+
+config           what an engine can be told
+engine           add, step, abort; generate and stream above them
+scheduler        requests -> what one step computes; pure
+request_queue    waiting requests by priority, age and arrival; pure
+pages            pages in use, free and idle; pure
+prefix_cache     pages by the tokens before and in them; pure
+batch            a step's plan -> flat tensors
+model            a folder -> a decoder
+layer_rules      which keys a layer's queries see
+probe            a decoder is served right, or refused
+attention        the function that the models call
+flat_positions   positions for models that ask their cache
+packing          linear layers with packed weights, where they are faster
+request          one request: its sequence, text and end
+sampler, noise   logits -> tokens
+text             tokens -> text as it grows
+outputs          what the caller gets
+
+The queue does not use it yet. The names are loaded at first use, because the engine imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.registry.sampling_params import SamplingParams
+    from penstock.workers.generation.config import CacheConfig, Config, SchedulerConfig
+    from penstock.workers.generation.engine import Engine
+    from penstock.workers.generation.outputs import CompletionOutput, EngineStats, RequestOutput, Usage
+
+__all__ = [
+    "CacheConfig",
+    "CompletionOutput",
+    "Config",
+    "Engine",
+    "EngineStats",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "Usage",
+]
+
+_MODULES = {
+    "CacheConfig": "penstock.workers.generation.config",
+    "Config": "penstock.workers.generation.config",
+    "Engine": "penstock.workers.generation.engine",
+    "SamplingParams": "penstock.registry.sampling_params",
+    "SchedulerConfig": "penstock.workers.generation.config",
+}
+"""The module of each name; a name that is missing here is one of the outputs."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _MODULES.get(name, "penstock.workers.generation.outputs")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value

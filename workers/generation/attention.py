@@ -1,0 +1,267 @@
+"""Attention over pages, as a function that the models of transformers call.
+
+    model(input_ids (1, T), position_ids (1, T)) -> each layer calls `paged_attention` with its queries, keys, values
+        keys and values (T, KV, D) -> written to the layer's pages
+        each group of rows         -> its pages gathered, one call of SDPA
+
+The tables of a step come from a context variable, because the model's own code passes nothing through. Models are
+switched over by `set_attn_implementation(NAME)`; no mask is known under the name, so transformers builds none.
+
+Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from penstock.workers.generation.layer_rules import LayerRule
+
+__all__ = ["KeyValuePools", "NAME", "RowGroup", "StepContext", "in_step", "register"]
+
+NAME: Final = "penstock_paged"
+
+
+class _View(NamedTuple):
+    """numbers: (B * P,), of pages. bias: (B, 1, Q, L), or None where each query sees all L keys."""
+
+    numbers: torch.Tensor
+    bias: torch.Tensor | None
+    length: int
+
+
+class KeyValuePools:
+    """Keys and values of all layers: for each layer (pages, page_size, KV, D), made when the layer is first called."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages: Final = num_pages
+        self.page_size: Final = page_size
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page in all layers that were called."""
+        return sum(pool[0].nbytes for pair in self._layers.values() for pool in pair)
+
+    def write(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """keys, values: (T, KV, D). slots: (T,), page * page_size + offset. Returns both pools of the layer."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._pool(keys), self._pool(values))
+        for pool, rows in zip(self._layers[layer], (keys, values), strict=True):
+            pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)
+        return self._layers[layer]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zeros: a masked NaN in a page would spoil the request that has the page next."""
+        index = torch.tensor(pages)
+        # The pools were made in inference mode, and can be written in it only.
+        with torch.inference_mode():
+            for pair in self._layers.values():
+                for pool in pair:
+                    pool.index_fill_(0, index, 0)
+
+    def _pool(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.new_zeros((self.num_pages, self.page_size, *rows.shape[1:]))
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """B rows with Q queries each, side by side in the flat batch from `start` on."""
+
+    start: int
+    num_queries: int
+    first_positions: list[int]
+    """Of the first query of each row."""
+    pages: list[list[int]]
+    """Of each row, from its position 0 on, as far as its last query."""
+    _views: dict[LayerRule, _View] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.pages)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.num_queries
+
+    def is_whole_prompt(self, rule: LayerRule) -> bool:
+        """Whether all visible keys are in this batch, and causality alone hides any."""
+        return (
+            self.num_rows == 1
+            and self.num_queries > 1
+            and self.first_positions[0] == 0
+            and (rule.reach is None or self.num_queries <= rule.reach)
+        )
+
+    def view(self, rule: LayerRule, page_size: int, dtype: torch.dtype) -> _View:
+        """The pages that queries of each row see, and what they may see of them. Made once for each rule in a step."""
+        if rule not in self._views:
+            self._views[rule] = self._build_view(rule, page_size, dtype)
+        return self._views[rule]
+
+    def _build_view(self, rule: LayerRule, page_size: int, dtype: torch.dtype) -> _View:
+        first_pages = [rule.first_visible(position) // page_size for position in self.first_positions]
+        tables = [pages[first:] for pages, first in zip(self.pages, first_pages, strict=True)]
+        width = max(map(len, tables))
+        numbers = torch.tensor([table + [0] * (width - len(table)) for table in tables]).flatten()
+        # All rows at one length that fills its pages is rare, so the last positions are cut where no row has them.
+        starts = [first * page_size for first in first_pages]
+        length = max(
+            position + self.num_queries - start for position, start in zip(self.first_positions, starts, strict=True)
+        )
+        keys = torch.tensor(starts)[:, None] + torch.arange(length)
+        queries = torch.tensor(self.first_positions)[:, None] + torch.arange(self.num_queries)
+        keys, queries = keys[:, None, :], queries[:, :, None]
+        visible = keys <= queries
+        if rule.window is not None:
+            visible &= keys > queries - rule.window
+        if rule.chunk is not None:
+            visible &= keys // rule.chunk == queries // rule.chunk
+        if bool(visible.all()):
+            return _View(numbers, None, length)
+        bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        return _View(numbers, bias[:, None], length)
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What the attention of one step needs. calls: layers in the order in which they called."""
+
+    pools: KeyValuePools
+    rules: Sequence[LayerRule]
+    slots: torch.Tensor
+    groups: Sequence[RowGroup]
+    calls: list[int] = field(default_factory=list)
+
+
+_context: ContextVar[StepContext] = ContextVar("penstock_generation_step")
+
+
+@contextmanager
+def in_step(context: StepContext) -> Iterator[None]:
+    """Inside of it a model's forward reads and writes the pages of this step."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def register() -> None:
+    """Makes the function known to transformers."""
+    AttentionInterface.register(NAME, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query: (1, H, T, D); key: (1, KV, T, D); value: (1, KV, T, Dv). Returns (1, T, H, Dv).
+
+    softcap: bound of the logits. s_aux: (H,), a logit that takes probability and gives nothing.
+    """
+    context = _context.get()
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    context.calls.append(layer)
+    rule = context.rules[layer]
+    queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    pools = context.pools.write(layer, context.slots, keys, values)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    extras = None if softcap is None and s_aux is None else _Extras(softcap, s_aux)
+    parts = []
+    for group in context.groups:
+        span = slice(group.start, group.start + group.num_tokens)
+        if extras is None and group.is_whole_prompt(rule):
+            parts.append(_causal(queries[span], keys[span], values[span], scale))
+        else:
+            parts.append(_gathered(group, rule, queries[span], pools, scale, extras))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    """What SDPA does not know."""
+
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """(n, H, D), (n, KV, D), (n, KV, Dv) -> (n, H, Dv): a whole prompt, straight from the batch."""
+    repeats = queries.shape[1] // keys.shape[1]
+    if repeats > 1:
+        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    query, key, value = (each.transpose(0, 1)[None] for each in (queries, keys, values))
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[0].transpose(0, 1)
+
+
+def _gathered(
+    group: RowGroup,
+    rule: LayerRule,
+    queries: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    extras: _Extras | None,
+) -> torch.Tensor:
+    """(B * Q, H, D) -> (B * Q, H, Dv). Queries that share a head of the keys lie side by side: nothing is repeated."""
+    rows, number, heads = group.num_rows, group.num_queries, queries.shape[1]
+    numbers, bias, length = group.view(rule, pools[0].shape[1], queries.dtype)
+    keys, values = (_pages(pool, numbers, rows, length) for pool in pools)
+    shared = keys.shape[1]
+    per_key = heads // shared
+    packed = queries.reshape(rows, number, shared, per_key, -1).permute(0, 2, 3, 1, 4)
+    packed = packed.reshape(rows, shared, per_key * number, -1)
+    if bias is not None and number > 1:
+        bias = bias[:, :, None].expand(-1, -1, per_key, -1, -1).reshape(rows, 1, per_key * number, length)
+    if extras is None:
+        found = scaled_dot_product_attention(packed, keys, values, attn_mask=bias, scale=scale)
+    else:
+        found = _plain(packed, keys, values, bias, scale, extras)
+    found = found.reshape(rows, shared, per_key, number, -1).permute(0, 3, 1, 2, 4)
+    return found.reshape(rows * number, heads, -1)
+
+
+def _pages(pool: torch.Tensor, numbers: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """Pages of all rows -> (B, KV, L, D). `index_select` over flat pages took a quarter of the time of indexing."""
+    pages, _, heads, width = pool.shape
+    flat = pool.view(pages, -1).index_select(0, numbers)
+    return flat.view(rows, -1, heads, width)[:, :length].transpose(1, 2)
+
+
+def _plain(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    extras: _Extras,
+) -> torch.Tensor:
+    """The formula itself, for capped logits and sinks. queries: (B, KV, G * Q, D)."""
+    logits = queries @ keys.transpose(2, 3) * scale
+    if extras.softcap is not None:
+        logits = torch.tanh(logits / extras.softcap) * extras.softcap
+    if bias is not None:
+        logits = logits + bias
+    if extras.sinks is None:
+        return logits.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+    rows, shared, packed, _ = logits.shape
+    sinks = extras.sinks.view(1, shared, -1, 1).to(logits.dtype)
+    sinks = sinks.repeat_interleave(packed // sinks.shape[2], 2).expand(rows, -1, -1, 1)
+    weights = torch.cat((logits, sinks), -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return weights.to(values.dtype) @ values

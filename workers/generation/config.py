@@ -1,0 +1,116 @@
+"""The configuration of an engine, in three objects: cache, scheduler, and both with the model's own.
+
+keywords of Engine.from_pretrained -> Config -> checked before a model is loaded
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal
+
+from penstock.registry.errors import ConfigurationError, described, shown
+
+__all__ = ["CacheConfig", "Config", "Precision", "SchedulerConfig"]
+
+Precision = Literal["fp32", "bf16"]
+_PRECISIONS: Final = ("fp32", "bf16")
+_PACKING: Final = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Pages of keys and values."""
+
+    page_size: int = 16
+    """Tokens in a page."""
+    kv_cache_mb: float = 256.0
+    """Megabytes (10**6 bytes) of all pages together."""
+    enable_prefix_caching: bool = True
+    """Requests with equal beginnings share pages."""
+    prefix_cache_capacity: float = 0.3
+    """The largest share of the pages that is kept for later requests."""
+
+    def __post_init__(self) -> None:
+        _at_least("page_size", self.page_size, 1)
+        if not _is_number(self.kv_cache_mb) or self.kv_cache_mb <= 0:
+            raise ConfigurationError(f"kv_cache_mb: found {described(self.kv_cache_mb)}, expected a number above 0")
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        if not _is_number(self.prefix_cache_capacity) or not 0 <= self.prefix_cache_capacity <= 1:
+            found = described(self.prefix_cache_capacity)
+            raise ConfigurationError(f"prefix_cache_capacity: found {found}, expected a number from 0 to 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Seats and tokens of a step."""
+
+    max_num_seqs: int = 32
+    """Most requests that run at a time."""
+    max_num_batched_tokens: int = 512
+    """Most tokens of one step. A longer prompt is computed in chunks, beside the other requests."""
+    ageing_steps: int = 256
+    """A waiting request rises by one priority each time so many steps have passed. So none starves."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("ageing_steps", self.ageing_steps, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens: found {self.max_num_batched_tokens}, expected at least max_num_seqs, "
+                f"{self.max_num_seqs}: each running request needs a token of the step"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All of an engine."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    max_model_len: int | None = None
+    """Most tokens of a prompt and its output. None: as many as the model knows positions."""
+    precision: Precision = "fp32"
+    packed_linears: Literal["auto", "on", "off"] = "auto"
+    """Weights in oneDNN's layout: auto measures at load and keeps what is faster."""
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        for name, value, expected in (
+            ("precision", self.precision, _PRECISIONS),
+            ("packed_linears", self.packed_linears, _PACKING),
+        ):
+            if value not in expected:
+                raise ConfigurationError(f"{name}: found {described(value)}, expected one of: {', '.join(expected)}")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Config:
+        """Of one flat set of keywords. Raises ConfigurationError for a name that is no field."""
+        parts: dict[type, dict[str, Any]] = {CacheConfig: {}, SchedulerConfig: {}, cls: {}}
+        owner = {each.name: part for part in parts for each in fields(part) if each.name not in ("cache", "scheduler")}
+        for name, value in options.items():
+            if name not in owner:
+                near = difflib.get_close_matches(str(name), owner, 1)
+                hint = f", did you mean {near[0]}" if near else ""
+                raise ConfigurationError(f"Unknown option {shown(name)}{hint}. Expected: {', '.join(owner)}")
+            parts[owner[name]][name] = value
+        return cls(
+            cache=CacheConfig(**parts[CacheConfig]), scheduler=SchedulerConfig(**parts[SchedulerConfig]), **parts[cls]
+        )
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}: found {described(value)}, expected true or false")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}: found {described(value)}, expected an integer of at least {least}")

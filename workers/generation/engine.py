@@ -1,0 +1,335 @@
+"""Text generation in one process, without a broker: requests in, texts out, batched continuously.
+
+    add_request, generate, stream -> checks -> scheduler
+    step:  plan -> flat batch -> forward -> sample -> record -> texts, ends
+
+    engine = Engine.from_pretrained("folder", max_num_seqs=16)
+    engine.generate(["def add(", "def sub("], SamplingParams(max_tokens=32))[0].outputs[0].text
+
+Any thread may call an engine. One lock is held for a step, so at most one thread computes at a time, and each caller
+computes steps until its own requests have ended.
+
+Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.registry.errors import ConfigurationError, InvalidInput, described, shown
+from penstock.registry.queues import Priority, PriorityName
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.attention import KeyValuePools
+from penstock.workers.generation.batch import flat_batch
+from penstock.workers.generation.config import Config
+from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
+from penstock.workers.generation.outputs import EngineStats, RequestOutput
+from penstock.workers.generation.packing import pack
+from penstock.workers.generation.pages import PagePool
+from penstock.workers.generation.prefix_cache import PrefixCache
+from penstock.workers.generation.probe import probe
+from penstock.workers.generation.request import GenerationRequest
+from penstock.workers.generation.sampler import Sampled, sample
+from penstock.workers.generation.scheduler import Chunk, Scheduler
+from penstock.workers.generation.scheduler import Sequence as Scheduled
+from penstock.workers.generation.text import TextStream
+
+__all__ = ["Engine", "Prompt"]
+
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
+
+
+class Engine:
+    """Made by `from_pretrained` or `from_model`."""
+
+    def __init__(self, decoder: Decoder, config: Config) -> None:
+        cache = config.cache
+        self.config: Final = config
+        self.decoder: Final = decoder
+        self.packing: Final = pack(decoder.model, config.packed_linears)
+        page_nbytes = probe(decoder, cache.page_size)
+        num_pages = int(cache.kv_cache_mb * 1e6 / page_nbytes)
+        if num_pages < 2:
+            raise ConfigurationError(
+                f"kv_cache_mb: found {cache.kv_cache_mb:g}, expected at least {2 * page_nbytes / 1e6:.3f}: two pages "
+                f"of {cache.page_size} tokens"
+            )
+        prefixes = None
+        if cache.enable_prefix_caching:
+            prefixes = PrefixCache(cache.page_size, int(cache.prefix_cache_capacity * (num_pages - 1)))
+        self.pages: Final = PagePool(num_pages, cache.page_size, prefixes)
+        self.scheduler: Final = Scheduler(config.scheduler, self.pages)
+        self._pools: Final = KeyValuePools(num_pages, cache.page_size)
+        self._requests: dict[str, GenerationRequest] = {}
+        self._stepped: dict[str, GenerationRequest] = {}
+        """Requests whose outputs `step` returns: those of `add_request`."""
+        self._lock: Final = threading.RLock()
+        self._serials: Final = count()
+        self._prompt_tokens = 0
+        self._generated = 0
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
+        """A folder in the format of transformers; nothing is fetched.
+
+        options: the fields of Config, CacheConfig and SchedulerConfig, in place of `config`. Raises ConfigurationError
+        for an unknown option, and for a model that is not served.
+        """
+        config = _config(config, options)
+        return cls(load_decoder(path, config.precision, config.max_model_len), config)
+
+    @classmethod
+    def from_model(cls, model: Any, tokenizer: Any = None, config: Config | None = None, **options: Any) -> Engine:
+        """A loaded model of transformers, which is the engine's from here on. Its own dtype is used.
+
+        Without a tokenizer, prompts are token ids and answers have no text.
+        """
+        config = _config(config, options)
+        return cls(wrap_decoder(model, tokenizer, config.max_model_len), config)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        priority: PriorityName = "normal",
+        tenant: str = "",
+    ) -> list[RequestOutput]:
+        """The whole texts, in the order of the prompts.
+
+        Raises InvalidInput before anything is computed. A request whose logits are not finite ends with the finish
+        reason `error`; the others go on.
+        """
+        params = _params(sampling_params)
+        made = [self._request(None, prompt, params, is_streamed=False) for prompt in _prompts(prompts)]
+        requests = [self._start(request, priority, tenant) for request in made]
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self._advance()
+        finally:
+            self._drop(requests)
+        return [request.output() for request in requests]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        priority: PriorityName = "normal",
+        tenant: str = "",
+    ) -> Iterator[RequestOutput]:
+        """The outputs of one request as it grows; `delta_text` is what is new. Closing the iterator aborts it."""
+        request = self._request(None, prompt, _params(sampling_params), is_streamed=True)
+        return self._streamed(self._start(request, priority, tenant))
+
+    def add_request(
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        priority: PriorityName = "normal",
+        tenant: str = "",
+    ) -> str:
+        """Adds a request for `step` to compute. Returns its id, which is a new one for None.
+
+        Raises InvalidInput for an id that is in use, and for a request that can never fit.
+        """
+        request = self._request(request_id, prompt, _params(sampling_params), is_streamed=True)
+        with self._lock:
+            self._start(request, priority, tenant)
+            self._stepped[request.request_id] = request
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step. Returns the new outputs of `add_request`, in the order in which they were added."""
+        with self._lock:
+            self._advance()
+            changed = [request for request in self._stepped.values() if request.has_news]
+            for request in changed:
+                if request.finish_reason is not None:
+                    del self._stepped[request.request_id]
+            return [request.output() for request in changed]
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its pages are free for the next step. Returns False for an id that is not in use."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None:
+                return False
+            self._end(request)
+            request.finish("abort")
+            return True
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request waits or runs, or `step` has an output to return."""
+        return self.scheduler.has_work or bool(self._stepped)
+
+    def stats(self) -> EngineStats:
+        """Counts of this engine."""
+        with self._lock:
+            prefixes = self.pages.prefixes
+            return EngineStats(
+                waiting=len(self.scheduler.waiting),
+                running=len(self.scheduler.running),
+                steps=self.scheduler.step,
+                preemptions=self.scheduler.num_preemptions,
+                prompt_tokens_computed=self._prompt_tokens,
+                tokens_generated=self._generated,
+                pages_used=self.pages.num_used,
+                pages_total=self.pages.num_usable,
+                pages_cached=len(prefixes) if prefixes else 0,
+                prefix_tokens_found=prefixes.hits if prefixes else 0,
+                prefix_tokens_queried=prefixes.queries if prefixes else 0,
+            )
+
+    # One step
+
+    def _advance(self) -> None:
+        """plan -> forward -> sample -> record -> ends."""
+        with self._lock:
+            plan = self.scheduler.plan()
+            if dirty := self.scheduler.take_unverified_pages():
+                self._pools.clear(dirty)
+            if not plan.chunks:
+                return
+            batch = flat_batch(plan.chunks, self.pages.page_size)
+            logits, _ = self.decoder.forward(batch, self._pools)
+            requests = [self._requests[chunk.sequence.request_id] for chunk in batch.sampling]
+            sampled = sample(logits, [request.sampling_row() for request in requests]) if requests else []
+            found = {
+                request.request_id: one.token
+                for request, one in zip(requests, sampled, strict=True)
+                if one.token is not None
+            }
+            self._count(plan.chunks, len(found))
+            self.scheduler.record(plan, found)
+            for request, one in zip(requests, sampled, strict=True):
+                self._settle(request, one)
+
+    def _settle(self, request: GenerationRequest, sampled: Sampled) -> None:
+        if sampled.token is None:
+            request.finish("error")
+        else:
+            request.accept(sampled)
+        if request.finish_reason is not None:
+            self._end(request)
+
+    def _count(self, chunks: Sequence[Chunk], sampled: int) -> None:
+        self._generated += sampled
+        for chunk in chunks:
+            self._prompt_tokens += max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start)
+
+    # Requests
+
+    def _request(
+        self, request_id: str | None, prompt: Prompt, params: SamplingParams, *, is_streamed: bool
+    ) -> GenerationRequest:
+        """Checks everything that can be known now. Raises InvalidInput."""
+        if request_id is None:
+            request_id = f"request-{next(self._serials)}"
+        tokens = self._tokens(prompt)
+        tokenizer = self.decoder.tokenizer
+        if params.stop and tokenizer is None:
+            raise InvalidInput("stop: found strings for a model without a tokenizer, expected stop_token_ids")
+        if wrong := [token for token in params.stop_token_ids if token >= self.decoder.vocab_size]:
+            raise InvalidInput(f"stop_token_ids: found {wrong[0]}, expected numbers below {self.decoder.vocab_size}")
+        self._check_fits(len(tokens), params.max_tokens)
+        has_stream = tokenizer is not None and (is_streamed or bool(params.stop))
+        return GenerationRequest(
+            sequence=Scheduled(request_id, tokens, len(tokens)),
+            prompt=prompt if isinstance(prompt, str) else None,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            eos=self.decoder.eos_token_ids,
+            tokenizer=tokenizer,
+            stream=TextStream(tokenizer, params.stop) if has_stream else None,
+        )
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.decoder.tokenizer is None:
+                raise InvalidInput("Found a text for a model without a tokenizer, expected token ids")
+            tokens = list(self.decoder.tokenizer(prompt)["input_ids"])
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise InvalidInput("Found an empty prompt, expected at least one token")
+        most = self.decoder.vocab_size
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < most:
+                raise InvalidInput(f"Found {described(token)} as a token, expected integers from 0 to {most - 1}")
+        return tokens
+
+    def _check_fits(self, prompt: int, most: int) -> None:
+        asked = f"a prompt of {prompt} tokens and max_tokens {most}"
+        if prompt + most > self.decoder.max_positions:
+            raise InvalidInput(f"Found {asked}, expected at most {self.decoder.max_positions} together (max_model_len)")
+        # The last token is never computed.
+        if (needed := self.pages.pages_for(prompt + most - 1)) > self.pages.num_usable:
+            raise InvalidInput(
+                f"Found {asked}, which take {needed} pages, expected at most {self.pages.num_usable} (kv_cache_mb)"
+            )
+
+    def _start(self, request: GenerationRequest, priority: str, tenant: str) -> GenerationRequest:
+        level = getattr(Priority, priority.upper(), None) if isinstance(priority, str) else None
+        if level is None:
+            names = ", ".join(each.name.lower() for each in Priority)
+            raise InvalidInput(f"priority: found {described(priority)}, expected one of: {names}")
+        with self._lock:
+            if request.request_id in self._requests or request.request_id in self._stepped:
+                raise InvalidInput(f"Request id {shown(request.request_id)} is in use, expected another one")
+            request.sequence.priority, request.sequence.tenant = int(level), tenant
+            self._requests[request.request_id] = request
+            self.scheduler.add(request.sequence)
+        return request
+
+    def _end(self, request: GenerationRequest) -> None:
+        del self._requests[request.request_id]
+        self.scheduler.remove(request.sequence)
+
+    def _drop(self, requests: Sequence[GenerationRequest]) -> None:
+        """Ends what is left of these requests: their caller has gone."""
+        for request in requests:
+            self.abort(request.request_id)
+
+    def _streamed(self, request: GenerationRequest) -> Iterator[RequestOutput]:
+        try:
+            while request.finish_reason is None:
+                self._advance()
+                if request.has_news:
+                    yield request.output()
+            if request.has_news:
+                yield request.output()
+        finally:
+            self._drop([request])
+
+
+def _config(config: Config | None, options: Mapping[str, Any]) -> Config:
+    if config is not None and options:
+        raise ConfigurationError(f"Found a config and {', '.join(options)}, expected one of both")
+    return Config.from_options(options) if config is None else config
+
+
+def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    if given is None:
+        return SamplingParams()
+    if isinstance(given, Mapping):
+        return SamplingParams.from_mapping(given)
+    if isinstance(given, SamplingParams):
+        return given
+    raise InvalidInput(f"sampling_params: found {described(given)}, expected SamplingParams or a mapping of its fields")
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several: a list of integers is one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

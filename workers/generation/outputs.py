@@ -1,0 +1,71 @@
+"""What a request gives back: RequestOutput, once at its end or at each step of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["CompletionOutput", "EngineStats", "FinishReason", "RequestOutput", "Usage"]
+
+FinishReason = Literal["abort", "error", "length", "stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens. cached_tokens: of the prompt, found in the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """All that was generated so far."""
+
+    index: int
+    text: str
+    """Empty where the model has no tokenizer."""
+    token_ids: tuple[int, ...]
+    """With the token that ended the text."""
+    finish_reason: FinishReason | None
+    """None before the end. error: the model gave logits that are not finite."""
+    stop_reason: int | str | None
+    """The token or the string that ended the text."""
+    logprobs: tuple[dict[int, float], ...] | None
+    """At each token: its own log probability and those of the most probable ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request, and what is new in it since the last output."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    usage: Usage
+    delta_text: str
+    delta_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts since the engine was made, and the present state."""
+
+    waiting: int
+    running: int
+    steps: int
+    preemptions: int
+    prompt_tokens_computed: int
+    tokens_generated: int
+    pages_used: int
+    pages_total: int
+    pages_cached: int
+    prefix_tokens_found: int
+    prefix_tokens_queried: int

@@ -1,0 +1,111 @@
+"""Proves at load that a model is served right: a short prompt in steps over pages, against the model's own eager code.
+
+    the whole prompt, eager, alone                                  -> logits at each position
+    two chunks and a single token, beside another prompt, on pages  -> logits at three of these positions
+
+An architecture that never calls the attention function, calls it twice for a layer, or lets a row depend on others
+gives wrong text and no error. So it is refused here by its name. A window that is longer than the probe is not proven.
+
+Importing this module imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from penstock.registry.errors import ConfigurationError
+from penstock.workers.generation import attention
+from penstock.workers.generation.attention import KeyValuePools
+from penstock.workers.generation.batch import flat_batch
+from penstock.workers.generation.model import Decoder
+from penstock.workers.generation.scheduler import Chunk, Sequence
+
+__all__ = ["probe"]
+
+_TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""Of the largest logit, or of 1 where that is less."""
+_LENGTH: Final = 24
+_LONGEST: Final = 96
+_NEIGHBOUR: Final = 7
+_BEYOND: Final = 8
+"""Tokens past the end of the shortest window or chunk."""
+
+
+def probe(decoder: Decoder, page_size: int) -> int:
+    """Returns the bytes that one page takes in all layers. Raises ConfigurationError with the architecture's name."""
+    try:
+        return _probe(decoder, page_size)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        # The model's own code: it may not know an argument, or do with a flat batch what nobody foresaw.
+        message = f"{decoder.name} is not served: {type(error).__name__} in a forward over pages, expected logits"
+        raise ConfigurationError(message) from error
+
+
+def _probe(decoder: Decoder, page_size: int) -> int:
+    length = _length(decoder)
+    tokens = [(7 * at + 3) % decoder.vocab_size for at in range(length)]
+    own = Sequence("probe", [], 0)
+    other = Sequence("neighbour", [], 0)
+    per_request = -(-length // page_size)
+    own.pages = list(range(1, 1 + per_request))
+    other.pages = list(range(1 + per_request, 1 + 2 * per_request))
+    pools = KeyValuePools(1 + 2 * per_request, page_size)
+    ends = (length // 2, length - 1, length)
+    found = []
+    for step, end in enumerate(ends):
+        chunks = (_next(own, tokens[:end]), _next(other, tokens[: min(length, _NEIGHBOUR + step)]))
+        logits, calls = decoder.forward(batch := flat_batch(chunks, page_size), pools)
+        _check_calls(decoder, calls)
+        if logits.shape[0] != len(batch.sampling):
+            raise ConfigurationError(f"{decoder.name} is not served: its logits are of other tokens")
+        found.append(logits[[chunk.sequence is own for chunk in batch.sampling].index(True)])
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.start + chunk.num_tokens
+    expected = _eager_logits(decoder, tokens)[[end - 1 for end in ends]]
+    _check_logits(decoder, torch.stack(found), expected)
+    return pools.page_nbytes
+
+
+def _length(decoder: Decoder) -> int:
+    shortest = min((rule.reach for rule in decoder.rules if rule.reach is not None), default=0)
+    wanted = shortest + _BEYOND if shortest + _BEYOND <= _LONGEST else 0
+    return max(4, min(max(_LENGTH, wanted), decoder.max_positions))
+
+
+def _next(sequence: Sequence, tokens: list[int]) -> Chunk:
+    sequence.tokens = tokens
+    return Chunk(sequence, sequence.num_computed, len(tokens) - sequence.num_computed)
+
+
+def _eager_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    """(T, V) of transformers' own attention: the others know no capped logits."""
+    decoder.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: torch.Tensor = decoder.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+            return logits
+    finally:
+        decoder.model.set_attn_implementation(attention.NAME)
+
+
+def _check_calls(decoder: Decoder, calls: list[int]) -> None:
+    if sorted(calls) != list(range(len(decoder.rules))):
+        raise ConfigurationError(
+            f"{decoder.name} is not served: {len(calls)} calls of the attention function, expected one for each of "
+            f"{len(decoder.rules)} layers"
+        )
+
+
+def _check_logits(decoder: Decoder, found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = _TOLERANCES[decoder.model.dtype] * max(1.0, float(expected.abs().max()))
+    difference = float((found - expected).abs().max())
+    # A NaN is no less than the tolerance, either.
+    if not difference <= tolerance:
+        raise ConfigurationError(
+            f"{decoder.name} is not served: its logits over pages differ by {difference:.2g} from its eager ones, "
+            f"expected at most {tolerance:.2g}"
+        )

@@ -1,0 +1,133 @@
+"""Logits of a step -> one token for each row.
+
+    logits (S, V) -> tokens before min_tokens barred -> greedy rows: argmax
+                                                     -> others: temperature, top_k, top_p in it, min_p, Gumbel noise
+
+Filters look at the 256 most probable tokens. Where these do not decide a row, all of its tokens are sorted: the result
+is the same.
+
+Importing this module imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.noise import gumbel
+
+__all__ = ["Sampled", "SamplingRow", "sample"]
+
+_PREFILTER: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """position: of the token that is chosen, in prompt and output. barred: tokens that may not be chosen now."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+    barred: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """token: None where the logits are not finite. logprobs: by token, where the request asks for them."""
+
+    token: int | None
+    logprobs: dict[int, float] | None = None
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """logits: (S, V) float32, of S rows; it may be changed."""
+    # A forward's logits can be changed in its mode only.
+    with torch.inference_mode():
+        return _sample(logits, rows)
+
+
+def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    for at, row in enumerate(rows):
+        if row.barred:
+            logits[at, list(row.barred)] = float("-inf")
+    best, chosen = logits.max(-1)
+    # NaN and +inf win the maximum, and a row of nothing but -inf has no other.
+    finite = torch.isfinite(best).tolist()
+    tokens = chosen.tolist()
+    drawn = [at for at, row in enumerate(rows) if not row.params.is_greedy and finite[at]]
+    if drawn:
+        for at, token in zip(drawn, _draw(logits[drawn], [rows[at] for at in drawn]), strict=True):
+            tokens[at] = token
+    return [
+        Sampled(token, _logprobs(logits[at], token, row.params.logprobs)) if finite[at] else Sampled(None)
+        for at, (row, token) in enumerate(zip(rows, tokens, strict=True))
+    ]
+
+
+def _logprobs(logits: torch.Tensor, token: int, number: int | None) -> dict[int, float] | None:
+    if number is None:
+        return None
+    logprobs = logits.log_softmax(-1)
+    values, found = logprobs.topk(min(number, logits.shape[-1]))
+    return {token: float(logprobs[token]), **dict(zip(found.tolist(), values.tolist(), strict=True))}
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """One token for each row, from its filtered distribution."""
+    scaled = logits.double() / torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
+    tokens = [-1] * len(rows)
+    left = list(range(len(rows)))
+    filtered = [at for at in left if _is_filtered(rows[at].params, scaled.shape[-1])]
+    if filtered:
+        for at, token in _from_top(scaled, rows, filtered, min(_PREFILTER, scaled.shape[-1])):
+            tokens[at] = token
+        undecided = [at for at in filtered if tokens[at] < 0]
+        if undecided:
+            for at, token in _from_top(scaled, rows, undecided, scaled.shape[-1]):
+                tokens[at] = token
+    free = [at for at in left if tokens[at] < 0]
+    if free:
+        every = torch.arange(scaled.shape[-1]).expand(len(free), -1)
+        scores = scaled[free] + _noise([rows[at] for at in free], every)
+        for at, token in zip(free, scores.argmax(-1).tolist(), strict=True):
+            tokens[at] = token
+    return tokens
+
+
+def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
+
+
+def _from_top(
+    scaled: torch.Tensor, rows: Sequence[SamplingRow], at: Sequence[int], number: int
+) -> list[tuple[int, int]]:
+    """(row, token) of those rows whose choice lies within so many of their most probable tokens."""
+    vocab_size = scaled.shape[-1]
+    own, params = scaled[at], [rows[each].params for each in at]
+    top, tokens = own.topk(number)
+    probabilities = (top - own.logsumexp(-1, keepdim=True)).exp()
+    most = torch.tensor([[each.top_k if 0 < each.top_k < vocab_size else vocab_size] for each in params])
+    kept = torch.arange(number) < most
+    # top_p is a share of what top_k leaves. That is known where all of it is here, or nothing was cut.
+    total = torch.where(most <= number, (probabilities * kept).sum(-1, keepdim=True), 1.0)
+    is_known = (most <= number) | (most == vocab_size)
+    before = probabilities.cumsum(-1) - probabilities
+    top_p = torch.tensor([[each.top_p] for each in params], dtype=torch.float64)
+    kept &= (before < top_p * total) | (top_p >= 1)
+    min_p = torch.tensor([[each.min_p] for each in params], dtype=torch.float64)
+    kept &= probabilities >= min_p * probabilities[:, :1]
+    # The most probable token is always left.
+    kept[:, 0] = True
+    ends_here = (most <= number) | ~kept[:, -1:] if number < vocab_size else torch.ones_like(is_known)
+    decided = (is_known & ends_here).flatten().tolist()
+    scores = top.masked_fill(~kept, float("-inf")) + _noise([rows[each] for each in at], tokens)
+    chosen = tokens.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist()
+    return [(row, token) for row, token, is_decided in zip(at, chosen, decided, strict=True) if is_decided]
+
+
+def _noise(rows: Sequence[SamplingRow], tokens: torch.Tensor) -> torch.Tensor:
+    return gumbel([row.seed for row in rows], [row.position for row in rows], tokens)

@@ -1,0 +1,273 @@
+"""Which tokens of which requests one step computes. Pure: no torch, no clock; the number of the step is the clock.
+
+    add -> waiting --admit--> running --record--> finished, aborted
+              '---preempt---------'
+
+    plan():    displace, for a more urgent request that waits and finds no seat or no pages
+               running requests, decoding ones first, within the budget of tokens; out of pages, the last is preempted
+               waiting requests, where nobody was preempted for pages
+    record():  the sampled tokens, after the forward
+
+A preempted request gives its pages back and keeps its place, its tokens and its age. It computes its tokens again when
+it returns, without those that the prefix cache still has. The request that is first in order can always run: each
+fits into the pool alone, and all others give way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from penstock.workers.generation.config import SchedulerConfig
+from penstock.workers.generation.pages import PagePool
+from penstock.workers.generation.request_queue import PriorityRequestQueue, level_at, order_at
+
+__all__ = ["Chunk", "Scheduler", "Sequence", "StepPlan"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request, as the scheduler knows it. priority: lower comes first."""
+
+    request_id: str
+    tokens: list[int]
+    """The prompt, then what was generated."""
+    num_prompt: int
+    priority: int = 2
+    tenant: str = ""
+    arrival: int = 0
+    since_step: int = 0
+    num_computed: int = 0
+    """Tokens whose keys and values lie in pages."""
+    num_verified: int = 0
+    """Tokens that came before logits which were found finite."""
+    num_cached: int = 0
+    """Tokens of the prompt that were found in the prefix cache, at the first admission."""
+    pages: list[int] = field(default_factory=list)
+    num_published: int = 0
+    parent: int | None = 0
+    """The id of the last published page in the prefix cache; None: nothing more can be published."""
+    num_preempted: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`num_tokens` of a sequence from `start`. samples: they end with its last token, so its logits are wanted."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one forward computes, and the requests that lost their seats to it."""
+
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Scheduler:
+    """Requests in, step plans out."""
+
+    def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
+        self.config: Final = config
+        self.pages: Final = pages
+        self.waiting: Final[PriorityRequestQueue[Sequence]] = PriorityRequestQueue(config.ageing_steps)
+        self.running: list[Sequence] = []
+        self.step = 0
+        self.num_preemptions = 0
+        self._arrivals = 0
+        self._unverified: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.running) or len(self.waiting) > 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Appends a request. The caller has checked that it fits into the pool alone."""
+        self._arrivals += 1
+        sequence.arrival, sequence.since_step = self._arrivals, self.step
+        self.waiting.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A request has ended, or is aborted: its pages come back now."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+
+    def take_unverified_pages(self) -> list[int]:
+        """Pages that became free with values that no finite logits vouch for. They are cleared before they are used."""
+        taken, self._unverified = self._unverified, []
+        return taken
+
+    def plan(self) -> StepPlan:
+        """The next step. It is empty where no request waits or runs."""
+        self.step += 1
+        preempted = self._displace()
+        planned: list[Chunk] = []
+        victims = self._plan_running(planned)
+        if not victims:
+            self._admit(planned)
+        return StepPlan(tuple(planned), (*preempted, *victims))
+
+    def record(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
+        """The forward of the plan has run. sampled: by request, for each chunk that samples and had finite logits."""
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.start + chunk.num_tokens
+            token = sampled.get(sequence.request_id)
+            if token is not None:
+                sequence.num_verified = sequence.num_computed
+                self._publish(sequence)
+                sequence.tokens.append(token)
+
+    def _order(self, sequence: Sequence) -> tuple[int, int]:
+        return order_at(sequence, self.step, self.config.ageing_steps)
+
+    # Running requests
+
+    def _plan_running(self, planned: list[Chunk]) -> list[Sequence]:
+        """Plans what runs, in order. Returns the requests that lost their pages to it."""
+        victims: list[Sequence] = []
+        budget = self.config.max_num_batched_tokens
+        ordered = sorted(self.running, key=self._order)
+        # A seat has a token of the budget, so no decoding request waits for a long prompt.
+        decoding = [one for one in ordered if one.num_left == 1]
+        for sequence in (*decoding, *(one for one in ordered if one.num_left > 1)):
+            if sequence in victims or budget == 0:
+                continue
+            number = min(sequence.num_left, budget)
+            if self._grow(sequence, number, victims):
+                planned.append(Chunk(sequence, sequence.num_computed, number))
+                budget -= number
+        return victims
+
+    def _grow(self, sequence: Sequence, number: int, victims: list[Sequence]) -> bool:
+        """Gets the pages for so many more tokens; others, and at last the request itself, give way.
+
+        No victim is planned yet: only decoding requests lack pages, they are planned in order, and the last gives way.
+        """
+        while True:
+            missing = self.pages.pages_for(sequence.num_computed + number) - len(sequence.pages)
+            if (pages := self.pages.allocate(max(0, missing))) is not None:
+                sequence.pages.extend(pages)
+                return True
+            victim = max(self.running, key=self._order)
+            self._preempt(victim)
+            victims.append(victim)
+            if victim is sequence:
+                return False
+
+    # Waiting requests
+
+    def _displace(self) -> list[Sequence]:
+        """A waiting request takes the seats or pages of less urgent ones, where that lets it in.
+
+        Its own priority counts, and of the others the aged one: a request that has waited for long keeps its seat.
+        """
+        head = self.waiting.peek(self.step)
+        if head is None or not self.running or self._fits(head, 0, 0):
+            return []
+        less_urgent = [
+            one
+            for one in sorted(self.running, key=self._order, reverse=True)
+            if level_at(one, self.step, self.config.ageing_steps) > head.priority
+        ]
+        gained = 0
+        for number, victim in enumerate(less_urgent, 1):
+            gained += sum(self.pages.users(page) == 1 for page in victim.pages)
+            if self._fits(head, number, gained):
+                for one in less_urgent[:number]:
+                    self._preempt(one)
+                return less_urgent[:number]
+        return []
+
+    def _fits(self, sequence: Sequence, seats: int, pages: int) -> bool:
+        """Whether the request could be admitted after so many seats and pages came back."""
+        if len(self.running) - seats >= self.config.max_num_seqs:
+            return False
+        cached = self.pages.prefixes.match(sequence.tokens, sequence.tenant) if self.pages.prefixes else []
+        idle = sum(self.pages.users(entry.page) == 0 for entry in cached)
+        needed = self.pages.pages_for(len(sequence.tokens)) - len(cached)
+        return needed <= self.pages.num_available - idle + pages
+
+    def _admit(self, planned: list[Chunk]) -> None:
+        """Lets requests in, in order, while seats, tokens of the budget and pages are there.
+
+        The first that does not fit is waited for: otherwise small requests would starve a large one.
+        """
+        budget = self.config.max_num_batched_tokens - sum(chunk.num_tokens for chunk in planned)
+        while budget > 0 and len(self.running) < self.config.max_num_seqs:
+            head = self.waiting.peek(self.step)
+            if head is None or not self._seat(head):
+                return
+            self.waiting.pop(self.step)
+            self.running.append(head)
+            number = min(head.num_left, budget)
+            planned.append(Chunk(head, head.num_computed, number))
+            budget -= number
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Gives a request the pages of all its tokens, cached ones first; False, and none, where there are fewer."""
+        prefixes = self.pages.prefixes
+        cached = prefixes.match(sequence.tokens, sequence.tenant) if prefixes else []
+        shared = self.pages.share(cached)
+        pages = self.pages.allocate(self.pages.pages_for(len(sequence.tokens)) - len(shared))
+        if pages is None:
+            self.pages.release(shared)
+            return False
+        sequence.pages = [*shared, *pages]
+        sequence.num_computed = sequence.num_verified = len(shared) * self.pages.page_size
+        sequence.num_published = len(shared)
+        sequence.parent = cached[-1].uid if cached else 0
+        if prefixes is not None:
+            prefixes.queries += len(sequence.tokens)
+            prefixes.hits += sequence.num_computed
+        if not sequence.num_preempted:
+            sequence.num_cached = sequence.num_computed
+        return True
+
+    # Pages
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        sequence.num_preempted += 1
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.waiting.push(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        freed = self.pages.release(sequence.pages)
+        if sequence.num_computed > sequence.num_verified:
+            self._unverified.extend(freed)
+        sequence.pages = []
+        sequence.num_computed = sequence.num_verified = sequence.num_published = 0
+        sequence.parent = 0
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offers the full pages that were computed. A page that is known already keeps its number here."""
+        size = self.pages.page_size
+        while sequence.parent is not None and (sequence.num_published + 1) * size <= sequence.num_verified:
+            start = sequence.num_published * size
+            page = sequence.pages[sequence.num_published]
+            tokens: Iterable[int] = sequence.tokens[start : start + size]
+            sequence.parent = self.pages.publish(sequence.parent, tokens, sequence.tenant, page)
+            sequence.num_published += 1

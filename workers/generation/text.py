@@ -1,0 +1,96 @@
+"""Tokens of one request -> text, as it grows: no half characters, and nothing of a stop string or behind it.
+
+    tokens -> decoded behind the last whole piece -> incomplete character held back -> possible stop held back -> delta
+
+Only the last pieces are decoded again, so the cost of a token does not grow with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+__all__ = ["TextStream", "decode"]
+
+_INCOMPLETE: Final = "\ufffd"
+_MOST_INCOMPLETE: Final = 3
+"""A character of UTF-8 has four bytes, so three can wait for the last."""
+
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of the tokens, without special ones, as it is: no spaces are removed before punctuation."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+class TextStream:
+    """The text of one request. `stopped_by` is the stop string that ended it."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.stopped_by: str | None = None
+        self._tokenizer: Final = tokenizer
+        self._stops: Final = tuple(stops)
+        self._longest: Final = max(map(len, stops), default=1)
+        self._tokens: list[int] = []
+        self._context = 0
+        self._read = 0
+        """Tokens before `_read` are in the text for good; those from `_context` on give them their surroundings."""
+        self._whole = ""
+        """Text of the tokens before `_read`."""
+        self._text = ""
+        self._delivered = 0
+
+    @property
+    def text(self) -> str:
+        """All that was decoded, cut before a stop string."""
+        return self._text
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """More tokens. Nothing changes any more once a stop string was found."""
+        if self.stopped_by is None:
+            self._tokens += tokens
+            self._extend(is_last=False)
+
+    def finish(self) -> None:
+        """No more tokens come: characters that remained incomplete are in the text, too."""
+        if self.stopped_by is None:
+            self._extend(is_last=True)
+
+    def take(self, *, is_last: bool) -> str:
+        """The text since the last call. Before the end it leaves out what may become a stop string."""
+        end = len(self._text) if is_last or self.stopped_by is not None else len(self._text) - self._held()
+        delta = self._text[self._delivered : end]
+        self._delivered = max(self._delivered, end)
+        return delta
+
+    def _extend(self, *, is_last: bool) -> None:
+        before = decode(self._tokenizer, self._tokens[self._context : self._read])
+        found = decode(self._tokenizer, self._tokens[self._context :])
+        stable = found if is_last else _without_incomplete(found)
+        searched_from = max(0, len(self._text) - self._longest - _MOST_INCOMPLETE)
+        self._text = self._whole + stable[len(before) :]
+        if stable == found and len(found) > len(before):
+            self._whole = self._text
+            self._context, self._read = self._read, len(self._tokens)
+        self._cut(searched_from)
+
+    def _cut(self, start: int) -> None:
+        places = [(place, stop) for stop in self._stops if (place := self._text.find(stop, start)) >= 0]
+        if places:
+            place, self.stopped_by = min(places)
+            self._text = self._text[:place]
+
+    def _held(self) -> int:
+        """The length of the longest end of the text that a stop string begins with."""
+        most = min(self._longest - 1, len(self._text))
+        for length in range(most, 0, -1):
+            end = self._text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+def _without_incomplete(text: str) -> str:
+    for _ in range(_MOST_INCOMPLETE):
+        text = text.removesuffix(_INCOMPLETE)
+    return text
