@@ -1,24 +1,57 @@
-"""The key under which equal jobs share one answer."""
+"""The keys under which equal jobs share one answer, for the jobs of a claim; see safety/cache_entry.py.
+
+what is asked: tenant, model, version, description of the inputs, outputs --> hashed once per SharedHeader
+the inputs                                                                --> hashed for each job
+"""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
-import msgspec
+from penstock.safety.cache_entry import KEY_BYTES, begin_key
+from penstock.workers.job import ClaimedJob, SharedHeader
 
-from penstock.registry.envelope import JobHeader
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
-__all__ = ["key_of"]
+__all__ = ["JobKeys"]
+
+_MOST: Final = 1024
 
 
-def key_of(header: JobHeader, sealed: bytes, label: str, *, tenant: str) -> bytes:
-    """The key of an answer, 16 bytes: equal for jobs with equal inputs and options for the version with this label.
+class JobKeys:
+    """Gives the jobs of one worker their digests. The I/O thread owns it.
 
-    sealed: the envelope of the job with this header; the key covers its body and not its signature. tenant: the owner
-    of the answer; empty if all tenants share it.
+    isolates_tenants: whether each tenant has answers of its own.
     """
-    asked = (tenant, header.model, label, header.content, header.options.outputs)
-    digest = hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16)
-    end = len(sealed) - (32 if header.key else 0)
-    digest.update(memoryview(sealed)[8 + int.from_bytes(sealed[4:8], "little") : end])
-    return digest.digest()
+
+    def __init__(self, *, isolates_tenants: bool) -> None:
+        self._isolates_tenants = isolates_tenants
+        self._begun: dict[tuple[SharedHeader, str], _Hash] = {}
+        """Bounded in number; a header that is remembered is bounded in bytes."""
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def digest_all(self, jobs: Sequence[ClaimedJob], label: str) -> None:
+        """Set the digest of each job for the version with this label: its key, see safety/cache_entry.py."""
+        shared = copy_begun = None
+        for job in jobs:
+            if copy_begun is None or shared is None or job.shared is not shared:
+                shared = job.shared
+                copy_begun = self._begun_for(job, label).copy
+            state = copy_begun()
+            state.update(job.body)
+            job.digest = state.digest()[:KEY_BYTES]
+
+    def _begun_for(self, job: ClaimedJob, label: str) -> _Hash:
+        shared, tenant = job.shared, job.header.tenant if self._isolates_tenants else ""
+        if shared is None:
+            return begin_key(job.header, label, tenant=tenant)
+        begun = self._begun.get((shared, label))
+        if begun is None:
+            if len(self._begun) >= _MOST:
+                self._begun.clear()
+            begun = self._begun[shared, label] = begin_key(job.header, label, tenant=tenant)
+        return begun

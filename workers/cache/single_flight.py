@@ -1,11 +1,11 @@
 """Equal jobs that are here at the same time share one forward: the first is the leader, the others follow it.
 
-join --> the job leads, or follows an equal job;  end --> the followers of a job that leads no longer
+join_all --> each job leads, or follows an equal job;  end --> the followers of a job that leads no longer
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.workers.backlog import Waiting
 from penstock.workers.job import ClaimedJob
@@ -21,17 +21,32 @@ class SingleFlight:
         self._leaders: dict[bytes, ClaimedJob] = {}
         self._followers: dict[bytes, list[Waiting]] = {}
 
-    def join(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        """Let a job with a digest follow an equal one; False: it leads, or runs by itself.
+    def join_all(self, jobs: Iterable[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
+        """Let each job with a digest follow an equal one; returns those that lead or run by themselves, and the rest.
 
-        The shared answer may be a failure, so only jobs of one tenant with one retry policy share it.
+        Only jobs of one tenant share an answer. A failure is not shared.
         """
-        leader = self._leaders.setdefault(job.digest, job)
-        first, header = leader.header, job.header
-        if leader is job or (first.tenant, first.options.retry) != (header.tenant, header.options.retry):
-            return False
-        self._followers.setdefault(job.digest, []).append(Waiting(job, version))
-        return True
+        leading: list[ClaimedJob] = []
+        following: list[ClaimedJob] = []
+        leader_of = self._leaders.setdefault
+        for job in jobs:
+            leader = leader_of(job.digest, job)
+            if leader is job or not _may_share(leader, job):
+                leading.append(job)
+            else:
+                self._followers.setdefault(job.digest, []).append(Waiting(job, version))
+                following.append(job)
+        return leading, following
+
+    def followers_of(self, jobs: Iterable[ClaimedJob]) -> dict[ClaimedJob, Sequence[Waiting]]:
+        """The followers of those of these jobs that have any."""
+        if not self._followers:
+            return {}
+        return {
+            job: followers
+            for job in jobs
+            if (followers := self._followers.get(job.digest)) and self._leaders.get(job.digest) is job
+        }
 
     def end(self, job: ClaimedJob) -> list[Waiting]:
         """The job leads no longer; returns its followers."""
@@ -42,4 +57,18 @@ class SingleFlight:
 
     def end_all(self, jobs: Iterable[ClaimedJob]) -> list[ClaimedJob]:
         """These jobs lead no longer; returns each of them, with its followers behind it."""
-        return [each for job in jobs for each in (job, *(follower for follower, _ in self.end(job)))]
+        leaders, followers = self._leaders, self._followers
+        together: list[ClaimedJob] = []
+        for job in jobs:
+            together.append(job)
+            if leaders.get(job.digest) is job:
+                del leaders[job.digest]
+                if followers:
+                    together += [follower for follower, _ in followers.pop(job.digest, ())]
+        return together
+
+
+def _may_share(leader: ClaimedJob, job: ClaimedJob) -> bool:
+    if leader.shared is job.shared is not None:
+        return True
+    return leader.header.tenant == job.header.tenant

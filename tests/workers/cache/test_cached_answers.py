@@ -232,7 +232,7 @@ def test_other_content_of_a_named_version_has_its_own_answers(stage: Stage):
 
 def test_answers_of_the_former_version_are_not_cached(stage: Stage):
     """The former version ends its batch after the other one became active (AR-080)."""
-    write_scale(stage.root, stage.model, "3", 100, forward_s=0.6)
+    write_scale(stage.root, stage.model, "3", 100, forward_s=1.5)
     drain = stage.start()
     before = stage.submit(3.0)
     wait_until(drain.active, 5, "the former version's forward")
@@ -240,7 +240,7 @@ def test_answers_of_the_former_version_are_not_cached(stage: Stage):
     wait_until(lambda: stage.changes, 5, "the change")
     assert stage.result(before)[1] == 300.0
     assert stage.answer(4.0) == ("1", 4.0)
-    assert {answer.content_hash for answer, _ in drain.parts.answers.memory._entries.values()} == {stage.changes[0][2]}
+    assert {answer.content_hash for answer, *_ in drain.parts.answers.memory._entries.values()} == {stage.changes[0][2]}
 
 
 def test_an_unloaded_former_version_loses_its_answers(stage: Stage):

@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.registry.admission import JobBuilder, SubmitOptions
-from penstock.registry.envelope import Keyring, Retry, open_job
+from penstock.registry.envelope import Keyring, Options, Retry, open_job
 from penstock.registry.package import ModelSpec
-from penstock.workers.cache import key_of
+from penstock.safety.cache_entry import key_of
+from penstock.workers.cache import JobKeys
+from tests.workers.cache.equal_jobs import OpenedJobs, apart
 from tests.workers.doubles import spec_of
 
 UNSIGNED = Keyring.parse(None)
@@ -37,7 +41,7 @@ def key(
     """The key of a job with these inputs and options, sealed by a client."""
     builder = JobBuilder(tenant="acme", keyring=keyring, max_bytes=1 << 20)
     sealed = builder.build(spec, inputs, SubmitOptions(**options)).sealed
-    return key_of(open_job(sealed, keyring)[0], sealed, label, tenant=tenant)
+    return key_of(*open_job(sealed, keyring), label, tenant=tenant)
 
 
 def test_a_key_has_sixteen_bytes_and_repeats():
@@ -92,3 +96,43 @@ def test_equal_bytes_of_another_dtype_are_another_question():
     real = spec_of(inputs=[{"dtype": "float32", **tensor}])
     number = np.array([[1.5]], np.float32)
     assert key({"x": number}, spec=real) != key({"x": number.view(np.int32)}, spec=whole)
+
+
+_KINDS: list[dict[str, Any]] = [
+    {},
+    {"tenant": "umbrella"},
+    {"options": Options(outputs=("y",))},
+    {"options": Options(retry=Retry(attempts=2))},
+    {"deadline_ms": 5000},
+]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(_KINDS) - 1), st.lists(st.integers(0, 2), min_size=1, max_size=3))),
+    st.booleans(),
+    st.sampled_from([UNSIGNED, SIGNED]),
+)
+def test_jobs_of_a_claim_get_the_keys_of_jobs_by_themselves(
+    asked: list[tuple[int, list[int]]], isolates: bool, keyring: Keyring
+):
+    """Whatever their headers share, for two versions in turn, and again when the headers are known."""
+    opened, keys = OpenedJobs(keyring), JobKeys(isolates_tenants=isolates)
+    for label in ("1", "2", "1"):
+        jobs = [opened.open(*numbers, **_KINDS[kind]) for kind, numbers in asked]
+        alone = apart(jobs)
+        keys.digest_all(jobs, label)
+        keys.digest_all(alone, label)
+        expected = [key_of(job.header, job.body, label, tenant=job.header.tenant if isolates else "") for job in jobs]
+        assert [job.digest for job in jobs] == expected
+        assert [job.digest for job in alone] == expected
+
+
+def test_what_is_remembered_of_headers_is_bounded():
+    """A client may send ever new headers."""
+    opened, keys = OpenedJobs(UNSIGNED), JobKeys(isolates_tenants=True)
+    for number in range(3000):
+        job = opened.open(1.0, deadline_ms=number + 1)
+        assert job.shared is not None
+        keys.digest_all([job], "1")
+        assert job.digest == key_of(job.header, job.body, "1", tenant="acme")
+        assert 0 < len(keys) <= 1024

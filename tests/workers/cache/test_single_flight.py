@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from penstock.registry.broker.base import Delivery
-from penstock.registry.envelope import JobHeader, Options, Retry
+from penstock.registry.envelope import JobHeader, Keyring, Options, Retry
 from penstock.registry.queues import Priority, new_job_id
 from penstock.workers.backlog import Waiting
-from penstock.workers.cache import SingleFlight
+from penstock.workers.cache import JobKeys, SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.version import ServedVersion
+from tests.workers.cache.equal_jobs import OpenedJobs
 from tests.workers.doubles import version_of
 from tests.workers.levels.fake_model import Clock, Rotation
 
@@ -33,13 +32,18 @@ def version() -> ServedVersion:
 def job(digest: bytes = b"digest", *, tenant: str = "acme", retry: Retry | None = None) -> ClaimedJob:
     """A claimed job. Jobs with one digest are equal."""
     header = JobHeader(new_job_id("m"), tenant, "m", "normal", (), options=Options(retry=retry))
-    return ClaimedJob(Delivery("m", Priority.NORMAL, b"1-1", b""), header, {}, 1, 0.0, 0.0, 0, digest)
+    return ClaimedJob(Delivery("m", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0, digest=digest)
+
+
+def joins(flights: SingleFlight, job: ClaimedJob, version: ServedVersion) -> bool:
+    """Whether the job follows an equal one."""
+    return bool(flights.join_all([job], version)[1])
 
 
 def test_the_first_of_equal_jobs_leads(flights: SingleFlight, version: ServedVersion):
     """Later ones follow it, in the order in which they came, each with the version that it waits for."""
     leader, first, second, other = job(), job(), job(), job(b"another")
-    assert [flights.join(each, version) for each in (leader, first, second, other)] == [False, True, True, False]
+    assert [joins(flights, each, version) for each in (leader, first, second, other)] == [False, True, True, False]
     assert flights.end(leader) == [Waiting(first, version), Waiting(second, version)]
     assert flights.end(other) == []
 
@@ -47,19 +51,16 @@ def test_the_first_of_equal_jobs_leads(flights: SingleFlight, version: ServedVer
 def test_a_leader_stays_the_leader_when_it_joins_again(flights: SingleFlight, version: ServedVersion):
     """A job does not follow itself, for example after it was routed twice."""
     leader, follower = job(), job()
-    assert not flights.join(leader, version)
-    assert flights.join(follower, version)
-    assert not flights.join(leader, version)
+    assert not joins(flights, leader, version)
+    assert joins(flights, follower, version)
+    assert not joins(flights, leader, version)
     assert flights.end(leader) == [Waiting(follower, version)]
 
 
-@pytest.mark.parametrize("other", [{"tenant": "umbrella"}, {"retry": Retry(attempts=2)}], ids=["tenant", "retry"])
-def test_only_one_tenants_jobs_with_one_retry_policy_share_a_forward(
-    flights: SingleFlight, version: ServedVersion, other: dict[str, Any]
-):
-    """The shared answer may be a failure. The other job runs by itself, and its end changes nothing."""
-    leader, alone, follower = job(), job(**other), job()
-    assert [flights.join(each, version) for each in (leader, alone, follower)] == [False, False, True]
+def test_only_jobs_of_one_tenant_share_a_forward(flights: SingleFlight, version: ServedVersion):
+    """The other job runs by itself, and its end changes nothing. Retry policies may differ: no failure is shared."""
+    leader, alone, follower = job(), job(tenant="umbrella"), job(retry=Retry(attempts=2))
+    assert [joins(flights, each, version) for each in (leader, alone, follower)] == [False, False, True]
     assert flights.end(alone) == []
     assert flights.end(leader) == [Waiting(follower, version)]
 
@@ -67,10 +68,10 @@ def test_only_one_tenants_jobs_with_one_retry_policy_share_a_forward(
 def test_an_ended_leader_is_forgotten(flights: SingleFlight, version: ServedVersion):
     """The next equal job leads; a second end of the former leader returns nothing and ends no other flight."""
     former, leader, follower = job(), job(), job()
-    flights.join(former, version)
+    joins(flights, former, version)
     assert flights.end(former) == []
-    assert not flights.join(leader, version)
-    assert flights.join(follower, version)
+    assert not joins(flights, leader, version)
+    assert joins(flights, follower, version)
     assert flights.end(former) == []
     assert flights.end(leader) == [Waiting(follower, version)]
 
@@ -78,8 +79,8 @@ def test_an_ended_leader_is_forgotten(flights: SingleFlight, version: ServedVers
 def test_a_job_without_a_digest_leads_nothing(flights: SingleFlight, version: ServedVersion):
     """Its end returns no followers of another job."""
     leader, follower = job(), job()
-    flights.join(leader, version)
-    flights.join(follower, version)
+    joins(flights, leader, version)
+    joins(flights, follower, version)
     assert flights.end(job(b"")) == []
     assert flights.end(follower) == []
     assert flights.end(leader) == [Waiting(follower, version)]
@@ -89,6 +90,33 @@ def test_all_ended_jobs_are_returned_with_their_followers_behind_them(flights: S
     """A worker that gives jobs back gives each leader back with its followers."""
     first, its_follower, second = job(b"a"), job(b"a"), job(b"b")
     for each in (first, its_follower, second):
-        flights.join(each, version)
+        joins(flights, each, version)
     assert flights.end_all([second, first]) == [second, first, its_follower]
     assert flights.end_all([first]) == [first]
+
+
+def test_the_followers_of_several_jobs_stay_until_their_leaders_end(flights: SingleFlight, version: ServedVersion):
+    """Only leaders with followers are named: neither a job that runs by itself, nor one that has ended."""
+    leader, its_follower, by_itself, alone = job(b"a"), job(b"a"), job(b"a", tenant="umbrella"), job(b"b")
+    assert flights.followers_of([leader]) == {}
+    assert flights.join_all([leader, its_follower, by_itself, alone], version) == (
+        [leader, by_itself, alone],
+        [its_follower],
+    )
+    for _ in range(2):
+        assert flights.followers_of([by_itself, alone, leader, job(b"")]) == {leader: [Waiting(its_follower, version)]}
+    assert flights.end_all([by_itself, leader, alone]) == [by_itself, leader, its_follower, alone]
+    assert flights.followers_of([by_itself, alone, leader]) == {}
+
+
+def test_jobs_with_one_header_are_still_told_apart_by_their_digest(flights: SingleFlight, version: ServedVersion):
+    """Their tenant is equal, their inputs are not."""
+    opened, keys = OpenedJobs(Keyring.parse(None)), JobKeys(isolates_tenants=True)
+    jobs = [opened.open(number, options=Options(retry=Retry(attempts=2))) for number in (1, 2, 1)]
+    assert jobs[0].shared is jobs[1].shared is jobs[2].shared is not None
+    keys.digest_all(jobs, "1")
+    assert flights.join_all(jobs, version) == (jobs[:2], jobs[2:])
+    other = opened.open(1, options=Options(retry=Retry(attempts=3)))
+    keys.digest_all([other], "1")
+    assert other.digest == jobs[0].digest
+    assert flights.join_all([other], version) == ([], [other])
