@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from celery import Celery, bootsteps
 from celery.__main__ import main as celery_command
@@ -26,15 +27,21 @@ from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.queues import CELERY_QUEUE
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import with_broker
+from penstock.safety.privacy import redactor_of
+from penstock.workers import children
 from penstock.workers.celery_bridge.application import WorkerApplication
 from penstock.workers.celery_bridge.events import CeleryEventSender, TaskEventsFlag
 from penstock.workers.celery_bridge.result_store import CeleryResultStore
 from penstock.workers.celery_bridge.task_ingress import InferTask
+from penstock.workers.process.descriptors import OwnLog
 from penstock.workers.process.device import pin
 from penstock.workers.process.exit_status import exit_with
 from penstock.workers.worker import CeleryParts, Worker
 
 __all__ = ["DrainStep", "app", "run"]
+
+_TIMERS: Final = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+"""Signals of timers that a library may have started on a model thread."""
 
 # Celery's five lines about the user root, at each start: they are about pickle, which is not accepted here.
 warnings.filterwarnings("ignore", "You're running the worker with superuser privileges", SecurityWarning)
@@ -88,6 +95,9 @@ class DrainStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is unt
         except (ConfigurationError, BrokerUnavailable, ImportError) as error:
             exit_with(error)
         worker_shutting_down.connect(self._on_signal, weak=False)
+        for number in _TIMERS:
+            # Without a handler the signal would end the process. Only this thread can set one: no model can.
+            signal.signal(number, lambda *_: None)
 
     def start(self, worker: Any) -> None:
         """See Worker.start."""
@@ -123,7 +133,12 @@ def _open_worker(worker: Any) -> Worker:
         raise ConfigurationError("A worker is one process with threads of its own. Expected the pool `-P solo`")
     _consume_own_queue(worker.app)
     settings = with_broker(Settings.load())
-    device = pin(settings.inference.device, settings.worker.index, settings.home, os.environ)
+    # Before the lock: a fork of this process never holds it.
+    urls = (settings.redis_url, settings.celery_url, settings.inference.state_redis_url)
+    children.protect_forks(broker_urls=filter(None, urls))
+    is_supervised = settings.worker.heartbeat_fd is not None
+    supervisor = os.getppid() if is_supervised else None
+    device = pin(settings.inference.device, settings.worker.index, settings.home, os.environ, supervisor=supervisor)
     name, _, host = worker.hostname.partition("@")
     if name == "celery":
         # Celery's default name, which says nothing about the device.
@@ -148,11 +163,26 @@ def _celery_parts(settings: Settings, worker: Any) -> CeleryParts:
 
 
 def _configure_logs(loglevel: int, **_: Any) -> None:
-    logs.configure(logging.getLevelName(loglevel))
+    inference = Settings.load().inference
+    redactor = redactor_of(inference.privacy)
+    logs.configure(
+        logging.getLevelName(loglevel),
+        _log_stream(),
+        withholds_texts=inference.withholds_texts,
+        redact=redactor.redact_all if redactor.is_active else None,
+    )
     # With Celery's default, WARNING, the log would show no job.
     logging.getLogger("penstock").setLevel(min(loglevel, logging.INFO))
     for handler in logging.getLogger().handlers:
         handler.addFilter(_drop_payload)
+
+
+def _log_stream() -> OwnLog | None:
+    """The log's copy of stderr; None for a process that was started without one."""
+    try:
+        return OwnLog()
+    except OSError:
+        return None
 
 
 def _drop_payload(record: logging.LogRecord) -> bool:

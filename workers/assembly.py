@@ -15,9 +15,14 @@ from penstock.registry.overdue import OverdueJobs
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
+from penstock.safety.audit_accesses import CacheAccessAudit
+from penstock.safety.payload_keys import envelope_keys
+from penstock.safety.sealing import DataKeys
 from penstock.workers.backlog import Backlog
 from penstock.workers.batch_run import OpenStream
-from penstock.workers.cache import AnswerCache, SingleFlight
+from penstock.workers.cache import AnswerCache, SharedTiers, SingleFlight
+from penstock.workers.cache.tier import Tier
+from penstock.workers.cache.tiers import MayLeave
 from penstock.workers.claims import Claimer, WakeUp
 from penstock.workers.completer import Completer
 from penstock.workers.drain import Drain, DrainLimits, DrainParts, StopSignal
@@ -31,9 +36,11 @@ from penstock.workers.process.crash_journal import Journal, NullJournal
 from penstock.workers.release import Releaser
 from penstock.workers.router import JobRouter
 from penstock.workers.scheduler import Scheduler
+from penstock.workers.shadow.mirror import Mirror, NullMirror
 from penstock.workers.status import StatusReporter, WorkerIdentity
-from penstock.workers.streaming import EventStream
+from penstock.workers.streaming import EventStream, EventWriter
 from penstock.workers.telemetry import BatchTelemetry
+from penstock.workers.versions.arm_counts import ArmCounts
 from penstock.workers.versions.deployment_store import DeploymentStore, FileDeploymentStore, NullDeploymentStore
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.loader import Loader
@@ -56,6 +63,7 @@ class PartTypes:
     router: type[JobRouter] = JobRouter
     flights: type[SingleFlight] = SingleFlight
     answers: type[AnswerCache] = AnswerCache
+    tiers: type[SharedTiers] = SharedTiers
     scheduler: type[Scheduler] = Scheduler
     executor: type[Executor] = Executor
     completer: type[Completer] = Completer
@@ -74,8 +82,11 @@ class DrainOptions:
     so many seats. repository: where other versions of the models are found; None: nowhere. verify: checks the
     operators' signatures on records; None: no signatures are required. on_version_change: called with a model, the
     content hash that was active until now (empty: none) and the one that is active from now on. tuner: makes loaded
-    versions faster. deployments: the decisions that this machine has followed; None: those under the home, if
-    signatures are required.
+    versions faster. after_run: called on a model thread after each batch, before the next one. deployments: the
+    decisions that this machine has followed; None: those under the home, if signatures are required. tiers: of the
+    cache, behind the memory, the nearest first; the drain closes them. may_leave: see SharedTiers. data_keys: encrypt
+    the data of these settings; None: they encrypt nothing. accesses: records look-ups in the cache; None: they are not
+    recorded. mirror: of committed jobs, for their shadows; the drain closes it.
     """
 
     name: str
@@ -94,7 +105,13 @@ class DrainOptions:
     verify: Verifier | None = None
     on_version_change: Callable[[str, str, str], None] = lambda _model, _old, _new: None
     tuner: Tuner | None = None
+    after_run: Callable[[], None] = lambda: None
     deployments: DeploymentStore | None = None
+    tiers: Sequence[Tier] = ()
+    may_leave: MayLeave | None = None
+    data_keys: DataKeys | None = None
+    accesses: CacheAccessAudit | None = None
+    mirror: Mirror = field(default_factory=NullMirror)
     types: PartTypes = field(default_factory=PartTypes)
 
 
@@ -115,34 +132,59 @@ class _Assembly:
         types, inference = options.types, settings.inference
         # A restarted worker must not pass the fence of its predecessor.
         consumer = f"{options.name}:{secrets.token_hex(4)}"
-        self.identity = WorkerIdentity(options.name, consumer, options.device, options.probe_url, settings.keyring)
+        keyring = envelope_keys(settings, options.data_keys)
+        self.identity = WorkerIdentity(options.name, consumer, options.device, options.probe_url, keyring)
         self.most_jobs = inference.batching.max_queue_depth
+        self.most_bytes = inference.batching.max_queue_bytes
         self.job_ttl_ms = int(inference.queue.job_ttl_s * 1000)
         self.tuner = options.tuner or NullTuner()
         self.wake_up = types.wake_up()
         self.stop = StopSignal(options.clock)
         self.leased = LeasedJobs()
+        self.events = EventWriter(
+            broker,
+            consumer,
+            ttl_ms=self.job_ttl_ms,
+            max_bytes=inference.queue.max_event_bytes,
+            may_wait=lambda: not self.stop.is_over(),
+        )
         self.flights = types.flights()
-        self.answers = types.answers(inference.cache, options.clock)
+        self.answers = types.answers(inference.cache, options.clock, self._tiers())
         self.lifecycle = self._lifecycle(packages)
         peers = Peers(broker, options.name, options.clock)
         self.placement = types.placement(self.lifecycle, peers, options.clock, most_waiting=self.most_jobs // 4)
-        self.telemetry = BatchTelemetry(options.listener, options.metrics, self.answers)
+        self.arms = ArmCounts(consumer, self.lifecycle.models)
+        self.telemetry = BatchTelemetry(options.listener, options.metrics, self.answers, options.accesses, self.arms)
         self.status = StatusReporter(
             self.identity,
             broker,
             self.lifecycle,
             self.leased,
             self.telemetry,
-            self.answers.memory,
+            self.answers,
             options.metrics,
             self.tuner,
             self._overdue(),
+            options.mirror,
+            self.arms,
             on_change=self.wake_up.ring,
         )
 
+    def _tiers(self) -> SharedTiers | None:
+        options, inference = self.options, self.settings.inference
+        if not options.tiers:
+            return None
+        return options.types.tiers(
+            options.tiers,
+            isolates_tenants=inference.privacy.cache_tenant_isolation,
+            may_leave=options.may_leave,
+            timeout_s=inference.cache.lookup_timeout_ms / 1000,
+            ring=self.wake_up.ring,
+            clock=options.clock,
+        )
+
     def _overdue(self) -> OverdueJobs:
-        queue, keyring = self.settings.inference.queue, self.settings.keyring
+        queue, keyring = self.settings.inference.queue, self.identity.keyring
         result_ttl_ms = int(queue.result_ttl_s * 1000)
         return OverdueJobs(
             self.broker, keyring, job_ttl_ms=self.job_ttl_ms, result_ttl_ms=result_ttl_ms, worker=self.identity.name
@@ -174,11 +216,19 @@ class _Assembly:
             releaser=Releaser(self.broker, consumer, self.leased, self.flights, self.job_ttl_ms),
             telemetry=self.telemetry,
             status=self.status,
+            events=self.events,
             journal=journal,
+            mirror=options.mirror,
             stop=self.stop,
         )
-        lease_s = self.settings.inference.queue.lease_s
-        limits = DrainLimits(most_jobs=self.most_jobs, most_delayed=self.most_jobs // 2, lease_s=lease_s)
+        inference = self.settings.inference
+        limits = DrainLimits(
+            most_jobs=self.most_jobs,
+            most_bytes=self.most_bytes,
+            most_delayed=self.most_jobs // 2,
+            lease_s=inference.queue.lease_s,
+            progress_s=inference.progress_limit_s,
+        )
         return options.types.drain(
             options.name, consumer, parts, limits, checkpoint=options.checkpoint, clock=options.clock
         )
@@ -210,7 +260,7 @@ class _Assembly:
         )
 
     def _on_version_change(self, model: str, old: str, new: str) -> None:
-        forgotten = self.answers.memory.forget(old) if old else 0
+        forgotten = self.answers.forget(old) if old else 0
         facts = {"model": model, "old": old, "new": new, "forgotten": forgotten}
         logger.info("the active version changed", extra=facts)
         self.options.on_version_change(model, old, new)
@@ -227,18 +277,25 @@ class _Assembly:
         options = self.options
         too_late = options.types.scheduler.too_late_check(self.broker.now_ms)
         return options.types.executor(
-            model_threads, self.wake_up.ring, too_late, options.checkpoint, options.clock, journal
+            model_threads,
+            self.wake_up.ring,
+            too_late,
+            options.checkpoint,
+            options.clock,
+            journal,
+            options.after_run,
         )
 
     def _intake(self) -> Intake:
         return self.options.types.intake(
             self.broker,
             self.identity.consumer,
-            self.settings.keyring,
+            self.identity.keyring,
             worker=self.identity.name,
             job_ttl_ms=self.job_ttl_ms,
             max_crashes=self.settings.inference.queue.max_crashes,
             version_of=lambda model: self.lifecycle.models[model].label,
+            arms=self.arms,
             listener=self.options.listener,
             metrics=self.options.metrics,
         )
@@ -270,22 +327,15 @@ class _Assembly:
 
     def _open_stream(self) -> OpenStream:
         def open_stream(job: ClaimedJob, touch: Callable[[], None]) -> EventStream:
-            return EventStream(
-                job,
-                touch,
-                self.broker,
-                self.identity.consumer,
-                self.settings.keyring,
-                self.job_ttl_ms,
-                may_wait=lambda: not self.stop.is_over(),
-            )
+            return EventStream(job, touch, self.events, keyring, max_bytes)
 
+        keyring, max_bytes = self.identity.keyring, self.settings.inference.queue.max_event_bytes
         return open_stream
 
     def _completer(self) -> Completer:
         return self.options.types.completer(
             self.identity.name,
-            self.settings.keyring,
+            self.identity.keyring,
             self.lifecycle.models,
             self.leased,
             self.flights,
@@ -307,6 +357,7 @@ class _Assembly:
             self.leased,
             self.wake_up,
             most_jobs=self.most_jobs,
+            most_bytes=self.most_bytes,
             ageing_ms=int(queue.ageing_s * 1000),
             result_ttl_ms=int(queue.result_ttl_s * 1000),
             checkpoint=self.options.checkpoint,

@@ -4,6 +4,7 @@
     suspect    a process died while the job ran: it waits until it can run alone
     delayed    between two tries of its retry policy
     unplaced   names a version that is not here: it waits until a worker with that version is found
+    sought     its answer is looked up in the tiers of the cache behind the memory
 
 A follower waits behind its leader (SingleFlight), so it stands in none of these.
 """
@@ -51,19 +52,20 @@ class Backlog:
         """Those for which no search was made yet."""
         self._searched: list[ClaimedJob] = []
         """Unplaced jobs for which a search found no worker so far."""
+        self._sought: dict[ClaimedJob, ServedVersion] = {}
         self._delays = 0
 
     def __iter__(self) -> Iterator[ClaimedJob]:
         """A snapshot of the jobs that could run now: all but the delayed ones."""
         pending = [item.job for version in tuple(self._versions) for item in version.queue.batcher.pending()]
         suspects = [job for _, job in tuple(self._suspects)]
-        return iter([*pending, *suspects, *tuple(self._unplaced), *tuple(self._searched)])
+        return iter([*pending, *suspects, *tuple(self._unplaced), *tuple(self._searched), *tuple(self._sought)])
 
     # In
 
     def add(self, version: ServedVersion, jobs: Sequence[ClaimedJob]) -> None:
         """These jobs are pending, in their order of arrival."""
-        version.queue.add([version.pending(job) for job in jobs])
+        version.queue.add(version.pending(jobs))
 
     def add_suspect(self, version: ServedVersion, job: ClaimedJob) -> None:
         """The job must run alone."""
@@ -83,6 +85,12 @@ class Backlog:
         else:
             self._unplaced += jobs
 
+    def add_sought(self, version: ServedVersion, jobs: Iterable[ClaimedJob]) -> None:
+        """The answers to these jobs are looked up. If there is none, this version will run them."""
+        for job in jobs:
+            version.queue.reserve(job)
+            self._sought[job] = version
+
     # Out
 
     def take(self, is_meant: Callable[[ClaimedJob], bool] = lambda _: True) -> list[Waiting]:
@@ -95,6 +103,7 @@ class Backlog:
         taken += [Waiting(*suspect) for suspect in self._take_suspects(lambda _version, job: is_meant(job))]
         taken += [Waiting(job, version) for _, _, version, job in self._delayed if is_meant(job)]
         taken += [Waiting(job, None) for job in (*self._unplaced, *self._searched) if is_meant(job)]
+        taken += [Waiting(*sought) for sought in self._take_sought(lambda _version, job: is_meant(job))]
         gone = frozenset(id(waiting.job) for waiting in taken)
         self._delayed = [entry for entry in self._delayed if id(entry[3]) not in gone]
         heapq.heapify(self._delayed)
@@ -120,6 +129,8 @@ class Backlog:
 
         Their room is free afterwards. A version with suspects counts as idle, so it may be unloaded.
         """
+        if not self._suspects:
+            return []
         stranded = (VersionState.COLD, VersionState.FAILED)
         taken = self._take_suspects(lambda version, _job: version.state in stranded)
         for job, version in taken:
@@ -127,17 +138,33 @@ class Backlog:
         return taken
 
     def take_version(self, version: ServedVersion) -> list[Waiting]:
-        """Take out the pending jobs and the suspects of one version. Their room is free afterwards."""
+        """Take out the pending jobs, the suspects and the sought jobs of one version. Their room is free afterwards."""
         taken = [Waiting(item.job, version) for item in version.queue.batcher.discard(lambda _: True)]
         taken += [Waiting(*suspect) for suspect in self._take_suspects(lambda holder, _job: holder is version)]
+        taken += [Waiting(*sought) for sought in self._take_sought(lambda holder, _job: holder is version)]
         for job, _ in taken:
             version.queue.release(job)
         return taken
 
     def take_expired(self, version: ServedVersion, broker_now: float) -> list[Waiting]:
-        """Take out the pending jobs of one version whose time has passed. They keep their room until they end."""
+        """Take out the pending and the sought jobs of one version whose time has passed. They keep their room until
+        they end.
+        """
         late = version.queue.batcher.discard(lambda item: broker_now > item.job.expires_ms)
-        return [Waiting(item.job, version) for item in late]
+        sought = self._take_sought(lambda holder, job: holder is version and broker_now > job.expires_ms)
+        return [*(Waiting(item.job, version) for item in late), *(Waiting(*each) for each in sought)]
+
+    def take_sought(self, jobs: Iterable[ClaimedJob]) -> list[ClaimedJob]:
+        """Take out those of these jobs that are still sought. They keep their room."""
+        return [job for job in jobs if self._sought.pop(job, None) is not None]
+
+    def _take_sought(self, is_meant: Callable[[ServedVersion, ClaimedJob], bool]) -> list[Assigned]:
+        if not self._sought:
+            return []
+        taken = [Assigned(job, version) for job, version in self._sought.items() if is_meant(version, job)]
+        for job, _ in taken:
+            del self._sought[job]
+        return taken
 
     def _take_suspects(self, is_meant: Callable[[ServedVersion, ClaimedJob], bool]) -> list[Assigned]:
         if not self._suspects:
@@ -177,6 +204,11 @@ class Backlog:
     def delayed(self) -> int:
         """Delayed jobs."""
         return len(self._delayed)
+
+    @property
+    def delayed_bytes(self) -> int:
+        """Bytes of the sealed delayed jobs."""
+        return sum(len(job.delivery.sealed) for _, _, _, job in self._delayed)
 
     @property
     def has_unplaced(self) -> bool:

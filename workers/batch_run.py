@@ -5,15 +5,18 @@ Scheduler -- BatchRun --> Executor: prepare, forward --> answers, one per job --
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, overload
 
 from penstock.registry.broker.base import Held
 from penstock.registry.envelope import Failure
 from penstock.registry.tensors import Array
+from penstock.safety.fallback import Level, LevelFailure
+from penstock.workers import children
 from penstock.workers.batching.batcher import Batch
 from penstock.workers.batching.forward_size import ForwardSize
 from penstock.workers.job import ClaimedJob
@@ -23,9 +26,10 @@ from penstock.workers.runtime.forms import EAGER
 from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 from penstock.workers.versions.version import LoadedModel, ServedVersion
 
-__all__ = ["BatchRun", "JobStream", "OpenStream", "Outputs", "forward_timeout"]
+__all__ = ["BatchRun", "JobStream", "JointAnswers", "OpenStream", "Outputs", "forward_timeout"]
 
 Outputs: TypeAlias = dict[str, Array]
+"""By name, with the rows of one job, or of all jobs of a forward in order."""
 _NOTHING = ForwardSize(0, 0)
 
 
@@ -33,7 +37,36 @@ class JobStream(StreamContext, Protocol):
     """The context of a streaming job: the entry point's view of the job, and the way of its chunks."""
 
     def chunk(self, values: Mapping[str, Array], /) -> None:
-        """Send the values that the entry point yielded."""
+        """Send the values that the entry point yielded. Raises ModelError for values that no subscriber could read."""
+
+    def finish(self) -> None:
+        """Wait until the broker has all events of the job."""
+
+    def discard(self) -> None:
+        """The job runs again: drop the events that wait."""
+
+
+class JointAnswers(Sequence[Outputs]):
+    """The answers of jobs that one forward answered. They are cut out of its outputs when they are asked for."""
+
+    def __init__(self, outputs: Outputs, jobs: Sequence[ClaimedJob]) -> None:
+        self.outputs: Final = outputs
+        """Of all jobs together: one row for each row of a job."""
+        self._ends = [*itertools.accumulate(job.rows for job in jobs)]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int, /) -> Outputs: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[Outputs]: ...
+    def __getitem__(self, index: int | slice, /) -> Outputs | list[Outputs]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        number = range(len(self))[index]
+        start, stop = self._ends[number - 1] if number else 0, self._ends[number]
+        return {name: values[start:stop] for name, values in self.outputs.items()}
 
 
 OpenStream: TypeAlias = Callable[[ClaimedJob, Callable[[], None]], JobStream]
@@ -63,7 +96,7 @@ class BatchRun:
     """The executor sets both."""
     seat: int = 0
     """The model thread that runs it."""
-    answers: list[Outputs | Failure] = field(default_factory=list)
+    answers: Sequence[Outputs | Failure] = ()
     """One per job of the batch, in order, after the run."""
     incident: str = ""
     """Names the process of the instance that ended in this run; there are no answers then. Empty: none ended."""
@@ -71,6 +104,8 @@ class BatchRun:
     ended: float = 0.0
     alive_at: float = 0.0
     """The last sign of progress. The time limit of a forward counts from here."""
+    output_bytes: int = 0
+    """Of all its answers."""
     tokens: int = 0
     padded_tokens: int = 0
     prepared: Prepared | None = None
@@ -82,6 +117,8 @@ class BatchRun:
     """The largest forward of this batch that did fit."""
     is_disturbed: bool = False
     """Whether the process stood still during the forward."""
+    failures: list[LevelFailure] = field(default_factory=list)
+    """The levels of the fallback chain that failed for this batch, or were stopped before it."""
     is_given_up: bool = False
     """Whether its forward exceeded its limit and still runs: the answers are its failures."""
 
@@ -117,9 +154,28 @@ class BatchRun:
         have ended the process.
         """
         forms = self.model.forms
-        if self.is_as_built and forms is not None:
-            return forms.reference(prepared)
-        return self.model.runtime.run(prepared)
+        with children.ForksEnd():
+            if self.is_as_built and forms is not None:
+                return forms.reference(prepared)
+            return self.model.runtime.run(prepared) if forms is None else forms.run(prepared, self.failures)
+
+    def fail_batch(self, reason: str) -> None:
+        """The forward of the whole batch, or of a part of it, failed. reason: without texts, which may repeat inputs of
+        any of its jobs."""
+        if all(failure.level != "micro-batched" for failure in self.failures):
+            self.failures.append(LevelFailure("micro-batched", reason))
+
+    @property
+    def next_level(self) -> Level | None:
+        """The level of the fallback chain behind those that failed. A batch of one job has no level of its own."""
+        failed = [failure.level for failure in self.failures]
+        skipped: tuple[Level, ...] = ("micro-batched",) if len(self.batch.items) == 1 else ()
+        return self.version.policy.chain.next(failed, skipped=skipped)
+
+    @property
+    def level(self) -> str:
+        """The level that answered its jobs, where an earlier one had failed or was stopped; empty: the first one."""
+        return (self.next_level or "") if self.failures else ""
 
     @property
     def form_in_use(self) -> FormInUse | None:
@@ -161,12 +217,14 @@ class BatchRun:
     @property
     def observation(self) -> BatchObservation:
         """The run as an observer of its version sees it, after the run."""
-        return BatchObservation(self.batch.rows, self.tokens, self.ended - self.started, self._answered())
+        seconds = self.ended - self.started
+        return BatchObservation(self.batch.rows, self.tokens, seconds, self._answered, self.generation)
 
-    def _answered(self) -> Iterator[AnsweredJob]:
-        for item, answer in zip(self.batch.items, self.answers, strict=True):
-            if not isinstance(answer, Failure):
-                yield AnsweredJob(item.job.header.id, item.job.inputs, answer)
+    def _answered(self, is_wanted: Callable[[str], bool]) -> Iterator[AnsweredJob]:
+        for number, item in enumerate(self.batch.items):
+            job_id = item.job.header.id
+            if is_wanted(job_id) and not isinstance(answer := self.answers[number], Failure):
+                yield AnsweredJob(job_id, item.job.inputs, answer)
 
     def did_not_fit(self, rows: int, padded_tokens: int) -> None:
         """A forward of this size was too large for the device."""

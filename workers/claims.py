@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import os
 import select
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from penstock.registry.broker.base import Claim, Commit, CommitStatus, Delivery, WorkerEnd
+from penstock.registry.envelope import MAX_JOB_BYTES
 from penstock.registry.queues import Priority
+from penstock.workers.credit import ByteCredit
 from penstock.workers.leases import AGEING_SHARE, LeasedJobs
+from penstock.workers.process.descriptors import moved_up
 from penstock.workers.versions.version import ServedModel
 
 __all__ = ["AgeingReserve", "Claimer", "WakeUp"]
 
 _BLOCK_MS: Final = 1000
+_LOST_S: Final = 0.01
 _ANSWER_S: Final = 0.25
 """A blocking claim is overdue when it has not answered for so long after its time."""
 
@@ -45,28 +50,67 @@ class AgeingReserve:
 
 
 class WakeUp:
-    """Wakes the I/O thread out of its sleep, from any thread."""
+    """The sleep of the I/O thread. Any thread may end it by `ring`; the I/O thread calls the other methods."""
 
     def __init__(self) -> None:
-        self.fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.fd = moved_up(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.is_lost = False
+        """Whether a model closed the descriptor: the process is about to be replaced."""
+        self._pollers: dict[int, select.poll] = {}
         # Close it only after the last thread has released this object: a hung thread may still write to it.
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def ring(self) -> None:
         """Wake the I/O thread now, or keep it from its next sleep."""
-        os.eventfd_write(self.fd, 1)
+        try:
+            os.eventfd_write(self.fd, 1)
+        except OSError:
+            self.is_lost = True
 
     def clear(self) -> None:
         """The I/O thread is awake."""
-        os.eventfd_read(self.fd)
+        try:
+            os.eventfd_read(self.fd)
+        except OSError:
+            self.is_lost = True
+
+    def sleep(self, answer_fd: int, timeout_s: float) -> bool:
+        """Sleep until a ring, until `answer_fd` is readable (-1: none), or for `timeout_s` seconds.
+
+        Returns whether `answer_fd` is readable.
+        """
+        if self.is_lost:
+            # What is left to commit is committed; each poll would return at once.
+            time.sleep(min(timeout_s, _LOST_S))
+        has_answer = False
+        for fd, _ in self._poller(answer_fd).poll(timeout_s * 1000):
+            if fd == self.fd:
+                self.clear()
+            else:
+                has_answer = True
+        return has_answer
+
+    def forget_descriptors(self) -> None:
+        """The numbers that `sleep` was called with may stand for other files from now on."""
+        self._pollers.clear()
+
+    def _poller(self, answer_fd: int) -> select.poll:
+        """What to sleep on: the own descriptor and, unless it is -1, the other one."""
+        poller = self._pollers.get(answer_fd)
+        if poller is None:
+            poller = self._pollers[answer_fd] = select.poll()
+            poller.register(self.fd, select.POLLIN)
+            if answer_fd >= 0:
+                poller.register(answer_fd, select.POLLIN)
+        return poller
 
 
 class Claimer:
     """The claims of one consumer. The I/O thread owns it.
 
-    models: by name. most_jobs: jobs that this worker holds in memory at most. ageing_ms: after this wait a job of a
-    lower priority counts for the reserve. checkpoint: called at each point where a crash is worth testing. clock:
-    monotonic seconds.
+    models: by name. most_jobs, most_bytes: what this worker holds in memory at most; see ByteCredit. ageing_ms: after
+    this wait a job of a lower priority counts for the reserve. checkpoint: called at each point where a crash is worth
+    testing. clock: monotonic seconds.
     """
 
     def __init__(
@@ -78,6 +122,7 @@ class Claimer:
         wake_up: WakeUp,
         *,
         most_jobs: int,
+        most_bytes: int,
         ageing_ms: int,
         result_ttl_ms: int,
         checkpoint: Callable[[str], None],
@@ -89,6 +134,7 @@ class Claimer:
         self._models = models
         self._leased = leased
         self._most_jobs = most_jobs
+        self._most_bytes = most_bytes
         self._ageing_ms = ageing_ms
         self._result_ttl_ms = result_ttl_ms
         self._checkpoint = checkpoint
@@ -96,9 +142,10 @@ class Claimer:
         self._reserve = AgeingReserve()
         self._empty: set[str] = set()
         """Models whose last claim found fewer jobs than it asked for."""
+        self._largest = 0
+        """Bytes of the largest job of late; 0: none came yet."""
         self._turn = 0
         """Which model takes of the room first."""
-        self._pollers: dict[int, select.poll] = {}
         self.is_armed = False
         """Whether a blocking claim is with the broker."""
         self._armed_count = 0
@@ -114,22 +161,26 @@ class Claimer:
 
     def claims_for(self, models: Iterable[ServedModel]) -> list[Claim]:
         """Claims of these models within the room of the worker."""
-        room = self._most_jobs - len(self._leased)
+        room, credit_bytes = self._most_jobs - len(self._leased), self._byte_credit()
         claims = []
         # In turn: a model with room for all that the worker can take would leave the others nothing, for ever.
         turns = deque(models)
         turns.rotate(-self._turn)
         self._turn += 1
-        for model in turns:
+        for others, model in zip(range(len(turns) - 1, -1, -1), turns, strict=True):
             credit = min(model.free, room)
-            if credit > 0:
+            if credit > 0 and (nbytes := credit_bytes.grant(model.name, others)) > 0:
                 room -= credit
-                claims.append(self.claim_of(model.name, credit))
+                claims.append(self.claim_of(model.name, credit, nbytes))
         return claims
 
-    def claim_of(self, model: str, credit: int) -> Claim:
-        """A claim of up to `credit` jobs."""
-        return Claim(model, credit, self._reserve.of(credit), self._ageing_ms)
+    def claim_of(self, model: str, credit: int, nbytes: int) -> Claim:
+        """A claim of up to `credit` jobs and `nbytes` bytes."""
+        expected_bytes = self._largest or MAX_JOB_BYTES
+        return Claim(model, credit, self._reserve.of(credit), self._ageing_ms, nbytes, expected_bytes)
+
+    def _byte_credit(self) -> ByteCredit:
+        return ByteCredit(self._most_bytes, self._models, self._leased.sizes)
 
     def exchange(
         self, commits: Sequence[Commit], claims: Sequence[Claim]
@@ -145,7 +196,7 @@ class Claimer:
         statuses, deliveries = self._broker.exchange(self._consumer, commits, claims, self._result_ttl_ms)
         if commits:
             self._checkpoint("after-commit")
-        self._note_found({claim.slot: claim.credit for claim in claims}, deliveries)
+        self._note_found(claims, deliveries)
         return statuses, deliveries
 
     # While there is none
@@ -159,10 +210,14 @@ class Claimer:
             return
         room = self._most_jobs - len(self._leased)
         slots = [name for name, model in self._models.items() if model.is_claimable]
-        if room <= 0 or not slots:
+        credit_bytes = self._byte_credit()
+        nbytes = min((credit_bytes.room(slot) for slot in slots), default=0)
+        if room <= 0 or nbytes <= 0:
             return
         # The count holds for each of the queues, and several may answer at once; one job of each is always welcome.
-        share = room // (len(slots) * len(Priority))
+        # It bounds the bytes, too, by the largest job of late, or of all before the first one came. The first call that
+        # publishes ends a blocking claim, but the jobs may come between the last claim and this one.
+        share = min(room, nbytes // (self._largest or MAX_JOB_BYTES)) // (len(slots) * len(Priority))
         count = max(1, min([share, *(self._models[slot].free for slot in slots)]))
         self._checkpoint("before-claim")
         self._armed_count = count
@@ -172,21 +227,16 @@ class Claimer:
 
     def wait(self, timeout_s: float) -> list[Delivery]:
         """Sleep until the blocking claim has an answer, until `wake_up` rings, or for `timeout_s` seconds."""
-        deliveries: list[Delivery] = []
-        for fd, _ in self._poller(self._broker.fileno() if self.is_armed else -1).poll(timeout_s * 1000):
-            if fd == self.wake_up.fd:
-                self.wake_up.clear()
-            else:
-                deliveries += self._collect()
-        if self.is_armed and self._clock() >= self._armed_until:
-            deliveries += self._collect()
-        return deliveries
+        has_answer = self.wake_up.sleep(self._broker.fileno() if self.is_armed else -1, timeout_s)
+        if has_answer or (self.is_armed and self._clock() >= self._armed_until):
+            return self._collect()
+        return []
 
     def _collect(self) -> list[Delivery]:
         """The blocking claim has an answer or is overdue: on a half-open connection none may ever come."""
         deliveries = self._broker.collect() if self._clock() < self._armed_until else self._broker.disarm()
         self.is_armed = False
-        self._note_found(dict.fromkeys(self._models, self._armed_count), deliveries)
+        self._note_found([Claim(name, self._armed_count, 0, 0) for name in self._models], deliveries)
         return deliveries
 
     def disarm(self) -> list[Delivery]:
@@ -199,7 +249,7 @@ class Claimer:
     def reset(self) -> None:
         """The connection is gone, and the blocking claim with it."""
         self._broker.drop_armed()
-        self._pollers.clear()
+        self.wake_up.forget_descriptors()
         self.is_armed = False
 
     def next_wakeup(self) -> float:
@@ -210,28 +260,40 @@ class Claimer:
 
     @property
     def has_room(self) -> bool:
-        """Whether any model may get more jobs."""
-        return any(model.free > 0 for model in self._models.values())
+        """Whether any model may get more jobs now."""
+        if self._most_jobs <= len(self._leased):
+            return False
+        credit_bytes = self._byte_credit()
+        return any(model.free > 0 and credit_bytes.room(name) > 0 for name, model in self._models.items())
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the worker has room for a job of each model: then it claims at once, or leaves a blocking claim."""
+        if self._most_jobs <= len(self._leased):
+            return False
+        credit_bytes = self._byte_credit()
+        return all(credit_bytes.room(name) > 0 for name, model in self._models.items() if model.is_claimable)
 
     @property
     def _is_quiet(self) -> bool:
         """Whether every queue was seen empty, with room for more: time to wait instead of asking."""
-        return all(name in self._empty and model.free > 0 for name, model in self._models.items() if model.is_claimable)
+        # Called twice in every turn. A generator would take twice as long.
+        for name, model in self._models.items():
+            if model.is_claimable and not (name in self._empty and model.free > 0):
+                return False
+        return True
 
-    def _note_found(self, asked: Mapping[str, int], deliveries: Sequence[Delivery]) -> None:
+    def _note_found(self, claims: Sequence[Claim], deliveries: Sequence[Delivery]) -> None:
+        if not deliveries:
+            self._empty.update(claim.slot for claim in claims)
+            return
         found = Counter(delivery.slot for delivery in deliveries)
-        for slot, credit in asked.items():
-            if found[slot] < credit:
-                self._empty.add(slot)
+        sizes = [len(delivery.sealed) for delivery in deliveries]
+        nbytes = sum(sizes)
+        self._largest = max(self._largest * 7 // 8, *sizes)
+        for claim in claims:
+            # The bytes of all models: a claim that may have ended for want of bytes has not seen its queue empty.
+            if found[claim.slot] < claim.credit and nbytes < claim.credit_bytes:
+                self._empty.add(claim.slot)
             else:
-                self._empty.discard(slot)
-
-    def _poller(self, broker_fd: int) -> select.poll:
-        """What to sleep on: the wake-up descriptor and, unless it is -1, the broker's."""
-        poller = self._pollers.get(broker_fd)
-        if poller is None:
-            poller = self._pollers[broker_fd] = select.poll()
-            poller.register(self.wake_up.fd, select.POLLIN)
-            if broker_fd >= 0:
-                poller.register(broker_fd, select.POLLIN)
-        return poller
+                self._empty.discard(claim.slot)

@@ -22,16 +22,19 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 from penstock.registry.broker.base import Broker, Claim, Delivery, Held
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.unrun import CANCELLED, EXPIRED
+from penstock.safety.fallback import LevelFailure
 from penstock.workers.backlog import Backlog
 from penstock.workers.cache import AnswerCache, SingleFlight
 from penstock.workers.claims import Claimer
-from penstock.workers.completer import Completer, NextTry, Rejoin
+from penstock.workers.completer import Completer, FallBack, NextTry, Rejoin
+from penstock.workers.credit import TakeOverRoom
 from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
@@ -40,10 +43,12 @@ from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal
 from penstock.workers.release import Releaser
-from penstock.workers.results import JobOutcome
-from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Suspect
+from penstock.workers.results import CachedAnswers, JobOutcome
+from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Seek, Suspect
 from penstock.workers.scheduler import Scheduler
+from penstock.workers.shadow.mirror import Mirror
 from penstock.workers.status import StatusReporter
+from penstock.workers.streaming import EventWriter
 from penstock.workers.telemetry import BatchTelemetry
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.placement import Placement
@@ -62,8 +67,6 @@ _DEFERRED_S: Final = 0.1
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 """How long to leave a broker alone that does not answer; doubled each time, between these."""
-_STUCK_S: Final = 30.0
-"""An I/O or lease thread that took no turn for so long hangs."""
 
 
 class StopSignal:
@@ -106,18 +109,23 @@ class DrainParts:
     releaser: Releaser
     telemetry: BatchTelemetry
     status: StatusReporter
+    events: EventWriter
     journal: Journal
+    mirror: Mirror
     stop: StopSignal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainLimits:
-    """most_jobs: in memory at a time. most_delayed: a job that fails beyond these is tried again without a pause.
-    lease_s: a job whose worker is silent for so long goes to another worker."""
+    """most_jobs, most_bytes: what is in memory at a time. most_delayed: a job that fails beyond these, or beyond half
+    of the bytes, is tried again without a pause. lease_s: a job whose worker is silent for so long goes to another one.
+    progress_s: an I/O or lease thread that has ended no turn for so long makes no progress."""
 
     most_jobs: int
+    most_bytes: int
     most_delayed: int
     lease_s: float
+    progress_s: float
 
 
 class Drain:
@@ -184,17 +192,25 @@ class Drain:
 
     def stop(self, grace_s: float) -> None:
         """Claim nothing more, let running batches finish for up to `grace_s` seconds, give the rest back at once."""
-        self.ask_to_stop(grace_s)
+        self.wind_up(grace_s)
         if self._thread.ident is not None:
-            # A last commit may have to wait for the broker once.
-            self._thread.join(grace_s + 6.0)
             self.leases.stop(1.0)
             self.parts.executor.stop()
+            self.parts.events.stop()
             if not self._thread.is_alive():
                 # After the last report: the lease thread reports until it ends.
                 with suppress(BrokerUnavailable):
                     self.parts.status.withdraw()
         self.parts.lifecycle.close()
+        self.parts.answers.close()
+        self.parts.mirror.close()
+
+    def wind_up(self, grace_s: float) -> None:
+        """As `stop`, without the end of the other threads and of the models."""
+        self.ask_to_stop(grace_s)
+        if self._thread.ident is not None:
+            # A last commit may have to wait for the broker once.
+            self._thread.join(grace_s + 6.0)
 
     def ask_to_stop(self, grace_s: float) -> None:
         """From now on the turns wind up, see `stop`; does not wait for them."""
@@ -228,11 +244,14 @@ class Drain:
             return f"the device is lost: {self.parts.executor.device_lost}"
         if self.parts.scheduler.unhealthy_reason:
             return self.parts.scheduler.unhealthy_reason
-        now = self._clock()
+        now, limit_s = self._clock(), self._limits.progress_s
+        if (reason := self.parts.executor.overdue_here(now)) is not None:
+            return reason
+        silent_s = 0.0 if self.parts.executor.here is not None else now - self._ticked
         return (
-            _fault_of_thread("drain", self._thread.is_alive(), now - self._ticked)
-            or _fault_of_thread("lease", self.leases.is_alive(), now - self.leases.ticked)
-            or _fault_of_thread("model", self.parts.executor.is_alive(), 0.0)
+            _fault_of_thread("drain", self._thread.is_alive(), silent_s, limit_s)
+            or _fault_of_thread("lease", self.leases.is_alive(), now - self.leases.ticked, limit_s)
+            or _fault_of_thread("model", self.parts.executor.is_alive(), 0.0, limit_s)
         )
 
     def active(self) -> list[JobHeader]:
@@ -251,7 +270,7 @@ class Drain:
             if pause_s:
                 time.sleep(pause_s)
 
-    def step(self, longest_wait_s: float = _TICK_S) -> float | None:
+    def step(self, longest_wait_s: float = inf) -> float | None:
         """One turn of the loop. At its end it sleeps until something happens, for up to `longest_wait_s` seconds.
 
         Returns for how many seconds to leave the broker alone, or None: all is given back, there is no next turn.
@@ -272,28 +291,46 @@ class Drain:
         return 0.0
 
     def _serve(self) -> None:
-        self._completer.collect(self.parts.executor.take_done())
-        self.parts.releaser.add_interrupted(self.parts.executor.take_interrupted())
+        parts = self.parts
+        self._completer.collect(parts.executor.take_done())
+        parts.releaser.add_interrupted(parts.executor.take_interrupted())
         self._apply_lease_updates()
         self._follow_lifecycle()
-        if self.parts.scheduler.check_forwards():
+        self._take_in_answers()
+        if parts.scheduler.check_forwards():
             self._serve_no_more()
             return
         self._resume_delayed()
         self._refuse_overdue()
         self._give_back_paused()
         self._dispatch()  # the device comes first
-        self._exchange([] if self.parts.stop.is_set else self.parts.claimer.wanted())
-        self._place_unplaced()
-        self._dispatch()
-        if not self.parts.stop.is_set:
-            self.parts.claimer.arm()
+        if self._exchange([] if parts.stop.is_set else parts.claimer.wanted()) or self._backlog.has_unplaced:
+            self._place_unplaced()
+            self._dispatch()
+        if not parts.stop.is_set:
+            parts.claimer.arm()
         self._tell()
         self._dead_letter_deferred()
 
     def sleep_s(self) -> float:
-        """For how long there is nothing to do, unless the broker or a model thread wakes this one."""
-        return _sleep_s(self.parts, self._clock())
+        """For how long there is nothing to do, unless the broker or another thread wakes this one."""
+        now = self._clock()
+        if self.is_at_rest:
+            # However short that limit is, a worker that sleeps makes progress.
+            return max(0.0, min(self.parts.claimer.next_wakeup() - now, self._limits.progress_s / 2))
+        return _sleep_s(self.parts, now)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it only waits for its blocking claim: it holds nothing, and all else that it gets to do rings."""
+        parts = self.parts
+        return (
+            parts.claimer.is_armed
+            and not len(parts.leased)
+            and not (parts.completer.has_work or parts.intake.has_deferred or parts.lifecycle.has_work)
+            and not (parts.executor.running() or parts.executor.waiting())
+            and not (parts.stop.is_set or parts.scheduler.unhealthy_reason)
+        )
 
     # Jobs from part to part
 
@@ -303,18 +340,17 @@ class Drain:
             return
         self._checkpoint("after-claim")
         now, broker_now = self._clock(), self._broker.now_ms()
-        intake, route_of = self.parts.intake, self.parts.router.route
-        opened = [job for delivery in deliveries if (job := intake.open(delivery, now, broker_now)) is not None]
+        opened = self.parts.intake.open_all(deliveries, now, broker_now)
         self.parts.leased.take(opened)
         self.parts.listener.received([job.header for job in opened], time.time())
-        runnable: defaultdict[ServedVersion, list[ClaimedJob]] = defaultdict(list)
-        for job in opened:
-            route = route_of(job, broker_now)
-            if isinstance(route, Run):
-                runnable[route.version].append(job)
-            else:
-                self._put(job, route)
-        for version, jobs in runnable.items():
+        routed = self.parts.router.route_all(opened, broker_now)
+        for cached in routed.cached:
+            self._completer.add_cached(cached)
+        for job, route in routed.others:
+            self._put(job, route)
+        for version, jobs in routed.sought.items():
+            self._seek(version, jobs)
+        for version, jobs in routed.running.items():
             self._await_batch(version, jobs)
         self._checkpoint("before-batch")
 
@@ -324,6 +360,8 @@ class Drain:
             self._completer.add(route.outcome)
         elif isinstance(route, Run):
             self._await_batch(route.version, [job])
+        elif isinstance(route, Seek):
+            self._seek(route.version, [job])
         elif isinstance(route, Suspect):
             self._await_batch(route.version, [job], are_suspects=True)
         elif route is Aside.UNPLACED:
@@ -335,6 +373,9 @@ class Drain:
 
     def _await_batch(self, version: ServedVersion, jobs: Sequence[ClaimedJob], *, are_suspects: bool = False) -> None:
         """The jobs wait for a forward of the version, which is loaded if it is not."""
+        while version.successor is not None:
+            version.queue.release_all(jobs)
+            version = version.successor
         self.parts.lifecycle.load(version)
         if version.state is VersionState.FAILED:
             self._reroute(jobs)
@@ -344,44 +385,105 @@ class Drain:
         else:
             self._backlog.add(version, jobs)
 
+    def _seek(self, version: ServedVersion, jobs: Sequence[ClaimedJob]) -> None:
+        """Look up the answers to these jobs in the tiers of the cache behind the memory."""
+        self._backlog.add_sought(version, jobs)
+        self.parts.answers.ask(version, jobs)
+
+    def _take_in_answers(self) -> None:
+        """Jobs whose answer a tier had are answered, with their followers; the others wait for a forward."""
+        for version, found, missing in self.parts.answers.take_answered():
+            if running := self._backlog.take_sought(missing):
+                self._await_batch(version, running)
+            answers = dict(found)
+            jobs = self._backlog.take_sought(answers)
+            if not jobs:
+                continue
+            version.queue.release_all(jobs)
+            self.parts.listener.started([job.header for job in jobs], time.time())
+            cached = CachedAnswers(version, [], [])
+            for leader in jobs:
+                for job in self.parts.flights.end_all([leader]):
+                    cached.jobs.append(job)
+                    cached.answers.append(answers[leader])
+            self._completer.add_cached(cached)
+
     def _reroute(self, jobs: Iterable[ClaimedJob]) -> None:
         """Their version cannot be loaded here: another worker may have it. Each follower goes its own way."""
         for job in self.parts.flights.end_all(jobs):
+            if job.fell_back is not None:
+                failure = Failure("ModelError", job.fell_back.failures[-1].reason)
+                self._end_fallen(JobOutcome(job, failure, "ran", None), "skipped: its version cannot be loaded here")
+                continue
             self._put(job, Aside.UNPLACED if job.header.version else Aside.GIVE_BACK)
 
     def _dispatch(self) -> None:
         for job, version in self._backlog.take_stranded():
             self._put(job, Suspect(version))
-        self._completer.refuse(self.parts.scheduler.dispatch(), EXPIRED)
+        if expired := self.parts.scheduler.dispatch():
+            self._completer.refuse(expired, EXPIRED)
+        # A short forward has run on this thread.
+        self._completer.collect(self.parts.executor.take_done())
 
     def _tell(self) -> None:
         """Report what was settled, and let it steer the next batches."""
         self.parts.telemetry.flush()
         self._completer.steer()
 
-    def _exchange(self, claims: Sequence[Claim]) -> None:
-        """Commit what has ended, and claim: one round trip."""
+    def _exchange(self, claims: Sequence[Claim]) -> bool:
+        """Commit what has ended, and claim: one round trip. Returns whether jobs may have moved."""
+        if not (claims or self._completer.has_work):
+            return False
         self._apply_retries(self._completer.seal())
         commits = self._completer.commits
         if not (commits or claims):
-            return
+            return True
         begun = self._clock()
         statuses, deliveries = self.parts.claimer.exchange(commits, claims)
         if commits:
-            self.parts.telemetry.add(self._completer.settle(statuses, begun))
+            settlement = self._completer.settle(statuses, begun)
+            self.parts.telemetry.add(settlement)
+            if self.parts.mirror.is_active:
+                self.parts.mirror.offer(settlement)
         self._admit(deliveries)
+        return True
 
-    def _apply_retries(self, retries: Iterable[NextTry | Rejoin]) -> None:
+    def _apply_retries(self, retries: Iterable[NextTry | Rejoin | FallBack]) -> None:
         for retry in retries:
             job, version = retry.job, retry.version
             if isinstance(retry, Rejoin):
                 self._put(job, self.parts.router.rejoin(job, version))
                 continue
+            if isinstance(retry, FallBack):
+                self._fall_back(retry)
+                continue
             pause_s = retry.pause_s
-            if self._backlog.delayed >= self._limits.most_delayed:
+            limits = self._limits
+            if self._backlog.delayed >= limits.most_delayed or self._backlog.delayed_bytes > limits.most_bytes // 2:
                 # Too many wait already: they would keep out jobs that have not failed.
                 pause_s = 0.0
             self._backlog.delay(version, job, self._clock() + pause_s)
+
+    def _fall_back(self, failed: FallBack) -> None:
+        """The job becomes one of the version that its policy names. Where that is not here, it ends as it failed."""
+        job, version = failed.job, failed.version
+        label = version.policy.fallback_version
+        route = self.parts.router.fall_back(job, label)
+        facts = {"job_id": job.header.id, "model": version.name, "version": version.label, "fallback": label}
+        if route is None:
+            logger.warning("a job cannot fall back: the version of its policy is not here", extra=facts)
+            self._end_fallen(failed.outcome, f"skipped: version {label} is not here, or takes other inputs")
+            return
+        logger.warning("a job falls back to the version of its policy", extra=facts)
+        version.queue.release(job)
+        self._put(job, route)
+
+    def _end_fallen(self, outcome: JobOutcome, reason: str) -> None:
+        """No level is left for the job of this outcome."""
+        if (fell_back := outcome.job.fell_back) is not None:
+            failures = (*fell_back.failures, LevelFailure("fallback", reason))
+            outcome.job.fell_back = fell_back._replace(failures=failures)
+        self._completer.add(outcome)
 
     def _resume_delayed(self) -> None:
         for job, version in self._backlog.take_due(self._clock()):
@@ -392,7 +494,12 @@ class Drain:
         if self._ticked < self._refuse_at:
             return
         self._refuse_at = self._ticked + _TICK_S
+        if not len(self.parts.leased):
+            return
         broker_now = self._broker.now_ms()
+        formed = (item.job for run in self.parts.executor.waiting() for item in run.batch.items)
+        if any(broker_now > job.expires_ms for job in formed):
+            self.parts.scheduler.recall_all()
         for version in self.parts.lifecycle.turns:
             self._completer.refuse(self._backlog.take_expired(version, broker_now), EXPIRED)
 
@@ -412,6 +519,8 @@ class Drain:
         """Do what operators requested, and take in the loads that have ended."""
         lifecycle = self.parts.lifecycle
         lifecycle.run_requests()
+        if threads := lifecycle.take_wanted_threads():
+            self.parts.executor.grow(threads)
         if not lifecycle.loader.is_busy:
             return
         for version, problem, _, _ in lifecycle.take_in_loaded():
@@ -453,9 +562,15 @@ class Drain:
 
     # Leases
 
-    def _room_to_take_over(self) -> int:
-        is_closed = self.parts.stop.is_set or self.parts.scheduler.unhealthy_reason
-        return 0 if is_closed else self._limits.most_jobs - len(self.parts.leased)
+    def _room_to_take_over(self) -> TakeOverRoom:
+        """On the lease thread. The jobs that it found before and that are not in memory yet take room as well."""
+        if self.parts.stop.is_set or self.parts.scheduler.unhealthy_reason:
+            return TakeOverRoom(0, 0)
+        leased, limits = self.parts.leased, self._limits
+        room = TakeOverRoom(limits.most_jobs - len(leased), limits.most_bytes - leased.nbytes)
+        for update in tuple(self._lease_updates) if self._lease_updates else ():
+            room = room.without(update.taken_over)
+        return room
 
     def _on_lease_update(self, update: LeaseUpdate) -> None:
         """On the lease thread."""
@@ -495,21 +610,23 @@ class Drain:
         self._completer.collect(self.parts.executor.take_done())
         self._give_back_unbegun()
         self._exchange([])
+        # Followers of a job that has failed by now.
+        self.give_back_waiting()
         self._tell()
 
     def _wind_up(self) -> bool:
         """Let running batches finish within the grace period, and give everything else back; whether any still runs."""
         self._checkpoint("mid-drain")
         self._give_back_unbegun()
-        may_finish = bool(self.parts.executor.running()) and not self.parts.stop.is_over()
+        is_running = bool(self.parts.executor.running())
         self._completer.collect(self.parts.executor.take_done())
         self.parts.releaser.add_interrupted(self.parts.executor.take_interrupted())
         self._exchange([])
         self._tell()
-        if may_finish:
+        if (is_running or self._completer.has_unsent) and not self.parts.stop.is_over():
             return True
         running = [item.job for run in self.parts.executor.running() for item in run.batch.items]
-        self.parts.releaser.add(running)
+        self.parts.releaser.add([*running, *self._completer.give_up_unsent()])
         while self.parts.intake.has_deferred:
             self.parts.intake.dead_letter_next()
         # Former followers of a job that ended without an answer are back in the backlog by now.
@@ -530,24 +647,29 @@ class Drain:
         self.parts.releaser.flush()
 
 
-def _fault_of_thread(name: str, is_alive: bool, silent_s: float) -> str | None:
+def _fault_of_thread(name: str, is_alive: bool, silent_s: float, limit_s: float) -> str | None:
     if not is_alive:
         return f"the {name} thread has died"
-    return f"the {name} thread hangs" if silent_s > _STUCK_S else None
+    return f"the {name} thread has made no progress for {limit_s:g} s" if silent_s > limit_s else None
 
 
 def _sleep_s(parts: DrainParts, now: float) -> float:
-    until = parts.scheduler.next_wakeup() - now
-    is_running, is_loading = bool(parts.executor.running()), parts.lifecycle.loader.is_busy
     if parts.completer.has_work:
-        until = 0.0
-    elif parts.intake.has_deferred:
+        return 0.0
+    until = min(parts.scheduler.next_wakeup(), parts.answers.next_timeout) - now
+    is_running, is_loading = bool(parts.executor.running()), parts.lifecycle.loader.is_busy
+    if parts.intake.has_deferred:
         until = min(until, _SHORTEST_PAUSE_S if is_running else 0.0)
     elif parts.claimer.is_armed:
         until = min(until, parts.claimer.next_wakeup() - now)
-    elif not is_running and not is_loading and parts.lifecycle.claimable():
+    elif not (is_running or is_loading or parts.scheduler.unhealthy_reason) and _claims_at_once(parts):
         until = min(until, _IDLE_S)
-    elif is_loading or parts.claimer.has_room:
+    elif parts.claimer.has_room and not parts.scheduler.unhealthy_reason:
         # Other models must not wait for the long forward of the one whose queue is full.
         until = min(until, _LOOK_AGAIN_S)
     return max(0.0, min(until, _TICK_S))
+
+
+def _claims_at_once(parts: DrainParts) -> bool:
+    """Whether the next turn claims. It does not while jobs that wait for a worker with their version take all room."""
+    return bool(parts.lifecycle.claimable()) and parts.claimer.may_wait

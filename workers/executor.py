@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from queue import SimpleQueue
 from typing import Final
@@ -25,13 +26,22 @@ from typing import Final
 import numpy as np
 
 from penstock.registry.envelope import Failure
-from penstock.registry.errors import JobFailed
-from penstock.registry.tensors import Array
-from penstock.workers.batch_run import BatchRun, JobStream, Outputs, forward_timeout
-from penstock.workers.job import ClaimedJob
+from penstock.registry.errors import JobFailed, NonFiniteOutput
+from penstock.registry.tensors import encoded_size
+from penstock.workers import children
+from penstock.workers.batch_run import BatchRun, JobStream, JointAnswers, Outputs, forward_timeout
+from penstock.workers.job import ClaimedJob, inputs_of
 from penstock.workers.process.crash_journal import Journal, NullJournal
 from penstock.workers.runtime.base import DeviceLost, InstanceLost, Prepared
-from penstock.workers.runtime.tracebacks import ModelTrace, message_of, repr_of, trace_of, trace_of_frame
+from penstock.workers.runtime.closing import close_stream
+from penstock.workers.runtime.tracebacks import (
+    FAILURE_CHARACTERS,
+    ErrorText,
+    ModelTrace,
+    error_text,
+    name_of,
+    trace_of_frame,
+)
 
 __all__ = ["Executor", "seats_for"]
 
@@ -40,22 +50,21 @@ logger = logging.getLogger("penstock.runtime")
 _MOST_THREADS: Final = 16
 """`grow` makes no more: each model thread has a seat in the journal, and the file of the journal does not grow."""
 _PREPARE_SEAT: Final = 0
-_LONGEST_MESSAGE = 500
 _STOPPED = Failure("Cancelled", "The job was cancelled while it ran")
 
 
 def seats_for(threads: int) -> int:
-    """Seats in the journal of an executor that begins with `threads` model threads: for these, for later ones, and for
-    the prepare thread."""
-    return max(threads, _MOST_THREADS) + 1
+    """Seats in the journal of an executor that begins with `threads` model threads: for these, for later ones, for the
+    prepare thread, and for the thread of `run_here`."""
+    return max(threads, _MOST_THREADS) + 2
 
 
 class Executor:
     """Runs batches on `threads` model threads, in the order of submission.
 
-    Both are called on a model thread: `on_done` when a run has ended, `too_late` with the jobs of a run that is about
-    to begin. A job does not run if `too_late` gives a failure for its id(). clock: monotonic seconds. journal: with as
-    many seats as `seats_for` says.
+    All three are called on a model thread: `on_done` when a run has ended, `too_late` with the jobs of a run that is
+    about to begin, `after_run` before the next one may begin. A job does not run if `too_late` gives a failure for its
+    id(). clock: monotonic seconds. journal: with as many seats as `seats_for` says.
     """
 
     def __init__(
@@ -66,9 +75,11 @@ class Executor:
         checkpoint: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         journal: Journal | None = None,
+        after_run: Callable[[], None] = lambda: None,
     ) -> None:
         self.threads = threads
-        self._most = seats_for(threads) - 1
+        self._after_run = after_run
+        self._most = seats_for(threads) - 2
         self._on_done = on_done
         self._too_late = too_late
         self._checkpoint = checkpoint
@@ -86,6 +97,10 @@ class Executor:
         self._interrupted: deque[BatchRun] = deque()
         self._running: dict[Hashable, BatchRun | None] = {}
         """By seat: the model thread, or its stand-in in the simulator."""
+        self._busy = 0
+        """Seats with a run."""
+        self.here: BatchRun | None = None
+        """The run that `run_here` is busy with, for any thread."""
         self._model_threads: set[threading.Thread] = set()
         self._preparer = threading.Thread(target=self._prepare_ahead, name="prepare", daemon=True)
         self._is_started = False
@@ -130,8 +145,7 @@ class Executor:
     def idle(self) -> int:
         """Idle model threads, less the batches that wait for one."""
         with self._lock:
-            running = sum(run is not None for run in self._running.values())
-            return self.threads - len(self._ready) - running
+            return self.threads - len(self._ready) - self._busy
 
     def waiting(self) -> list[BatchRun]:
         """The batches that wait for a model thread."""
@@ -139,6 +153,8 @@ class Executor:
 
     def running(self) -> list[BatchRun]:
         """The batches on the model threads now."""
+        if not self._busy:
+            return []
         return [run for run in tuple(self._running.values()) if run is not None]
 
     def submit(self, run: BatchRun, *, prepare_apart: bool) -> None:
@@ -149,6 +165,35 @@ class Executor:
             self._unprepared.put(run)
         self._ready.append(run)
         self._tokens.put(True)
+
+    def run_here(self, run: BatchRun) -> None:
+        """Run a batch on the calling thread, while no model thread is busy. `take_done` returns it; nobody is woken."""
+        run.clock, run.journal = self._clock, self._journal
+        self._ready.append(run)
+        seat = threading.current_thread()
+        # None: a model thread was awake for a batch that had been recalled, and has taken this one.
+        if self.begin(seat) is not run:
+            return
+        self.here = run
+        try:
+            self.run(run)
+            self._end(seat, run)
+        except DeviceLost as error:
+            self.device_lost = str(error)
+        finally:
+            self.here = None
+
+    def overdue_here(self, now: float) -> str | None:
+        """Why this process must end: the forward of `run_here` is over its limit. None: it is not. For any thread.
+
+        The journal then tells other workers so: this one cannot commit the failure of the jobs any more.
+        """
+        run = self.here
+        if run is None or now - run.alive_at <= run.limit_s:
+            return None
+        if run.is_last:
+            self._journal.exceeded(run.seat)
+        return f"a forward of {run.batch.key.model} took longer than its limit of {run.limit_s:g} s"
 
     def recall(self, *, more_urgent: int = -1) -> BatchRun | None:
         """Take back the last submitted batch that has not begun; None without one.
@@ -169,6 +214,8 @@ class Executor:
 
     def take_interrupted(self) -> list[BatchRun]:
         """The runs since the last call in which the process of an instance ended: their jobs have no answer."""
+        if not self._interrupted:
+            return []
         return [self._interrupted.popleft() for _ in range(len(self._interrupted))]
 
     def begin(self, seat: Hashable) -> BatchRun | None:
@@ -180,6 +227,7 @@ class Executor:
             run.started = run.alive_at = self._clock()
             run.seat = self._seats.setdefault(seat, len(self._seats) + 1)
             self._running[seat] = run
+            self._busy += 1
         self._journal.begin(run.seat, run.held, run.limit_s, run.started, run.form_in_use, is_last=run.is_last)
         return run
 
@@ -189,17 +237,24 @@ class Executor:
             _answer(run, self._too_late, self._checkpoint)
         except InstanceLost as error:
             run.incident = error.incident
+        finally:
+            self._after_run()
 
     def finish(self, seat: Hashable, run: BatchRun) -> None:
         """Hand in a batch that has run. Its answers are discarded if it was given up."""
+        if self._end(seat, run):
+            self._on_done()
+
+    def _end(self, seat: Hashable, run: BatchRun) -> bool:
         with self._lock:
             if self._running[seat] is not run:
-                return
+                return False
             self._journal.end(run.seat)
             run.ended = self._clock()
             (self._interrupted if run.incident else self._done).append(run)
             self._running[seat] = None
-        self._on_done()
+            self._busy -= 1
+        return True
 
     def give_up(self, run: BatchRun) -> ModelTrace:
         """The forward exceeded its limit. If it was the last one of its jobs, `take_done` returns them as failed.
@@ -214,9 +269,11 @@ class Executor:
             # First the note: this process may end before the failures are committed.
             self._journal.exceeded(run.seat)
             self._running[seat] = None
+            self._busy -= 1
             given_up = copy.copy(run)
             given_up.is_given_up, given_up.ended = True, self._clock()
-            given_up.answers = [forward_timeout(run.limit_s, trace.where, trace.text)] * len(run.batch.items)
+            timeout = forward_timeout(run.limit_s, trace.where, trace.text)
+            given_up.answers = [_STOPPED if job.is_cancelled else timeout for job in run.jobs]
             self._done.append(given_up)
         return trace
 
@@ -238,17 +295,20 @@ class Executor:
                 self.device_lost = str(error)
                 return
             self.finish(seat, run)
+            # An idle thread must not keep the last batch in memory.
+            del run
 
     def _prepare_ahead(self) -> None:
         while (run := self._unprepared.get()) is not None:
             self._journal.begin(_PREPARE_SEAT, run.held, inf, self._clock())
             try:
-                run.prepared = run.model.runtime.prepare([item.job.inputs for item in run.batch.items])
-            except (Exception, SystemExit) as error:  # the model thread meets the error again, job by job
-                logger.debug("preparing failed: %s", type(error).__name__)
+                run.prepared = run.model.runtime.prepare(inputs_of(run.jobs))
+            except BaseException as error:  # the model thread meets the error again, job by job
+                logger.debug("preparing failed: %s", name_of(error))
             self._journal.end(_PREPARE_SEAT)
             if run.is_prepared is not None:
                 run.is_prepared.set()
+            del run
 
 
 def _trace_of_thread(seat: Hashable) -> ModelTrace:
@@ -275,7 +335,7 @@ def _answer(
     checkpoint("after-forward")
 
 
-def _forward(run: BatchRun, jobs: list[ClaimedJob], *, is_whole: bool) -> list[Outputs | Failure]:
+def _forward(run: BatchRun, jobs: list[ClaimedJob], *, is_whole: bool) -> Sequence[Outputs | Failure]:
     if run.open_stream is not None:
         return [_stream(run, job, run.open_stream(job, run.touch)) for job in jobs]
     if run.is_prepared is not None:
@@ -283,38 +343,42 @@ def _forward(run: BatchRun, jobs: list[ClaimedJob], *, is_whole: bool) -> list[O
     return _run(run, jobs, run.prepared if is_whole else None)
 
 
-def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> list[Outputs | Failure]:
+def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> Sequence[Outputs | Failure]:
     rows = sum(job.rows for job in jobs)
     try:
         if prepared is None:
-            prepared = run.model.runtime.prepare([job.inputs for job in jobs])
+            prepared = run.model.runtime.prepare(inputs_of(jobs))
         if prepared.rows > run.max_rows:
             return [_run_in_slices(run, job, run.max_rows) for job in jobs]
         outputs = run.forward(prepared)
         run.tokens += prepared.tokens
         run.padded_tokens += prepared.padded_tokens
         run.did_fit(prepared)
+        run.output_bytes += encoded_size(outputs)
         return _by_job(outputs, jobs, run.version.policy.finite_outputs)
     except DeviceLost:
         raise
     except MemoryError as error:
         run.did_not_fit(rows, prepared.padded_tokens if prepared else 0)
         logger.warning("a forward did not fit the device", extra={"rows": rows})
+        reason = "it did not fit the device"
         if rows == 1:
-            return [_failure(error, jobs[0])]
-    except (Exception, SystemExit) as error:  # a model may raise anything; only its own job fails
+            return [_failure(run, error, jobs[0])]
+    except BaseException as error:  # a model may raise anything; only its own job fails
         if len(jobs) == 1:
-            return [_failure(error, jobs[0])]
-        _logged(error, "a batch failed and is bisected", {"size": len(jobs)})
+            return [_failure(run, error, jobs[0])]
+        reason = _logged(run, error, "a batch failed and is bisected", {"size": len(jobs)}).name
     # Outside of `except`: an exception in handling keeps everything that the failed forward had on the device.
     if len(jobs) > 1:
+        run.fail_batch(reason)
         return _run_halves(run, jobs)
     return [_run_in_slices(run, jobs[0], rows // 2)]
 
 
 def _run_halves(run: BatchRun, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
+    """The level `plain` of the fallback chain: parts of the batch, down to one job at a time."""
     middle = len(jobs) // 2
-    answers = []
+    answers: list[Outputs | Failure] = []
     for half in (jobs[:middle], jobs[middle:]):
         run.touch()
         answers += _run(run, half, None)
@@ -341,24 +405,20 @@ def _run_in_slices(run: BatchRun, job: ClaimedJob, max_rows: int) -> Outputs | F
                     raise
                 max_rows = (stop - start) // 2
         outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        run.output_bytes += encoded_size(outputs)
         return _by_job(outputs, [job], run.version.policy.finite_outputs)[0]
     except DeviceLost:
         raise
-    except (Exception, SystemExit) as error:  # as in _run
-        return _failure(error, job)
+    except BaseException as error:  # as in _run
+        return _failure(run, error, job)
 
 
-def _by_job(outputs: Mapping[str, Array], jobs: list[ClaimedJob], finite: Sequence[str]) -> list[Outputs | Failure]:
+def _by_job(outputs: Outputs, jobs: list[ClaimedJob], finite: Sequence[str]) -> Sequence[Outputs | Failure]:
     rows = sum(job.rows for job in jobs)
     for name, values in outputs.items():
         if values.shape[:1] != (rows,):
             raise ValueError(f"output {name} has shape {values.shape}, expected {rows} rows")
-    answers: list[Outputs | Failure] = []
-    start = 0
-    for job in jobs:
-        stop = start + job.rows
-        answers.append({name: values[start:stop] for name, values in outputs.items()})
-        start = stop
+    answers: Sequence[Outputs | Failure] = JointAnswers(outputs, jobs)
     for name in finite:
         if not np.isfinite(outputs[name]).all():
             answers = [answer if _is_finite(answer, name) else _not_finite(name) for answer in answers]
@@ -374,38 +434,78 @@ def _not_finite(name: str) -> Failure:
 
 
 def _stream(run: BatchRun, job: ClaimedJob, context: JobStream) -> Outputs | Failure:
+    answer: Outputs | Failure = _STOPPED
     steps = run.model.runtime.stream(job.inputs, context)
     try:
+        answer = _streamed(run, job, context, steps)
+        with children.ForksEnd():
+            close_stream(steps)
+        context.finish()
+    except DeviceLost:
+        context.discard()
+        raise
+    except Exception as error:
+        # The broker refuses the events of this job.
+        failure = _failure(run, error, job)
+        answer = answer if isinstance(answer, Failure) else failure
+    return answer
+
+
+def _streamed(
+    run: BatchRun, job: ClaimedJob, context: JobStream, steps: Generator[Outputs, None, Outputs]
+) -> Outputs | Failure:
+    """The chunks of a stream are sent, one by one; returns its answer. The stream may not have ended."""
+    finite = run.version.policy.finite_outputs
+    try:
         while True:
-            chunk = next(steps)
-            context.chunk(chunk)
+            with children.ForksEnd():
+                chunk = next(steps)
+            _send_chunk(chunk, context, finite, steps)
             if context.is_cancelled:
                 return _STOPPED
     except StopIteration as end:
         outputs: Outputs = end.value
         if context.is_cancelled:
             return _STOPPED
-        return next(
-            (_not_finite(name) for name in run.version.policy.finite_outputs if not _is_finite(outputs, name)), outputs
-        )
+        run.output_bytes += encoded_size(outputs)
+        return next((_not_finite(name) for name in finite if not _is_finite(outputs, name)), outputs)
     except DeviceLost:
         raise
-    except (Exception, SystemExit) as error:  # as in _run
-        return _failure(error, job)
-    finally:
-        steps.close()
+    except BaseException as error:  # as in _run
+        failure = _failure(run, error, job)
+        # A model may raise in order to end: the client has asked for that.
+        return _STOPPED if context.is_cancelled else failure
 
 
-def _failure(error: BaseException, job: ClaimedJob) -> Failure:
-    trace = _logged(error, "a job failed", {"job_id": job.header.id, "model": job.header.model})
-    message = message_of(error, _LONGEST_MESSAGE)
-    if isinstance(error, JobFailed):
-        return Failure(type(error).__name__, message, trace.where, trace.text)
-    return Failure("ModelError", f"{type(error).__name__}: {message}"[:_LONGEST_MESSAGE], trace.where, trace.text)
+def _send_chunk(
+    chunk: Outputs, context: JobStream, finite: Sequence[str], steps: Generator[Outputs, None, Outputs]
+) -> None:
+    """Raises JobFailed for a chunk that cannot be sent, and raises it in the stream before, at its `yield`."""
+    try:
+        for name in finite:
+            if name in chunk and not _is_finite(chunk, name):
+                raise NonFiniteOutput(_not_finite(name).message)
+        context.chunk(chunk)
+    except JobFailed as refusal:
+        with children.ForksEnd(), suppress(StopIteration):
+            steps.throw(refusal)
+        raise
 
 
-def _logged(error: BaseException, event: str, facts: Mapping[str, object]) -> ModelTrace:
-    """One line with the traceback."""
-    trace = trace_of(error)
-    logger.warning(event, extra={**facts, "error": repr_of(error), "exception": trace.text})
-    return trace
+def _failure(run: BatchRun, error: BaseException, job: ClaimedJob) -> Failure:
+    text = _logged(run, error, "a job failed", {"job_id": job.header.id, "model": job.header.model})
+    # Not isinstance, which asks the exception for its class: that is the model's code.
+    if issubclass(type(error), JobFailed):
+        return Failure(text.name, text.message, text.where, text.traceback)
+    message = f"{text.name}: {text.message}"[:FAILURE_CHARACTERS]
+    return Failure("ModelError", message, text.where, text.traceback)
+
+
+def _logged(run: BatchRun, error: BaseException, event: str, facts: Mapping[str, object]) -> ErrorText:
+    """One line with the traceback; returns the text of the exception, the last that is seen of it."""
+    policy = run.version.policy
+    text = error_text(error, withholds_message=policy.withholds_texts, redact=policy.redact)
+    # A model may have given the loggers a handler or a filter of its own.
+    with suppress(BaseException):
+        logger.warning(event, extra={**facts, "error": text.line, "exception": text.traceback})
+    return text

@@ -1,7 +1,7 @@
 """Deliveries -> opened jobs. Bytes that cannot be a job, and poison, go to the dead letters.
 
-claim --> Intake.open --> ClaimedJob
-              `--> dead letter: foreign or forged bytes, other protocols, poison; a waiting client gets a failure
+claim --> Intake.open_all --> ClaimedJob
+                 `--> dead letter: foreign or forged bytes, other protocols, poison; a waiting client gets a failure
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from penstock.registry.broker.base import Delivery, State, WorkerEnd
@@ -21,6 +21,8 @@ from penstock.registry.unrun import unrun_result
 from penstock.workers.job import ClaimedJob, route_of
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.shared_headers import SharedHeaders
+from penstock.workers.versions.arm_counts import ArmCounts
 
 __all__ = ["Intake"]
 
@@ -31,7 +33,10 @@ logger = logging.getLogger("penstock.server")
 
 
 class Intake:
-    """Opens the deliveries of one consumer. version_of: the active version of a model."""
+    """Opens the deliveries of one consumer.
+
+    version_of: the active version of a model. arms: counts poison as an error of its arm.
+    """
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Intake:
         job_ttl_ms: int,
         max_crashes: int,
         version_of: Callable[[str], str],
+        arms: ArmCounts | None = None,
         listener: JobListener,
         metrics: InferenceMetrics,
     ) -> None:
@@ -51,15 +57,28 @@ class Intake:
         self._consumer = consumer
         self._keyring = keyring
         self._worker = worker
-        self._job_ttl_ms = job_ttl_ms
+        self._headers = SharedHeaders(keyring, job_ttl_ms)
         self._version_of = version_of
+        self._arms = arms
         self._listener = listener
         self._metrics = metrics
         self._deferred: deque[tuple[Delivery, str, tuple[str, str]]] = deque()
         self._deferred_bytes = 0
 
+    def open_all(self, deliveries: Sequence[Delivery], now: float, broker_now: float) -> list[ClaimedJob]:
+        """The jobs of a claim that are no dead letters, in order. Of headers that are alike, one is decoded.
+
+        `now` is monotonic, `broker_now` in ms by the broker's clock.
+        """
+        open_alike, opened = self._headers.open, []
+        for delivery in deliveries:
+            job = open_alike(delivery, now, broker_now) or self.open(delivery, now, broker_now)
+            if job is not None:
+                opened.append(job)
+        return opened
+
     def open(self, delivery: Delivery, now: float, broker_now: float) -> ClaimedJob | None:
-        """The job; None: it is a dead letter. `now` is monotonic, `broker_now` in ms by the broker's clock."""
+        """One job, by itself; None: it is a dead letter. See `open_all`."""
         claimed = ("", "")
         try:
             header, body = open_job(delivery.sealed, self._keyring)
@@ -77,10 +96,11 @@ class Intake:
             self._dead_letter_poison(delivery, header)
             return None
         accepted_ms = delivery.accepted_ms
-        lifetime_ms = min(header.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
-        return ClaimedJob(
-            delivery, header, inputs, 1, now, max(0.0, broker_now - accepted_ms), accepted_ms + lifetime_ms
-        )
+        expires_ms = accepted_ms + self._headers.lifetime_ms(header)
+        job = ClaimedJob(delivery, header, body, 1, now, max(0.0, broker_now - accepted_ms), expires_ms)
+        job.decoded = inputs
+        self._headers.learn(job)
+        return job
 
     @property
     def has_deferred(self) -> bool:
@@ -116,6 +136,8 @@ class Intake:
         logger.error("poison", extra={"job_id": header.id, "model": header.model, "crashes": delivery.crashes})
         if not self._dead_letter(delivery, reason, (header.id, header.tenant)):
             return
+        if self._arms is not None:
+            self._arms.stopped(header)
         version = self._version_of(delivery.slot)
         self._metrics.dead_lettered(delivery.slot, version, route_of(header.model, header.reply))
         at, failure = time.time(), Failure("DeadLettered", reason)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from penstock.registry.broker.base import Commit, State
 from penstock.registry.envelope import Failure, Keyring, ResultHeader, Timings, seal
 from penstock.registry.errors import InvalidInput
-from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode
+from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode, encoded_size
 from penstock.workers.batch_run import BatchRun, Outputs
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.version import ServedVersion
 
-__all__ = ["REVOKED", "EncodedOutputs", "JobOutcome", "commit_of"]
+__all__ = [
+    "REVOKED",
+    "UNTELLABLE",
+    "CachedAnswers",
+    "EncodedOutputs",
+    "JobOutcome",
+    "commit_of",
+    "result_header",
+    "timings_of",
+]
 
 REVOKED: Final = Failure("Cancelled", "The job was revoked before it ran")
+UNTELLABLE: Final = Failure("ModelError", "The outcome of the job cannot be sent: an output or the text of an error")
 _STATES: Final = {"Cancelled": State.CANCELLED, "Expired": State.EXPIRED, "DeadLettered": State.DEAD}
 
 How: TypeAlias = Literal["ran", "followed", "cached", "refused"]
@@ -27,7 +37,8 @@ class EncodedOutputs(msgspec.Struct, frozen=True, gc=False):
     """The outputs of one job as they travel (see registry.tensors.encode), and the model that gave them."""
 
     content: tuple[Tensor, ...]
-    body: bytes
+    body: bytes | memoryview
+    """A view of the model's own output where that is large."""
     content_hash: str
     """SHA-256 of the version's files."""
     generation: int
@@ -56,15 +67,43 @@ class JobOutcome(msgspec.Struct, frozen=True, gc=False):
         return self.answer if isinstance(self.answer, Failure) else None
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of its outputs."""
+        if isinstance(self.answer, Failure):
+            return 0
+        return len(self.answer.body) if isinstance(self.answer, EncodedOutputs) else encoded_size(self.answer)
+
+    @property
     def state(self) -> State:
         """The state of the job's record after the commit."""
         failure = self.failure
         return State.COMPLETED if failure is None else _STATES.get(failure.code, State.FAILED)
 
+    @property
+    def level(self) -> str:
+        """The level of the fallback chain that answered, where an earlier one had failed; empty: the first one."""
+        if self.run is None or isinstance(self.answer, Failure):
+            return ""
+        return "fallback" if self.job.fell_back is not None else self.run.level
+
     def of_follower(self, follower: ClaimedJob, version: ServedVersion | None) -> JobOutcome:
         """The outcome of an equal job that waited for this one. version: the one that it waited for."""
         how: How = "followed" if self.how == "ran" else self.how
         return JobOutcome(follower, self.answer, how, version, self.run)
+
+
+class CachedAnswers(NamedTuple):
+    """Jobs of one version and one claim that the cache answered, and the answer of each."""
+
+    version: ServedVersion
+    jobs: list[ClaimedJob]
+    answers: list[EncodedOutputs]
+
+    def outcomes(self) -> list[JobOutcome]:
+        """The outcome of each job."""
+        return [
+            JobOutcome(job, answer, "cached", self.version) for job, answer in zip(self.jobs, self.answers, strict=True)
+        ]
 
 
 def commit_of(
@@ -79,19 +118,20 @@ def commit_of(
     job, answer, run = outcome.job, outcome.answer, outcome.run
     header, delivery = job.header, job.delivery
     outputs = answer if isinstance(answer, EncodedOutputs) else None
-    result = ResultHeader(
-        id=header.id,
-        context=header.context,
+    failure = outcome.failure
+    result = result_header(
+        job,
+        run,
         version=outcome.label,
+        experiment=experiment_of(job, outcome.version),
         content_hash=outputs.content_hash if outputs else run.model.content_hash if run else "",
         worker=worker,
         content=outputs.content if outputs else (),
-        error=_without_traceback(outcome.failure) if outcome.failure and not client_tracebacks else outcome.failure,
-        attempt=delivery.attempt,
-        batch_size=run.batch.rows if run else 0,
-        timings=_timings(job, run),
-        key=keyring.signing_id,
+        error=failure if client_tracebacks or failure is None else _without_traceback(failure),
         is_cached=outcome.how == "cached",
+        level=outcome.level,
+        key=keyring.signing_id,
+        is_sealed=keyring.seals and failure is None,
     )
     commit = Commit(
         delivery.slot,
@@ -107,13 +147,62 @@ def commit_of(
     return outcome, commit
 
 
+def result_header(
+    job: ClaimedJob,
+    run: BatchRun | None,
+    *,
+    version: str,
+    experiment: str,
+    content_hash: str,
+    worker: str,
+    content: tuple[Tensor, ...],
+    key: str,
+    error: Failure | None = None,
+    is_cached: bool = False,
+    is_sealed: bool = False,
+    level: str = "",
+) -> ResultHeader:
+    """The header of a job's result. run: the batch that answered it, if one did."""
+    return ResultHeader(
+        id=job.header.id,
+        context=job.header.context,
+        version=version,
+        worker=worker,
+        content=content,
+        error=error,
+        attempt=job.delivery.attempt,
+        batch_size=run.batch.rows if run else 0,
+        timings=timings_of(job, run),
+        key=key,
+        content_hash=content_hash,
+        is_cached=is_cached,
+        experiment=experiment,
+        is_sealed=is_sealed,
+        level=level,
+    )
+
+
+def experiment_of(job: ClaimedJob, version: ServedVersion | None) -> str:
+    """The experiment whose arm the job had; empty for none."""
+    return "" if version is None or job.header.version else version.base.experiment
+
+
+def timings_of(job: ClaimedJob, run: BatchRun | None) -> Timings:
+    """The stages of a job that ended. run: the batch that answered it, if one did."""
+    if run is None:
+        return Timings(job.queue_ms)
+    # A job that followed an equal one after its forward had begun did not wait for a batch.
+    batch_ms = max(0.0, run.started - job.claimed) * 1e3
+    return Timings(job.queue_ms, batch_ms, (run.ended - run.started) * 1e3)
+
+
 def _encoded(outcome: JobOutcome) -> JobOutcome:
     answer, run = outcome.answer, outcome.run
     if isinstance(answer, (Failure, EncodedOutputs)):
         return outcome
     wanted = outcome.job.header.options.outputs
     try:
-        content, body = encode({name: answer[name] for name in wanted} if wanted else answer)
+        content, body = encode({name: answer[name] for name in wanted} if wanted else answer, may_view=True)
     except InvalidInput as error:
         return _failed(outcome, f"An output cannot be encoded. {error}")
     if len(body) > MAX_RESULT_BYTES:
@@ -129,11 +218,3 @@ def _without_traceback(failure: Failure) -> Failure:
 
 def _failed(outcome: JobOutcome, message: str) -> JobOutcome:
     return JobOutcome(outcome.job, Failure("ModelError", message), outcome.how, outcome.version, outcome.run)
-
-
-def _timings(job: ClaimedJob, run: BatchRun | None) -> Timings:
-    if run is None:
-        return Timings(job.queue_ms)
-    # A job that followed an equal one after its forward had begun did not wait for a batch.
-    batch_ms = max(0.0, run.started - job.claimed) * 1e3
-    return Timings(job.queue_ms, batch_ms, (run.ended - run.started) * 1e3)

@@ -2,7 +2,11 @@
 
     expired, revoked, invalid --> Answered          an equal job leads --> Aside.FOLLOWS
     cached answer             --> Answered          a version is here  --> Run, or Suspect: alone
+    other tiers may have one  --> Seek
     its version is not here   --> Aside.UNPLACED, HandOver, Aside.GIVE_BACK
+
+While an experiment runs, a job that names no version has an arm, and the arm's version answers it. Until that version
+is ready, here or in another worker, the job waits; no other version answers it.
 
 The drain puts each job where its route says; only a follower is kept here, in SingleFlight. Which version answers a job
 is settled at the claim: the claim carries the record of the active version, so a promotion holds for the very next job.
@@ -11,7 +15,8 @@ is settled at the claim: the claim carries the record of the active version, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -19,14 +24,14 @@ from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
 from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.batch_run import forward_timeout
-from penstock.workers.cache import AnswerCache, SingleFlight, key_of
+from penstock.workers.cache import AnswerCache, JobKeys, SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.results import REVOKED, JobOutcome
+from penstock.workers.results import REVOKED, CachedAnswers, JobOutcome
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.placement import Placement
-from penstock.workers.versions.version import ServedModel, ServedVersion
+from penstock.workers.versions.version import ServedArms, ServedModel, ServedVersion, VersionState
 
 __all__ = [
     "Answered",
@@ -34,13 +39,21 @@ __all__ = [
     "HandOver",
     "JobRouter",
     "Route",
+    "RoutedClaim",
     "Run",
+    "Seek",
     "Suspect",
 ]
 
 
 class Run(NamedTuple):
     """The job waits for a batch of this version."""
+
+    version: ServedVersion
+
+
+class Seek(NamedTuple):
+    """The answer is looked up in the tiers behind the memory. If there is none, the job waits for a batch."""
 
     version: ServedVersion
 
@@ -58,7 +71,7 @@ class Answered(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """Other workers have the version that the job names, under this label."""
+    """Other workers have the version that the job names, or its arm, under this label."""
 
     label: str
 
@@ -67,11 +80,35 @@ class Aside(Enum):
     """The job gets no forward of this worker now."""
 
     FOLLOWS = "an equal job leads; its answer will be the answer of this job"
-    UNPLACED = "the version that the job names is not here, and it is not known yet which worker has it"
-    GIVE_BACK = "the active version is not here; another worker may have it"
+    UNPLACED = (
+        "the version that the job names, or its arm, is not here, and it is not known yet which worker has it; or the "
+        "queue of its endpoint is full while that is loading"
+    )
+    GIVE_BACK = "the active version, or the arm, is not here; another worker may have it"
 
 
-Route: TypeAlias = Run | Suspect | Answered | HandOver | Aside
+Route: TypeAlias = Run | Seek | Suspect | Answered | HandOver | Aside
+
+
+class RoutedClaim(NamedTuple):
+    """The ways of the jobs of one claim. Followers stand nowhere: see Aside.FOLLOWS."""
+
+    running: defaultdict[ServedVersion, list[ClaimedJob]]
+    """The jobs that wait for a batch, by version, in order."""
+    sought: defaultdict[ServedVersion, list[ClaimedJob]]
+    """The jobs whose answers are looked up, by version, in order."""
+    cached: list[CachedAnswers]
+    """The plain jobs that have their answers."""
+    others: list[tuple[ClaimedJob, Route]]
+
+    def put(self, job: ClaimedJob, route: Route) -> None:
+        """Note the way of one job."""
+        if isinstance(route, Run):
+            self.running[route.version].append(job)
+        elif isinstance(route, Seek):
+            self.sought[route.version].append(job)
+        elif route is not Aside.FOLLOWS:
+            self.others.append((job, route))
 
 
 class JobRouter:
@@ -101,9 +138,80 @@ class JobRouter:
         self._metrics = metrics
         self._is_paused = is_paused
         self._preloads = preloads
-        self._isolates_tenants = isolates_tenants
+        self._keys = JobKeys(isolates_tenants=isolates_tenants)
 
     # The routes
+
+    def route_all(self, jobs: Iterable[ClaimedJob], broker_now: float) -> RoutedClaim:
+        """The ways of jobs that were just claimed; see `route`. One look at a model is enough for all of its plain
+        jobs, and one at the cached answers for those that came one after another.
+        """
+        routed = RoutedClaim(defaultdict(list), defaultdict(list), [], [])
+        slot = active = version = None
+        plain: list[ClaimedJob] = []
+        for job in jobs:
+            delivery, shared = job.delivery, job.shared
+            if delivery.slot is not slot or delivery.active is not active:
+                if version is not None and plain:
+                    self._route_plain(plain, version, routed, broker_now)
+                    plain = []
+                slot, active = delivery.slot, delivery.active
+                version = self._version_of_plain(slot, active)
+            if (
+                version is not None
+                and shared is not None
+                and shared.is_plain
+                and not delivery.crashes
+                and not delivery.exceeded_s
+                and broker_now <= job.expires_ms
+                and version.knows(job)
+            ):
+                plain.append(job)
+                continue
+            if version is not None and plain:
+                self._route_plain(plain, version, routed, broker_now)
+                plain = []
+            routed.put(job, self.route(job, broker_now))
+            # This route may have changed the active version.
+            slot = None
+        if version is not None and plain:
+            self._route_plain(plain, version, routed, broker_now)
+        return routed
+
+    def _version_of_plain(self, slot: str, active: bytes) -> ServedVersion | None:
+        """The version that answers the plain jobs of this model; None: look at each job."""
+        model = self._lifecycle.models[slot]
+        version = model.active
+        if self._listener.has_revoked or active != model.record or version is None or not version.is_ready:
+            return None
+        return None if version.policy.tokenises else version
+
+    def _route_plain(
+        self, jobs: list[ClaimedJob], version: ServedVersion, routed: RoutedClaim, broker_now: float
+    ) -> None:
+        """The ways of plain jobs of the model whose active version this is."""
+        arms = self._lifecycle.models[version.name].arms
+        if arms is None:
+            self._route_alike(jobs, version, routed)
+            return
+        by_arm: defaultdict[ServedVersion, list[ClaimedJob]] = defaultdict(list)
+        for job in jobs:
+            arm = arms.ready_version(arms.label_for(job.header))
+            if arm is None or arm.policy.tokenises or not arm.knows(job):
+                routed.put(job, self.route(job, broker_now))
+            else:
+                by_arm[arm].append(job)
+        for arm, alike in by_arm.items():
+            self._route_alike(alike, arm, routed)
+
+    def _route_alike(self, jobs: list[ClaimedJob], version: ServedVersion, routed: RoutedClaim) -> None:
+        """The ways of plain jobs that need a forward of this version at most."""
+        if _shares_answers(version):
+            jobs, cached, _ = self._share(jobs, version)
+            if cached is not None:
+                routed.cached.append(cached)
+        if jobs:
+            (routed.sought if self._seeks(version) else routed.running)[version] += jobs
 
     def route(self, job: ClaimedJob, broker_now: float) -> Route:
         """The way of a job that was just claimed. broker_now: milliseconds by the broker's clock."""
@@ -117,10 +225,13 @@ class JobRouter:
             return _refused(job, EXPIRED)
         if self._listener.is_revoked(job.header.id):
             return _refused(job, REVOKED)
-        version = self.named_here(job) if job.header.version else self._active_here(model)
+        if job.header.version:
+            version = self.named_here(job)
+        else:
+            version = self._active_here(model) if model.arms is None else self._arm_here(job, model.arms)
         if version is not None:
             return self._admit(job, version)
-        return Aside.UNPLACED if job.header.version else Aside.GIVE_BACK
+        return Aside.UNPLACED if job.header.version or model.arms is not None else Aside.GIVE_BACK
 
     def place(self, job: ClaimedJob, broker_now: float, *, waiting: int) -> Route:
         """The way of an unplaced job. UNPLACED: it goes on waiting. waiting: see Placement.find."""
@@ -128,12 +239,29 @@ class JobRouter:
             return _refused(job, EXPIRED)
         if job.is_lost or job.is_cancelled:
             return _refused(job, CANCELLED)
+        if not job.header.version:
+            return self._place_of_arm(job, waiting)
         place = self.find_elsewhere(job, waiting=waiting)
         if isinstance(place, ServedVersion):
             return self._admit(job, place)
         if isinstance(place, Failure):
             return _refused(job, place)
         return Aside.UNPLACED if place is None else HandOver(place)
+
+    def _place_of_arm(self, job: ClaimedJob, waiting: int) -> Route:
+        """As `place`, for a job that names no version. The experiment may have changed or ended meanwhile."""
+        model = self._lifecycle.models[job.delivery.slot]
+        if model.arms is None:
+            version = self._active_here(model)
+            return Aside.GIVE_BACK if version is None else self._admit(job, version)
+        if (version := self._arm_here(job, model.arms)) is not None:
+            return self._admit(job, version)
+        content_hash = model.arms.content_of(model.arms.label_for(job.header))
+        place = self._placement.find(job, waiting=waiting, arm=content_hash)
+        if isinstance(place, str):
+            return HandOver(place)
+        # No live worker has the arm now: the job goes back to the queue and is not failed.
+        return Aside.GIVE_BACK if isinstance(place, Failure) else Aside.UNPLACED
 
     def resume(self, job: ClaimedJob, version: ServedVersion) -> Route:
         """The way of a job whose pause between two tries is over."""
@@ -143,9 +271,23 @@ class JobRouter:
             return _refused(job, REVOKED, version)
         return _forward_of(job, version)
 
+    def fall_back(self, job: ClaimedJob, label: str) -> Route | None:
+        """The way of a job to the version of this label, which its policy names; None: that version is not here.
+
+        Only a version that jobs may name is loaded for it, and only one that takes the job's inputs runs it.
+        """
+        version = self._lifecycle.named(job.delivery.slot, label)
+        if version is None or version.room <= 0 or not self._lifecycle.is_offered(version):
+            return None
+        try:
+            version.fit(job)
+        except InvalidInput:
+            return None
+        return _forward_of(job, version)
+
     def rejoin(self, follower: ClaimedJob, version: ServedVersion) -> Route:
-        """The way of a job whose leader ended without an answer for it."""
-        if self._joins(follower, version):
+        """The way of a job whose leader ended without an answer for it. Without a digest it follows no other one."""
+        if follower.digest and self._join([follower], version)[1]:
             return Aside.FOLLOWS
         return _forward_of(follower, version)
 
@@ -174,35 +316,87 @@ class JobRouter:
             return None
         return version if version.room > 0 else None
 
+    def _arm_here(self, job: ClaimedJob, arms: ServedArms) -> ServedVersion | None:
+        """The version of the job's arm, if it is ready here. If it is not loaded, its load begins."""
+        label = arms.label_for(job.header)
+        if (version := arms.ready_version(label)) is not None:
+            return version
+        if (cold := arms.versions[label]) is not None:
+            self._lifecycle.load(cold)
+        return None
+
     # Of a version that is here
 
     def _admit(self, job: ClaimedJob, version: ServedVersion) -> Route:
+        if endpoint := job.header.options.endpoint:
+            place = self._at_endpoint(job, version, endpoint)
+            if not isinstance(place, ServedVersion):
+                return place
+            version = place
         try:
             version.fit(job)
         except InvalidInput as error:
             # The client checked the job against another spec than the one that is served now.
             return _refused(job, Failure("ModelError", f"InvalidInput: {error}"))
-        if not job.is_suspect and (version.policy.cache_ttl_s or version.policy.shares_flights):
-            tenant = job.header.tenant if self._isolates_tenants else ""
-            job.digest = key_of(job.header, job.delivery.sealed, version.label, tenant=tenant)
-            if (route := self._share(job, version)) is not None:
-                self._listener.started([job.header], time.time())
-                return route
+        if not job.is_suspect and _shares_answers(version):
+            _, cached, following = self._share([job], version)
+            if cached is not None:
+                return Answered(*cached.outcomes())
+            if following:
+                return Aside.FOLLOWS
+            if self._seeks(version):
+                return Seek(version)
         return _forward_of(job, version)
 
-    def _share(self, job: ClaimedJob, version: ServedVersion) -> Route | None:
-        """The way of a job that needs no forward of its own; None: it needs one."""
-        if version.policy.cache_ttl_s and not self._is_paused(version.name):
-            outputs = self._answers.find(job, version)
-            if outputs is not None:
-                return Answered(JobOutcome(job, outputs, "cached", version))
-        return Aside.FOLLOWS if self._joins(job, version) else None
+    def _at_endpoint(self, job: ClaimedJob, version: ServedVersion, name: str) -> ServedVersion | Route:
+        """The version at the endpoint that a job names, if the job may wait for it here."""
+        found = self._lifecycle.endpoint(version, name)
+        if found is None:
+            # The client checked the job against another spec, as above.
+            expected = ", ".join(version.spec.endpoints)
+            text = f"InvalidInput: {version.spec.reference} has no endpoint {name[:64]!r}. Expected one of: {expected}"
+            return _refused(job, Failure("ModelError", text))
+        if found.state is VersionState.FAILED and not found.shares_model:
+            text = f"The endpoint {name} of {version.spec.reference} cannot be loaded under its policy"
+            return _refused(job, Failure("ModelError", text))
+        return found if found.room > 0 else Aside.UNPLACED
 
-    def _joins(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        if not version.policy.shares_flights or not self._flights.join(job, version):
-            return False
-        self._metrics.single_flight(version.name, version.label, job.route)
-        return True
+    def _seeks(self, version: ServedVersion) -> bool:
+        """Whether jobs that the memory has no answer for are looked up in the tiers behind it."""
+        return bool(version.policy.cache_ttl_s) and not self._is_paused(version.name) and self._answers.asks(version)
+
+    def _share(
+        self, jobs: list[ClaimedJob], version: ServedVersion
+    ) -> tuple[list[ClaimedJob], CachedAnswers | None, list[ClaimedJob]]:
+        """Give jobs that fit the answers of equal ones.
+
+        Returns those that need a forward of their own, those that the cache answered, and the followers.
+        """
+        self._keys.digest_all(jobs, version.answers_as)
+        cached: CachedAnswers | None = None
+        if version.policy.cache_ttl_s and not self._is_paused(version.name):
+            answers = self._answers.find_all(jobs, version)
+            if any(answers):
+                found = [(job, answer) for job, answer in zip(jobs, answers, strict=True) if answer is not None]
+                cached = CachedAnswers(version, [job for job, _ in found], [answer for _, answer in found])
+                jobs = [job for job, answer in zip(jobs, answers, strict=True) if answer is None]
+        running, following = self._join(jobs, version)
+        if begun := [*(cached.jobs if cached else ()), *following]:
+            self._listener.started([job.header for job in begun], time.time())
+        return running, cached, following
+
+    def _join(self, jobs: list[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
+        """Let jobs follow equal ones where the version allows that; returns those that do not follow, and the rest."""
+        if not version.policy.shares_flights:
+            return jobs, []
+        running, following = self._flights.join_all(jobs, version)
+        for route, count in Counter(job.route for job in following).items():
+            self._metrics.single_flight(version.name, version.label, route, count)
+        return running, following
+
+
+def _shares_answers(version: ServedVersion) -> bool:
+    return bool(version.policy.cache_ttl_s) or version.policy.shares_flights
 
 
 def _forward_of(job: ClaimedJob, version: ServedVersion) -> Run | Suspect:

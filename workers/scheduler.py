@@ -25,14 +25,18 @@ from penstock.workers.executor import Executor
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.process.stall import StallDetector
-from penstock.workers.versions.version import ServedVersion
+from penstock.workers.versions.version import ServedVersion, VersionState
 
 __all__ = ["Scheduler"]
 
 logger = logging.getLogger("penstock.server")
 
+_READY: Final = VersionState.READY
 _STALL_S: Final = 1.0
 """An I/O thread takes several turns a second. If it took none for this time, the whole process was stopped."""
+_SHORT_S: Final = 0.001
+_MOST_ROWS_HERE: Final = 4
+"""A batch and a forward up to these may run on the I/O thread."""
 _POLL_ROUNDING_S: Final = 0.0005
 """`poll` counts whole milliseconds and may return early: aim behind the moment at which a batch is due."""
 
@@ -75,20 +79,43 @@ class Scheduler:
         Returns the jobs whose time has passed: they take no place in a batch.
         """
         expired: list[Waiting] = []
-        self._recall_for_urgent()
+        idle = self._executor.idle
+        if idle < 0:
+            self._recall_for_urgent()
+            idle = self._executor.idle
         if self._backlog.suspects or self._last_was_suspect:
             self._dispatch_with_suspects(expired)
-            return expired
-        while (idle := self._executor.idle) >= 0:
-            run = self.next_run(expired, is_idle=idle > 0)
-            if run is None:
-                break
+            if self._backlog.suspects or self._last_was_suspect:
+                return expired
+            idle = self._executor.idle
+        while idle >= 0 and (run := self.next_run(expired, is_idle=idle > 0)) is not None:
             self._submit(run, is_idle=idle > 0)
+            idle = self._executor.idle
         return expired
 
     def _submit(self, run: BatchRun, *, is_idle: bool) -> None:
         self._listener.started([item.job.header for item in run.batch.items], time.time())
+        if is_idle and self._runs_here(run):
+            self._executor.run_here(run)
+            return
         self._executor.submit(run, prepare_apart=run.version.policy.tokenises and not is_idle)
+
+    def _runs_here(self, run: BatchRun) -> bool:
+        """Whether the I/O thread runs a batch itself: two hand-overs between threads take longer than a short forward.
+
+        Only where nothing else can happen meanwhile: there is one model thread, no other job waits, and the forwards of
+        late were short. If this one hangs, the watchdog ends the process; see Drain.unhealthy_reason.
+        """
+        version = run.version
+        return (
+            run.batch.rows <= _MOST_ROWS_HERE
+            and self._executor.threads == 1
+            and version.queue.longest_forward_s < _SHORT_S
+            and run.open_stream is None
+            and not run.is_as_built
+            and run.model.runtime.may_change_threads
+            and not any(len(other.queue.batcher) for other in self._versions)
+        )
 
     def _dispatch_with_suspects(self, expired: list[Waiting]) -> None:
         """One suspect alone, then one batch of others, in turn; nothing beside a suspect."""
@@ -115,18 +142,24 @@ class Scheduler:
     def next_run(self, expired: list[Waiting], *, is_idle: bool) -> BatchRun | None:
         """The next batch, version by version in turn. Jobs whose time has passed are added to `expired` instead."""
         now = self._clock()
-        for _ in range(len(self._versions)):
-            version = self._versions[0]
-            self._versions.rotate(-1)
-            if not version.is_ready:
+        for turn, version in enumerate(self._versions, 1):
+            if version.state is not _READY:
                 continue
             queue = version.queue
-            queue.raise_cap(now)
-            if version.may_start <= 0 and (is_idle or not self._may_form_ahead(version)):
+            if now >= queue.raise_cap_at:
+                queue.raise_cap(now)
+            if not len(queue.batcher):
+                continue
+            if is_idle and version.may_start <= 0:
+                continue
+            if not is_idle and not self._may_form_ahead(version):
+                continue
+            if queue.has_large_results and self._has_unsent():
                 continue
             while (batch := queue.batcher.next(now, device_idle=is_idle)) is not None:
                 broker_now = self._broker_now()
-                if all(broker_now <= item.job.expires_ms for item in batch.items):
+                if all([broker_now <= item.job.expires_ms for item in batch.items]):
+                    self._versions.rotate(-turn)
                     return self._begin(version, batch)
                 queue.batcher.put_back(batch)
                 expired += self._backlog.take_expired(version, broker_now)
@@ -136,8 +169,18 @@ class Scheduler:
         version.queue.in_flight += 1
         return BatchRun(version, batch, self._open_stream if version.spec.streams else None, is_as_built)
 
+    def _has_unsent(self) -> bool:
+        """Whether the results of a large batch wait for their commits: memory has room for one such batch."""
+        return any(version.queue.unsent_bytes for version in self._versions)
+
     def _may_form_ahead(self, version: ServedVersion) -> bool:
-        """Whether a batch may wait for a thread: any thread that becomes free must be allowed to run it."""
+        """Whether a batch may wait for a thread: any thread that becomes free must be allowed to run it.
+
+        A batch with large results does not wait: its own would come beside those of the batch that runs. Nor does the
+        second batch of a version whose results are unknown.
+        """
+        if version.queue.has_large_results or not version.queue.row_bytes:
+            return False
         spare = version.may_start
         threads = self._executor.threads
         return version.is_ready and (spare > 0 or (spare == 0 and version.policy.concurrency >= threads))
@@ -145,8 +188,7 @@ class Scheduler:
     # Back from there
 
     def _recall_for_urgent(self) -> None:
-        if self._executor.idle >= 0:
-            return
+        """More batches are formed than model threads are idle: a more urgent job takes the place of the last one."""
         urgent = [
             priority
             for version in self._versions

@@ -1,8 +1,11 @@
-"""Once a second, on the lease thread: the worker's report, queue gauges, pauses, overdue jobs of paused models."""
+"""Once a second, on the lease thread: report, queue gauges, pauses, shadows, overdue jobs of paused models.
+
+report -- the broker has the last one    --> every few seconds: names of the keys, missing specs, foreign keys
+       '- its data are not those of before --> at once: all of that, every spec, and the decisions that are followed
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -11,14 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from penstock.registry.broker.base import Broker
+from penstock.registry.broker.limits import OBSERVATIONS_TTL_MS
 from penstock.registry.envelope import Keyring
 from penstock.registry.key_reports import key_report
 from penstock.registry.overdue import OverdueJobs
-from penstock.workers.cache import L1Cache
+from penstock.registry.queues import slot_in
+from penstock.workers.cache import AnswerCache
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.shadow.mirror import Mirror
 from penstock.workers.telemetry import BatchTelemetry
+from penstock.workers.versions.arm_counts import ArmCounts
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.tuner import Tuner
 
@@ -27,8 +36,8 @@ __all__ = ["StatusReporter", "WorkerIdentity"]
 logger = logging.getLogger("penstock.server")
 
 _REPORT_TTL_MS: Final = 5000
-_KEYS_EVERY: Final = 5
-"""Reports between two announcements of the names of the signing keys."""
+_RENEW_EVERY: Final = 4
+"""Reports between two renewals of what clients and other workers read."""
 _KEYS_TTL_MS: Final = 15_000
 _TRY_AGAIN_EVERY: Final = 10
 """Reports, and so seconds, between two tries to load an active version that could not be loaded."""
@@ -60,10 +69,12 @@ class StatusReporter:
         lifecycle: ModelLifecycle,
         leased: LeasedJobs,
         telemetry: BatchTelemetry,
-        cache: L1Cache,
+        answers: AnswerCache,
         metrics: InferenceMetrics,
         tuner: Tuner,
         overdue: OverdueJobs,
+        mirror: Mirror,
+        arms: ArmCounts,
         *,
         on_change: Callable[[], None],
     ) -> None:
@@ -74,21 +85,26 @@ class StatusReporter:
         self._lifecycle = lifecycle
         self._leased = leased
         self._telemetry = telemetry
-        self._cache = cache
+        self._answers = answers
         self._metrics = metrics
         self._tuner = tuner
         self._overdue = overdue
+        self._mirror = mirror
+        self._arms = arms
         self._on_change = on_change
         self._key_report = key_report(identity.name, identity.keyring)
         self._started_at = time.time()
+        self._host = socket.gethostname()
         self._reports = 0
+        self._must_replace = False
+        """Whether the broker's data may be others than before the last report, and were not renewed since."""
 
     def is_paused(self, model: str) -> bool:
         """Whether an operator paused the model."""
         return model in self.paused
 
     def report(self, *, is_ready: bool) -> None:
-        """Read the pauses, set the gauges, publish the report, and keep the decisions that this machine has followed.
+        """Read pauses and shadows, set the gauges, publish the report, keep the decisions that this machine followed.
 
         A paused model hands out no jobs: those whose time has passed are ended here, a page at a time.
         Raises BrokerUnavailable.
@@ -98,24 +114,51 @@ class StatusReporter:
         if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._lifecycle.claimable()) < len(names):
             self._lifecycle.request(self._lifecycle.try_again)
         self._read_pauses(names)
+        self._mirror.follow(names, self._broker.now_ms())
         for name in self.paused:
             self._overdue.end_some(name, self._broker.now_ms())
         for name in names:
             for depth in self._broker.depths(name):
                 self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)
-        self._cache.expire()
-        self._metrics.cache_size(len(self._cache), self._cache.nbytes, self._cache.evicted)
-        self._broker.report(self._identity.name, self._encoded(names, is_ready=is_ready), _REPORT_TTL_MS)
-        if self._reports % _KEYS_EVERY == 1:
-            for name in names:
-                self._broker.report_keys(name, self._key_report, _KEYS_TTL_MS)
+        for version in tuple(self._lifecycle.table.turns):
+            if version.spec.instances > 1 and not version.shares_model:
+                self._metrics.instances_lost(version.name, version.label, version.instances_lost)
+        memory = self._answers.memory
+        memory.expire()
+        self._metrics.cache_size(memory.name, len(memory), memory.nbytes, memory.evicted)
+        for tier, stats in self._answers.tier_stats().items():
+            self._metrics.cache_size(tier, stats.entries, stats.nbytes, stats.evicted)
+            faults = {"error": stats.errors, "skipped": stats.skipped, "refused": stats.refused}
+            self._metrics.cache_faults(tier, faults)
+        self._metrics.cache_faults("", self._answers.faults())
+        if not self._broker.report(self._identity.name, self._encoded(names, is_ready=is_ready), _REPORT_TTL_MS):
+            self._must_replace = True
+        if self._must_replace or self._reports % _RENEW_EVERY == 0:
+            self._renew(names)
+        self._write_counts()
         self._lifecycle.remember()
 
     def withdraw(self) -> None:
         """The worker has left. Raises BrokerUnavailable: then the report expires by itself."""
+        self._write_counts()
         self._broker.report(self._identity.name, b"", 1)
         for name in self._lifecycle.models:
             self._broker.report_keys(name, self._key_report, _KEYS_TTL_MS, is_live=False)
+
+    def _renew(self, names: list[str]) -> None:
+        """Write again what was written once, in case that the broker has lost it. First, foreign keys make room."""
+        self._broker.quarantine(names)
+        for quarantined in self._broker.take_quarantined():
+            self._metrics.quarantined(slot_in(quarantined.key))
+        for name in names:
+            self._broker.report_keys(name, self._key_report, _KEYS_TTL_MS)
+        self._lifecycle.announce_again(replaces=self._must_replace)
+        self._must_replace = False
+
+    def _write_counts(self) -> None:
+        for counted in self._arms.unwritten():
+            self._broker.observe(counted.model, counted.experiment, counted.field, counted.figures, OBSERVATIONS_TTL_MS)
+            self._arms.written(counted)
 
     def _read_pauses(self, names: list[str]) -> None:
         paused = self._broker.paused(names)
@@ -134,12 +177,14 @@ class StatusReporter:
             "versions": self._lifecycle.described(),
             "ready": is_ready,
             "in_memory": len(self._leased),
+            "in_memory_bytes": self._leased.nbytes,
             "batches": self._telemetry.batches,
             "probe": self._identity.probe_url,
-            "host": socket.gethostname(),
+            "host": self._host,
             "keys": self._identity.keyring.names,
             "started": self._started_at,
             "load": self._metrics.totals(),
+            "cache": self._answers.as_data(),
             "levels": self._tuner.report(),
         }
-        return json.dumps(report).encode()
+        return msgspec.json.encode(report)

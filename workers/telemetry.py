@@ -13,18 +13,23 @@ from typing import Final
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
+from penstock.safety.audit_accesses import CacheAccessAudit
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.cache import AnswerCache
-from penstock.workers.completer import Settlement
+from penstock.workers.completer import CompletedFromCache, CompletedRun, Settlement
 from penstock.workers.job import ClaimedJob, Route, route_of
 from penstock.workers.observe.listener import Ended, JobListener
 from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 from penstock.workers.results import JobOutcome
+from penstock.workers.versions.arm_counts import ArmCounts
+from penstock.workers.versions.version import ServedVersion
 
 __all__ = ["BatchTelemetry"]
 
 logger = logging.getLogger("penstock.server")
 
+_DIRECT: Final[Route] = "queue"
+"""The way of every plain job; see joint_results.py."""
 _MIXED: Final = "mixed"
 """The endpoint of a batch whose jobs came by different ways."""
 
@@ -32,12 +37,23 @@ _MIXED: Final = "mixed"
 class BatchTelemetry:
     """Keeps settlements until there is time to report them.
 
+    accesses: records look-ups in the audit log. arms: counts what the arms of experiments did.
+
     Attributes:
         batches: reported so far.
     """
 
-    def __init__(self, listener: JobListener, metrics: InferenceMetrics, answers: AnswerCache) -> None:
+    def __init__(
+        self,
+        listener: JobListener,
+        metrics: InferenceMetrics,
+        answers: AnswerCache,
+        accesses: CacheAccessAudit | None = None,
+        arms: ArmCounts | None = None,
+    ) -> None:
         self.batches = 0
+        self._arms = arms
+        self._accesses = accesses
         self._listener = listener
         self._metrics = metrics
         self._answers = answers
@@ -49,24 +65,66 @@ class BatchTelemetry:
 
     def flush(self) -> None:
         """Report what was added since the last call."""
-        for (model, version, reply, is_hit), count in self._answers.take_lookups().items():
-            self._metrics.cache_lookups(model, version, route_of(model, reply), is_hit=is_hit, count=count)
+        for access, count in self._answers.take_accesses().items():
+            model, version, reply, tenant, tier, is_hit = access
+            self._metrics.cache_lookups(model, version, route_of(model, reply), tier, is_hit=is_hit, count=count)
+            if self._accesses is not None:
+                self._accesses.count(model, version, tenant, tier, is_hit=is_hit, count=count)
         settlements, self._settlements = self._settlements, []
         for settlement in settlements:
             self._report(settlement)
 
     def _report(self, settlement: Settlement) -> None:
         now = settlement.at
+        for completed in settlement.completed:
+            self._report_completed(completed, settlement.commit_s, now)
+        for found in settlement.from_cache:
+            self._report_found(found, now)
+        if not settlement.outcomes and not settlement.by_run:
+            return
+        if self._arms is not None:
+            _count_arms(self._arms, settlement.outcomes, now)
         ended = [_ended(outcome, state, now) for outcome, state in settlement.outcomes]
         self._listener.finished(ended, time.time())
         routes = self._count(ended)
+        for outcome, state in settlement.outcomes:
+            if state is State.COMPLETED and (level := outcome.level):
+                version = outcome.job.fell_back.version if outcome.job.fell_back is not None else outcome.label
+                self._metrics.fallback(outcome.job.header.model, version, outcome.job.route, level)
         # Asking every job would cost more than all the rest: nearly always they all came by one way.
         shared = routes.pop() if len(routes) == 1 else None
         for run, outcomes in settlement.by_run.items():
             if run is not None:
-                self._report_batch(run, outcomes, settlement.commit_s, now, shared)
+                jobs = [outcome.job for outcome in outcomes]
+                totals_s = [job.queue_ms / 1000 + now - job.claimed for job in jobs]
+                self._report_batch(run, jobs, totals_s, settlement.commit_s, shared or _endpoint_of(jobs))
             else:
                 self._report_cached([outcome for outcome in outcomes if outcome.how == "cached"], now, shared)
+
+    def _report_completed(self, completed: CompletedRun, commit_s: float, now: float) -> None:
+        run, jobs, totals_s = completed
+        if self._arms is not None and self._arms.is_open(run.version.name):
+            self._arms.ran(run.version.name, run.version.label, totals_s)
+        self._report_plain(run.version, jobs, max(0.0, now - run.started))
+        if level := run.level:
+            self._metrics.fallback(run.version.name, run.version.label, _DIRECT, level, len(jobs))
+        self._report_batch(run, jobs, totals_s, commit_s, _DIRECT)
+
+    def _report_found(self, found: CompletedFromCache, now: float) -> None:
+        version, jobs, totals_s = found
+        if self._arms is not None and self._arms.is_open(version.name):
+            self._arms.found(version.name, version.label, len(jobs))
+        # Jobs of one claim were claimed at the same time.
+        self._report_plain(version, jobs, max(0.0, now - jobs[0].claimed))
+        self._metrics.latency(version.name, version.label, _DIRECT, totals_s)
+        _log_hits(jobs)
+
+    def _report_plain(self, version: ServedVersion, jobs: Sequence[ClaimedJob], runtime_s: float) -> None:
+        """Plain jobs are committed with outputs; see joint_results.py. For runtime_s see Ended."""
+        model, label = version.name, version.label
+        self._listener.completed([job.header for job in jobs], runtime_s, label, time.time())
+        self._metrics.requests(model, _DIRECT, len(jobs))
+        self._metrics.outcome(model, label, _DIRECT, State.COMPLETED.name.lower(), len(jobs))
 
     def _count(self, ended: Sequence[Ended]) -> set[Route]:
         """Count jobs that ended; returns the ways by which they came."""
@@ -95,15 +153,14 @@ class BatchTelemetry:
             totals_s[labels].append(job.queue_ms / 1000 + now - job.claimed)
         for labels, seconds in totals_s.items():
             self._metrics.latency(*labels, seconds)
-        if outcomes and logger.isEnabledFor(logging.INFO):
-            logger.info("cache hits", extra={"job_ids": [outcome.job.header.id for outcome in outcomes]})
+        if outcomes:
+            _log_hits([outcome.job for outcome in outcomes])
 
     def _report_batch(
-        self, run: BatchRun, outcomes: Sequence[JobOutcome], commit_s: float, now: float, shared: Route | None
+        self, run: BatchRun, jobs: Sequence[ClaimedJob], totals_s: Sequence[float], commit_s: float, endpoint: str
     ) -> None:
         name, version = run.batch.key.model, run.batch.key.version
-        jobs = [outcome.job for outcome in outcomes]
-        endpoint = shared or _endpoint_of(jobs)
+        started = run.started
         self.batches += 1
         self._metrics.batch(
             BatchStats(
@@ -113,10 +170,10 @@ class BatchTelemetry:
                 rows=run.batch.rows,
                 jobs=len(run.batch.items),
                 queue_s=[job.queue_ms / 1000 for job in jobs],
-                batch_s=[max(0.0, run.started - job.claimed) for job in jobs],
+                batch_s=[started - job.claimed if started > job.claimed else 0.0 for job in jobs],
                 compute_s=run.ended - run.started,
                 commit_s=commit_s,
-                total_s=[job.queue_ms / 1000 + now - job.claimed for job in jobs],
+                total_s=totals_s,
             )
         )
         if run.padded_tokens:
@@ -132,6 +189,33 @@ class BatchTelemetry:
                     "job_ids": [job.header.id for job in jobs],
                 },
             )
+
+
+def _count_arms(arms: ArmCounts, outcomes: Iterable[tuple[JobOutcome, State]], now: float) -> None:
+    """Count jobs that ended one by one. Jobs that name a version, and jobs that did not run, belong to no arm."""
+    for outcome, state in outcomes:
+        job, version = outcome.job, outcome.version
+        if outcome.failure is not None and outcome.failure.code == "ForwardTimeout":
+            # The process that ran it has ended, and this one does not know its version.
+            arms.stopped(job.header)
+            continue
+        if job.fell_back is not None and arms.is_open(job.header.model):
+            # Another version may have saved the job: that is no success of its arm.
+            arms.failed(job.header.model, job.fell_back.version)
+            continue
+        if version is None or job.header.version or not arms.is_open(version.name):
+            continue
+        if state in (State.FAILED, State.DEAD):
+            arms.failed(version.name, version.label)
+        elif state is State.COMPLETED and outcome.how == "cached":
+            arms.found(version.name, version.label, 1)
+        elif state is State.COMPLETED:
+            arms.ran(version.name, version.label, [job.queue_ms / 1000 + now - job.claimed])
+
+
+def _log_hits(jobs: Sequence[ClaimedJob]) -> None:
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("cache hits", extra={"job_ids": [job.header.id for job in jobs]})
 
 
 def _ended(outcome: JobOutcome, state: State, now: float) -> Ended:

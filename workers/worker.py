@@ -3,17 +3,24 @@
     open -- broker, probe, drain, optimizer, task endpoint, remote control --> start -- models, threads --> ready
     SIGTERM -> ask_to_stop -> the watchdog thread stops the parts in order -> wait_until_stopped -> close
 
-Fifteen kinds of threads run beside Celery's own:
+Twenty-two kinds of threads run beside Celery's own:
 
     thread         module                         work; what it may call
     drain          drain.py                       the loop of jobs; the broker, and every part of the drain
     leases         leases.py                      renews leases, reports; the broker, a queue that the drain reads
     model          executor.py                    forwards; the runtime, the crash journal. One or more threads
+    events         streaming/event_writer.py      writes the events of streaming jobs; the broker. 0 or 1
     prepare        executor.py                    tokenises the next batch; Runtime.prepare
     tokenise       runtime/tokeniser.py           tokenises parts of a large batch; the tokenizer. 0 to 3 for a version
     load           versions/loader.py             loads one version; Runtime.load. At most two threads
     instance       runtime/instances.py           replaces an instance that died; its child process. One for each death
+    cache-reads    cache/tiers.py                 asks the cache on disk and in Redis; both. 0 or 1
+    cache-writes   cache/tiers.py                 writes answers to both. 0 or 1
+    cache-rekey    cache/rekeying.py              seals entries of older keys again; the cache on disk. 0 or 1
+    shadow-mirror  shadow/mirror.py               appends sampled jobs to the shadow queue; the broker. 0 or 1
     optimizer      levels/optimizer.py            optimized forms; the compiler, the gate, the audit log
+    audit          process/audit_thread.py        records cache accesses, stores the ends of the audit log; disk, broker
+    breakers       levels/form_breakers.py        circuit breakers of forms, shared through the broker
     celery-events  celery_bridge/events.py        sends task events; Celery's broker
     task-results   celery_bridge/task_results.py  ends tasks of `send_task`; the broker, Celery's broker and backend
     reconciler     versions/reconciler.py         follows the shared state; its store, requests to the drain. 0 or 1
@@ -21,6 +28,8 @@ Fifteen kinds of threads run beside Celery's own:
     heartbeat      process/heartbeat.py           writes to the supervisor; reads health. 0 or 1
     watchdog       worker.py                      ends an unhealthy process, stops the parts; health, stop of each part
     operator-rpc   process/operator_rpc.py        one request of an operator; registry, files, broker. At most four
+
+Each hook of safety alerts has a thread, too: see safety/alerts.py.
 
 Only the thread `drain` changes the state of a job. Other threads leave values or requests for it, and wake it.
 """
@@ -31,8 +40,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, Self
@@ -41,7 +50,11 @@ import redis
 
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.base import Broker
+from penstock.registry.broker.breakers import BreakerEnd
+from penstock.registry.broker.redis_audit_heads import RedisAuditHeads
+from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_connection import connection_options
+from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
@@ -49,9 +62,20 @@ from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forb
 from penstock.registry.queues import CELERY_QUEUE, Priority, stream_key
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
-from penstock.safety.audit import AuditLog
-from penstock.safety.keys import PublicKeys
+from penstock.safety.alert_hooks import open_alerts
+from penstock.safety.alerts import Alerts
+from penstock.safety.audit import AuditConfig, AuditLogger
+from penstock.safety.audit_accesses import CacheAccessAudit
+from penstock.safety.golden_archive import GoldenArchive
+from penstock.safety.keys import Audit, key_audit, load_data_keys
+from penstock.safety.payload_keys import envelope_keys
+from penstock.safety.privacy import redactor_of
+from penstock.safety.sealing import DataKeys
+from penstock.safety.security import check_settings, has_data_key
+from penstock.safety.validator_registry import ValidatorRegistry
 from penstock.workers.assembly import DrainOptions, build_drain
+from penstock.workers.cache.opening import open_tiers
+from penstock.workers.cache.rekeying import Rekeying
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
     refuse_commands,
@@ -66,16 +90,20 @@ from penstock.workers.celery_bridge.task_request import TaskRequests
 from penstock.workers.celery_bridge.task_results import TaskResultForwarder
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.drain import Drain
+from penstock.workers.levels.decision_audit import audit_decision
 from penstock.workers.levels.decision_log import DecisionLog
-from penstock.workers.levels.optimizer import Optimizer
+from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
 from penstock.workers.process import garbage, heartbeat
+from penstock.workers.process.audit_thread import AuditThread
 from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
+from penstock.workers.process.descriptors import OwnDescriptor, StandardStreams, first_lost
 from penstock.workers.process.device import Pin, granted_threads
 from penstock.workers.process.exit_status import EXIT_UNHEALTHY
 from penstock.workers.process.operator_rpc import OperatorRpcServer
 from penstock.workers.process.stall import StallDetector
+from penstock.workers.shadow.mirror import ShadowMirror
 from penstock.workers.versions.reconciler import Reconciler
 from penstock.workers.versions.repository import DiskRepository
 
@@ -84,6 +112,10 @@ __all__ = ["CeleryParts", "OperatorCommands", "Worker"]
 _WATCH_S: Final = 0.1
 _HEALTH_S: Final = 1.0
 _REDIS_TIMEOUT_S: Final = 5.0
+_HEADS_TIMEOUT_S: Final = 2.0
+_BREAKERS_TIMEOUT_S: Final = 0.5
+"""Shorter than the second after which breakers count as unreadable."""
+_SHADOW_TIMEOUT_S: Final = 2.0
 
 logger = logging.getLogger("penstock.server")
 
@@ -104,8 +136,10 @@ class _Parts(NamedTuple):
     drain: Drain
     listener: CeleryEventSender
     forwarder: TaskResultForwarder
-    optimizer: Optimizer | None
+    optimizer: InferenceOptimizer | None
     reconciler: Reconciler | None
+    streams: StandardStreams
+    audit: AuditThread
 
 
 class Worker:
@@ -114,20 +148,26 @@ class Worker:
     def __init__(self, settings: Settings, device: Pin, parts: _Parts, closing: ExitStack) -> None:
         self._settings = settings
         self._device = device
-        self._drain, self._listener, self._forwarder, self._optimizer, self._reconciler = parts
+        self._drain, self._listener, self._forwarder, self._optimizer, self._reconciler, self._streams, self._audit = (
+            parts
+        )
         self._closing = closing
         self._grace_s: float | None = None
         """None until the worker is asked to stop."""
         self._was_ready = False
+        self._descriptors: dict[str, OwnDescriptor] = {}
+        """Those that cannot be put back, by name."""
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     @classmethod
     def open(cls, settings: Settings, device: Pin, celery: CeleryParts) -> Self:
         """Build the parts, listen on the metrics port, and take the task endpoint and remote control.
 
-        After an error everything that was opened is closed again. Raises ConfigurationError for a model without a
-        package and for a metrics port that is in use; BrokerUnavailable.
+        After an error everything that was opened is closed again. Raises ConfigurationError for a failed security
+        check, for a data key that is missing, for a model without a package and for a metrics port that is in use;
+        BrokerUnavailable.
         """
+        _check_security(settings)
         with ExitStack() as closing:
             parts = _open_parts(settings, device, celery, closing)
             return cls(settings, device, parts, closing.pop_all())
@@ -141,9 +181,11 @@ class Worker:
 
         Raises ConfigurationError for a model that cannot be loaded; BrokerUnavailable.
         """
+        self._descriptors = _needed_descriptors(self._settings, self._device, self._drain)
         if self._settings.worker.heartbeat_fd is not None:
             heartbeat.start(self._settings.worker.heartbeat_fd, self._unhealthy_reason)
         self._drain.load()
+        self._audit.start()
         if self._optimizer is not None:
             self._optimizer.start()
         garbage.freeze()
@@ -172,6 +214,9 @@ class Worker:
         next_look = time.monotonic()
         while (grace_s := self._grace_s) is None:
             now = time.monotonic()
+            self._streams.restore()
+            if lost := first_lost(self._descriptors):
+                self._end_in_order(f"a model closed descriptors of this process: {lost}")
             if stall.turn(now):
                 # The other threads stood still as well: let them run before they are judged.
                 next_look = now + _HEALTH_S
@@ -184,10 +229,15 @@ class Worker:
 
     def _end_if_unhealthy(self) -> None:
         if reason := self._unhealthy_reason():
-            logger.critical("worker gives up", extra={"reason": reason})
-            logging.shutdown()
+            _tell_the_end(reason)
             # Other threads may hang, so this does not wait for them. Their jobs return when the leases lapse.
             os._exit(EXIT_UNHEALTHY)
+
+    def _end_in_order(self, reason: str) -> None:
+        """End this process after what has run is committed. The new one has every descriptor."""
+        _tell_the_end(reason)
+        self._drain.wind_up(self._settings.inference.queue.drain_grace_s)
+        os._exit(EXIT_UNHEALTHY)
 
     def _unhealthy_reason(self) -> str | None:
         if self._watchdog.is_alive() and self._grace_s is None and not self._forwarder.is_alive():
@@ -222,6 +272,7 @@ class Worker:
             self._reconciler.stop()
         self._forwarder.stop()
         self._listener.stop()
+        self._audit.stop()
 
 
 class OperatorCommands:
@@ -232,10 +283,11 @@ class OperatorCommands:
         drain: Drain,
         rpc_server: OperatorRpcServer,
         *,
-        optimizer: Optimizer | None,
+        optimizer: InferenceOptimizer | None,
         reconciler: Reconciler | None,
     ) -> None:
         self._lifecycle = drain.lifecycle
+        self._answers = drain.parts.answers
         self._rpc_server = rpc_server
         self._optimizer = optimizer
         self._reconciler = reconciler
@@ -246,6 +298,8 @@ class OperatorCommands:
             return self._rpc_server.handle(command)
         if command.action == "reconcile":
             return self._reconcile()
+        if command.action == "clear_cache" and not command.model:
+            return f"removed {self._answers.clear()} cached answers from memory"
         if not self._lifecycle.may_serve(command.model):
             raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
         reference = f"{command.model}/{command.version}"
@@ -255,6 +309,9 @@ class OperatorCommands:
         if command.action == "unload":
             self._lifecycle.request_unload(command.model, command.version, content_hash=command.content_hash)
             return f"unloading {reference}"
+        if command.action == "clear_cache":
+            contents = self._lifecycle.contents_of(command.model)
+            return f"removed {sum(map(self._answers.forget, contents))} cached answers of {command.model} from memory"
         if self._optimizer is None:
             raise Forbidden("Optimization is off on this worker. Expected inference.enabled on the worker")
         self._optimizer.ask(command.model, command.action)
@@ -265,6 +322,19 @@ class OperatorCommands:
             raise Forbidden("This worker follows no shared state. Expected the command load or unload")
         self._reconciler.nudge()
         return "reconciling"
+
+
+def _check_security(settings: Settings) -> None:
+    """Log the warnings. Raises ConfigurationError for a check that failed."""
+    checks = check_settings(settings, has_data_key=has_data_key(settings))
+    for check in checks:
+        if check.status == "warning":
+            facts = {"check": check.name, "reason": check.reason, "fix": check.fix}
+            logger.warning("a security check warns", extra=facts)
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        told = "; ".join(f"{check.name}: {check.reason}. Expected {check.fix}" for check in failed)
+        raise ConfigurationError(f"The worker does not start, because of a security check. {told}")
 
 
 class _DrainReadiness:
@@ -279,15 +349,29 @@ class _DrainReadiness:
 def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: ExitStack) -> _Parts:
     verify, metrics = _verifier(settings), InferenceMetrics(settings.inference.metrics_buckets)
     broker = _open_broker(settings, closing)
-    optimizer = _build_optimizer(settings, device.device, metrics)
-    drain = _open_drain(settings, broker, device, celery, metrics, verify, optimizer, closing)
+    log = _open_audit_log(settings, celery.hostname, closing)
+    audit_key = key_audit(log)
+    data_keys = load_data_keys(settings, audit_key)
+    privacy = settings.inference.privacy
+    how = privacy.audit_cache_accesses if privacy.audit_log_enabled else "off"
+    accesses = CacheAccessAudit(log, how, on_failure=metrics.audit_failed)
+    breakers = RedisBreakers.from_url(settings.redis_url or "", timeout_s=_BREAKERS_TIMEOUT_S)
+    closing.callback(breakers.close)
+    archive = GoldenArchive.of(settings, data_keys)
+    opened = open_alerts(settings, metrics.alert)
+    closing.callback(opened.close)
+    optimizer = _build_optimizer(settings, device.device, metrics, log, archive, breakers, opened.alerts)
+    streams = StandardStreams()
+    drain = _open_drain(
+        settings, broker, device, celery, metrics, verify, data_keys, audit_key, optimizer, streams, accesses, closing
+    )
     reconciler = _build_reconciler(settings, drain, celery.hostname, verify)
     rpc_server = OperatorRpcServer(settings, broker, verify)
     commands = OperatorCommands(drain, rpc_server, optimizer=optimizer, reconciler=reconciler)
-    ingress, forwarder = _build_endpoint(settings, broker, celery, closing)
+    ingress, forwarder = _build_endpoint(settings, broker, celery, data_keys, closing)
     closing.enter_context(_task_endpoint(celery.task, ingress))
     closing.enter_context(_remote_control(settings, drain, celery, CommandVerifier(verify, celery.hostname), commands))
-    return _Parts(drain, celery.listener, forwarder, optimizer, reconciler)
+    return _Parts(drain, celery.listener, forwarder, optimizer, reconciler, streams, AuditThread(log, accesses))
 
 
 def _open_drain(
@@ -297,12 +381,19 @@ def _open_drain(
     celery: CeleryParts,
     metrics: InferenceMetrics,
     verify: Verifier | None,
-    optimizer: Optimizer | None,
+    data_keys: DataKeys | None,
+    audit_key: Audit,
+    optimizer: InferenceOptimizer | None,
+    streams: StandardStreams,
+    accesses: CacheAccessAudit,
     closing: ExitStack,
 ) -> Drain:
     """The drain, its journal, and the probe that shows its readiness: the probe listens before there is a drain."""
     repository = DiskRepository.of(settings)
     packages = repository.initial_packages(settings)
+    redactor, tiers = redactor_of(settings.inference.privacy), open_tiers(settings, data_keys)
+    if (rekeying := Rekeying.begin(tiers, data_keys, audit_key)) is not None:
+        closing.callback(rekeying.stop)
     readiness = _DrainReadiness()
     probe = _open_probe(settings, device, metrics, readiness, closing)
     readiness.drain = build_drain(
@@ -319,7 +410,13 @@ def _open_drain(
             journal=partial(_open_journal, settings, broker, closing),
             repository=repository,
             verify=verify,
+            data_keys=data_keys,
+            tiers=tiers,
+            may_leave=redactor.may_leave_memory if redactor.is_active else None,
             tuner=optimizer,
+            after_run=streams.restore,
+            accesses=accesses,
+            mirror=_open_mirror(settings, data_keys, metrics, verify),
         ),
     )
     return readiness.drain
@@ -333,6 +430,14 @@ def _open_broker(settings: Settings, closing: ExitStack) -> RedisStreams:
     )
     closing.callback(broker.close)
     return broker
+
+
+def _open_mirror(
+    settings: Settings, data_keys: DataKeys | None, metrics: InferenceMetrics, verify: Verifier | None
+) -> ShadowMirror:
+    """On a connection of its own: no call of the drain waits behind one of the mirror. The drain closes it."""
+    end = RedisShadow.from_url(settings.redis_url or "", timeout_s=_SHADOW_TIMEOUT_S)
+    return ShadowMirror(end, envelope_keys(settings, data_keys), metrics, verify=verify)
 
 
 def _open_probe(
@@ -371,18 +476,49 @@ def _open_journal(settings: Settings, broker: Broker, closing: ExitStack, consum
     return journal
 
 
-def _build_optimizer(settings: Settings, device: str, metrics: InferenceMetrics) -> Optimizer | None:
-    """None where the settings turn optimization off. Raises ConfigurationError for folders that it cannot use."""
+def _open_audit_log(settings: Settings, name: str, closing: ExitStack) -> AuditLogger:
+    """The audit log of this worker. The broker keeps the ends of its chain: the registry's client takes 30 MB.
+
+    Raises ConfigurationError when the log cannot be written.
+    """
+    heads = RedisAuditHeads.from_url(settings.redis_url or "", timeout_s=_HEADS_TIMEOUT_S)
+    closing.callback(heads.close)
+    redact = redactor_of(settings.inference.privacy).redact
+    log = AuditLogger(config=AuditConfig.of(settings), writer=name, redact=redact, heads=[heads])
+    closing.callback(log.close)
+    return log
+
+
+def _build_optimizer(
+    settings: Settings,
+    device: str,
+    metrics: InferenceMetrics,
+    log: AuditLogger,
+    archive: GoldenArchive | None,
+    breakers: BreakerEnd,
+    alerts: Alerts,
+) -> InferenceOptimizer | None:
+    """None where the settings turn optimization off.
+
+    Raises ConfigurationError for folders that it cannot use, and for an entry point of a validator that it cannot load.
+    """
     inference, home = settings.inference, settings.home
     if not inference.enabled:
         return None
-    return Optimizer(
+    validators = ValidatorRegistry()
+    if found := validators.load_entry_points():
+        logger.info("custom validators", extra={"validators": found})
+    return InferenceOptimizer(
         inference,
         home=home,
         device=device,
-        audit=_audit_of(settings),
+        audit=partial(audit_decision, log),
         metrics=metrics,
         compiler=TorchCompiler(inference.compilation, home / "compilation.key"),
+        validators=validators,
+        archive=archive,
+        breakers=breakers,
+        alerts=alerts,
     )
 
 
@@ -402,27 +538,32 @@ def _build_reconciler(settings: Settings, drain: Drain, worker: str, verify: Ver
 
 
 def _build_endpoint(
-    settings: Settings, broker: RedisStreams, celery: CeleryParts, closing: ExitStack
+    settings: Settings, broker: RedisStreams, celery: CeleryParts, data_keys: DataKeys | None, closing: ExitStack
 ) -> tuple[TaskIngress, TaskResultForwarder]:
-    """Both ends of the Celery task endpoint."""
+    """Both ends of the Celery task endpoint. Raises ConfigurationError where it is to be open and payloads sealed."""
+    if settings.inference.celery.lane == "trusted" and settings.inference.seals_payloads:
+        raise ConfigurationError(
+            "celery.lane is trusted and payloads must be sealed, but Celery's broker and result backend hold the "
+            "arguments and results of send_task in plaintext. Expected PENSTOCK_INFERENCE_CELERY_LANE=off, or "
+            "PENSTOCK_INFERENCE_PRIVACY_SEAL_PAYLOADS=off"
+        )
     client = redis.Redis.from_url(settings.redis_url or "", **connection_options(_REDIS_TIMEOUT_S))
     closing.callback(client.close)
     queue = settings.inference.queue
     limits, result_ttl_ms = limits_of(queue), int(queue.result_ttl_s * 1000)
     # A result may expire unread, and its task ends after that.
     keep_ms = limits.job_ttl_ms + 2 * result_ttl_ms
-    requests = TaskRequests(client, settings.keyring, keep_ms=keep_ms, settled_ms=result_ttl_ms)
+    keyring = envelope_keys(settings, data_keys)
+    requests = TaskRequests(client, keyring, keep_ms=keep_ms, settled_ms=result_ttl_ms)
     ingress = TaskIngress(
         broker,
-        JobBuilder.of(settings),
+        JobBuilder.of(settings, keyring),
         SpecCache(settings.inference.repo_root),
         limits,
         requests.keep,
         is_open=settings.is_lane_open,
     )
-    return ingress, TaskResultForwarder(
-        client, broker, settings.keyring, requests, celery.results, worker=celery.hostname
-    )
+    return ingress, TaskResultForwarder(client, broker, keyring, requests, celery.results, worker=celery.hostname)
 
 
 @contextmanager
@@ -450,6 +591,23 @@ def _remote_control(
         yield
 
 
+def _tell_the_end(reason: str) -> None:
+    # A log that raises, for example a handler of a model, must not keep the process alive.
+    with suppress(BaseException):
+        logger.critical("worker gives up", extra={"reason": reason})
+        logging.shutdown()
+
+
+def _needed_descriptors(settings: Settings, device: Pin, drain: Drain) -> dict[str, OwnDescriptor]:
+    numbers = {"the lock of the device": device.lock, "the wake-up of the drain": drain.parts.claimer.wake_up.fd}
+    if settings.worker.heartbeat_fd is not None:
+        numbers["the pipe of the heartbeat"] = settings.worker.heartbeat_fd
+    if isinstance(drain.parts.journal, FileJournal):
+        numbers["the crash journal"] = drain.parts.journal.fd
+    found = {name: OwnDescriptor(number) for name, number in numbers.items()}
+    return {name: descriptor for name, descriptor in found.items() if descriptor.is_intact}
+
+
 def _queue_of(model: str) -> str:
     """The name that the queues of a model's four priorities begin with: `infer.{mlp}`."""
     return stream_key(model, Priority.NORMAL).rpartition(".")[0]
@@ -457,12 +615,10 @@ def _queue_of(model: str) -> str:
 
 def _verifier(settings: Settings) -> Verifier | None:
     """Checks operators' signatures; None where the settings name no key."""
+    if not settings.operator_public_keys:
+        return None
+    # Here: a worker that checks no signature and encrypts nothing runs without the library cryptography.
+    from penstock.safety.operator_key import PublicKeys
+
     keys = PublicKeys.parse(settings.operator_public_keys)
     return keys.verify if len(keys) else None
-
-
-def _audit_of(settings: Settings) -> Callable[[Mapping[str, object]], None]:
-    privacy = settings.inference.privacy
-    if not privacy.audit_log_enabled:
-        return lambda _facts: None
-    return partial(AuditLog(privacy.audit_log_path, "levels").record, "level")

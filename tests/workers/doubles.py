@@ -16,7 +16,7 @@ from penstock.registry.broker.base import Broker, Delivery
 from penstock.registry.envelope import JobHeader, Keyring, seal
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.queues import Priority
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Array, encode
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.batching.batcher import Batch
@@ -36,7 +36,6 @@ __all__ = [
     "Doubler",
     "Formed",
     "PendingLoader",
-    "ProcessEnds",
     "RowRuntime",
     "cold_version",
     "counted",
@@ -70,17 +69,17 @@ def spec_of(**document: Any) -> ModelSpec:
     )
 
 
-def version_of(runtime: Runtime, spec: ModelSpec, max_rows: int) -> ServedVersion:
+def version_of(runtime: Runtime, spec: ModelSpec, max_rows: int, *, most_bytes: int = 1 << 28) -> ServedVersion:
     """The version that this runtime serves, loaded; its batches have at most `max_rows` rows."""
-    version = cold_version(spec, max_rows)
+    version = cold_version(spec, max_rows, most_bytes=most_bytes)
     version.runtime = runtime
     version.has_loaded()
     return version
 
 
-def cold_version(spec: ModelSpec, max_rows: int) -> ServedVersion:
+def cold_version(spec: ModelSpec, max_rows: int, *, most_bytes: int = 1 << 28) -> ServedVersion:
     """A version that is not loaded, and has no files from which it could be."""
-    config = InferenceConfig.model_validate({"batching": {"max_batch_size": max_rows}})
+    config = InferenceConfig.model_validate({"batching": {"max_batch_size": max_rows, "max_queue_bytes": most_bytes}})
     return ServedVersion(Package(spec, Path("nowhere") / spec.name / spec.version), config)
 
 
@@ -90,6 +89,7 @@ class RowRuntime:
     version = "1"
     content_hash = "d" * 64
     memory_bytes = 0
+    may_change_threads = False
 
     def load(self, device: str, threads: int) -> None:
         """There is nothing to load."""
@@ -129,12 +129,12 @@ class Doubler(RowRuntime):
 
 
 class Formed:
-    """A runtime that has another form, which ends the process for whatever it is given."""
+    """A runtime that has another form, which fails for whatever it is given."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.forms = Forms(runtime.run)
-        self.forms.use("compiled", self._end)
+        self.forms.use("compiled", self._fail)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
@@ -146,17 +146,13 @@ class Formed:
         return self.forms.run(prepared)
 
     @staticmethod
-    def _end(prepared: Prepared) -> dict[str, Array]:
-        raise ProcessEnds
+    def _fail(prepared: Prepared) -> dict[str, Array]:
+        raise RuntimeError("the other form was used")
 
 
-class ProcessEnds(BaseException):
-    """No code of ours survives it."""
-
-
-def ready_version(max_rows: int = 16, **document: Any) -> ServedVersion:
-    """A loaded version that doubles; `document` changes its spec."""
-    return version_of(Doubler(), spec_of(**document), max_rows)
+def ready_version(max_rows: int = 16, *, most_bytes: int = 1 << 28, **document: Any) -> ServedVersion:
+    """A loaded version that doubles; `document` changes its spec. most_bytes: what its worker holds at most."""
+    return version_of(Doubler(), spec_of(**document), max_rows, most_bytes=most_bytes)
 
 
 def job_of(
@@ -178,7 +174,7 @@ def job_of(
     job_header = JobHeader(f"{model}.{entry}", tenant, model, priority.label, content, **header)
     sealed = seal("job", job_header, body, _UNSIGNED)
     delivery = Delivery(model, priority, f"{entry}-0".encode(), sealed, crashes=crashes, active=active)
-    return ClaimedJob(delivery, job_header, inputs, len(inputs["x"]), claimed, queue_ms, expires_ms)
+    return ClaimedJob(delivery, job_header, body, len(inputs["x"]), claimed, queue_ms, expires_ms)
 
 
 def run_of(version: ServedVersion, *jobs: ClaimedJob, is_as_built: bool = False) -> BatchRun:
@@ -186,7 +182,7 @@ def run_of(version: ServedVersion, *jobs: ClaimedJob, is_as_built: bool = False)
     for job in jobs:
         version.queue.reserve(job)
     version.queue.in_flight += 1
-    items = [version.pending(job) for job in jobs]
+    items = version.pending(jobs)
     rows = sum(item.rows for item in items)
     batch = Batch(items[0].key, items, rows, rows, "full", items[0].priority)
     return BatchRun(version, batch, is_as_built=is_as_built)

@@ -39,6 +39,10 @@ class RecordingListener(NullListener):
         self.errors: list[Failure] = []
         self.revoked: set[str] = set()
 
+    @property
+    def has_revoked(self) -> bool:
+        return bool(self.revoked)
+
     def is_revoked(self, job_id: str) -> bool:
         return job_id in self.revoked
 
@@ -101,7 +105,9 @@ class MemoryJournal:
 class SteppedWorker:
     """A drain whose threads are the test."""
 
-    def __init__(self, harness: SteppedHarness, broker: Broker, packages: list[Package], jitter: float) -> None:
+    def __init__(
+        self, harness: SteppedHarness, broker: Broker, packages: list[Package], jitter: float, **options: Any
+    ) -> None:
         self.journal = MemoryJournal()
         self.notes = RecordingListener()
         self.metrics = InferenceMetrics((0.1, 1.0))
@@ -119,6 +125,7 @@ class SteppedWorker:
                 clock=harness.clock,
                 jitter=lambda: jitter,
                 journal=lambda _consumer, _seats: self.journal,
+                **options,
             ),
         )
         self.drain.load()
@@ -165,7 +172,7 @@ class SteppedHarness:
         self.clock: Callable[[], float] = lambda: self.now
         self.settings = Settings.load(overrides={"queue": {"lease_s": LEASE_S}, "timeout_seconds": LIMIT_S, **settings})
         self.workers: list[SteppedWorker] = []
-        self._root = models_root
+        self.models_root = models_root
         self._broker = MemoryBroker(self.clock)
         self.ends: list[Broker] = [self._broker]
         self._builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=10 << 20)
@@ -176,18 +183,18 @@ class SteppedHarness:
         return self._broker
 
     def start_worker(
-        self, *, jitter: float = 1.0, connect: Callable[[MemoryBroker], Broker] | None = None
+        self, *, jitter: float = 1.0, connect: Callable[[MemoryBroker], Broker] | None = None, **options: Any
     ) -> SteppedWorker:
-        """One more worker for all models of the root."""
-        packages = [load_package(path / "1") for path in sorted(self._root.iterdir())]
+        """One more worker for all models of the root. options: of DrainOptions."""
+        packages = [load_package(path / "1") for path in sorted(self.models_root.iterdir())]
         broker = connect(self._broker) if connect else self._broker.connect()
         self.ends.append(broker)
-        self.workers.append(SteppedWorker(self, broker, packages, jitter))
+        self.workers.append(SteppedWorker(self, broker, packages, jitter, **options))
         return self.workers[-1]
 
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""
-        spec = load_package(self._root / model / "1").spec
+        spec = load_package(self.models_root / model / "1").spec
         jobs = [self._builder.build(spec, {"x": [[number, 0, 0, 0]]}, SubmitOptions(**how)) for number in numbers]
         assert {receipt.outcome for receipt in self.broker.publish(model, jobs, LIMITS)} == {"accepted"}
         return [job.job_id for job in jobs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.deployment import Deployment
 from penstock.registry.package import load_package
 from penstock.registry.settings import Settings
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.assembly import DrainOptions, PartTypes, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.executor import seats_for
@@ -25,6 +26,7 @@ from penstock.workers.results import EncodedOutputs
 from penstock.workers.versions.deployment_store import FileDeploymentStore, NullDeploymentStore
 from tests.flow.conftest import amend
 from tests.packages import write_double
+from tests.workers.cache.stepped_tiers import DictTier
 from tests.workers.doubles import Doubler, job_of
 
 Build = Callable[..., Drain]
@@ -59,7 +61,7 @@ def test_every_part_type_can_be_replaced(build: Build, models_root: Path):
     """Each class that the simulator puts in the place of a part is the one that the drain runs."""
     write_double(models_root)
     own: dict[str, Any] = {each.name: type("Own", (getattr(PartTypes(), each.name),), {}) for each in fields(PartTypes)}
-    drain = build(types=PartTypes(**own))
+    drain = build(types=PartTypes(**own), tiers=[DictTier("l2", time.monotonic)])
     parts = drain.parts
     built = {
         "drain": drain,
@@ -74,6 +76,7 @@ def test_every_part_type_can_be_replaced(build: Build, models_root: Path):
         "loader": parts.lifecycle.loader,
         "placement": parts.placement,
         "wake_up": parts.claimer.wake_up,
+        "tiers": parts.answers.tiers,
     }
     assert {name: type(part) for name, part in built.items()} == own
 

@@ -102,7 +102,9 @@ def test_an_observer_sees_the_answered_jobs_only():
     run.answers, run.tokens, run.started, run.ended = [outputs, FAILED, outputs], 7, 10.0, 12.5
     observed = run.observation
     assert (observed.rows, observed.tokens, observed.seconds) == (3, 7, 2.5)
-    assert list(observed.answered) == [AnsweredJob(job.header.id, job.inputs, outputs) for job in (jobs[0], jobs[2])]
+    answered = [AnsweredJob(job.header.id, job.inputs, outputs) for job in (jobs[0], jobs[2])]
+    assert list(observed.answered(lambda _: True)) == answered
+    assert list(observed.answered(lambda job_id: job_id == jobs[2].header.id)) == answered[1:]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from penstock.registry.broker.base import Commit, Delivery, Limits, Publication, State
 from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.envelope import MAX_JOB_BYTES
 from penstock.registry.queues import Priority, new_job_id
 from penstock.workers.claims import AgeingReserve, Claimer, WakeUp
 from penstock.workers.leases import AGEING_SHARE, LeasedJobs
@@ -36,7 +40,7 @@ class Noting(MemoryBroker):
 class Harness:
     """A claimer for some models with room for CAPACITY jobs each, and a broker with its clock."""
 
-    def __init__(self, *models: str, most_jobs: int = 100) -> None:
+    def __init__(self, *models: str, most_jobs: int = 100, most_bytes: int = 1 << 28) -> None:
         self.now = 1000.0
         self.broker = Noting()
         self.models = {name: ServedModel(name, ready_version(max_rows=2, name=name)) for name in models or ("double",)}
@@ -49,15 +53,26 @@ class Harness:
             self.leased,
             WakeUp(),
             most_jobs=most_jobs,
+            most_bytes=most_bytes,
             ageing_ms=1000,
             result_ttl_ms=60_000,
             checkpoint=self.checkpoints.append,
             clock=lambda: self.now,
         )
 
-    def publish(self, model: str, count: int) -> None:
-        jobs = [Publication(new_job_id(model), Priority.NORMAL, b"a job", "acme") for _ in range(count)]
+    def publish(self, model: str, count: int, *, sealed: bytes = b"a job") -> None:
+        jobs = [Publication(new_job_id(model), Priority.NORMAL, sealed, "acme") for _ in range(count)]
         self.broker.publish(model, jobs, ROOMY)
+
+    def hold(self, model: str, nbytes: int) -> None:
+        """One job of the model and of this size is in memory."""
+        job = job_of(model=model)
+        job.delivery = structs.replace(job.delivery, sealed=bytes(nbytes))
+        self.leased.take([job])
+
+    def bytes_wanted(self) -> dict[str, int]:
+        """The credit in bytes of each model that is asked for now."""
+        return {claim.slot: claim.credit_bytes for claim in self.claimer.wanted()}
 
     def wanted(self) -> dict[str, int]:
         """The credit of each model that is asked for now."""
@@ -164,7 +179,7 @@ def test_a_model_with_much_room_leaves_the_others_theirs():
 def test_a_blocking_claim_stays_within_the_room_of_the_worker():
     """Its count holds for each queue of each model; it is at least one, and none is left without any room."""
     for most_jobs, in_memory, counts in ((100, 0, [4]), (24, 0, [3]), (24, 20, [1]), (10, 10, [])):
-        harness = Harness("a", "b", "c", most_jobs=most_jobs)
+        harness = Harness("a", "b", "c", most_jobs=most_jobs, most_bytes=1 << 40)
         harness.models["c"].active = None
         harness.claim()
         harness.leased.take([job_of() for _ in range(in_memory)])
@@ -235,3 +250,84 @@ def test_crash_points_surround_what_an_exchange_does():
     commit = Commit("double", Priority.NORMAL, delivery.entry_id, "double.x", State.COMPLETED, b"", "acme")
     harness.claimer.exchange([commit], [])
     assert harness.checkpoints == ["before-commit", "after-commit"]
+
+
+def test_a_model_with_large_jobs_leaves_the_others_their_shares():
+    """Half of the bytes is divided evenly; what is free of the other half is divided anew in each round trip."""
+    harness = Harness("a", "b", most_bytes=1000)
+    assert [harness.bytes_wanted() for _ in range(2)] == [{"a": 500, "b": 500}] * 2
+    harness.hold("a", 900)
+    assert harness.bytes_wanted() == {"b": 250}
+    harness.hold("b", 249)
+    assert harness.bytes_wanted() == {"b": 1}
+    harness.hold("b", 1)
+    assert harness.bytes_wanted() == {}
+
+
+def test_a_claim_that_ended_for_want_of_bytes_has_not_seen_its_queue_empty():
+    """The worker asks again as soon as there are bytes, and waits for the queue only when it was seen empty."""
+    harness = Harness(most_bytes=10)
+    harness.publish("double", 3, sealed=bytes(10))
+    (first,) = harness.claim()
+    assert harness.wanted() == {"double": CAPACITY}
+    harness.claimer.arm()
+    assert not harness.is_armed()
+    assert len(harness.claim()) == 1
+    assert first.sealed == bytes(10)
+    assert len(harness.claim()) == 1
+    assert harness.claim() == []
+    harness.claimer.arm()
+    assert harness.is_armed()
+
+
+def test_no_blocking_claim_while_a_model_has_no_bytes_left():
+    """Its queue was seen empty, but what comes into it now finds no room."""
+    harness = Harness("a", "b", most_bytes=1000)
+    assert harness.claim() == []
+    harness.hold("a", 750)
+    harness.claimer.arm()
+    assert not harness.is_armed()
+    before = harness.claimer.may_wait
+    harness.leased.drop(list(harness.leased._held.values()))
+    assert (before, harness.claimer.may_wait) == (False, True)
+    harness.claimer.arm()
+    assert harness.is_armed()
+
+
+def test_a_blocking_claim_is_bounded_by_the_largest_job_so_far():
+    """A hundred such jobs fit, four queues share them; one of each is always welcome."""
+    for size, count in ((1, 4), (100, 2), (1000, 1)):
+        harness = Harness(most_bytes=1000)
+        harness.publish("double", 1, sealed=bytes(size))
+        harness.claim()
+        assert harness.claim() == []
+        harness.claimer.arm()
+        assert [armed for _, armed in harness.broker.armed] == [count], size
+
+
+def test_a_wake_up_that_a_model_closed_wakes_nothing_else():
+    """Its number is given to nothing that is opened next. Threads go on ringing, the I/O thread goes on claiming."""
+    harness = Harness()
+    wake_up = harness.claimer.wake_up
+    os.close(wake_up.fd)
+    taken = os.eventfd(0)
+    wake_up.ring()
+    assert wake_up.is_lost
+    harness.publish("double", 1)
+    assert len(harness.claim()) == 1
+    assert harness.claimer.wait(0.0) == []
+    os.set_blocking(taken, False)
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(taken)
+    # Closed once more with its wake-up.
+    os.dup2(taken, wake_up.fd)
+    os.close(taken)
+
+
+@pytest.mark.parametrize(("most_jobs_of_10_mb", "count"), [(1, 1), (8, 2), (100, 4)])
+def test_the_first_blocking_claim_expects_the_largest_jobs(most_jobs_of_10_mb: int, count: int):
+    """Jobs of any size may come between the last claim and this one, and it has seen none."""
+    harness = Harness(most_bytes=most_jobs_of_10_mb * MAX_JOB_BYTES)
+    harness.claim()
+    harness.claimer.arm()
+    assert [armed for _, armed in harness.broker.armed] == [count]

@@ -39,6 +39,24 @@ def test_waiting_job_expires_while_the_device_is_busy(harness: SteppedHarness):
     assert [harness.answer(job) for job in (*running, *ahead, patient)] == [2, 6, 8, 12]
 
 
+def test_job_of_a_formed_batch_expires_while_the_device_is_busy(harness: SteppedHarness):
+    """The next batch was formed ahead: its overdue job leaves it, and the other one runs."""
+    worker = harness.start_worker()
+    running = harness.publish("double", 1)
+    worker.turn(2)
+    work = worker.begin()
+    assert work is not None
+    late, patient = harness.publish("double", 3, deadline_s=0.4)[0], harness.publish("double", 4)[0]
+    harness.pass_time(0.2)
+    worker.turn(3)
+    assert [run.jobs[0].header.id for run in worker.drain.parts.executor.waiting()] == [late]
+    harness.pass_time(1)
+    assert harness.state(late) is State.EXPIRED
+    worker.end(work)
+    worker.forwards()
+    assert [harness.answer(job) for job in (*running, patient)] == [2, 8]
+
+
 def test_overdue_jobs_of_a_paused_model_end(harness: SteppedHarness):
     """A paused model hands out nothing: its workers end the jobs whose time has passed, and only these."""
     harness.start_worker()

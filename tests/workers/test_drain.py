@@ -27,6 +27,7 @@ from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
 from tests.servers import RedisServer, wait_until
+from tests.workers.doubles import job_of
 from tests.workers.stepped import SteppedHarness
 
 ROOMY = Limits(100_000, 0, 60_000)
@@ -197,7 +198,7 @@ def test_stop_finishes_the_running_batch_and_gives_back_the_rest(
 def test_stop_without_grace_gives_back_what_runs(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
     """A forward longer than the grace period: its jobs run again elsewhere, and its own result is thrown away."""
     forward_log = tmp_path / "forward_log"
-    write_recorder(models_root, forward_log, slot, forward_s=0.5)
+    write_recorder(models_root, forward_log, slot, forward_s=1.5)
     harness = start()
     jobs = harness.publish(slot, 1, 2, 3)
     wait_until(lambda: any(1 in rows for rows in recorded_forwards(forward_log)), 5, "the batch runs")
@@ -226,7 +227,7 @@ def test_job_never_starts_after_its_deadline(
 ):
     """A deadline that passes while another forward runs: the job expires, also when its batch had been formed."""
     forward_log = tmp_path / "forward_log"
-    write_recorder(models_root, forward_log, slot, forward_s=0.5)
+    write_recorder(models_root, forward_log, slot, forward_s=1.5)
     harness = start()
     (first,) = harness.publish(slot, 1)
     wait_until(lambda: [1] in recorded_forwards(forward_log), 5, "the first job runs")
@@ -337,7 +338,7 @@ def build():
 def test_equal_of_a_withdrawn_job_still_runs(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
     """Of two equal jobs the first is withdrawn while its batch waits: it never runs, and the second is answered."""
     forward_log = tmp_path / "forward_log"
-    write_recorder(models_root, forward_log, slot, forward_s=0.8)
+    write_recorder(models_root, forward_log, slot, forward_s=1.5)
     harness = start()
     harness.publish(slot, 1)
     wait_until(lambda: [1] in recorded_forwards(forward_log), 5, "a forward runs")
@@ -371,3 +372,31 @@ def test_a_stop_in_the_middle_of_a_turn_claims_nothing(harness: SteppedHarness, 
     assert worker.drain.reserved() == worker.drain.active() == []
     successor = harness.start_worker()
     assert successor.forward() == [job]
+
+
+def test_a_worker_that_cannot_claim_does_not_look_again_at_once(harness: SteppedHarness, models_root: Path):
+    """It waits for its replacement, or its jobs take all room: a turn each millisecond would do nothing."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    assert worker.drain.sleep_s() == 0.001
+    worker.drain.parts.scheduler.unhealthy_reason = "a forward hangs"
+    assert worker.drain.sleep_s() == 0.25
+    worker.drain.parts.scheduler.unhealthy_reason = ""
+    worker.drain.parts.leased._sizes["double"] = worker.drain.parts.claimer._most_bytes
+    assert worker.drain.sleep_s() == 0.25
+
+
+def test_an_idle_worker_sleeps_until_its_blocking_claim_ends(harness: SteppedHarness, models_root: Path):
+    """It has nothing to look at meanwhile; a worker that holds a job, or has a request, looks four times a second."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    worker.turn(3)
+    assert worker.drain.is_at_rest
+    assert worker.drain.sleep_s() == worker.drain.parts.claimer.next_wakeup() - harness.now
+    assert worker.drain.sleep_s() > 1.0
+    worker.drain.lifecycle.request(lambda: None)
+    assert worker.drain.sleep_s() == 0.25
+    worker.turn()
+    assert worker.drain.sleep_s() > 1.0
+    worker.drain.parts.leased.take([job_of()])
+    assert worker.drain.sleep_s() == 0.25

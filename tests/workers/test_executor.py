@@ -14,9 +14,9 @@ from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import OutOfMemory
 from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.queues import Priority
-from penstock.registry.settings import InferenceConfig
-from penstock.registry.tensors import Array
-from penstock.workers.batch_run import BatchRun
+from penstock.registry.settings_sections import InferenceConfig
+from penstock.registry.tensors import Array, encode
+from penstock.workers.batch_run import BatchRun, JointAnswers
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
 from penstock.workers.batching.forward_size import ForwardSize
 from penstock.workers.executor import Executor, seats_for
@@ -74,9 +74,10 @@ def work_of(runtime: Device, jobs: Sequence[Sequence[float]], max_rows: int = 16
     items = []
     for order, numbers in enumerate(jobs):
         inputs = {"x": np.array([[number] for number in numbers], np.float32)}
-        header = JobHeader(f"double.{order}", "acme", "double", "normal", ())
+        content, body = encode(inputs)
+        header = JobHeader(f"double.{order}", "acme", "double", "normal", content)
         delivery = Delivery("double", Priority.NORMAL, f"{order + 1}-0".encode(), b"")
-        job = ClaimedJob(delivery, header, inputs, len(numbers), 0.0, 0.0, 0)
+        job = ClaimedJob(delivery, header, body, len(numbers), 0.0, 0.0, 0)
         items.append(Pending(KEY, 2, job.rows, runtime.length(inputs), 0, 0.0, job))
     rows = sum(item.rows for item in items)
     return BatchRun(version_of(runtime, spec_of(), max_rows), Batch(KEY, items, rows, rows, "full", 2))
@@ -269,6 +270,56 @@ def test_a_lost_instance_interrupts_its_run_and_no_other(is_prepared: bool):
     assert [what for what, _, _ in journal.told] == ["begin", "end"] * 2
 
 
+def test_a_run_on_the_calling_thread_wakes_nobody_and_is_in_the_journal():
+    """Its answers are there when the call returns, and `take_done` gives it once."""
+    rung: list[bool] = []
+    journal = RecordedJournal()
+    executor = Executor(1, lambda: rung.append(True), lambda _: {}, lambda _: None, journal=journal)
+    work = work_of(Device(fits(16)), SIXTEEN)
+    executor.run_here(work)
+    assert isinstance(work.answers, JointAnswers)
+    assert work.answers.outputs["y"][:, 0].tolist() == [2.0 * number for number in range(16)]
+    assert (executor.take_done(), executor.take_done()) == ([work], [])
+    assert (rung, executor.here, executor.idle) == ([], None, 1)
+    assert [what for what, _, _ in journal.told] == ["begin", "end"]
+
+
+def test_a_device_that_is_lost_on_the_calling_thread_is_noted():
+    """As on a model thread: no answers, no end in the journal."""
+
+    def forward(rows: Array) -> Array:
+        raise DeviceLost("cuda:0: an illegal access")
+
+    journal = RecordedJournal()
+    executor = executor_of(journal)
+    executor.run_here(work_of(Device(forward), SIXTEEN))
+    assert (executor.device_lost, executor.here) == ("cuda:0: an illegal access", None)
+    assert executor.take_done() == []
+    assert [what for what, _, _ in journal.told] == ["begin"]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_run_on_the_calling_thread_that_exceeds_its_limit_condemns_the_process(is_alone: bool):
+    """Other threads see it from its limit on; the journal has the note if no job has another forward."""
+    now = [0.0]
+    seen: list[str | None] = []
+
+    def forward(rows: Array) -> Array:
+        limit_s = work.limit_s
+        for at in (limit_s, limit_s + 0.1):
+            now[0] = at
+            seen.append(executor.overdue_here(at))
+        return rows * 2
+
+    journal = RecordedJournal()
+    executor = executor_of(journal, lambda: now[0])
+    work = work_of(Device(forward), SIXTEEN[: 1 if is_alone else 2])
+    executor.run_here(work)
+    assert seen == [None, f"a forward of double took longer than its limit of {work.limit_s:g} s"]
+    assert [what for what, _, _ in journal.told] == ["begin", *(["exceeded"] if is_alone else []), "end"]
+    assert executor.overdue_here(1e9) is None
+
+
 def model(models_root, **batching: int) -> ServedVersion:
     """The model `double`, as served with these limits."""
     return ServedVersion(
@@ -357,6 +408,6 @@ def test_model_threads_are_added_while_it_runs():
         assert {work.seat for work in works} == {1, 2, 3}
         assert not [work for work in works if isinstance(work.answers[0], Failure)]
         executor.grow(1000)
-        assert executor.threads == seats_for(1) - 1
+        assert executor.threads == seats_for(1) - 2
     finally:
         executor.stop()

@@ -119,15 +119,20 @@ def test_the_first_job_is_as_fast_as_any_later_one(start: StartHarness, models_r
             return {{"y": inputs["x"]}}
         return forward
     """
-    write_package(models_root, "slow-to-begin", source, max_batch_size=1)
-    harness = start("slow-to-begin")
 
-    def compute_ms(number: float) -> float:
-        (job_id,) = harness.submit("slow-to-begin", number)
-        return float(harness.result(job_id)[0].timings.compute_ms)
+    def begins_as_fast(name: str) -> bool:
+        write_package(models_root, name, source, max_batch_size=1)
+        harness = start(name)
 
-    first, *later = (compute_ms(float(number)) for number in range(51))
-    assert first < max(later) + WARM_UP_S * 1000 / 2
+        def compute_ms(number: float) -> float:
+            (job_id,) = harness.submit(name, number)
+            return float(harness.result(job_id)[0].timings.compute_ms)
+
+        first, *later = (compute_ms(float(number)) for number in range(51))
+        return first < max(later) + WARM_UP_S * 1000 / 2
+
+    # A busy machine delays a first job now and then; a worker that does not warm up delays each.
+    assert any(begins_as_fast(f"slow-to-begin-{attempt}") for attempt in range(3))
 
 
 @pytest.mark.parametrize(("headroom_pct", "rows"), [(0, 380), (20, 300), (50, 180)])

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from penstock.compose.jobs.report import describe
 from penstock.producers.job_state import open_outcome
+from penstock.registry.envelope import open_result
 from penstock.registry.errors import ModelError
+from penstock.safety.privacy import InputRedactor
+from tests.faults.models import RAISING, write_misbehaving
 from tests.packages import write_package, write_raiser
 from tests.workers.stepped import LEASE_S, UNSIGNED, SteppedHarness, open_harness
 
@@ -125,3 +129,86 @@ def test_an_exception_with_any_text_fails_its_job_alone(
     (good,) = harness.publish("hostile", 0)
     worker.forwards()
     assert harness.answer(good) == 0
+
+
+@pytest.mark.parametrize("fault", RAISING)
+def test_whatever_a_model_raises_fails_its_job_alone(
+    fault: str, harness: SteppedHarness, models_root: Path, forward_log: Path
+):
+    """The job fails at once, its neighbours in the batch are answered, and the thread of the model lives."""
+    write_misbehaving(models_root, forward_log, "fragile", [RAISING[fault]])
+    worker = harness.start_worker()
+    jobs = harness.publish("fragile", 1, 2, -1, 4)
+    worker.forwards()
+    header, _ = open_result(harness.job_record(jobs[2]).result, UNSIGNED)
+    assert header.error is not None
+    assert header.error.where.startswith("model.py, line")
+    assert [harness.answer(job) for job in (*jobs[:2], jobs[3])] == [2, 4, 8]
+    assert worker.journal.jobs == []
+
+
+def test_texts_of_exceptions_are_redacted(models_root: Path, caplog: pytest.LogCaptureFixture):
+    """CF-034: with patterns the text loses what they find before it reaches log, monitor, record and client."""
+    source = """
+    def build():
+        def forward(inputs):
+            if inputs["x"].any():
+                raise ValueError(f"found {inputs['x'][0, 0]:.0f} in row 1")
+            return {"y": inputs["x"] * 2}
+        return forward
+    """
+    write_package(models_root, "raiser", source)
+    queue = {"lease_s": LEASE_S, "client_tracebacks": True}
+    for harness in open_harness(models_root, queue=queue, privacy={"redact_patterns": ["[0-9]{8}"]}):
+        job_id, shown = failed(harness)
+        assert "found -[REDACTED] in row 1" in str(shown)
+        told = [
+            str(shown),
+            shown.traceback,
+            repr(harness.job_record(job_id).result),
+            repr([vars(record) for record in caplog.records]),
+            repr(harness.workers[0].notes.errors),
+        ]
+        assert [text for text in told if "47110816" in text] == []
+
+
+PRIVATE = [
+    {"privacy": {"mode": "hashes_only", "seal_payloads": "off"}},
+    {"privacy": {"seal_payloads": "off"}, "cache": {"privacy_mode": "persisted_encrypted"}},
+]
+
+
+@pytest.mark.parametrize("settings", PRIVATE)
+@pytest.mark.parametrize(
+    ("error", "name"), [("ValueError", "ValueError"), ("ModelError", "ModelError"), ("MemoryError", "MemoryError")]
+)
+def test_a_privacy_mode_keeps_texts_of_exceptions_back(
+    error: str, name: str, settings: dict[str, Any], models_root: Path, caplog: pytest.LogCaptureFixture
+):
+    """Log, monitor, record and client get class, file and line; the text, which has the input, nowhere."""
+    source = f"""
+    from penstock import ModelError
+
+    def build():
+        def forward(inputs):
+            if inputs["x"].any():
+                raise {error}(f"found {{inputs['x'][0, 0]:.0f}}")
+            return {{"y": inputs["x"] * 2}}
+        return forward
+    """
+    write_package(models_root, "raiser", source)
+    for harness in open_harness(models_root, queue={"lease_s": LEASE_S, "client_tracebacks": True}, **settings):
+        job_id, shown = failed(harness)
+        assert shown.where == "model.py, line 7, in forward"
+        assert "text withheld" in str(shown)
+        assert name in f"{type(shown).__name__}: {shown}"
+        told = [
+            str(shown),
+            shown.traceback,
+            repr(harness.job_record(job_id).result),
+            repr(describe(harness.broker, job_id, UNSIGNED, 3600, InputRedactor())),
+            repr([vars(record) for record in caplog.records]),
+            repr(harness.workers[0].notes.errors),
+        ]
+        assert [text for text in told if "47110816" in text] == []
+        assert "raise " in shown.traceback

@@ -102,11 +102,11 @@ def test_followers_are_released_with_their_leader(harness: Harness):
     leader, follower, later = jobs = harness.claimed(3)
     for job in jobs:
         job.digest = b"equal"
-    assert [harness.flights.join(job, version) for job in (leader, follower)] == [False, True]
+    assert harness.flights.join_all([leader, follower], version) == ([leader], [follower])
     harness.releaser.add([leader])
     harness.releaser.flush()
     assert [delivery.entry_id for delivery in harness.taken_over()] == entries([leader, follower])
-    assert not harness.flights.join(later, version)
+    assert harness.flights.join_all([later], version) == ([later], [])
 
 
 def test_jobs_are_kept_while_the_broker_is_away(harness: Harness):
@@ -175,7 +175,7 @@ def test_a_follower_of_such_a_job_has_no_crash(harness: Harness):
     leader, follower = jobs = harness.claimed(2)
     for job in jobs:
         job.digest = b"equal"
-        harness.flights.join(job, harness.version)
+    harness.flights.join_all(jobs, harness.version)
     harness.releaser.add_interrupted([harness.interrupted(leader)])
     harness.releaser.flush()
     assert [(each.entry_id, each.crashes) for each in harness.taken_over()] == [

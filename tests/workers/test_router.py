@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.deployment import Deployment
-from penstock.registry.envelope import Failure, JobHeader
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.envelope import Failure, JobHeader, Keyring, Options, Retry
+from penstock.registry.queues import reply_key
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.unrun import CANCELLED, EXPIRED
+from penstock.safety.cache_entry import key_of
 from penstock.workers.cache import AnswerCache, SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import NullListener
@@ -22,6 +28,7 @@ from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route,
 from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.placement import Placement
 from penstock.workers.versions.version import ServedVersion, VersionState
+from tests.workers.cache.equal_jobs import OpenedJobs, apart
 from tests.workers.doubles import Doubler, cold_version, counted, job_of, lifecycle_of, spec_of
 
 
@@ -31,6 +38,10 @@ class Revocations(NullListener):
     def __init__(self) -> None:
         self.revoked: set[str] = set()
         self.begun: list[str] = []
+
+    @property
+    def has_revoked(self) -> bool:
+        return bool(self.revoked)
 
     def is_revoked(self, job_id: str) -> bool:
         return job_id in self.revoked
@@ -104,7 +115,7 @@ def test_a_job_of_another_signature_fails_with_the_reason():
     """The client checked the job against an older spec than the one that is served now."""
     harness = Harness()
     job = job_of(1)
-    job.inputs = {"z": job.inputs["x"]}
+    job.decoded = {"z": job.inputs["x"]}
     route = harness.route(job)
     assert isinstance(route, Answered)
     assert route.outcome.failure is not None
@@ -257,3 +268,157 @@ def test_followers_without_an_answer_get_a_new_leader_among_them():
     harness.flights.end(leader)
     assert harness.router.rejoin(first, harness.version) == Run(harness.version)
     assert harness.router.rejoin(second, harness.version) is Aside.FOLLOWS
+
+
+def test_followers_of_a_failed_leader_neither_lead_nor_follow():
+    """The completer has taken their digest away."""
+    harness = Harness()
+    leader, *followers = [job_of(7) for _ in range(3)]
+    for job in (leader, *followers):
+        harness.route(job)
+    harness.flights.end(leader)
+    for job in followers:
+        job.digest = b""
+    assert [harness.router.rejoin(job, harness.version) for job in followers] == [Run(harness.version)] * 2
+
+
+# Whole claims
+
+
+class Claims:
+    """Two routers alike: one is given whole claims, the other the same jobs one by one, with nothing known of their
+    headers."""
+
+    def __init__(self, *, ttl_s: float, shares: bool, isolates: bool, is_paused: bool) -> None:
+        self.whole, self.single = (Harness(isolates_tenants=isolates) for _ in range(2))
+        for harness in (self.whole, self.single):
+            policy = replace(harness.version.policy, cache_ttl_s=ttl_s, shares_flights=shares)
+            harness.version.policy = policy
+            harness.paused = {"double"} if is_paused else set()
+            harness.router._is_paused = harness.paused.__contains__
+        self.opened = OpenedJobs(Keyring.parse(None))
+
+    def keep(self, number: float) -> None:
+        """Both caches have the answer to this number, if they keep answers."""
+        for harness in (self.whole, self.single):
+            job = self.opened.open(number)
+            tenant = "acme" if harness.router._keys._isolates_tenants else ""
+            answer = EncodedOutputs((), str(number).encode(), harness.version.content_hash, harness.version.generation)
+            harness.answers.memory.put(key_of(job.header, job.body, "1", tenant=tenant), answer, 60.0)
+
+    def ways(self, jobs: Sequence[ClaimedJob]) -> tuple[dict[str, object], dict[str, object]]:
+        """By the id of each job, how either router decided."""
+        routed = self.whole.router.route_all(jobs, 0.0)
+        whole: dict[str, object] = {}
+        for version, running in routed.running.items():
+            assert version is self.whole.version
+            whole |= {job.header.id: "runs" for job in running}
+        for cached in routed.cached:
+            assert cached.version is self.whole.version
+            whole |= {job.header.id: answer for job, answer in zip(cached.jobs, cached.answers, strict=True)}
+        whole |= {job.header.id: _way(route) for job, route in routed.others}
+        alone = apart(jobs)
+        single = {job.header.id: _way(self.single.route(job)) for job in alone}
+        assert [job.digest for job in jobs] == [job.digest for job in alone]
+        assert [job.header.id for job in routed.running[self.whole.version]] == [
+            each for each, way in single.items() if way == "runs"
+        ], "the jobs that run stand in their order of arrival"
+        return whole, {each: way for each, way in single.items() if way is not Aside.FOLLOWS}
+
+    def followers(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """By the id of each leader, its followers, in either router."""
+
+        def of(harness: Harness) -> dict[str, list[str]]:
+            return {
+                leader.header.id: [follower.header.id for follower, _ in harness.flights._followers.get(digest, ())]
+                for digest, leader in harness.flights._leaders.items()
+            }
+
+        return of(self.whole), of(self.single)
+
+
+def _way(route: Route) -> object:
+    if isinstance(route, Run):
+        return "runs"
+    if isinstance(route, Answered):
+        return route.outcome.answer
+    return route if isinstance(route, Aside) else type(route)
+
+
+_KINDS: list[dict[str, Any]] = [
+    {},
+    {"tenant": "umbrella"},
+    {"options": Options(retry=Retry(attempts=2))},
+    {"options": Options(outputs=("y",))},
+    {"version": "1"},
+    {"crashes": 1},
+    {"attempt": 2},
+    {"reply": reply_key("double", "a1")},
+]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from(range(len(_KINDS))) | st.just(0), st.integers(1, 4)), max_size=8),
+        max_size=4,
+    ),
+    st.sets(st.integers(1, 4)),
+    st.sampled_from([0.0, 60.0]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_claim_goes_the_ways_of_its_jobs(
+    claims: list[list[tuple[int, int]]],
+    kept: set[int],
+    ttl_s: float,
+    shares: bool,
+    isolates: bool,
+    is_paused: bool,
+):
+    """Run, cached, following or aside, with the same digests, counts, reports and order.
+
+    Equal jobs, other tenants, other retry policies and jobs that are not plain stand in it beside each other.
+    """
+    both = Claims(ttl_s=ttl_s, shares=shares, isolates=isolates, is_paused=is_paused)
+    for number in kept:
+        both.keep(number)
+    for claim in claims:
+        jobs = [both.opened.open(number, **_KINDS[kind]) for kind, number in claim]
+        whole, single = both.ways(jobs)
+        assert whole == single
+    assert operator.eq(*both.followers())
+    assert sorted(both.whole.listener.begun) == sorted(both.single.listener.begun)
+    assert both.whole.answers.take_accesses() == both.single.answers.take_accesses()
+    assert operator.eq(
+        *(counted(each.metrics, "penstock_single_flight", "1", "queue") for each in (both.whole, both.single))
+    )
+    assert operator.eq(*(list(each.answers.memory._entries) for each in (both.whole, both.single)))
+
+
+def test_a_claim_of_equal_jobs_is_reported_and_looked_up_once():
+    """One leads, the others follow it; one answer that is here serves all of them."""
+    both = Claims(ttl_s=60.0, shares=True, isolates=True, is_paused=False)
+    reports: list[int] = []
+    both.whole.listener.started = lambda jobs, at: reports.append(len(jobs))  # type: ignore[method-assign]
+    jobs = [both.opened.open(number) for number in (1, 1, 2, 1)]
+    routed = both.whole.router.route_all(jobs, 0.0)
+    assert (dict(routed.running), routed.cached, routed.others) == ({both.whole.version: [jobs[0], jobs[2]]}, [], [])
+    assert reports == [2]
+    both.keep(3)
+    jobs = [both.opened.open(3) for _ in range(4)]
+    routed = both.whole.router.route_all(jobs, 0.0)
+    assert not routed.running
+    assert [(cached.jobs, len(cached.answers)) for cached in routed.cached] == [(jobs, 4)]
+    assert reports == [2, 4]
+
+
+def test_a_revoked_job_of_a_claim_is_refused_though_its_answer_is_here():
+    """As soon as any job was revoked, each is looked at."""
+    both = Claims(ttl_s=60.0, shares=True, isolates=True, is_paused=False)
+    both.keep(3)
+    jobs = [both.opened.open(3) for _ in range(3)]
+    both.whole.listener.revoked.add(jobs[1].header.id)
+    routed = both.whole.router.route_all(jobs, 0.0)
+    answers = [route.outcome.answer for _, route in routed.others if isinstance(route, Answered)]
+    assert (answers[1], [type(answer) for answer in answers]) == (REVOKED, [EncodedOutputs, Failure, EncodedOutputs])

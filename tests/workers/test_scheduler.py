@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
+import pytest
+
 from penstock.registry.envelope import JobHeader
 from penstock.registry.queues import Priority
 from penstock.registry.unrun import CANCELLED, EXPIRED
@@ -96,6 +98,50 @@ def test_an_idle_thread_gets_a_batch_at_once_and_a_busy_one_has_the_next_when_it
     assert [len(batch) for batch in harness.listener.batches] == [1, 2]
     assert version.queue.in_flight == 2
     harness.end(run)
+
+
+def quick_version(name: str = "double") -> ServedVersion:
+    """A version whose forwards were short of late, and may run on any thread."""
+    version = ready_version(name=name)
+    version.runtime.may_change_threads = True  # type: ignore[misc]
+    for _ in range(100):
+        version.queue.note_forward(0.0001)
+    return version
+
+
+def test_a_short_forward_runs_at_once_where_nothing_else_can_happen():
+    """No model thread is needed: the batch is done when `dispatch` returns."""
+    version = quick_version()
+    harness = Harness(version)
+    jobs = harness.add(version, 4)
+    assert harness.scheduler.dispatch() == []
+    (run,) = harness.executor.take_done()
+    assert (run.jobs, len(run.answers)) == (jobs, 4)
+    assert (harness.executor.waiting(), harness.executor.running()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "why", ["long of late", "unknown", "large", "another waits", "two threads", "bound to its thread", "suspect"]
+)
+def test_any_other_forward_is_handed_to_a_model_thread(why: str):
+    """A long or unknown forward, a large batch, one beside another model's jobs, and one of a second process."""
+    version, other = quick_version(), quick_version("other")
+    harness = Harness(version, other, threads=2 if why == "two threads" else 1)
+    if why == "long of late":
+        version.queue.note_forward(0.5)
+    elif why == "unknown":
+        version.queue.forget_forwards()
+    elif why == "another waits":
+        harness.add(other)
+    elif why == "bound to its thread":
+        version.runtime.may_change_threads = False  # type: ignore[misc]
+    if why == "suspect":
+        harness.backlog.add_suspect(version, job_of(crashes=1))
+    else:
+        harness.add(version, 5 if why == "large" else 1)
+    harness.scheduler.dispatch()
+    assert harness.executor.take_done() == []
+    assert len(harness.executor.waiting()) == 1
 
 
 def test_versions_take_turns():
@@ -241,3 +287,82 @@ def test_the_loop_is_woken_for_a_delayed_job():
     assert harness.scheduler.next_wakeup() == inf
     harness.backlog.delay(version, job_of(), harness.now + 60)
     assert 60 < harness.scheduler.next_wakeup() - harness.now < 60.01
+
+
+def _declared(columns: int | str, name: str = "large", **options: int) -> ServedVersion:
+    """A version whose results have so many floats a row."""
+    outputs = [{"name": "y", "dtype": "float32", "shape": ["batch", columns]}]
+    return ready_version(**options, name=name, outputs=outputs)
+
+
+def test_a_batch_is_bounded_by_the_results_that_its_signature_declares():
+    """Half of the worker's bytes: 128 MiB, three jobs of 40 MB; one job may be larger than that, and runs alone."""
+    version = _declared(10_000_000)
+    harness = Harness(version)
+    harness.add(version, 7)
+    assert [len(harness.forward()) for _ in range(3)] == [3, 3, 1]
+    huge = _declared(10_000_000, most_bytes=64_000_000)
+    harness = Harness(huge)
+    harness.add(huge, 2)
+    assert [len(harness.forward()) for _ in range(2)] == [1, 1]
+
+
+def test_a_batch_is_bounded_by_the_results_of_earlier_ones():
+    """Also the jobs that were pending before the first batch told of its results."""
+    version = _declared("n")
+    harness = Harness(version)
+    harness.add(version, 40)
+    harness.scheduler.dispatch()
+    run = harness.begin()
+    assert (len(run.jobs), harness.executor.waiting()) == (16, []), "the next one would be as large"
+    version.queue.learn_results(run.batch, 16 * 40_000_000)
+    harness.end(run)
+    assert len(harness.forward()) == 3
+
+
+def test_one_batch_with_large_results_is_in_memory_at_a_time():
+    """None is formed ahead beside it, and none begins until its results are sent, whichever version it is of."""
+    versions = large, other = _declared(10_000_000), _declared(10_000_000, "other")
+    harness = Harness(*versions)
+    for version in versions:
+        harness.add(version, 32)
+    harness.scheduler.dispatch()
+    run = harness.begin()
+    harness.now += 1
+    harness.scheduler.dispatch()
+    assert (run.version, harness.executor.waiting()) == (large, [])
+    large.queue.unsent_bytes = 1
+    harness.end(run)
+    harness.scheduler.dispatch()
+    assert (harness.executor.waiting(), harness.executor.idle) == ([], 1)
+    large.queue.unsent_bytes = 0
+    harness.scheduler.dispatch()
+    assert harness.begin().version is other
+
+
+def test_versions_with_small_results_do_not_wait_for_large_ones():
+    """Neither for the forward of a large batch nor for its results."""
+    large, small = _declared(10_000_000), ready_version(name="small")
+    harness = Harness(large, small)
+    harness.add(large, 32)
+    harness.scheduler.dispatch()
+    run = harness.begin()
+    jobs = harness.add(small, 16)
+    harness.scheduler.dispatch()
+    assert [waiting.jobs for waiting in harness.executor.waiting()] == [jobs]
+    large.queue.unsent_bytes = 1
+    harness.end(run)
+    assert harness.forward() == jobs
+    late = harness.add(small, 1)
+    assert harness.forward() == late
+
+
+def test_a_batch_that_may_not_be_formed_ahead_wakes_nobody():
+    """The I/O thread would spin until the forward ends."""
+    large = _declared(10_000_000)
+    harness = Harness(large)
+    harness.add(large, 4)
+    harness.scheduler.dispatch()
+    harness.begin()
+    assert len(large.queue.batcher) == 1
+    assert harness.scheduler.next_wakeup() == inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from penstock.registry.broker.base import Depth
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Keyring
+from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.key_reports import key_report
 from tests.packages import write_double, write_recorder
 from tests.servers import wait_until
@@ -93,3 +94,88 @@ def test_a_worker_without_keys_says_so(harness: SteppedHarness, models_root: Pat
     harness.suspend(worker)
     harness.pass_time(16)
     assert harness.broker.announced("double").key_reports == ()
+
+
+def _announced(harness: SteppedHarness, model: str) -> tuple[bool, bool, int]:
+    """Whether the broker has the spec and that of version 1, and how many workers' keys it knows."""
+    broker = harness.broker
+    return broker.spec(model) is not None, broker.spec(model, "1") is not None, len(broker.announced(model).key_reports)
+
+
+def test_everything_is_announced_again_to_a_broker_that_comes_back_empty(harness: SteppedHarness, models_root: Path):
+    """At the next report, a second later: specs, names of keys and the report; and the next job is answered."""
+    write_double(models_root)
+    harness.start_worker()
+    harness.pass_time(3)
+    harness.broker.lose_everything()
+    harness.pass_time(1.25)
+    assert _announced(harness, "double") == (True, True, 1)
+    assert harness.broker.models() == ["double"]
+    assert len(harness.broker.workers()) == 1
+    (job,) = harness.publish("double", 3.0)
+    harness.pass_time(1)
+    worker = harness.workers[0]
+    if (work := worker.begin()) is not None:
+        worker.end(work)
+    assert harness.answer(job) == 6.0
+
+
+def test_an_older_copy_of_the_broker_gets_the_present_specs(harness: SteppedHarness, models_root: Path):
+    """The copy is from before the worker: what it has of another worker is replaced."""
+    write_double(models_root)
+    harness.broker.put_spec("double", b"older")
+    saved = harness.broker.save()
+    harness.start_worker()
+    harness.pass_time(3)
+    present = harness.broker.spec("double")
+    harness.broker.restore(saved)
+    assert harness.broker.spec("double") == b"older"
+    harness.pass_time(1.25)
+    assert harness.broker.spec("double") == present != b"older"
+
+
+def test_a_single_lost_spec_is_announced_again(harness: SteppedHarness, models_root: Path):
+    """Within 5 s, without a sign that data were lost. What is there stays as it is."""
+    write_double(models_root)
+    harness.start_worker()
+    harness.pass_time(3)
+    specs = harness.broker._state.specs
+    del specs["double", "1"]
+    specs["double", ""] = b"of a newer worker"
+    harness.pass_time(5)
+    assert ("double", "1") in specs
+    assert specs["double", ""] == b"of a newer worker"
+    del specs["double", ""]
+    harness.pass_time(5)
+    assert ("double", "") in specs
+
+
+class DyingBroker(MemoryBroker):
+    """A broker that fails at the announcements of a renewal, as long as `is_down`."""
+
+    is_down = False
+
+    def __init__(self, of: MemoryBroker) -> None:
+        super().__init__(of._state.clock)
+        self._state, self._changed = of._state, of._changed
+
+    def announce(self, slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces: bool) -> None:
+        if self.is_down:
+            raise BrokerUnavailable("away")
+        super().announce(slot, spec, versions, replaces=replaces)
+
+
+def test_a_renewal_that_fails_is_repeated_in_full(harness: SteppedHarness, models_root: Path):
+    """The broker forgets, and goes away during the renewal: the next report replaces what an older copy brought."""
+    write_double(models_root)
+    harness.broker.put_spec("double", b"older")
+    saved = harness.broker.save()
+    worker = harness.start_worker(connect=DyingBroker)
+    assert isinstance(worker.broker, DyingBroker)
+    harness.pass_time(3)
+    harness.broker.restore(saved)
+    worker.broker.is_down = True
+    harness.pass_time(3)
+    worker.broker.is_down = False
+    harness.pass_time(1.5)
+    assert harness.broker.spec("double") not in (None, b"older")

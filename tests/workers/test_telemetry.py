@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import lane_key, reply_key
-from penstock.registry.settings import CacheConfig
+from penstock.registry.settings_sections import CacheConfig
 from penstock.registry.unrun import EXPIRED
 from penstock.workers.cache import AnswerCache
-from penstock.workers.completer import Settlement
+from penstock.workers.completer import CompletedFromCache, CompletedRun, Settlement
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import Ended, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -46,7 +47,7 @@ class Harness:
     def settle(self, *outcomes: JobOutcome) -> None:
         """One commit, which took half a second."""
         by_run = {run: [each for each in outcomes if each.run is run] for run in {each.run for each in outcomes}}
-        self.telemetry.add(Settlement([(each, each.state) for each in outcomes], by_run, 0.5, AT))
+        self.telemetry.add(Settlement([], [(each, each.state) for each in outcomes], by_run, 0.5, AT))
 
     def ran(self, job: ClaimedJob, answer: EncodedOutputs | Failure = DONE) -> JobOutcome:
         """A job that had a forward to itself, from 97 s to 98 s."""
@@ -154,8 +155,7 @@ def test_a_batch_has_the_endpoint_of_its_jobs(harness: Harness):
 
 def test_cached_answers_and_look_ups_say_how_their_job_came(harness: Harness):
     """Both ways of one commit apart, with the version that answered."""
-    for job in (client_job(), celery_job(), celery_job()):
-        harness.answers.find(job, harness.version)
+    harness.answers.find_all([client_job(), celery_job(), celery_job()], harness.version)
     harness.settle(harness.cached(client_job()), harness.cached(celery_job()))
     harness.telemetry.flush()
     assert harness.by_endpoint("penstock_cache_misses_total") == {"queue": 1, "celery": 2}
@@ -206,9 +206,47 @@ def test_look_ups_in_the_cache_are_counted_at_the_flush(harness: Harness):
     job = job_of()
     job.digest = b"equal"
     for _ in range(3):
-        harness.answers.find(job, harness.version)
+        harness.answers.find_all([job], harness.version)
     harness.answers.memory.put(b"equal", EncodedOutputs((), b"", harness.version.content_hash, 0), 60.0)
-    harness.answers.find(job, harness.version)
+    harness.answers.find_all([job], harness.version)
     harness.telemetry.flush()
     harness.telemetry.flush()
     assert (harness.value("penstock_cache_misses_total"), harness.value("penstock_cache_hits_total")) == (3, 1)
+
+
+def samples(harness: Harness) -> dict[tuple[object, ...], float]:
+    """Every sample of every metric."""
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in harness.metrics.collect()
+        for sample in family.samples
+    }
+
+
+def test_what_is_settled_as_a_whole_is_reported_like_its_jobs(caplog: pytest.LogCaptureFixture):
+    """A run with a follower, and cached answers of one claim: the same metrics, events and log lines."""
+    ran = [client_job() for _ in range(3)]
+    cached = [job_of(claimed=98.0, queue_ms=queue_ms) for queue_ms in (500.0, 1500.0)]
+    reported = []
+    with caplog.at_level(logging.INFO, "penstock.server"):
+        for is_whole in (True, False):
+            harness = Harness()
+            outcomes = harness.ran_together(*ran[:2])
+            run = outcomes[0].run
+            assert run is not None
+            outcomes.append(outcomes[0].of_follower(ran[2], harness.version))
+            if is_whole:
+                totals_s = [AT - job.claimed + job.queue_ms / 1000 for job in (*ran, *cached)]
+                completed = CompletedRun(run, ran, totals_s[:3])
+                found = CompletedFromCache(harness.version, cached, totals_s[3:])
+                harness.telemetry.add(Settlement([completed], [], {}, 0.5, AT, [found]))
+            else:
+                harness.settle(*outcomes, *(harness.cached(job) for job in cached))
+            caplog.clear()
+            harness.telemetry.flush()
+            events = [end for call in harness.listener.calls for end in call]
+            lines = [(record.message, record.__dict__["job_ids"]) for record in caplog.records]
+            reported.append((samples(harness), events, sorted(lines), harness.telemetry.batches))
+    assert reported[0] == reported[1]
+    assert len(reported[0][1]) == 5
+    assert [message for message, _ in reported[0][2]] == ["batch committed", "cache hits"]

@@ -19,7 +19,7 @@ from celery.worker.control import Panel
 from penstock.registry.control import CONTROL_COMMAND, Command
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from penstock.workers import worker as worker_module
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import restored_tables
@@ -136,7 +136,11 @@ def test_a_home_that_cannot_be_written_is_a_mistake_of_the_settings(
     (tmp_path / "file").write_text("in the way")
     celery = celery_parts(shared_redis)
     before = traces(celery, tmp_path / "home")
-    environment = {"PENSTOCK_HOME": str(tmp_path / "file"), "PENSTOCK_INFERENCE_ENABLED": "false"}
+    environment = {
+        "PENSTOCK_HOME": str(tmp_path / "file"),
+        "PENSTOCK_INFERENCE_ENABLED": "false",
+        "PENSTOCK_INFERENCE_PRIVACY_AUDIT_LOG_ENABLED": "false",
+    }
     with pytest.raises(ConfigurationError, match="journal of running jobs cannot be written"):
         Worker.open(settings(**environment), DEVICE, celery)
     assert traces(celery, tmp_path / "home") == before
@@ -197,5 +201,5 @@ def test_the_table_of_threads_names_every_thread_and_its_module():
     text = worker_module.__doc__ or ""
     rows = re.findall(r"^    (\S+) +(\S+\.py) ", text, re.MULTILINE)
     assert set(rows) == started_threads()
-    assert len(rows) == 15
-    assert "Fifteen kinds of threads run" in text
+    assert len(rows) == 22
+    assert "Twenty-two kinds of threads run" in text

@@ -217,6 +217,8 @@ class Batcher(Generic[T]):
 
     def discard(self, is_unwanted: Callable[[Pending[T]], bool]) -> list[Pending[T]]:
         """Remove and return the jobs that must not run: cancelled, expired, or with a lost lease."""
+        if not self._jobs:
+            return []
         discarded: list[Pending[T]] = []
         for queue in list(self._sub_queues.values()):
             unwanted = {item for band in queue.bands for item in band if is_unwanted(item)}

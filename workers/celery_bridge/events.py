@@ -15,8 +15,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from celery import Celery
@@ -46,6 +45,9 @@ _IDLE_S: Final = 1.0
 _RETRY_S: Final = 1.0
 _CONNECTION: Final = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
 _MAX_DESCRIPTIONS: Final = 4_096
+_UUID: Final = "\0"
+"""Stands for the uuids of events that differ in nothing else. No text of an event has this character."""
+_ENCODED_UUID: Final = b'"\\u0000"'
 
 logger = logging.getLogger("penstock.server")
 
@@ -91,6 +93,13 @@ class _TaskRevoked(_TaskEvent, tag="task-revoked"):
     signum: None = None
 
 
+class _Events(NamedTuple):
+    """So many events, as JSON objects with commas between them."""
+
+    number: int
+    encoded: bytes
+
+
 class CeleryEventSender:
     """The drain's JobListener that sends Celery's task events, and knows the ids that Celery has revoked.
 
@@ -118,7 +127,7 @@ class CeleryEventSender:
         self._is_wanted = is_wanted
         self._max_buffered = max_buffered
         self._sends = False
-        self._buffer: list[Callable[[int], Iterator[_TaskEvent]]] = []
+        self._buffer: list[Callable[[int], Iterator[_Events]]] = []
         self._buffered = 0
         self._lock = threading.Lock()
         self._work = threading.Event()
@@ -156,16 +165,26 @@ class CeleryEventSender:
             self.totals[shown_name(model)] += count
         self._note(len(ended), lambda clock: self._ends(ended, at, clock))
 
+    def completed(self, jobs: Sequence[JobHeader], runtime_s: float, version: str, at: float) -> None:
+        """See JobListener.completed."""
+        self.totals[shown_name(jobs[0].model)] += len(jobs)
+        self._note(len(jobs), lambda clock: self._completions(jobs, runtime_s, version, at, clock))
+
     def retried(self, failed: Sequence[Failed], at: float) -> None:
         """See JobListener.retried."""
         self._note(len(failed), lambda clock: self._retries(failed, at, clock))
+
+    @property
+    def has_revoked(self) -> bool:
+        """See JobListener.has_revoked."""
+        return bool(worker_state.revoked)
 
     def is_revoked(self, job_id: str) -> bool:
         """See JobListener.is_revoked. A job that a Celery task brought is also revoked by the task's id."""
         revoked = worker_state.revoked
         return bool(revoked) and (job_id in revoked or job_id.rpartition(".")[2] in revoked)
 
-    def _note(self, jobs: int, events: Callable[[int], Iterator[_TaskEvent]]) -> None:
+    def _note(self, jobs: int, events: Callable[[int], Iterator[_Events]]) -> None:
         if not self._sends:
             return
         with self._lock:
@@ -196,12 +215,12 @@ class CeleryEventSender:
             return
         clock = self._app.clock.forward()
         events = (event for each in buffer for event in each(clock))
-        while message := list(islice(events, _EVENTS_PER_MESSAGE)):
+        while message := _first(events, _EVENTS_PER_MESSAGE):
             try:
-                self._publish(self._encode(message))
+                self._publish(b"[%b]" % b",".join(each.encoded for each in message))
             except Exception as error:
                 # After any error the next flush opens a new connection; the thread goes on.
-                self._drop(len(message) + sum(1 for _ in events), error)
+                self._drop(sum(each.number for each in (*message, *events)), error)
 
     def _publish(self, events: bytes) -> None:
         if self._producer is None:
@@ -239,27 +258,40 @@ class CeleryEventSender:
             # `collect` closes without a closing handshake, for which a broker that is away would keep us waiting.
             producer.connection.collect(socket_timeout=1.0)
 
-    def _receptions(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
-        common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        return (
-            _TaskReceived(shown_id(job), *common, name=shown_name(job.model), args="()", kwargs=self._describe(job))
-            for job in jobs
-            if not job.options.lane
-        )
+    def _receptions(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_Events]:
+        common = (_UUID, at, clock, self._hostname, os.getpid(), utcoffset())
+        for alike in _alike([job for job in jobs if not job.options.lane]):
+            first = alike[0]
+            event = _TaskReceived(*common, name=shown_name(first.model), args="()", kwargs=self._describe(first))
+            yield self._repeated(event, [job.id for job in alike])
 
-    def _starts(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_TaskEvent]:
-        common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        return (_TaskStarted(shown_id(job), *common) for job in jobs)
+    def _starts(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_Events]:
+        event = _TaskStarted(_UUID, at, clock, self._hostname, os.getpid(), utcoffset())
+        yield self._repeated(event, [shown_id(job) for job in jobs])
 
-    def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_TaskEvent]:
+    def _completions(
+        self, jobs: Sequence[JobHeader], runtime_s: float, version: str, at: float, clock: int
+    ) -> Iterator[_Events]:
+        common = (_UUID, at, clock, self._hostname, os.getpid(), utcoffset())
+        event = _TaskSucceeded(*common, result=_shown_version(version), runtime=runtime_s)
+        yield self._repeated(event, [shown_id(job) for job in jobs])
+
+    def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_Events]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
         for each in failed:
             exception, traceback = shown_failure(each.error), shown_traceback(each.error)
-            yield _TaskRetried(shown_id(each.header), *common, exception=exception, traceback=traceback)
+            event = _TaskRetried(shown_id(each.header), *common, exception=exception, traceback=traceback)
+            yield _Events(1, self._encode(event))
 
-    def _ends(self, ended: Sequence[Ended], at: float, clock: int) -> Iterator[_TaskEvent]:
+    def _ends(self, ended: Sequence[Ended], at: float, clock: int) -> Iterator[_Events]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
-        return (_end(each, shown_id(each.header), *common) for each in ended)
+        return (_Events(1, self._encode(_end(each, shown_id(each.header), *common))) for each in ended)
+
+    def _repeated(self, event: _TaskEvent, uuids: Sequence[str]) -> _Events:
+        """One event for each uuid. `event` has _UUID in its place, and is encoded once."""
+        front, behind = self._encode(event).split(_ENCODED_UUID)
+        between = b'"%b,%b"' % (behind, front)
+        return _Events(len(uuids), b'%b"%b"%b' % (front, between.join([uuid.encode() for uuid in uuids]), behind))
 
     def _describe(self, job: JobHeader) -> str:
         key = (job.model, job.tenant, job.priority, job.content)
@@ -274,13 +306,43 @@ class CeleryEventSender:
 def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, pid: int, offset: int) -> _TaskEvent:
     common = (uuid, timestamp, clock, hostname, pid, offset)
     if ended.state is State.COMPLETED:
-        return _TaskSucceeded(*common, result=f"version {ended.version}", runtime=ended.runtime_s)
+        return _TaskSucceeded(*common, result=_shown_version(ended.version), runtime=ended.runtime_s)
     if ended.state in (State.CANCELLED, State.EXPIRED):
         return _TaskRevoked(*common, expired=ended.state is State.EXPIRED)
     if ended.error is None:
         return _TaskFailed(*common, exception=ended.state.name, runtime=ended.runtime_s)
     exception, traceback = shown_failure(ended.error), shown_traceback(ended.error)
     return _TaskFailed(*common, exception=exception, runtime=ended.runtime_s, traceback=traceback)
+
+
+def _alike(jobs: Sequence[JobHeader]) -> Iterator[Sequence[JobHeader]]:
+    """The jobs in order, cut where a job is described in other words than the one before."""
+    start = 0
+    for at, job in enumerate(jobs):
+        first = jobs[start]
+        if job.content is not first.content or (job.model, job.tenant, job.priority) != (
+            first.model,
+            first.tenant,
+            first.priority,
+        ):
+            yield jobs[start:at]
+            start = at
+    if jobs:
+        yield jobs[start:]
+
+
+def _first(events: Iterator[_Events], most: int) -> list[_Events]:
+    """The next events, until they are `most` or more."""
+    taken: list[_Events] = []
+    count = 0
+    while count < most and (each := next(events, None)) is not None:
+        taken.append(each)
+        count += each.number
+    return taken
+
+
+def _shown_version(version: str) -> str:
+    return f"version {version}"
 
 
 class TaskEventsFlag:

@@ -46,7 +46,7 @@ class TaskIngress:
     """Turns task messages into jobs, on Celery's thread.
 
     keep: keeps the request of a job's task until the job has ended. is_open: False refuses every task. Task messages
-    carry no signature, so the settings close the endpoint where jobs must be signed.
+    carry no signature and no sealed inputs, so the settings close the endpoint where jobs must be signed or sealed.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class TaskIngress:
         deadline_s: float | None = None,
         version: str | None = None,
         outputs: Sequence[str] = (),
+        endpoint: str | None = None,
         request: Mapping[str, object] | None = None,
     ) -> str:
         """Publish the job `<model>.<task id>` and return its id. The same task id again is the same job.
@@ -86,14 +87,16 @@ class TaskIngress:
         later; and BrokerUnavailable.
         """
         if not self._is_open:
-            raise Forbidden("send_task is off here: jobs must be signed by their sender. Expected a Penstock client")
+            raise Forbidden(
+                "send_task is off here: jobs must be signed or sealed by their sender. Expected a Penstock client"
+            )
         spec = self._specs.get(model, version, self._broker.spec)
         job_id = f"{spec.name}.{task_id}"
         slot = slot_of(job_id)
         if slot != spec.name:
             raise InvalidInput(f"Bad task id {task_id!r:.80}. Expected letters, digits, '_', ':' or '-'")
         # `build` checks the name of the priority: a task may bring any value.
-        options = SubmitOptions(cast(PriorityName, priority), deadline_s, tenant, version, outputs)
+        options = SubmitOptions(cast(PriorityName, priority), deadline_s, tenant, version, outputs, endpoint=endpoint)
         job = self._builder.build(spec, inputs, options, reply=lane_key(slot), job_id=job_id, lane=True)
         # Before the job, which may end at once.
         self._keep(job_id, request or {})
@@ -125,6 +128,7 @@ class InferTask(Task):  # type: ignore[misc]  # Celery is untyped
         deadline_s: float | None = None,
         version: str | None = None,
         outputs: Sequence[str] = (),
+        endpoint: str | None = None,
     ) -> NoReturn:
         """The only positional argument is what a chain, a link or a chord hands on: the inputs, or an answer of this
         task, whose outputs are the inputs then.
@@ -144,6 +148,7 @@ class InferTask(Task):  # type: ignore[misc]  # Celery is untyped
                 deadline_s=_earlier(deadline_s, self.request.expires),
                 version=version,
                 outputs=outputs,
+                endpoint=endpoint,
                 request=essence(self.request),
             )
         except (QueueFull, BrokerUnavailable) as error:

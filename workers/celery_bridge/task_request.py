@@ -17,9 +17,11 @@ import redis
 from celery.app.task import Context
 from kombu.utils import json as kombu_json
 
+from penstock.registry.broker.foreign_keys import is_foreign
+from penstock.registry.broker.redis_connection import quarantine_keys
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import BadSignature, BrokerUnavailable, UndecodableEnvelope
-from penstock.registry.queues import task_request_key
+from penstock.registry.queues import key_type, task_request_key
 
 __all__ = ["TaskRequests", "essence"]
 
@@ -89,7 +91,15 @@ class TaskRequests:
 
     def settled(self, job_id: str) -> None:
         """The task has ended, and its followers are sent."""
-        self._redis.set(task_request_key(job_id), _SETTLED, px=self._settled_ms)
+        key = task_request_key(job_id)
+        try:
+            # With GET, SET refuses a key of another type: it is quarantined and not overwritten.
+            self._redis.set(key, _SETTLED, px=self._settled_ms, get=True)
+        except redis.ResponseError as error:
+            if not is_foreign(error):
+                raise
+            quarantine_keys(self._redis, {key: key_type(key)})
+            self._redis.set(key, _SETTLED, px=self._settled_ms)
 
     def _mac(self, key_id: str, job_id: str, text: bytes) -> bytes:
         signed = b"".join((_PURPOSE, job_id.encode(), b"\n", text))

@@ -13,13 +13,15 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import redis
 
 from penstock.registry.broker.base import Broker, JobRecord, State
+from penstock.registry.broker.foreign_keys import is_foreign
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
-from penstock.registry.errors import Corrupt, JobFailed, ResultGone
+from penstock.registry.errors import BadSeal, Corrupt, JobFailed, PenstockError, ResultGone
 from penstock.registry.queues import GROUP, lane_key
 from penstock.registry.tensors import decode, lists
 from penstock.workers.celery_bridge.result_store import TaskResultBackend
@@ -107,9 +109,16 @@ class TaskResultForwarder:
                 # The broker or the result backend is away, or a reply is malformed. The entries stay pending, and the
                 # thread must go on for the next ones.
                 logger.warning("Results of Celery tasks wait: %s", type(error).__name__)
+                self._mend(error)
                 self._cursor = _OWN_PENDING
                 self._refresh_at = 0.0
                 self._stopping.wait(self._retry_s)
+
+    def _mend(self, error: Exception) -> None:
+        """A foreign key in the place of one model's stream must not keep the results of the others."""
+        if is_foreign(error):
+            with suppress(PenstockError):
+                self._broker.quarantine(self._slots)
 
     def _step(self) -> None:
         entries: list[_Entry] = []
@@ -171,6 +180,8 @@ class TaskResultForwarder:
                 self._backend.failed(task_id, ResultGone(gone), request)
                 return
             header, body = open_result(job_record.result, self._keyring)
+            if header.is_sealed:
+                raise BadSeal("its outputs are sealed, and Celery's result backend would keep them in plaintext")
             outputs = {} if header.error else lists(decode(header.content, body))
         except Corrupt as error:
             self._backend.failed(task_id, JobFailed(f"The result cannot be read: {error}"), request)

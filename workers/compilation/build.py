@@ -3,24 +3,22 @@
     request -> load the package, as the worker did -> compilable(form) -> explain -> export -> check the guards
             -> AOTInductor -> <folder>/library.part, constants.part, findings.part
 
-`BuildProcess` runs it as `python -m penstock.workers.compilation.build`. It may be killed at any moment. It ends by
-itself after the worker has ended.
+`BuildProcess` runs it as `python -m penstock.workers.compilation.build`. It may be killed at any moment. Its guard
+ends it after the worker has ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from penstock.registry.errors import PenstockError
 from penstock.registry.package import load_package
+from penstock.workers import children
 from penstock.workers.compilation.aot_library import load_library, state_of
 from penstock.workers.compilation.build_process import FINDINGS, PART_SUFFIX
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
@@ -51,7 +49,8 @@ def main() -> None:
     """Reads the request from stdin and writes the parts into the folder that it names."""
     request = json.loads(sys.stdin.readline())
     folder = Path(request["folder"])
-    threading.Thread(target=_end_with_the_worker, args=(folder,), daemon=True).start()
+    # The worker keeps the pipe open while it waits for the parts.
+    children.start_guard(sys.stdin.fileno(), folder)
     os.nice(_NICENESS)
     try:
         parts = _build(request, folder)
@@ -66,13 +65,6 @@ def main() -> None:
 
 def _refusal(reason: str) -> dict[str, bytes]:
     return {FINDINGS: json.dumps({"refused": reason}).encode()}
-
-
-def _end_with_the_worker(folder: Path) -> None:
-    sys.stdin.read()
-    # A worker that was killed cannot remove the folder.
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _build(request: Mapping[str, Any], folder: Path) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
     request, one line of JSON -> stdin of `workers/compilation/build.py` -> *.part files -> parts by name
 
 The child has no secrets in its environment. It has a folder that only this user can enter and that is removed with it,
-and its own compiler cache. It ends when this process ends, because its stdin closes then.
+and its own compiler cache. When this process ends, its guard sees that its stdin is closed, and ends it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from penstock.workers import children
 from penstock.workers.runtime.compilable import CompilationRefused
 
 __all__ = ["FINDINGS", "PART_SUFFIX", "BuildProcess"]
@@ -95,6 +96,8 @@ class BuildProcess:
                 env=environment,
                 start_new_session=True,
             )
+            if self._child.stdin is not None:
+                children.own(self._child.stdin.fileno())
             return self._child
 
 

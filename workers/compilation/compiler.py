@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.package import ModelSpec
-from penstock.registry.settings import CompilationConfig
+from penstock.registry.settings_sections import CompilationConfig
 from penstock.workers.compilation.aot_library import AotLibrary, state_of
 from penstock.workers.compilation.artifacts import ArtifactStore
 from penstock.workers.compilation.build_process import FINDINGS, BuildProcess

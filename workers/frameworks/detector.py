@@ -13,6 +13,7 @@ FRAMEWORKS: Final = ("onnxruntime", "pytorch", "transformers")
 """The frameworks whose models are served."""
 _BY_FORMAT: Final = {
     "onnx": "onnxruntime",
+    "pipeline": None,
     "python": None,
     "pytorch": "pytorch",
     "torchscript": "pytorch",
@@ -52,5 +53,5 @@ def detect_framework(model: object) -> str:
 
 
 def framework_of_package(package: Package) -> str | None:
-    """The framework that a package's format needs; None for `python`, whose code may import any."""
+    """The framework that a package's format needs; None for `python`, whose code may import any, and for a pipeline."""
     return _BY_FORMAT[package.spec.format]

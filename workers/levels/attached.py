@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.registry.broker.breakers import breaker_name
+from penstock.safety.orchestrator import Subject
 from penstock.workers.levels.decision_log import DecisionKey
 from penstock.workers.levels.profiler import Profiler
-from penstock.workers.levels.progression import THRESHOLDS, Decision, Evidence, LevelState, StepReadiness, readiness
+from penstock.workers.levels.progression import (
+    THRESHOLDS,
+    Decision,
+    Evidence,
+    LevelState,
+    StepReadiness,
+    is_form,
+    readiness,
+)
+from penstock.workers.levels.spot_check import SpotWatch
 from penstock.workers.runtime.base import Runtime
 
 __all__ = ["AttachedVersion"]
@@ -29,6 +40,8 @@ class AttachedVersion:
     level_state: LevelState = field(default_factory=LevelState)
     requested: frozenset[str] = frozenset()
     """Steps that an operator requested and that are not tried yet."""
+    returning: frozenset[str] = frozenset()
+    """Forms whose circuit breaker has closed again, and that are not tried since."""
     measured: dict[str, Decision] = field(default_factory=dict)
     """Trials of forms that may not be used."""
     long_builds: int = 0
@@ -36,6 +49,8 @@ class AttachedVersion:
     """How many requests of operators were carried out."""
     answer: str = ""
     """The result of the last of them."""
+    watch: SpotWatch | None = None
+    """The spot checks of the form in use; None: it had none yet."""
     is_detached: bool = False
 
     @property
@@ -51,11 +66,33 @@ class AttachedVersion:
         """Whether no decision forbids a trial, or an operator requested one."""
         if step in self.level_state.enabled:
             return False
-        if step in self.requested:
+        if step in self.requested or step in self.returning:
             return True
+        return step not in self.level_state.settled and not self.was_refuted(step)
+
+    def was_refuted(self, step: str) -> bool:
+        """Whether an earlier process refused the step after measurements."""
         earlier = self.earlier.get(step)
-        was_measured = earlier is not None and earlier.action == "refused" and bool(earlier.evidence)
-        return step not in self.level_state.settled and not was_measured
+        return earlier is not None and earlier.action == "refused" and bool(earlier.evidence)
+
+    @property
+    def subject(self) -> Subject:
+        """What decisions about this version are about."""
+        return Subject(self.key.model, self.key.version, self.key.content_hash)
+
+    def breaker_of(self, form: str) -> str:
+        """The name of the form's circuit breaker."""
+        return breaker_name(self.key.model, self.key.version, form)
+
+    @property
+    def has_used_a_form(self) -> bool:
+        """Whether a form other than the eager model is or was in use."""
+        settled = self.level_state.settled
+        return any(is_form(step) and settled[step].action != "refused" for step in settled)
+
+    def end_batching(self) -> None:
+        """One job for each forward from the next batch on: the rows of a batch depend on each other."""
+        self.max_rows = self.profiler.row_limit = 1
 
     def _evidence(self, step: str) -> Evidence:
         profile, goldens = self.profiler.profile, self.profiler.goldens
@@ -65,11 +102,9 @@ class AttachedVersion:
             texts=profile.texts,
             golden_rows=goldens.rows if goldens else 0,
             forward_s=profile.seconds,
-            # An attached version was loaded, and the first forward of a load has two rows.
-            warmed_rows=min(2, self.max_rows),
             long_builds=self.long_builds,
             is_requested=step in self.requested,
-            was_accepted=earlier is not None and earlier.action == "enabled",
+            was_accepted=step in self.returning or (earlier is not None and earlier.action == "enabled"),
             form=self.level_state.form,
             form_gain=self.level_state.form_gain,
         )

@@ -1,6 +1,6 @@
 """Decisions about each model's steps -> a log on this machine, one JSON line a decision, that can be replayed.
 
-    Optimizer -> append(key, decision) -> <home>/decisions/<model>.jsonl
+    InferenceOptimizer -> append(key, decision) -> <home>/decisions/<model>.jsonl
     a restart -> earlier(key): the last decision on each step about the same content on the same kind of machine
     a death   -> note_death(model, content_hash, form): `earlier` refuses a form that ran when several processes died
     a replay  -> replayed(key, run): the state that one process reached
@@ -210,4 +210,7 @@ def _decision_of(record: Mapping[str, Any]) -> Decision | None:
     figures = {str(name): float(value) for name, value in evidence.items() if isinstance(value, int | float)}
     made = record.get("made")
     facts = made if isinstance(made, dict) else {}
-    return Decision(step, action, str(record.get("criterion", "")), str(record.get("reason", "")), gain, figures, facts)
+    judged = record.get("validators")
+    validators = {str(name): str(each) for name, each in judged.items()} if isinstance(judged, dict) else {}
+    criterion, reason, replaces = (str(record.get(name, "")) for name in ("criterion", "reason", "replaces"))
+    return Decision(step, action, criterion, reason, gain, figures, facts, validators, replaces)

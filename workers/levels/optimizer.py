@@ -1,17 +1,22 @@
-"""Levels 1 to 3: a step is enabled after a trial beside the traffic, and disabled for good when it fails at serving.
+"""Levels 1 to 3: a step is enabled after a trial beside the traffic, and disabled when it fails at serving.
 
     attach(runtime) -> Profiler <- the drain observes every batch
-         tick: evidence -> progression.readiness -> Trials.run -> DecisionLog, audit -> the step is on
-    a form fails at serving -> Forms falls back at once -> one decision: disabled, until this process ends
+         tick: evidence -> progression.readiness -> Trials.run -> the gate -> DecisionLog, audit -> the step is on
+    a form fails at serving -> Forms falls back at once -> one decision: disabled; its circuit breaker opens
+    a form drifts in its spot checks -> its circuit breaker opens; see spot_check.py
+    a candidate errs, a breaker opens -> one alert
+    golden jobs differ in a batch and alone -> batching is refused -> one job for each forward from then on
 
 One background thread builds, judges and times; see trials.py. It never runs on a model thread: a form is swapped in
-between two batches. Each decision is one line of the log and one audit record. Both are written before the decision
-takes effect.
+between two batches. Each decision is the gate's (safety/orchestrator.py), one line of the log and one audit record.
+Both are written before the decision takes effect. Micro-batches themselves are declared by the package, whose signature
+says that rows do not depend on each other: the step `batching` proves it or ends it.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 import threading
 import time
@@ -24,11 +29,21 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord, split_breaker_name
+from penstock.registry.settings_sections import InferenceConfig
+from penstock.safety.alerts import Alert, Alerts, breaker_alert
+from penstock.safety.golden_archive import GoldenArchive
 from penstock.safety.golden_store import GoldenStore
+from penstock.safety.hysteresis import StateChange
+from penstock.safety.orchestrator import GateDecision, SafetyOrchestrator
+from penstock.safety.privacy import redactor_of
+from penstock.safety.validator_registry import ValidatorRegistry
+from penstock.safety.validators import Verdict
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.levels.attached import AttachedVersion
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog, environment
+from penstock.workers.levels.form_breakers import FormBreakers
+from penstock.workers.levels.golden_archiving import GoldenArchiving
 from penstock.workers.levels.profiler import Profiler
 from penstock.workers.levels.progression import (
     BATCHING,
@@ -41,13 +56,14 @@ from penstock.workers.levels.progression import (
     is_form,
 )
 from penstock.workers.levels.report import described, version_entry
-from penstock.workers.levels.trials import Trials
+from penstock.workers.levels.spot_check import SpotSampler
+from penstock.workers.levels.trials import Trial, Trials
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.forms import Forward, Tunable
 from penstock.workers.runtime.tokeniser import TokenCache, Tokenising
 
-__all__ = ["Audit", "LevelCommand", "Optimizer"]
+__all__ = ["Audit", "InferenceOptimizer", "LevelCommand"]
 
 logger = logging.getLogger("penstock.runtime")
 
@@ -59,7 +75,7 @@ _CACHE_ENTRIES: Final = 50_000
 _CACHE_BYTES: Final = 32 << 20
 _MAX_ANSWER: Final = 2000
 """Characters of an answer to an operator that the report holds."""
-_QUICK_BUILD: Final = frozenset({"bf16", "fp16"})
+_QUICK_BUILD: Final = frozenset({"prepacked", "bf16", "fp16"})
 
 
 class _Request(NamedTuple):
@@ -68,11 +84,14 @@ class _Request(NamedTuple):
     answer: Future[str]
 
 
-class Optimizer:
+class InferenceOptimizer:
     """Brings the models of one worker to their level. Its methods are for any thread.
 
     home: the folder of the decision log. device: the worker's. audit: gets every decision as plain data. compiler: None
-    where nothing is compiled. clock: monotonic seconds.
+    where nothing is compiled. clock: monotonic seconds. validators: custom ones. archive: keeps goldens beyond this
+    process; None: they are in memory only. breakers: shared with the other workers of the models; None: there are none,
+    and a form that fails here goes on elsewhere. alerts: hear of each candidate that errs and of each breaker that
+    opens. random: numbers in [0, 1) that choose batches for spot checks.
     """
 
     def __init__(
@@ -85,13 +104,41 @@ class Optimizer:
         metrics: InferenceMetrics,
         compiler: TorchCompiler | None,
         clock: Callable[[], float] = time.monotonic,
+        validators: ValidatorRegistry | None = None,
+        archive: GoldenArchive | None = None,
+        breakers: BreakerEnd | None = None,
+        alerts: Alerts | None = None,
+        random: Callable[[], float] = random.random,
     ) -> None:
+        self._alerts = alerts or Alerts()
+        self._random = random
+        self._clock = clock
         self._config = config
         self._device = device
         self._audit = audit
         self._metrics = metrics
         self._compiler = compiler if config.compilation.enabled else None
-        self._trials = Trials(config.compilation.tolerance, metrics, self._compiler, clock)
+        self._redactor = redactor_of(config.privacy)
+        self._trials = Trials(
+            config.compilation.tolerance,
+            metrics,
+            self._compiler,
+            clock,
+            validators=validators,
+            withholds_texts=config.withholds_texts,
+            redact=self._redactor.redact,
+        )
+        self._archiving = GoldenArchiving(archive, clock) if archive is not None else None
+        self._breakers: FormBreakers | None = None
+        if breakers is not None:
+            self._breakers = FormBreakers(
+                breakers,
+                self._guarded_models,
+                self._breaker_changed,
+                clock,
+                on_trip=self._breaker_tripped,
+                on_transition=self._form_switched,
+            )
         self.log: Final = DecisionLog(home)
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -105,6 +152,8 @@ class Optimizer:
     def start(self) -> None:
         """Begins to look for steps, once a second and whenever a version is attached."""
         self._thread.start()
+        if self._breakers is not None:
+            self._breakers.start()
 
     def stop(self) -> None:
         """Makes no more decisions. A build under way ends with the process at the latest."""
@@ -114,6 +163,8 @@ class Optimizer:
             self._wake.notify()
         if self._compiler is not None:
             self._compiler.stop()
+        if self._breakers is not None:
+            self._breakers.stop()
         for request in requests:
             request.answer.cancel()
 
@@ -125,12 +176,14 @@ class Optimizer:
         config, spec = self._config, runtime.spec
         judged = f"compiled by {config.compilation.backend} within {config.compilation.tolerance:g}"
         decision_key = DecisionKey(spec.name, spec.version, content_hash, environment(self._device, judged))
-        keeps_inputs = "hashes_only" not in (config.privacy.mode, config.cache.privacy_mode)
+        keeps_inputs = config.effective_mode != "hashes_only"
         has_goldens = keeps_inputs and spec.deterministic and not spec.streams
         version = AttachedVersion(
             decision_key,
             runtime,
-            Profiler(runtime, GoldenStore(seed=secrets.randbits(32)) if has_goldens else None),
+            Profiler(
+                runtime, self._new_goldens() if has_goldens else None, self._sampler(runtime) if has_goldens else None
+            ),
             self._steps_of(runtime, max_rows, keeps_inputs=keeps_inputs),
             self._max_level_of(spec.max_level),
             max_rows,
@@ -138,6 +191,11 @@ class Optimizer:
         )
         if isinstance(runtime, Tunable):
             runtime.forms.on_fallback = partial(self._fell_back, version)
+            runtime.forms.on_failure = partial(self._failed, version)
+            if self._breakers is not None:
+                runtime.forms.admits = partial(_admits, self._breakers, version)
+        if version.was_refuted(BATCHING):
+            version.end_batching()
         with self._wake:
             self._attached[key] = version
             self._show_level(version)
@@ -155,7 +213,7 @@ class Optimizer:
     def ask(self, name: str, command: LevelCommand) -> Future[str]:
         """Requests a command for every loaded version of a model. The future holds the result as text.
 
-        compile, optimise: tries the forms of level 2, or all that max_level allows, despite earlier decisions.
+        compile, optimise: tries the compiled form, or all that max_level allows, despite earlier decisions.
         measure: tries the forms of every level and uses none. trace: torch.profiler over golden batches.
         """
         answer: Future[str] = Future()
@@ -175,7 +233,9 @@ class Optimizer:
         if request is not None:
             self._answer(request)
             return True
-        return any(self._advance(version) for version in attached)
+        if self._archiving is not None:
+            self._archiving.step(attached)
+        return any(self._probe(version) or self._advance(version) or self._spot_check(version) for version in attached)
 
     def report(self) -> dict[str, list[dict[str, object]]]:
         """Model -> one entry for each attached version; see report.py."""
@@ -206,13 +266,23 @@ class Optimizer:
             return 0
         return min(self._config.max_level, HIGHEST_LEVEL if own is None else own, HIGHEST_LEVEL)
 
+    def _new_goldens(self) -> GoldenStore:
+        return GoldenStore(seed=secrets.randbits(32), redactor=self._redactor if self._redactor.is_active else None)
+
+    def _sampler(self, runtime: Runtime) -> SpotSampler | None:
+        share = self._config.safety.spot_check_share
+        if not share or not isinstance(runtime, Tunable):
+            return None
+        return SpotSampler(runtime.forms, share, random=self._random, clock=self._clock)
+
     def _steps_of(self, runtime: Runtime, max_rows: int, *, keeps_inputs: bool) -> tuple[str, ...]:
         steps = []
         if isinstance(runtime, Tokenising) and keeps_inputs:
             tokeniser = runtime.tokeniser
             has_threads = tokeniser is not None and tokeniser.max_threads > 1
             steps += [TOKENIZER_CACHE, *([TOKENIZER_POOL] if has_threads else [])]
-        if max_rows > 1:
+        # A model without a copy for this thread cannot be tried beside the traffic.
+        if max_rows > 1 and isinstance(runtime, Tunable):
             steps.append(BATCHING)
         # Quick builds come first: once one of them is in use, a long build may not be worth its time.
         forms = sorted(self._trials.forms_of(runtime), key=lambda name: THRESHOLDS[name].min_forward_s)
@@ -224,7 +294,7 @@ class Optimizer:
             if self._is_stopping or version.is_detached:
                 return False
             found = version.readiness(step)
-            if found.is_ready and version.may_try(step):
+            if found.is_ready and version.may_try(step) and not self._is_open(version, step):
                 self._take(version, step, found.criterion)
                 return True
         return False
@@ -233,45 +303,179 @@ class Optimizer:
         """Tries a step and decides on it; None when the version was detached meanwhile."""
         self._count_build(version, step)
         trial = self._trials.run(version, step)
-        decision = trial.decision(step, criterion)
         with self._lock:
             if version.is_detached or self._is_stopping:
                 return None
             version.requested -= {step}
-            if self._decide(version, decision) and decision.action == "enabled":
-                _turn_on(version.runtime, step, trial.forward)
+            version.returning -= {step}
+            gate = self._gated(version, trial, step, criterion)
+            if gate is None:
+                return self._not_recorded(version, trial.decision(step, criterion))
+            decision = self._settle(version, Decision.of(gate, version.level_state.form))
+            if gate.accepted:
+                _turn_on(version.runtime, gate, trial.forward)
+                if is_form(step):
+                    version.watch = None
+                if self._breakers is not None and is_form(step):
+                    self._breakers.switched_on(version.breaker_of(step))
+            elif step == BATCHING and trial.is_refuted:
+                version.end_batching()
+        if not gate.accepted and trial.is_failure:
+            self._alerts.notify(_gate_alert(version.key, gate))
+        return decision
+
+    def _gated(self, version: AttachedVersion, trial: Trial, step: str, criterion: str) -> GateDecision | None:
+        """The gate's decision; None when it could not be recorded."""
+        try:
+            return self._gate_of(version).gate_optimization(
+                step, version.subject, trial.evidence, level=THRESHOLDS[step].level, criterion=criterion
+            )
+        except Exception:
+            _log_unrecorded(version.key, step)
+            return None
+
+    def _gate_of(self, version: AttachedVersion) -> SafetyOrchestrator:
+        return SafetyOrchestrator(partial(self._record, version))
+
+    def _record(self, version: AttachedVersion, gate: GateDecision) -> None:
+        self._audit(self.log.append(version.key, Decision.of(gate, version.level_state.form)))
+
+    def _not_recorded(self, version: AttachedVersion, decision: Decision) -> Decision:
+        """A step without a record could not be traced, so it is not on."""
+        if decision.action == "enabled":
+            decision = replace(decision, action="refused", reason="it could not be recorded")
+            # The log may have the first decision although the audit has not.
+            with suppress(OSError):
+                self.log.append(version.key, decision)
+        return self._settle(version, decision)
+
+    def _settle(self, version: AttachedVersion, decision: Decision) -> Decision:
+        version.level_state = version.level_state.apply(decision)
+        _log_decision(version.key, decision)
+        self._show_level(version)
         return decision
 
     def _count_build(self, version: AttachedVersion, step: str) -> None:
         version.long_builds += is_form(step) and step not in _QUICK_BUILD
-
-    def _decide(self, version: AttachedVersion, decision: Decision) -> bool:
-        """Records a decision; False when that failed. A step without a record could not be traced, so it is not on."""
-        key = version.key
-        try:
-            self._audit(self.log.append(key, decision))
-            is_recorded = True
-        except Exception:
-            logger.exception("a decision could not be recorded", extra={"model": key.model, "step": decision.step})
-            is_recorded = False
-            if decision.action == "enabled":
-                decision = replace(decision, action="refused", reason="it could not be recorded")
-                # The log may have the first decision although the audit has not.
-                with suppress(OSError):
-                    self.log.append(key, decision)
-        version.level_state = version.level_state.apply(decision)
-        _log_decision(key, decision)
-        self._show_level(version)
-        return is_recorded
 
     def _show_level(self, version: AttachedVersion) -> None:
         self._metrics.level(version.key.model, version.key.version, "", version.level_state.level)
 
     def _fell_back(self, version: AttachedVersion, form: str, reason: str) -> None:
         """A form failed at serving. Called on a model thread, after the reference has answered the batch."""
+        self._disable(version, form, reason, "it failed at serving")
+        if self._breakers is not None:
+            self._breakers.trip(version.breaker_of(form), reason)
+
+    def _failed(self, version: AttachedVersion, form: str, reason: str) -> None:
+        """A form failed that has no fallback, and its jobs with it. Called on a model thread.
+
+        Bad jobs fail in every form: only several failures speak against this one, and its breaker counts them.
+        """
+        if self._breakers is not None:
+            self._breakers.failed(version.breaker_of(form), reason)
+
+    def _disable(self, version: AttachedVersion, form: str, reason: str, criterion: str) -> None:
         with self._lock:
-            if version.level_state.form == form and not version.is_detached:
-                self._decide(version, Decision(form, "disabled", "it failed at serving", reason))
+            if version.level_state.form != form or version.is_detached:
+                return
+            try:
+                self._gate_of(version).disable_optimization(
+                    form, version.subject, reason, level=THRESHOLDS[form].level, criterion=criterion
+                )
+            except Exception:
+                _log_unrecorded(version.key, form)
+            self._settle(version, Decision(form, "disabled", criterion, reason))
+
+    # Spot checks
+
+    def _spot_check(self, version: AttachedVersion) -> bool:
+        """Run a sampled batch again by the reference; False when none waits."""
+        form = version.level_state.form
+        if self._breakers is not None and form:
+            self._breakers.advance(version.breaker_of(form))
+        sampler = version.profiler.spot
+        if sampler is None or (sample := sampler.take()) is None or sample.form != form:
+            return False
+        begun = self._clock()
+        found = self._trials.spot_check(version, sample)
+        sampler.took(self._clock() - begun)
+        if found is None:
+            return True
+        if found.alert is not None:
+            self._metrics.drift_alert(version.key.model, version.key.version, form)
+            self._switch_off(version, form, found.alert.reason, "it drifted at serving")
+        elif found.verdict.verdict is Verdict.FAIL:
+            reason = f"spot checks: {'; '.join(found.verdict.reasons)}"
+            if self._breakers is None:
+                self._switch_off(version, form, reason, "its spot checks failed")
+            else:
+                self._breakers.observed(version.breaker_of(form), Verdict.FAIL, reason)
+        return True
+
+    def _switch_off(self, version: AttachedVersion, form: str, reason: str, criterion: str) -> None:
+        """Off at once here, and on the other workers as soon as they read the breaker."""
+        if self._breakers is not None:
+            self._breakers.trip(version.breaker_of(form), reason)
+        if isinstance(version.runtime, Tunable):
+            version.runtime.forms.reset(reason)
+        self._disable(version, form, reason, criterion)
+
+    # Circuit breakers
+
+    def _breaker_tripped(self, name: str, record: BreakerRecord) -> None:
+        """A report of this worker has opened the breaker. Called on the breakers' thread."""
+        model, version, form = _named(name)
+        self._metrics.breaker_tripped(model, version, form)
+        self._alerts.notify(breaker_alert(name, record, time.time()))
+
+    def _form_switched(self, name: str, change: StateChange) -> None:
+        """A form went on or off here. Called on any thread."""
+        model, version, form = _named(name)
+        self._metrics.transition(model, version, form, "on" if change.is_on else "off")
+
+    def _guarded_models(self) -> list[str]:
+        """The models whose breakers are read: those with a form that is or was in use."""
+        with self._lock:
+            attached = list(self._attached.values())
+        return sorted({version.key.model for version in attached if version.has_used_a_form})
+
+    def _is_open(self, version: AttachedVersion, step: str) -> bool:
+        return self._breakers is not None and is_form(step) and self._breakers.is_open(version.breaker_of(step))
+
+    def _breaker_changed(self, name: str, record: BreakerRecord) -> None:
+        """A breaker has opened or closed, on this worker or on another one. Called on the breakers' thread."""
+        with self._lock:
+            attached = list(self._attached.values())
+        for version in attached:
+            form = next((step for step in version.steps if is_form(step) and version.breaker_of(step) == name), None)
+            if form is None or not isinstance(version.runtime, Tunable):
+                continue
+            if record.is_closed:
+                self._metrics.breaker(version.key.model, version.key.version, form, is_open=False)
+                with self._wake:
+                    version.returning |= {form}
+                    self._wake.notify()
+                continue
+            self._metrics.breaker(version.key.model, version.key.version, form, is_open=True)
+            if version.runtime.forms.name == form:
+                version.runtime.forms.reset(record.reason)
+            self._disable(version, form, record.reason, "its circuit breaker opened")
+
+    def _probe(self, version: AttachedVersion) -> bool:
+        """Carry out a probe that this worker was granted; False without one."""
+        if self._breakers is None:
+            return False
+        for form in filter(is_form, version.steps):
+            name = version.breaker_of(form)
+            if probe := self._breakers.take_probe(name):
+                self._count_build(version, form)
+                while not self._is_stopping:
+                    trial = self._trials.run(version, form)
+                    if not self._breakers.judged(name, probe, _verdict_of(trial), trial.reason):
+                        break
+                return True
+        return False
 
     # Operators
 
@@ -306,6 +510,8 @@ class Optimizer:
     def _try_on_request(self, version: AttachedVersion, step: str) -> str:
         if step in version.level_state.enabled:
             return f"{step} is enabled already"
+        if self._is_open(version, step):
+            return f"{step} waits: its circuit breaker is open"
         version.requested |= {step}
         found = version.readiness(step)
         decision = self._take(version, step, found.criterion) if found.is_ready else None
@@ -322,6 +528,20 @@ class Optimizer:
         return described(decision).replace("enabled", "would be enabled")
 
 
+def _named(breaker: str) -> tuple[str, str, str]:
+    """(model, version, form) of a breaker."""
+    model, local = split_breaker_name(breaker)
+    version, _, form = local.partition(":")
+    return model, version, form
+
+
+def _gate_alert(key: DecisionKey, gate: GateDecision) -> Alert:
+    """Each trial that erred is a failure of its own: a step is tried again on request only."""
+    name = f"gate {key.model}/{key.version}:{gate.optimization} {key.content_hash} {secrets.token_hex(8)}"
+    figures = dict(gate.evidence)
+    return Alert(name, "gate", key.model, gate.reason, time.time(), key.version, gate.optimization, figures)
+
+
 def _log_decision(key: DecisionKey, decision: Decision) -> None:
     logger.info(
         "optimization decision",
@@ -336,12 +556,30 @@ def _log_decision(key: DecisionKey, decision: Decision) -> None:
     )
 
 
-def _turn_on(runtime: Runtime, step: str, forward: Forward | None) -> None:
-    """Puts a step into effect. Batching needs nothing here: the batcher has had its limits since the load."""
+def _admits(breakers: FormBreakers, version: AttachedVersion, form: str) -> bool:
+    return breakers.admits(version.breaker_of(form))
+
+
+def _verdict_of(trial: Trial) -> Verdict:
+    if trial.reason:
+        return Verdict.FAIL
+    judgement = trial.evidence.judgement
+    return judgement.verdict if judgement is not None else Verdict.PASS
+
+
+def _log_unrecorded(key: DecisionKey, step: str) -> None:
+    logger.exception("a decision could not be recorded", extra={"model": key.model, "step": step})
+
+
+def _turn_on(runtime: Runtime, gate: GateDecision, forward: Forward | None) -> None:
+    """Puts a step into effect that the gate has accepted. The only place that does so.
+
+    Batching needs nothing here: the batcher has had its limits since the load.
+    """
     if isinstance(runtime, Tunable) and forward is not None:
-        runtime.forms.use(step, forward)
+        runtime.forms.use(gate.optimization, forward)
     tokeniser = runtime.tokeniser if isinstance(runtime, Tokenising) else None
-    if tokeniser is not None and step == TOKENIZER_CACHE:
+    if tokeniser is not None and gate.optimization == TOKENIZER_CACHE:
         tokeniser.cache = TokenCache(_CACHE_ENTRIES, _CACHE_BYTES)
-    if tokeniser is not None and step == TOKENIZER_POOL:
+    if tokeniser is not None and gate.optimization == TOKENIZER_POOL:
         tokeniser.use_pool(tokeniser.max_threads)

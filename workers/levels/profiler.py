@@ -1,7 +1,8 @@
 """Level 0: the cost of each batch, and a few of its jobs as goldens. Nothing about the model changes.
 
     drain, after a commit -> Profiler.observe(batch) -> Profile: forwards, rows, tokens, seconds
-                                      '--------------> GoldenStore: inputs and the outputs that they were given
+                                      |--------------> GoldenStore: inputs and the outputs that they were given
+                                      '--------------> SpotSampler: whole batches, few, for spot checks of a form
 
 A golden is a copy of a served job: capturing it calls no model. `trace` profiles a forward when an operator asks for
 it.
@@ -10,14 +11,15 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.registry.tensors import STRING
 from penstock.safety.golden_store import GoldenStore
+from penstock.workers.levels.spot_check import SpotSampler
 from penstock.workers.runtime.base import Prepared, Runtime
-from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
+from penstock.workers.versions.tuner import BatchObservation
 
 __all__ = ["Profile", "Profiler", "trace"]
 
@@ -50,11 +52,15 @@ class Profile:
 class Profiler:
     """Observes one version's batches. `observe` is for one thread, the rest for any.
 
-    goldens: keeps samples of jobs; None: no inputs are kept.
+    goldens: keeps samples of jobs; None: no inputs are kept. spot: chooses batches for spot checks; None: there are
+    none.
     """
 
-    def __init__(self, runtime: Runtime, goldens: GoldenStore | None) -> None:
+    def __init__(self, runtime: Runtime, goldens: GoldenStore | None, spot: SpotSampler | None = None) -> None:
         self.goldens: Final = goldens
+        self.spot: Final = spot
+        self.row_limit = 0
+        """See Observer."""
         self._has_text = any(one.dtype == STRING for one in runtime.spec.inputs)
         self._profile = Profile()
 
@@ -77,13 +83,10 @@ class Profiler:
             rows if is_first else before.recent_rows + _SMOOTHING * (rows - before.recent_rows),
         )
         if self.goldens is not None:
-            _capture(batch.answered, self.goldens)
-
-
-def _capture(jobs: Iterable[AnsweredJob], goldens: GoldenStore) -> None:
-    for job in jobs:
-        if goldens.wants(job.job_id):
-            goldens.offer(*job)
+            for job in batch.answered(self.goldens.wants):
+                self.goldens.offer(*job)
+        if self.spot is not None:
+            self.spot.offer(batch)
 
 
 def trace(

@@ -2,8 +2,8 @@
 
     level 0   profile only
     level 1   tokenizer-cache, tokenizer-pool     exact: token ids stay equal
-    level 2   batching (2a), compiled (2b)        the same numbers, within the tolerance
-    level 3   onnx, bf16, fp16, compiled-bf16, int8    other arithmetic, judged by the validator of its precision
+    level 2   batching (2a); prepacked, compiled, onnx (2b)    the same numbers, within the tolerance
+    level 3   bf16, fp16, compiled-bf16, int8    other arithmetic, judged by the validator of its precision
 
 A step is tried when its criterion holds, and enabled when its trial passed. A form with a long build is not tried while
 the form in use is faster than the other form ever was. Every decision is an event, and the state is the events applied
@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Final, Literal
+from typing import Final
 
+from penstock.safety.orchestrator import Action, GateDecision
 from penstock.workers.runtime.forms import EAGER
 
 __all__ = [
@@ -24,11 +25,11 @@ __all__ = [
     "COMPILED",
     "HIGHEST_LEVEL",
     "MIN_GAIN",
+    "SAME_PRECISION",
     "THRESHOLDS",
     "TOKENIZER_CACHE",
     "TOKENIZER_POOL",
     "Decision",
-    "DecisionAction",
     "Evidence",
     "LevelState",
     "StepReadiness",
@@ -38,8 +39,6 @@ __all__ = [
     "replay",
 ]
 
-DecisionAction = Literal["enabled", "disabled", "refused"]
-
 HIGHEST_LEVEL: Final = 3
 """A max_level of 4 means the same as 3."""
 MIN_GAIN: Final = 1.1
@@ -48,11 +47,13 @@ TOKENIZER_CACHE: Final = "tokenizer-cache"
 TOKENIZER_POOL: Final = "tokenizer-pool"
 BATCHING: Final = "batching"
 COMPILED: Final = "compiled"
+SAME_PRECISION: Final = frozenset({"prepacked", COMPILED, "onnx"})
+"""The forms of level 2: their outputs stay within the tolerance."""
 
 _SOME_FORWARDS: Final = 20
 _SOME_GOLDEN_ROWS: Final = 16
 _QUICK_BUILD_S: Final = 2.0
-"""A cast of the weights takes less than a second of a core."""
+"""A cast or a packing of the weights takes less than a second of a core."""
 _LONG_BUILD_S: Final = 60.0
 """Compiling and exporting take some 20 s of a core. A model that has run three times as long is worth that."""
 _MOST_ONNX_GAIN: Final = 2.0
@@ -66,7 +67,8 @@ the other forms."""
 class Threshold:
     """The least evidence for a trial of a step. `min_forward_s`: seconds of forwards, for each long build.
 
-    most_gain: the highest measured gain over the eager model, among models that gain by other forms as well.
+    most_gain: the highest measured gain over the eager model, among models that gain by other forms as well. A form
+    without one is not tried while a form of a higher level is in use.
     """
 
     level: int
@@ -74,7 +76,6 @@ class Threshold:
     min_texts: int = 0
     min_golden_rows: int = 0
     min_forward_s: float = 0.0
-    min_warmed_rows: int = 0
     most_gain: float = inf
 
 
@@ -84,12 +85,13 @@ _LONG: Final = Threshold(3, _SOME_FORWARDS, 0, _SOME_GOLDEN_ROWS, _LONG_BUILD_S)
 THRESHOLDS: Final[Mapping[str, Threshold]] = {
     TOKENIZER_CACHE: Threshold(1, min_texts=32),
     TOKENIZER_POOL: Threshold(1, min_texts=256, min_golden_rows=_SOME_GOLDEN_ROWS),
-    BATCHING: Threshold(2, min_warmed_rows=2),
+    BATCHING: Threshold(2, min_golden_rows=_SOME_GOLDEN_ROWS),
+    "prepacked": replace(_QUICK, level=2),
     COMPILED: replace(_LONG, level=2),
+    "onnx": replace(_LONG, level=2, most_gain=_MOST_ONNX_GAIN),
     "bf16": _QUICK,
     "fp16": _QUICK,
     "compiled-bf16": _LONG,
-    "onnx": replace(_LONG, most_gain=_MOST_ONNX_GAIN),
     "int8": replace(_LONG, most_gain=_MOST_INT8_GAIN),
 }
 """Every step, by its name."""
@@ -108,7 +110,6 @@ class Evidence:
     texts: int = 0
     golden_rows: int = 0
     forward_s: float = 0.0
-    warmed_rows: int = 0
     long_builds: int = 0
     is_requested: bool = False
     """An operator requested it."""
@@ -145,7 +146,6 @@ def readiness(step: str, evidence: Evidence, max_level: int) -> StepReadiness:
         ("texts", evidence.texts, threshold.min_texts),
         ("golden_rows", evidence.golden_rows, threshold.min_golden_rows),
         ("forward_s", evidence.forward_s, worth_s),
-        ("warmed_rows", evidence.warmed_rows, threshold.min_warmed_rows),
     )
     for name, found, least in needed:
         if found < least:
@@ -160,7 +160,7 @@ def _why_in_vain(step: str, evidence: Evidence) -> str:
     threshold, form, gain = THRESHOLDS[step], evidence.form, evidence.form_gain
     if evidence.is_requested or not is_form(step) or form in (EAGER, step):
         return ""
-    if threshold.level < THRESHOLDS[form].level:
+    if threshold.level < THRESHOLDS[form].level and threshold.most_gain == inf:
         return f"{form} is in use, of a higher level"
     if gain * MIN_GAIN <= threshold.most_gain or evidence.was_accepted:
         return ""
@@ -175,7 +175,7 @@ class Decision:
     """A step was enabled, disabled or refused: by this criterion, on this evidence, for this reason."""
 
     step: str
-    action: DecisionAction
+    action: Action
     criterion: str = ""
     reason: str = ""
     """Why it was disabled or refused; empty where it was enabled."""
@@ -184,6 +184,25 @@ class Decision:
     evidence: Mapping[str, float] = field(default_factory=dict)
     made: Mapping[str, object] = field(default_factory=dict)
     """How a compiled form was made, as plain data: see CompilationReport."""
+    validators: Mapping[str, str] = field(default_factory=dict)
+    """Output -> the class of the validator that judged it."""
+    replaces: str = ""
+    """The form that was in use before this one; empty for the eager model, and for other steps."""
+
+    @classmethod
+    def of(cls, gate: GateDecision, replaces: str = "") -> Decision:
+        """A decision of the gate."""
+        return cls(
+            gate.optimization,
+            gate.action,
+            gate.criterion,
+            gate.reason,
+            gate.gain,
+            gate.evidence,
+            gate.made,
+            gate.validators,
+            replaces if gate.accepted and is_form(gate.optimization) and replaces != EAGER else "",
+        )
 
     @property
     def level(self) -> int:

@@ -44,13 +44,20 @@ class JobListener(Protocol):
         """These jobs are about to run, or were answered without a forward."""
 
     def finished(self, ended: Sequence[Ended], at: float) -> None:
-        """These jobs are committed."""
+        """These jobs are committed, however they ended."""
+
+    def completed(self, jobs: Sequence[JobHeader], runtime_s: float, version: str, at: float) -> None:
+        """These jobs of one batch are committed, each with outputs; see Ended. For them `finished` is not called."""
 
     def retried(self, failed: Sequence[Failed], at: float) -> None:
         """These jobs failed, and will run again after a pause."""
 
+    @property
+    def has_revoked(self) -> bool:
+        """Whether any job was revoked through the listener."""
+
     def is_revoked(self, job_id: str) -> bool:
-        """Whether the job was revoked through the listener. Called once per claimed job."""
+        """Whether the job was revoked through the listener. Called once per claimed job, if any was revoked."""
 
 
 class NullListener:
@@ -65,8 +72,17 @@ class NullListener:
     def finished(self, ended: Sequence[Ended], at: float) -> None:
         """See JobListener. Does nothing."""
 
+    def completed(self, jobs: Sequence[JobHeader], runtime_s: float, version: str, at: float) -> None:
+        """See JobListener. As `finished` for each of them."""
+        self.finished([Ended(job, State.COMPLETED, runtime_s, None, version) for job in jobs], at)
+
     def retried(self, failed: Sequence[Failed], at: float) -> None:
         """See JobListener. Does nothing."""
+
+    @property
+    def has_revoked(self) -> bool:
+        """See JobListener. False."""
+        return False
 
     def is_revoked(self, job_id: str) -> bool:
         """See JobListener. Returns False."""

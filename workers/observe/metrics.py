@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.registry import metrics as table
+from penstock.registry.broker.webhooks import WebhookCounts
 from penstock.registry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -91,8 +92,6 @@ class _Histogram:
         self.recent = np.concatenate((self.recent, values))[-_RECENT:]
 
 
-_MEMORY: Final = "l1"
-"""The tier of the cache in this process's memory."""
 _TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s", "cached")
 
 
@@ -214,6 +213,40 @@ class InferenceMetrics(Collector):
         """Count jobs that came by `route`, however they ended."""
         self._add(table.REQUESTS, (model, route), count)
 
+    def shadow_pairs(self, model: str, version: str, outcome: str, count: int) -> None:
+        """Count sampled jobs of a shadow by outcome. version: the one that answered; empty: of several."""
+        if count:
+            self._add(table.SHADOW_PAIRS, (model, version, "", outcome), count)
+
+    def shadow_compared(self, model: str, version: str, outcome: str, count: int = 1) -> None:
+        """Count settled pairs by outcome. version: the candidate."""
+        self._add(table.SHADOW_COMPARED, (model, version, "", outcome), count)
+
+    def canary(self, model: str, version: str, optimization: str, verdict: str) -> None:
+        """Count a comparison of a candidate with the model as built: PASS, MARGINAL, FAIL or INSUFFICIENT."""
+        self._add(table.CANARY, (model, version, "", optimization, str(verdict)), 1)
+
+    def drift(self, model: str, version: str, optimization: str, ratio: float) -> None:
+        """Set the largest smoothed score of a figure, as a share of its control limit."""
+        self._set(table.DRIFT, (model, version, "", optimization), ratio)
+
+    def drift_alert(self, model: str, version: str, optimization: str) -> None:
+        """Count a drift alert."""
+        self._add(table.DRIFT_ALERTS, (model, version, "", optimization), 1)
+
+    def transition(self, model: str, version: str, optimization: str, to: str) -> None:
+        """Count that an optimization went on or off: `to` is `on` or `off`."""
+        self._add(table.TRANSITIONS, (model, version, "", optimization, to), 1)
+
+    def alert(self, hook: str, outcome: str) -> None:
+        """Count an alert of one hook: sent, failed or dropped."""
+        self._add(table.ALERTS, ("", "", "", hook, outcome), 1)
+
+    def fallback(self, model: str, version: str, endpoint: str, level: str, count: int = 1) -> None:
+        """Count jobs that this level of the fallback chain answered. version: the one on which earlier levels failed,
+        or were stopped."""
+        self._add(table.FALLBACKS, (model, version, endpoint, level), count)
+
     def exception(self, model: str, exception_class: str, count: int = 1) -> None:
         """Count exceptions of a model by the name of their class."""
         self._add(table.EXCEPTIONS, (model, exception_class), count)
@@ -231,7 +264,7 @@ class InferenceMetrics(Collector):
         self._add(table.TAKEN_OVER, (model, "", ""), 1)
 
     def quarantined(self, model: str) -> None:
-        """Count an entry that was dead-lettered because it could not be read as a job."""
+        """Count an entry that could not be read as a job and was dead-lettered, or a key that was quarantined."""
         self._add(table.QUARANTINED, (model, "", ""), 1)
 
     def dead_lettered(self, model: str, version: str, endpoint: str) -> None:
@@ -246,19 +279,34 @@ class InferenceMetrics(Collector):
         """Count a batch that did not fit the memory of the device."""
         self._add(table.OUT_OF_MEMORY, (model, version, ""), 1)
 
-    def single_flight(self, model: str, version: str, endpoint: str) -> None:
-        """Count a job that was answered by the forward of an equal job."""
-        self._add(table.SINGLE_FLIGHT, (model, version, endpoint), 1)
+    def instances_lost(self, model: str, version: str, count: int) -> None:
+        """Set how many instances of a version were lost so far."""
+        self._set(table.INSTANCES_LOST, (model, version, ""), count)
 
-    def cache_lookups(self, model: str, version: str, endpoint: str, *, is_hit: bool, count: int = 1) -> None:
-        """Count look-ups of a job's answer in the cache of this process."""
-        self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, version, endpoint, _MEMORY), count)
+    def single_flight(self, model: str, version: str, endpoint: str, count: int = 1) -> None:
+        """Count jobs that were answered by the forward of an equal job."""
+        self._add(table.SINGLE_FLIGHT, (model, version, endpoint), count)
 
-    def cache_size(self, entries: int, nbytes: int, evicted: int) -> None:
-        """Set the size of the cache in this process, and how many answers it has evicted so far."""
-        self._set(table.CACHE_ENTRIES, ("", "", "", _MEMORY), entries)
-        self._set(table.CACHE_BYTES, ("", "", "", _MEMORY), nbytes)
-        self._set(table.CACHE_EVICTED, ("", "", "", _MEMORY), evicted)
+    def audit_failed(self) -> None:
+        """Count a failure to record cache accesses in the audit log."""
+        self._add(table.AUDIT_FAILURES, (), 1)
+
+    def cache_lookups(
+        self, model: str, version: str, endpoint: str, tier: str, *, is_hit: bool, count: int = 1
+    ) -> None:
+        """Count look-ups of a job's answer in one tier of the cache."""
+        self._add(table.CACHE_HITS if is_hit else table.CACHE_MISSES, (model, version, endpoint, tier), count)
+
+    def cache_size(self, tier: str, entries: int, nbytes: int, evicted: int) -> None:
+        """Set the size of one tier of the cache, and how many answers it has evicted so far."""
+        self._set(table.CACHE_ENTRIES, ("", "", "", tier), entries)
+        self._set(table.CACHE_BYTES, ("", "", "", tier), nbytes)
+        self._set(table.CACHE_EVICTED, ("", "", "", tier), evicted)
+
+    def cache_faults(self, tier: str, faults: Mapping[str, int]) -> None:
+        """Set how often one tier of the cache has failed so far, by what happened."""
+        for fault, count in faults.items():
+            self._set(table.CACHE_FAULTS, ("", "", "", tier, fault), count)
 
     def level(self, model: str, version: str, endpoint: str, level: int) -> None:
         """Set the optimization level of a version."""
@@ -268,9 +316,31 @@ class InferenceMetrics(Collector):
         """Count a verdict on an optimized form: accepted or refused."""
         self._add(table.GATES, (model, version, endpoint, verdict), 1)
 
+    def breaker(self, model: str, version: str, optimization: str, *, is_open: bool) -> None:
+        """Set whether the circuit breaker of an optimization is open."""
+        self._set(table.BREAKERS, (model, version, "", optimization), int(is_open))
+
+    def breaker_tripped(self, model: str, version: str, optimization: str) -> None:
+        """Count a circuit breaker that this worker opened."""
+        self._add(table.BREAKER_TRIPS, (model, version, "", optimization), 1)
+
+    def webhook_tried(self, model: str, outcome: str) -> None:
+        """Count a try of a webhook: delivered, failed or dead."""
+        self._add(table.WEBHOOKS, (model, "", "", outcome), 1)
+
+    def webhooks_counted(self, model: str, counts: WebhookCounts) -> None:
+        """Set how many webhooks wait and are dead, and how old the oldest waiting one is."""
+        self._set(table.WEBHOOKS_WAITING, (model, "", ""), counts.waiting)
+        self._set(table.WEBHOOKS_DEAD, (model, "", ""), counts.dead)
+        self._set(table.WEBHOOKS_AGE, (model, "", ""), counts.oldest_s)
+
     def loaded(self, model: str, version: str, is_loaded: bool) -> None:
         """Set whether a version is loaded."""
         self._set(table.MODEL_LOADED, (model, version), float(is_loaded))
+
+    def traffic_share(self, model: str, version: str, share: float) -> None:
+        """Set the share of an experiment's arm; 0 for a version that is an arm no more."""
+        self._set(table.TRAFFIC_SHARE, (model, version, ""), share)
 
     def ready(self, is_ready: bool) -> None:
         """Set whether the worker takes jobs."""

@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from penstock.registry.errors import ConfigurationError
+from penstock.workers import children
 from penstock.workers.observe.metrics import InferenceMetrics
 
 __all__ = ["Probe", "ReadinessCheck"]
@@ -72,6 +73,7 @@ class Probe:
                 "Expected a loopback address, or a token in the file that PENSTOCK_METRICS_BEARER_FILE names"
             )
         self._server = self._listen(token)
+        children.own(self._server.fileno())
         self.port = self._server.server_address[1]
         self._registry.register(self._metrics)
         ProcessCollector(registry=self._registry)

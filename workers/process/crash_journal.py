@@ -18,6 +18,7 @@ import mmap
 import os
 import socket
 import struct
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ import msgspec
 from penstock.registry.broker.base import Held, WorkerEnd
 from penstock.registry.broker.incidents import timeout_incident
 from penstock.registry.queues import Priority
+from penstock.workers import children
 
 __all__ = [
     "MARGIN_S",
@@ -169,11 +171,16 @@ class FileJournal:
         size = _HEAD_BYTES + seats * _SEAT_BYTES
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = path
-        self._fd = _own(path, patience_s)
-        os.ftruncate(self._fd, 0)
+        self.fd: Final = _own(path, patience_s)
+        """Holds the lock: when it is closed, the supervisor takes this process for a dead one."""
+        os.ftruncate(self.fd, 0)
         # Not a sparse file: on a full disk, a write to the map of a sparse file kills the process.
-        os.posix_fallocate(self._fd, 0, size)
-        self._map = mmap.mmap(self._fd, size)
+        os.posix_fallocate(self.fd, 0, size)
+        self._map = mmap.mmap(self.fd, size)
+        # A fork that a model's code makes neither writes to the map nor holds the lock.
+        children.own(self.fd)
+        if sys.platform == "linux":
+            self._map.madvise(mmap.MADV_DONTFORK)
         # The supervisor reads these fields at any time. Each write here is one store; struct.pack_into would clear
         # the field first.
         self._times = memoryview(self._map).cast("d")
@@ -229,7 +236,7 @@ class FileJournal:
     def close(self) -> None:
         """Retire, and close the file. The map stays valid for threads that still write to it."""
         self.retire()
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def _own(path: Path, patience_s: float) -> int:

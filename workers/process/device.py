@@ -2,9 +2,10 @@
 
     PENSTOCK_INFERENCE_DEVICE, the GPUs that nvidia-smi lists, CUDA_VISIBLE_DEVICES
         -> pin -> a lock under <home>/locks, CUDA_VISIBLE_DEVICES set to that one GPU -> Pin
+                  held by processes that a dead worker left behind -> orphans.py ends them
 
 CUDA reads its environment once, so call `pin` before the first import of a framework. The kernel frees the lock when
-the process ends in any way.
+the process ends in any way; forks of the process do not hold it (workers/children.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, MutableMapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import count
@@ -22,7 +25,9 @@ from pathlib import Path
 from typing import Final
 
 from penstock.registry.errors import ConfigurationError
-from penstock.registry.settings import METRICS_PORT
+from penstock.registry.settings_sections import METRICS_PORT
+from penstock.workers import children
+from penstock.workers.process.orphans import end_orphans, write_record
 
 __all__ = [
     "Gpu",
@@ -38,6 +43,8 @@ __all__ = [
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _MAX_CPU_WORKERS: Final = 1_024
 _QUERY_TIMEOUT_S: Final = 30.0
+_TURN_S: Final = 20.0
+_LOOK_AGAIN_S: Final = 0.02
 _CPU_LIMIT: Final = Path("/sys/fs/cgroup/cpu.max")
 _GPU_LINE: Final = re.compile(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
 _SLICE_LINE: Final = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
@@ -68,21 +75,28 @@ class Pin:
         return f"{'cpu' if self.device == 'cpu' else 'gpu'}{self.index}"
 
 
-def pin(device: str, index: int | None, home: Path, environ: MutableMapping[str, str]) -> Pin:
+def pin(
+    device: str,
+    index: int | None,
+    home: Path,
+    environ: MutableMapping[str, str],
+    *,
+    supervisor: int | None = None,
+) -> Pin:
     """Lock a device for this process. `device` is auto, cpu, cuda or cuda:N, where N counts the visible GPUs.
 
     auto and cuda take the first GPU without a worker; auto takes the CPU where no GPU can be used. `index` is the
-    supervisor's number for this worker, None without a supervisor. Hides the other GPUs in `environ`.
-    Raises ConfigurationError for a device that does not exist or is in use.
+    supervisor's number for this worker, None without a supervisor; `supervisor` is the supervisor's process id. Hides
+    the other GPUs in `environ`. Raises ConfigurationError for a device that does not exist or is in use.
     """
     locks = _folder(home)
     wants_cpu = device == "cpu" or (device == "auto" and not _torch_uses_gpus())
     gpus = [] if wants_cpu else visible_gpus(environ)
     if wants_cpu or (device == "auto" and not gpus):
         environ[_VISIBLE] = ""
-        return _pin_cpu(index, locks)
+        return _pin_cpu(index, locks, supervisor)
     for gpu in requested_gpus(device, gpus):
-        lock = _lock(locks / f"{gpu.uuid}.lock")
+        lock = _lock(locks / f"{gpu.uuid}.lock", supervisor)
         if lock is not None:
             environ[_VISIBLE] = gpu.uuid
             environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -179,9 +193,9 @@ def _torch_uses_gpus() -> bool:
         return False
 
 
-def _pin_cpu(index: int | None, locks: Path) -> Pin:
+def _pin_cpu(index: int | None, locks: Path, supervisor: int | None) -> Pin:
     for candidate in count() if index is None else (index,):
-        lock = _lock(locks / f"cpu-{candidate}.lock")
+        lock = _lock(locks / f"cpu-{candidate}.lock", supervisor)
         if lock is not None:
             return Pin("cpu", candidate, lock)
         if candidate >= _MAX_CPU_WORKERS:
@@ -202,15 +216,45 @@ def _folder(home: Path) -> Path:
     return folder
 
 
-def _lock(path: Path) -> int | None:
-    """The descriptor of the lock, or None when another process holds the lock."""
+def _lock(path: Path, supervisor: int | None) -> int | None:
+    """The descriptor of the lock, or None when another worker holds the lock. Orphans that hold it are ended."""
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        with _turn(path.parent) as is_ours:
+            lock = _locked(path)
+            if lock is None and is_ours and end_orphans(path):
+                lock = _locked(path)
+            if lock is not None:
+                write_record(lock, supervisor)
+                children.own(lock)
+            return lock
     except OSError as error:
         raise ConfigurationError(f"Locks cannot be kept under PENSTOCK_HOME: {error.strerror}") from None
+
+
+@contextmanager
+def _turn(locks: Path) -> Iterator[bool]:
+    """Inside the block no other start takes a lock or reads a record; False when another start takes too long."""
+    turn = os.open(locks / "starts", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        give_up_at = time.monotonic() + _TURN_S
+        while not (is_ours := _locks(turn)) and time.monotonic() < give_up_at:
+            time.sleep(_LOOK_AGAIN_S)
+        yield is_ours
+    finally:
+        os.close(turn)
+
+
+def _locked(path: Path) -> int | None:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if _locks(lock):
+        return lock
+    os.close(lock)
+    return None
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
+        return False
+    return True

@@ -100,8 +100,8 @@ class OperatorRpcServer:
                 return self._store.names()
             case operator_rpc.Read(names, newest):
                 return self._store.read(names, newest)
-            case operator_rpc.Enter(versions, transitions):
-                self._enter(versions, transitions)
+            case operator_rpc.Enter():
+                self._enter(request)
                 return None
             case operator_rpc.Inspect(path):
                 package = self._package(self._root / path)
@@ -123,6 +123,10 @@ class OperatorRpcServer:
                 return self._broker.actives(slots)
             case operator_rpc.Activate():
                 return self._activate(request)
+            case operator_rpc.Observations(slot, experiment):
+                return self._broker.observations(slot, experiment)
+            case operator_rpc.Ratings(slot, experiment):
+                return self._broker.ratings(slot, experiment)
             case operator_rpc.Workers():
                 return self._broker.workers()
 
@@ -138,7 +142,7 @@ class OperatorRpcServer:
         Deployment.open(b"%d " % request.epoch + request.record, request.slot, self._verify)
         return self._broker.activate(request.slot, request.epoch, request.record, request.version, request.spec)
 
-    def _enter(self, versions: tuple[dict[str, Any], ...], transitions: tuple[dict[str, Any], ...]) -> None:
+    def _enter(self, change: operator_rpc.Enter) -> None:
         from penstock.registry.catalog.store import enter
 
         if self._verify is None:
@@ -147,8 +151,10 @@ class OperatorRpcServer:
             )
         enter(
             self._store,
-            versions,
-            transitions,
+            change.versions,
+            change.transitions,
+            change.experiments,
+            change.policies,
             verify=self._verify,
             rehash=lambda source: self._package(Path(source)).manifest(),
         )

@@ -87,6 +87,10 @@ class Runtime(Protocol):
     def memory_bytes(self) -> int:
         """Bytes of the loaded model on the host or the device; 0 where they cannot be counted."""
 
+    @property
+    def may_change_threads(self) -> bool:
+        """Whether one forward may run on another thread than the one before."""
+
     def load(self, device: str, threads: int) -> None:
         """Loads the model onto `device` (`cpu` or `cuda[:n]`) from the files that are hashed here, and warms it up.
 

@@ -23,7 +23,7 @@ from penstock.registry.errors import ConfigurationError, shown
 from penstock.registry.package import Package
 from penstock.registry.package.manifest import Manifest
 from penstock.workers.runtime.declared_model import callable_of, is_declared
-from penstock.workers.runtime.tracebacks import message_of, placed
+from penstock.workers.runtime.tracebacks import message_of, name_of, placed
 
 __all__ = ["PackageModules"]
 
@@ -55,8 +55,11 @@ class PackageModules:
             return build()
         except ConfigurationError:
             raise
-        except Exception as error:
-            problem = f"raised {type(error).__name__}: {message_of(error)}{placed(error)}"
+        except KeyboardInterrupt:
+            # In a command it is the user's.
+            raise
+        except BaseException as error:
+            problem = f"raised {name_of(error)}: {message_of(error)}{placed(error)}"
             raise ConfigurationError(f"{reference}: {problem}") from error
 
     def forget(self) -> None:

@@ -14,6 +14,7 @@ of an operation in the traced graph, and the file would be invalid.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -32,7 +33,9 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
 from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
+from penstock.workers import children
 from penstock.workers.runtime.compilable import Compilable, Shapes
+from penstock.workers.runtime.cpu import saturates_int8
 from penstock.workers.runtime.tracing import trace
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ __all__ = [
     "Exportable",
     "ExportableRuntime",
     "Graph",
+    "can_export",
     "export_in_child",
     "export_onnx",
     "open_exported",
@@ -51,6 +55,7 @@ __all__ = [
 Graph: TypeAlias = Callable[[Mapping[str, Array]], list[Array]]
 """Inputs by name -> outputs in declared order."""
 
+_PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 _OPSET: Final = 18
 _TIMEOUT_S: Final = 300.0
 _TOLERANCE: Final = 1e-3
@@ -96,6 +101,11 @@ class ExportableRuntime(Protocol):
 
     def compilable(self, form: str) -> Compilable:
         """See CompilableRuntime. Its examples span the shapes that are served."""
+
+
+def can_export() -> bool:
+    """Whether the packages are installed that export a model and run the graph."""
+    return all(importlib.util.find_spec(package) is not None for package in _PACKAGES)
 
 
 def export_onnx(runtime: ExportableRuntime, file: Path, *, is_int8: bool = False) -> dict[str, float]:
@@ -212,6 +222,8 @@ def _run_child(request: Mapping[str, object], timeout_s: float) -> int | None:
         env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         start_new_session=True,
     ) as child:
+        if child.stdin is not None:
+            children.own(child.stdin.fileno())
         try:
             _send(child, json.dumps(request).encode() + b"\n")
             return child.wait(timeout_s)
@@ -261,7 +273,7 @@ def _differences(module: torch.nn.Module, exportable: Exportable, file: Path) ->
 
 
 def _quantise(file: Path) -> None:
-    """Replaces an fp32 graph by one whose matrices are int8."""
+    """Replaces an fp32 graph by one whose matrices are int8; their values have 7 bits on a CPU that saturates."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -269,7 +281,7 @@ def _quantise(file: Path) -> None:
     # The quantiser transposes weights and would then find the recorded shapes of them wrong.
     del model.graph.value_info[:]
     quantised = file.with_suffix(".int8")
-    quantize_dynamic(model, str(quantised), weight_type=QuantType.QInt8)
+    quantize_dynamic(model, str(quantised), weight_type=QuantType.QInt8, reduce_range=saturates_int8())
     quantised.replace(file)
 
 

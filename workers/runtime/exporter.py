@@ -8,16 +8,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
-import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.package import Package, load_package
+from penstock.workers import children
 from penstock.workers.runtime.export import export_in_child, export_onnx, report_beside
 from penstock.workers.runtime.loading import LoadOptions
 from penstock.workers.runtime.open import open_copy
@@ -65,7 +63,7 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     file = Path(request["file"])
     # The parent keeps the pipe open while it waits for the graph.
-    threading.Thread(target=_end_with_the_parent, args=(file.parent,), daemon=True).start()
+    children.start_guard(sys.stdin.fileno(), file.parent)
     os.nice(_NICENESS)
     try:
         package = load_package(Path(request["package"]))
@@ -77,13 +75,6 @@ def main() -> None:
     report_beside(file).write_text(json.dumps(report))
     # The process does not wait for threads of the package's own code.
     os._exit(0)
-
-
-def _end_with_the_parent(folder: Path) -> None:
-    sys.stdin.read()
-    # A parent that was killed cannot remove the folder.
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

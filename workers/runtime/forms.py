@@ -1,12 +1,13 @@
 """The forms of one loaded model, one of which is in use.
 
     run(prepared) -> the form in use --- outputs ----------------------------------> outputs
-                          |  an exception, or NaN where the signature allows none
+                          |  an exception, or NaN where the signature allows none; the fallback chain decides
                           '--> the reference, for this very batch --- outputs -----> outputs; the form is dropped
                                                                   '- it fails too -> the reference's result; form kept
 
 The reference is the eager model, unchanged. The other forms are compiled, of lower precision or exported. The optimizer
-swaps one of them in between two batches, after its trial beside the traffic has passed.
+swaps one of them in between two batches, after its trial beside the traffic has passed. While its circuit breaker does
+not admit it, the reference runs in its place.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import numpy as np
 
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
+from penstock.safety.fallback import LEVELS, FallbackChain, Level, LevelFailure
 from penstock.workers.runtime.base import Counted, DeviceLost, Prepared
 from penstock.workers.runtime.compilable import ModelCompiler
+from penstock.workers.runtime.tracebacks import error_text
 
 __all__ = [
     "EAGER",
@@ -33,6 +36,7 @@ __all__ = [
     "Tunable",
     "WithProvenance",
     "finite_outputs",
+    "forms_of",
     "thread_copy_of",
 ]
 
@@ -76,6 +80,10 @@ class WithProvenance:
         """See Forward."""
         return self.forward(prepared)
 
+    def thread_copy(self) -> Forward:
+        """See ThreadCopyable."""
+        return WithProvenance(thread_copy_of(self.forward), self.made, self.counts)
+
 
 class _Form(NamedTuple):
     name: str
@@ -100,6 +108,12 @@ class Tunable(Protocol):
         """
 
 
+def forms_of(runtime: object) -> Forms | None:
+    """The forms of a Tunable runtime; None: its model has no other forms."""
+    forms = getattr(runtime, "forms", None)
+    return forms if isinstance(forms, Forms) else None
+
+
 class Forms:
     """One model's forms. Several model threads may call `run` while another thread swaps the form.
 
@@ -111,59 +125,118 @@ class Forms:
         self.reference: Final = reference
         self.on_fallback: Callable[[str, str], None] = _ignore
         """Called on a model thread with the name of a form that was just dropped and the reason. Must be quick."""
+        self.admits: Callable[[str], bool] = _always
+        """Whether a form may run now, by its name: asks its circuit breaker, for every batch. Must be quick."""
         self.generation = 0
         """A new number after each change of the form in use; 0 before the first change. Two models of a process share
         no number except 0. So if the number is the same before and after a forward, one form computed it."""
+        self.on_failure: Callable[[str, str], None] = _ignore
+        """The same for a form that failed, stays in use, and has no fallback. See `chain`."""
+        self.chain = FallbackChain(LEVELS[:3])
+        """Decides whether the reference runs the batch on which a form failed. In a chain without the level `compiled`
+        the form stands in the place of the reference: then its errors go on to the executor."""
+        self.stopped = ""
+        """The form that was in use and is off since it failed or its breaker opened; empty: there is none."""
+        self.withholds_texts = False
+        """Whether the reason of a form that failed has no text of its exception."""
+        self.redact: Callable[[str], str] | None = None
+        """Removes personal data from texts of exceptions."""
         self._finite = finite
         self._reference = _Form(EAGER, reference)
-        self._current = self._reference
+        self._chosen = self._current = self._reference
+        """The form that was put in use, and the one that runs: the reference, while the other is not admitted."""
         self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
         """The form in use, which runs the next batch."""
-        return self._current.name
+        return self._admitted().name
 
     @property
     def forward(self) -> Forward:
         """The forward of the form in use. Unlike `run`, it does not fall back to the reference."""
-        return self._current.forward
+        return self._admitted().forward
 
     def counts(self) -> Mapping[str, int]:
         """The counters of the form in use; see Counted."""
-        forward = self._current.forward
+        forward = self._chosen.forward
         return forward.counts() if isinstance(forward, Counted) else {}
 
     def use(self, name: str, forward: Forward) -> None:
         """Puts this form in use from the next batch on."""
-        self._change(_Form(name, forward))
+        with self._lock:
+            self._chosen, self.stopped = _Form(name, forward), ""
+            self._change(self._chosen if self.admits(name) else self._reference)
 
     def reset(self, reason: str) -> None:
         """Puts the reference in use from the next batch on."""
-        before = self._current
-        self._change(self._reference)
+        with self._lock:
+            before, self._chosen = self._chosen, self._reference
+            self._change(self._reference)
+            if before is not self._reference:
+                self.stopped = before.name
         if before is not self._reference:
             logger.info("the form is dropped", extra={"form": before.name, "reason": reason})
 
-    def run(self, prepared: Prepared) -> dict[str, Array]:
-        """The batch's outputs from the form in use or, where that fails, from the reference."""
-        form = self._current
+    def run(self, prepared: Prepared, failures: list[LevelFailure] | None = None) -> dict[str, Array]:
+        """The batch's outputs from the form in use or, where that fails and may fall back, from the reference.
+
+        failures: takes the level that failed or was skipped, without texts of exceptions, which may repeat an input.
+        """
+        form = self._admitted()
         if form is self._reference:
+            if (self.stopped or self._chosen is not form) and failures is not None:
+                self._note_stopped(failures)
             return self.reference(prepared)
         try:
             outputs = form.forward(prepared)
             reason = self._non_finite(outputs)
             if not reason:
                 return outputs
+            told = reason
+            if not self._falls_back:
+                # The executor fails the jobs whose answers are not finite.
+                self.on_failure(form.name, reason)
+                return outputs
         except (MemoryError, DeviceLost):
             raise
-        except Exception as error:  # compiled code may raise anything
-            reason = f"{type(error).__name__}: {error!s:.200}"
+        except BaseException as error:  # compiled code may raise anything
+            text = error_text(error, withholds_message=self.withholds_texts, redact=self.redact)
+            reason, told = text.line, text.name
+            if not self._falls_back:
+                self.on_failure(form.name, reason)
+                raise
         # Outside the handler: while an exception is handled, it keeps the device memory of the failed forward.
+        if not (failures is None or failures):
+            failures.append(LevelFailure("compiled", f"{form.name}: {told}"))
         outputs = self.reference(prepared)
         if not self._non_finite(outputs):
             self._drop(form, reason)
         return outputs
+
+    @property
+    def _falls_back(self) -> bool:
+        """Whether the reference is next when a form has failed."""
+        level: Level = "compiled" if "compiled" in self.chain.levels else "micro-batched"
+        return self.chain.next([level]) == "micro-batched"
+
+    def _note_stopped(self, failures: list[LevelFailure]) -> None:
+        """The form that was put in use may not run now."""
+        name = self.stopped or self._chosen.name
+        if "compiled" in self.chain.levels and not failures:
+            failures.append(LevelFailure("compiled", f"skipped: {name} is stopped"))
+
+    def _admitted(self) -> _Form:
+        """The form for the next batch: the chosen one, or the reference while that one's breaker is open."""
+        chosen = self._chosen
+        if chosen is self._reference:
+            return chosen
+        form = chosen if self.admits(chosen.name) else self._reference
+        if form is not self._current:
+            with self._lock:
+                if self._chosen is chosen:
+                    self._change(form)
+        return form
 
     def _change(self, form: _Form) -> None:
         # The number changes before and after the form: a number that is read in between belongs to no form.
@@ -180,8 +253,9 @@ class Forms:
     def _drop(self, form: _Form, reason: str) -> None:
         """The form failed on a batch that the reference ran well. One such failure is enough."""
         with self._lock:
-            if self._current is not form:
+            if self._chosen is not form:
                 return
+            self._chosen, self.stopped = self._reference, form.name
             self._change(self._reference)
         logger.warning("a form failed and is dropped", extra={"form": form.name, "reason": reason})
         self.on_fallback(form.name, reason)
@@ -194,3 +268,8 @@ def finite_outputs(spec: ModelSpec) -> tuple[str, ...]:
 
 def _ignore(_form: str, _reason: str) -> None:
     """No optimizer is attached."""
+
+
+def _always(_form: str) -> bool:
+    """No breaker is attached."""
+    return True

@@ -10,87 +10,96 @@ moment. The kernel kills it when its worker is gone, also in the middle of a for
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import select
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from penstock.registry import logs
 from penstock.registry.errors import ModelNotReady, PenstockError, error_named
 from penstock.registry.package import ModelSpec, Package
 from penstock.registry.tensors import Array
-from penstock.workers.runtime.base import Runtime
+from penstock.workers import children
+from penstock.workers.runtime.base import Prepared, Runtime
 from penstock.workers.runtime.channel import Channel, Disconnected, Message
 from penstock.workers.runtime.loading import LoadOptions
 from penstock.workers.runtime.open import open_copy
+from penstock.workers.runtime.tracebacks import frames_of, message_of, name_of
 
-__all__ = ["main"]
+__all__ = ["ForwardOf", "as_built", "main"]
+
+ForwardOf: TypeAlias = Callable[[Runtime, Mapping[str, Any]], Callable[[Prepared], dict[str, Array]]]
+"""The forward that answers batches: of a loaded runtime, as the facts of the load say."""
 
 _LIFELINE: Final = 0
 """The descriptor of a pipe whose other end only the worker holds. Nothing is written to it."""
+_TEXT_CHARACTERS: Final = 4_000
+"""Of the message of an exception. The worker shortens that of a forward; that of a load may name several files."""
 
 
-def main() -> None:
+def as_built(runtime: Runtime, _facts: Mapping[str, Any]) -> Callable[[Prepared], dict[str, Array]]:
+    """The model as its author built it."""
+    return runtime.run
+
+
+def main(forward_of: ForwardOf = as_built) -> None:
     """Serves the worker at the other end of the socket until it closes it."""
-    _end_with_the_worker(_LIFELINE)
+    children.end_with(_LIFELINE)
+    children.protect_forks(_LIFELINE)
     for number in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C and a service manager address all processes; the worker lets this one finish its batch.
         signal.signal(number, lambda *_: None)
+    children.own(int(sys.argv[1]))
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     with contextlib.suppress(Disconnected):
-        serve(channel)
+        serve(channel, forward_of)
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, forward_of: ForwardOf = as_built) -> None:
     """Answers messages. Raises Disconnected when the worker is done with this instance."""
     runtime: Runtime | None = None
+    forward: Callable[[Prepared], dict[str, Array]] | None = None
     while True:
         message = channel.receive()
         try:
             if message.kind == "load":
-                runtime = _loaded(message.facts)
+                with children.ForksEnd():
+                    runtime = _loaded(message.facts)
+                    forward = forward_of(runtime, message.facts)
                 facts = {"content_hash": runtime.content_hash, "memory_bytes": runtime.memory_bytes}
                 channel.send("loaded", facts)
                 continue
-            if runtime is None:
+            if runtime is None or forward is None:
                 raise ModelNotReady("The instance has loaded no model")
-            if message.kind == "stream":
-                outputs = _streamed(runtime, message, channel)
-            else:
-                outputs = runtime.run(runtime.prepare([message.arrays]))
+            with children.ForksEnd():
+                if message.kind == "stream":
+                    outputs = _streamed(runtime, message, channel)
+                else:
+                    outputs = forward(runtime.prepare([message.arrays]))
             channel.send("outputs", arrays=outputs)
         except Disconnected:
             raise
-        except (Exception, SystemExit) as error:  # a model may raise anything; the worker judges it
+        except BaseException as error:  # a model may raise anything; the worker judges it
             channel.send("error", _described(error))
-
-
-def _end_with_the_worker(lifeline: int) -> None:
-    # A thread that waits for the worker's end would wait in vain while a forward holds the interpreter's lock.
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(lifeline, 0)
-    if poll.poll(0):
-        # The worker was gone before the signal was set.
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _loaded(facts: Mapping[str, Any]) -> Runtime:
     logs.configure(facts["log_level"])
-    spec = ModelSpec.model_validate_json(facts["spec"])
-    package = Package(spec, Path(facts["folder"]), facts["spec_sha256"])
+    whole = _package(facts)
+    steps = tuple(replace(_package(step), pipeline=whole.folder) for step in facts["steps"])
+    package = replace(whole, steps=steps)
     options = LoadOptions(facts["content_hash"], facts["precision"], facts["warmup_requests"])
     runtime = open_copy(package, options)
-    runtime.load("cpu", facts["threads"])
+    runtime.load(facts["device"], facts["threads"])
     return runtime
+
+
+def _package(facts: Mapping[str, Any]) -> Package:
+    spec = ModelSpec.model_validate_json(facts["spec"])
+    return Package(spec, Path(facts["folder"]), facts["spec_sha256"])
 
 
 def _streamed(runtime: Runtime, message: Message, channel: Channel) -> dict[str, Array]:
@@ -134,12 +143,14 @@ class _RemoteContext:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
+    where, frames = frames_of(error)
     return {
-        "name": type(error).__name__,
-        "text": str(error),
-        "is_ours": isinstance(error, PenstockError),
-        "is_of_memory": isinstance(error, MemoryError),
-        "traceback": "".join(traceback.format_exception(error)),
+        "name": name_of(error),
+        "text": message_of(error, _TEXT_CHARACTERS),
+        "is_ours": issubclass(type(error), PenstockError),
+        "is_of_memory": issubclass(type(error), MemoryError),
+        "where": where,
+        "frames": frames,
     }
 
 

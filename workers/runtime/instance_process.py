@@ -3,7 +3,7 @@
     InstanceProcess -- socket --> instance.py, a child process with no secrets in its environment
                     -- pipe ----> nothing is written to it: the kernel kills the child when the worker has gone
 
-An exception of the model is raised here with the same class name and text, and with the child's traceback as its cause.
+An exception of the model is raised here with the same class name and text, and with the child's frames as its cause.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from penstock.registry.errors import ConfigurationError, ModelNotReady, error_named
 from penstock.registry.package import Package
 from penstock.registry.tensors import Array
+from penstock.workers import children
 from penstock.workers.runtime.base import InstanceLost, StreamContext
 from penstock.workers.runtime.channel import BadMessage, Channel, Disconnected, Message
 from penstock.workers.runtime.loading import LoadOptions
+from penstock.workers.runtime.tracebacks import RaisedElsewhere
 
-__all__ = ["InstanceProcess", "LoadedInstance"]
+__all__ = ["FormRequest", "InstanceProcess", "LoadedInstance"]
 
+_PROGRAM: Final = "penstock.workers.runtime.instance"
 _SECRETS: Final = "PENSTOCK_"
 _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _END_S: Final = 5.0
@@ -47,11 +52,17 @@ class LoadedInstance(NamedTuple):
     memory_bytes: int
 
 
-class _Traceback(Exception):
-    """The traceback of an exception in the child, as text."""
+@dataclass(frozen=True, slots=True)
+class FormRequest:
+    """A form that the child builds and runs in place of the model as its author built it.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(f'\n"""\n{text}"""')
+    name: such as `int8`. program: the module that the child runs, which can build forms. folder: an empty one, for what
+    the build needs.
+    """
+
+    name: str
+    program: str
+    folder: Path
 
 
 class _RaisedInInstance(Exception):
@@ -64,13 +75,23 @@ class _RaisedInInstance(Exception):
 class InstanceProcess:
     """One child process with one copy of a model. One thread at a time calls `load`, `run` and `stream`.
 
-    threads: CPU threads of its forwards.
+    threads: CPU threads of its forwards. device: see Runtime.load. form: None for the model as its author built it.
     """
 
-    def __init__(self, package: Package, options: LoadOptions, threads: int) -> None:
+    def __init__(
+        self,
+        package: Package,
+        options: LoadOptions,
+        threads: int,
+        device: str = "cpu",
+        *,
+        form: FormRequest | None = None,
+    ) -> None:
         self._package = package
         self._options = options
         self._threads = threads
+        self._device = device
+        self._form = form
         self.incident: Final = secrets.token_hex(8)
         """Names the process when crashes are counted."""
         self._is_ended = False
@@ -79,13 +100,16 @@ class InstanceProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "penstock.workers.runtime.instance", str(theirs.fileno()), self._reference],
+                [sys.executable, "-m", form.program if form else _PROGRAM, str(theirs.fileno()), self._reference],
                 stdin=subprocess.PIPE,
                 env=_environment(threads),
                 pass_fds=(theirs.fileno(),),
                 # Ctrl-C in a terminal reaches the worker only, which ends its instances after their batches.
                 start_new_session=True,
             )
+        children.own(ours.fileno())
+        if self._child.stdin is not None:
+            children.own(self._child.stdin.fileno())
         self._channel = Channel(ours)
 
     @property
@@ -102,13 +126,14 @@ class InstanceProcess:
         """Has the child load its copy; `end_load` waits for it."""
         package, options = self._package, self._options
         facts = {
-            "spec": package.spec.model_dump_json(),
-            "folder": str(package.folder.absolute()),
-            "spec_sha256": package.spec_sha256,
+            **_facts(package),
+            "steps": [_facts(step) for step in package.steps],
             "content_hash": options.content_hash,
             "precision": options.precision,
             "warmup_requests": options.warmup_requests,
             "threads": self._threads,
+            "device": self._device,
+            "form": {"name": self._form.name, "folder": str(self._form.folder)} if self._form else None,
             "log_level": logging.getLevelName(logging.getLogger().getEffectiveLevel()),
         }
         # The answer says why the child has gone, if it has.
@@ -163,7 +188,8 @@ class InstanceProcess:
                 return
             self._is_ended = True
         self._kill()
-        self._channel.close()
+        with contextlib.suppress(OSError):
+            self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_REAPED_S)
         if self._child.returncode is None:
@@ -232,7 +258,9 @@ class InstanceProcess:
     def _kill(self) -> None:
         """Kills the child and the processes that it started. After a wait, its pid may belong to another process."""
         if self._child.stdin is not None:
-            self._child.stdin.close()
+            # A model of this worker may have closed the descriptor, here and in `end`.
+            with contextlib.suppress(OSError):
+                self._child.stdin.close()
         if self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
@@ -245,8 +273,17 @@ class InstanceProcess:
         else:
             bases = (_RaisedInInstance, MemoryError) if facts["is_of_memory"] else (_RaisedInInstance,)
             error = type(name, bases, {"__module__": "builtins"})(text)
-        error.__cause__ = _Traceback(str(facts["traceback"]))
+        error.__cause__ = RaisedElsewhere(str(facts["where"]), str(facts["frames"]))
         return error
+
+
+def _facts(package: Package) -> dict[str, str]:
+    """A package without its steps, for the child."""
+    return {
+        "spec": package.spec.model_dump_json(),
+        "folder": str(package.folder.absolute()),
+        "spec_sha256": package.spec_sha256,
+    }
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -112,6 +112,11 @@ class _Instances(ABC, Generic[Copy]):
         """Accepts every job: the signature has checked it."""
         return
 
+    @property
+    def may_change_threads(self) -> bool:
+        """See Runtime. With several instances there are several model threads, too."""
+        return False
+
     def length(self, inputs: Mapping[str, Array]) -> int:
         """Characters or extent of `length_input`; 1 without one."""
         return self.spec.signature.length(inputs)

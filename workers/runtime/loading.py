@@ -27,8 +27,9 @@ from penstock.registry.tensors import Array
 from penstock.workers.frameworks.adapters import Adapter
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.closing import close_stream
 from penstock.workers.runtime.requirements import check_requirements
-from penstock.workers.runtime.tracebacks import message_of, placed
+from penstock.workers.runtime.tracebacks import message_of, name_of, placed
 
 __all__ = ["LoadOptions", "NullContext", "PackageRuntime"]
 
@@ -102,6 +103,11 @@ class PackageRuntime(ABC):
     def memory_bytes(self) -> int:
         """Bytes of the weights and buffers, on the host or the device; 0 unless loaded."""
         return self._memory_bytes
+
+    @property
+    def may_change_threads(self) -> bool:
+        """See Runtime. A model's own code may keep objects that belong to a thread, such as a database connection."""
+        return False
 
     @property
     def call_count(self) -> int:
@@ -253,9 +259,12 @@ class PackageRuntime(ABC):
             else:
                 self.spec.signature.check_outputs(self.run(self.prepare([example])), rows)
         except ModelError as error:
-            raise ConfigurationError(f"{self.spec.reference}: {error}{placed(error)}") from error
-        except Exception as error:
-            problem = f"the first forward failed ({type(error).__name__}: {message_of(error)}){placed(error)}"
+            raise ConfigurationError(f"{self.spec.reference}: {message_of(error)}{placed(error)}") from error
+        except KeyboardInterrupt:
+            # In a command it is the user's.
+            raise
+        except BaseException as error:
+            problem = f"the first forward failed ({name_of(error)}: {message_of(error)}){placed(error)}"
             raise ConfigurationError(f"{self.spec.reference}: {problem}") from error
 
     def _stream_some(self, example: Mapping[str, Array]) -> None:
@@ -269,4 +278,4 @@ class PackageRuntime(ABC):
         except StopIteration:
             return
         finally:
-            steps.close()
+            close_stream(steps)

@@ -7,6 +7,7 @@ from typing import Final
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
+from penstock.registry.package.spec import PIPELINE
 from penstock.registry.package.spec_sections import Precision
 from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
 from penstock.workers.runtime.base import Runtime
@@ -16,6 +17,7 @@ from penstock.workers.runtime.onnx import OnnxRuntime
 from penstock.workers.runtime.pipeline import PipelineRuntime
 from penstock.workers.runtime.python_entrypoint import PythonRuntime
 from penstock.workers.runtime.pytorch import PyTorchRuntime
+from penstock.workers.runtime.step_graph import StepGraphRuntime
 from penstock.workers.runtime.torchscript import TorchScriptRuntime
 from penstock.workers.runtime.transformers import EncoderRuntime
 
@@ -43,12 +45,8 @@ def open_runtime(
     use. precision: of torch models whose package names none. warmup_requests: forwards before the model counts as
     ready. Raises ConfigurationError for a framework that is not allowed.
     """
-    framework = framework_of_package(package)
-    if framework is not None and framework not in frameworks:
-        raise ConfigurationError(
-            f"{package.spec.reference}: format {package.spec.format} needs the framework {framework}, expected one of "
-            f"the setting frameworks: {', '.join(sorted(frameworks)) or 'none'}"
-        )
+    for one in (package, *package.steps):
+        _check_framework(one, frameworks)
     options = LoadOptions(content_hash, precision, warmup_requests)
     if package.spec.instances == 1:
         return open_copy(package, options)
@@ -62,7 +60,18 @@ def open_copy(package: Package, options: LoadOptions) -> Runtime:
     return _runtime_of(package)(package, options)
 
 
+def _check_framework(package: Package, frameworks: Collection[str]) -> None:
+    framework = framework_of_package(package)
+    if framework is not None and framework not in frameworks:
+        raise ConfigurationError(
+            f"{package.label}: format {package.spec.format} needs the framework {framework}, expected one of "
+            f"the setting frameworks: {', '.join(sorted(frameworks)) or 'none'}"
+        )
+
+
 def _runtime_of(package: Package) -> Callable[[Package, LoadOptions], Runtime]:
+    if package.spec.format == PIPELINE:
+        return lambda pipeline, options: StepGraphRuntime(pipeline, options, open_copy)
     if package.spec.format == "transformers":
         return EncoderRuntime if package.spec.task is None else PipelineRuntime
     return _RUNTIMES[package.spec.format]

@@ -11,16 +11,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import numpy as np
 
-from penstock.registry.errors import ConfigurationError, ModelError
+from penstock.registry.errors import ConfigurationError, JobFailed, ModelError
 from penstock.registry.package import Package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.tensors import Array
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.runtime.base import Prepared, StreamContext, concatenate
+from penstock.workers.runtime.closing import close_stream
 from penstock.workers.runtime.entrypoint import PackageModules
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 from penstock.workers.runtime.module_function import ModuleFunction, host_array, is_module, is_tensor
@@ -57,7 +59,10 @@ class PythonRuntime(PackageRuntime):
     def stream(
         self, inputs: Mapping[str, Array], context: StreamContext
     ) -> Generator[dict[str, Array], None, dict[str, Array]]:
-        """The chunks that a streaming entry point yields, then the outputs that it returns."""
+        """The chunks that a streaming entry point yields, then the outputs that it returns.
+
+        The caller may throw a JobFailed that refuses a chunk.
+        """
         if not self.spec.streams:
             return (yield from super().stream(inputs, context))
         generator = self._called(concatenate([inputs]), context)
@@ -69,9 +74,12 @@ class PythonRuntime(PackageRuntime):
                     outputs = _arrays({} if end.value is None else end.value)
                     self.spec.signature.check_outputs(outputs, self.spec.signature.rows(inputs))
                     return outputs
-                yield _arrays(chunk)
+                try:
+                    yield _arrays(chunk)
+                except JobFailed as refusal:
+                    _refuse(generator, refusal)
         finally:
-            generator.close()
+            close_stream(generator)
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
         self._refuse_precision("its own code decides")
@@ -125,8 +133,16 @@ def _result_of(stream: Generator[dict[str, Array], None, dict[str, Array]]) -> d
             return outputs
 
 
+def _refuse(generator: Generator[Any, Any, Any], refusal: JobFailed) -> NoReturn:
+    """Raises the refusal of a chunk at its `yield`, so that the traceback has the line; the model cannot prevent it."""
+    with suppress(BaseException):
+        generator.throw(refusal)
+    raise refusal
+
+
 def _arrays(values: object) -> dict[str, Array]:
-    if not isinstance(values, Mapping):
+    # `dict` first: a check against an abstract class takes longer.
+    if not isinstance(values, (dict, Mapping)):
         raise ModelError(f"The entry point returned {type(values).__name__}. Expected a mapping of names to arrays")
     return {str(name): _array(value) for name, value in values.items()}
 

@@ -7,14 +7,15 @@ returns a tensor, a sequence of tensors in the order of the declared outputs, or
 precision of its own (fp32, bf16, fp16) computes in it: input floats are cast to it, and outputs are cast back to their
 declared dtype. A model without one runs unchanged.
 
-Other forms of the module: compiled; in bf16 where the device is fast at it; and on a CPU as an ONNX graph, also in
-int8.
+Other forms of the module: with packed weights on a CPU; compiled; in bf16 where the device is fast at it; and on a CPU
+as an ONNX graph, also in int8.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,10 +27,10 @@ from penstock.registry.tensors import DTYPES, STRING, Array
 from penstock.workers.batching.buckets import row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared, concatenate
-from penstock.workers.runtime.compilable import Compilable, ModelCompiler
+from penstock.workers.runtime.compilable import Compilable, CompilationRefused, ModelCompiler
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.entrypoint import PackageModules
-from penstock.workers.runtime.export import Exportable, open_exported
+from penstock.workers.runtime.export import Exportable, can_export, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
@@ -59,6 +60,11 @@ class ModuleRuntime(PackageRuntime):
         self._dtype: torch.dtype | None = None
         self.model: torch.nn.Module | None = None
         """The module; None until loaded."""
+
+    @property
+    def may_change_threads(self) -> bool:
+        """See Runtime. CUDA has a current device and a current stream for each thread."""
+        return self._device is not None and not self._device.is_cuda
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
         """Concatenates the rows of jobs into tensors, pinned when the device is a GPU."""
@@ -157,14 +163,17 @@ class PyTorchRuntime(ModuleRuntime):
         if compiler is not None and self._has_fixed_inputs:
             found["compiled"] = lambda: self._compiled(compiler, "compiled")
         may_change = self.precision == "auto"
+        is_fp32 = self.precision in ("auto", "fp32")
+        if is_fp32 and not device.is_cuda and self._can_prepack:
+            found["prepacked"] = self._prepacked
         if may_change and (device.is_cuda or has_fast_bf16()):
             reduced = device.reduced_precision
             found[reduced] = lambda: self._reduced_forward(reduced)
             if compiler is not None and self._has_fixed_inputs and device.is_cuda and reduced == "bf16":
                 found["compiled-bf16"] = lambda: self._compiled(compiler, "compiled-bf16")
-        if device.is_cuda or not self._has_fixed_inputs:
+        if device.is_cuda or not self._has_fixed_inputs or not can_export():
             return found
-        if self.precision in ("auto", "fp32"):
+        if is_fp32:
             found["onnx"] = lambda: self._exported(is_int8=False)
         if may_change:
             found["int8"] = lambda: self._exported(is_int8=True)
@@ -207,7 +216,28 @@ class PyTorchRuntime(ModuleRuntime):
         return self._loaded_device.converted(self._loaded, precision)
 
     def _reduced_forward(self, precision: Precision) -> Forward:
-        return _Instance(self, self._reduced(precision), self._loaded_device.dtype(precision))
+        """The module in another precision, on a CPU with packed weights where that can be."""
+        from penstock.workers.runtime.prepacked import prepack
+
+        module = self._reduced(precision)
+        made: Mapping[str, object] = {}
+        with suppress(CompilationRefused):
+            made = prepack(module).made
+        return WithProvenance(_Instance(self, module, self._loaded_device.dtype(precision)), made, dict)
+
+    @property
+    def _can_prepack(self) -> bool:
+        from penstock.workers.runtime.prepacked import can_prepack
+
+        return can_prepack(self._loaded)
+
+    def _prepacked(self) -> Forward:
+        """The module with packed weights beside its own."""
+        from penstock.workers.runtime.prepacked import prepack
+
+        module = sharing_weights(self._loaded)
+        packing = prepack(module)
+        return WithProvenance(_Instance(self, module, self._dtype), packing.made, dict)
 
     def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype

@@ -20,7 +20,7 @@ from penstock.registry.package.manifest import Manifest
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["REQUIREMENTS_FILE", "check_requirements"]
+__all__ = ["REQUIREMENTS_FILE", "check_lines", "check_requirements"]
 
 REQUIREMENTS_FILE: Final = "requirements.txt"
 _MAX_BYTES: Final = 1 << 20
@@ -40,19 +40,24 @@ def check_requirements(package: Package, manifest: Manifest) -> None:
     Raises MissingRequirement with the line for pip when one is not met, and ConfigurationError for a line that is no
     requirement.
     """
-    if REQUIREMENTS_FILE not in manifest.files:
-        return
+    if REQUIREMENTS_FILE in manifest.files:
+        check_lines(_read(package, manifest), package.spec.reference)
+
+
+def check_lines(text: str, reference: str) -> None:
+    """Compares the text of a requirements.txt with this environment. `reference` names its package.
+
+    Raises as `check_requirements`.
+    """
     unmet = []
-    for line in _lines(_read(package, manifest)):
-        requirement = _parsed(line, package.spec.reference)
+    for line in _lines(text):
+        requirement = _parsed(line, reference)
         if requirement is not None and (problem := _problem(requirement)):
             unmet.append((str(requirement).partition(";")[0].strip(), problem))
     if unmet:
         found = "; ".join(problem for _, problem in unmet)
         wanted = " ".join(shlex.quote(text) for text, _ in unmet)
-        raise MissingRequirement(
-            f"{package.spec.reference}: {REQUIREMENTS_FILE}: {found}. Expected: pip install {wanted}"
-        )
+        raise MissingRequirement(f"{reference}: {REQUIREMENTS_FILE}: {found}. Expected: pip install {wanted}")
 
 
 def _read(package: Package, manifest: Manifest) -> str:

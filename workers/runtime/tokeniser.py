@@ -118,6 +118,20 @@ class Tokeniser:
         if before is not None:
             before.shutdown(wait=False)
 
+    def cache_agreement(self, texts: Sequence[str]) -> float:
+        """The share of texts whose remembered ids are those that the tokenizer gives again. Changes nothing.
+
+        A tokenizer with dropout gives other ids each time.
+        """
+        cache = TokenCache(len(texts), 1 << 30)
+        cache.remember(texts, self._encode(texts))
+        again = self._encode(texts)
+        same = [
+            found is not None and np.array_equal(found, ids)
+            for found, ids in zip(cache.find(texts), again, strict=True)
+        ]
+        return sum(same) / max(1, len(same))
+
     def pool_gain(self, texts: Sequence[str], rounds: int, clock: Callable[[], float]) -> float:
         """How many times faster `max_threads` threads tokenise these texts than one thread. Changes nothing."""
         threads, ratios = self.max_threads, []

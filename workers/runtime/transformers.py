@@ -11,12 +11,12 @@ Compiled bf16 takes 66 ms a batch and bf16 takes 68. That is not worth a build o
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -30,13 +30,13 @@ from penstock.registry.tensors import Array
 from penstock.workers.batching.buckets import LengthBuckets, row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared
-from penstock.workers.runtime.compilable import Compilable, ModelCompiler
+from penstock.workers.runtime.compilable import Compilable, CompilationRefused, ModelCompiler
 from penstock.workers.runtime.cpu import has_fast_bf16
-from penstock.workers.runtime.export import Exportable, open_exported
+from penstock.workers.runtime.export import Exportable, can_export, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.tokeniser import Ids, Tokeniser
-from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own_weights
+from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, own_weights, sharing_weights
 
 if TYPE_CHECKING:
     import torch
@@ -159,11 +159,14 @@ class EncoderRuntime(PackageRuntime):
                 if compiler is not None and reduced == "bf16":
                     found["compiled-bf16"] = lambda: self._compiled(compiler, "compiled-bf16")
             return found
+        is_fp32 = self.precision in ("auto", "fp32")
+        if is_fp32 and self._can_prepack:
+            found["prepacked"] = self._prepacked
         if may_change and has_fast_bf16():
-            found["bf16"] = lambda: self._embedding(self._reduced_on_cpu())
-        if self.precision in ("auto", "fp32"):
+            found["bf16"] = self._reduced_on_cpu
+        if is_fp32 and can_export():
             found["onnx"] = lambda: self._exported(is_int8=False)
-        if may_change:
+        if may_change and can_export():
             found["int8"] = lambda: self._exported(is_int8=True)
         return found
 
@@ -208,13 +211,32 @@ class EncoderRuntime(PackageRuntime):
         """A second copy of the model, in another precision."""
         return self._loaded_device.converted(self._loaded, precision)
 
-    def _reduced_on_cpu(self) -> _Embed:
-        """The model in bf16, with the attention that is faster at each length."""
+    @property
+    def _can_prepack(self) -> bool:
+        from penstock.workers.runtime.prepacked import can_prepack
+
+        return can_prepack(self._loaded)
+
+    def _prepacked(self) -> Forward:
+        """The model in fp32 with packed weights beside its own."""
+        from penstock.workers.runtime.prepacked import prepack
+
+        module = sharing_weights(self._loaded)
+        packing = prepack(module)
+        return WithProvenance(self._embedding(module), packing.made, dict)
+
+    def _reduced_on_cpu(self) -> Forward:
+        """The model in bf16, with packed weights where that can be, and the attention that is faster at each length."""
+        from penstock.workers.runtime.prepacked import prepack
+
         long = self._reduced("bf16")
-        weights: dict[int, Any] = {id(weight): weight for weight in long.parameters()}
-        short: Any = copy.deepcopy(long, weights)
+        made: Mapping[str, object] = {}
+        with suppress(CompilationRefused):
+            made = prepack(long).made
+        short: Any = sharing_weights(long)
         short.encoder.set_attn_implementation("eager")
-        return lambda ids, mask: (short if ids.shape[1] <= _SHORT_TOKENS else long)(ids, mask)
+        embed = self._embedding(lambda ids, mask: (short if ids.shape[1] <= _SHORT_TOKENS else long)(ids, mask))
+        return WithProvenance(embed, made, dict)
 
     def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         compiled = compiler.compile(self, form)

@@ -15,11 +15,13 @@ import logging
 from collections.abc import Mapping
 
 from penstock.registry.deployment import Deployment
-from penstock.registry.errors import Corrupt
+from penstock.registry.errors import Corrupt, InvalidInput
+from penstock.registry.package.policy_overlay import opened_overlay
+from penstock.registry.queues import DEFAULT_ENDPOINT
 from penstock.registry.signed import Verifier
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
-from penstock.workers.versions.version import ServedModel, ServedVersion
+from penstock.workers.versions.version import ServedModel, ServedVersion, routing_table
 
 __all__ = ["ActiveVersions"]
 
@@ -51,8 +53,10 @@ class ActiveVersions:
 
     def may_be_loaded(self, model: ServedModel, version: ServedVersion) -> bool:
         """Whether a job may have the version loaded; see the module."""
+        if self._verify is None:
+            return True
         is_decided = bool(model.record or model.decided) and not self.is_pinned
-        return self._verify is None or not is_decided or version is model.active or version.is_approved
+        return not is_decided or version is model.active or version.is_approved
 
     def accept(self, model: ServedModel, record: bytes) -> Deployment | None:
         """Note the model's record, and return the decision in it if the worker is to follow it."""
@@ -61,7 +65,11 @@ class ActiveVersions:
             return None
         try:
             deployment = Deployment.open(record, model.name, self._verify)
-        except Corrupt as error:
+            if deployment.routing is not None:
+                for endpoint in (DEFAULT_ENDPOINT, *deployment.routing.shares):
+                    routing_table(deployment.routing, endpoint)
+            opened_overlay(deployment.policies)
+        except (Corrupt, InvalidInput) as error:
             logger.error("the record of the active version is refused: %s", error, extra={"model": model.name})
             self._metrics.quarantined(model.name)
             return None

@@ -17,19 +17,21 @@ from functools import partial
 from typing import Any, Final
 
 from penstock.registry.broker.base import Broker
+from penstock.registry.deployment import Deployment
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput, UnknownModel
 from penstock.registry.package import Package
-from penstock.registry.settings import LATEST, InferenceConfig
+from penstock.registry.settings_sections import LATEST, InferenceConfig
 from penstock.registry.signed import Verifier
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.active import ActiveVersions
 from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.loader import Loaded, Loader
 from penstock.workers.versions.memory_limit import MemoryLimit
+from penstock.workers.versions.policy_swaps import PolicySwaps
 from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.table import UNLOADED, VersionTable
 from penstock.workers.versions.tuner import Tuner
-from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
+from penstock.workers.versions.version import ServedArms, ServedModel, ServedVersion, VersionState
 
 __all__ = ["ModelLifecycle"]
 
@@ -94,6 +96,7 @@ class ModelLifecycle:
         """Requested versions that are not found, and why."""
         self._to_unload: set[ServedVersion] = set()
         """Versions that are unloaded once they are idle."""
+        self._swaps = PolicySwaps(config, self.table, loader)
 
     # For any thread
 
@@ -117,6 +120,12 @@ class ModelLifecycle:
         """Whether this worker serves the model, or accepts new models."""
         return name in self.models or self._accepts_new_models
 
+    def contents_of(self, name: str) -> set[str]:
+        """The content hashes of the versions of a model that were loaded here, as far as they are known."""
+        model = self.models.get(name)
+        versions = tuple(model.versions.values()) if model is not None else ()
+        return {version.content_hash or version.last_hash for version in versions} - {""}
+
     def claimable(self) -> list[str]:
         """The models whose active version is here, or can be loaded here."""
         return [name for name, model in tuple(self.models.items()) if model.is_claimable]
@@ -124,9 +133,9 @@ class ModelLifecycle:
     def offered(self, name: str) -> dict[str, int]:
         """The versions of a model for which jobs that name them may wait here, by label, with the number of jobs."""
         return {
-            label: version.room
+            label: room
             for label, version in tuple(self.models[name].versions.items())
-            if version.room and self.is_offered(version)
+            if (room := version.room) and self.is_offered(version)
         }
 
     def all_offered(self) -> dict[str, dict[str, int]]:
@@ -143,7 +152,9 @@ class ModelLifecycle:
         """Whether jobs that name the version run here: it is loaded, is loading, or may be loaded for them."""
         if version.state in _IN_MEMORY:
             return True
-        return version.state is VersionState.COLD and self.may_be_loaded(version) and self._memory.fits(version)
+        if version.state is not VersionState.COLD:
+            return False
+        return self._active.may_be_loaded(self.models[version.name], version) and self._memory.fits(version)
 
     def may_be_loaded(self, version: ServedVersion) -> bool:
         """See ActiveVersions.may_be_loaded."""
@@ -152,6 +163,23 @@ class ModelLifecycle:
     def remember(self) -> None:
         """See ActiveVersions.remember. For the lease thread."""
         self._active.remember(self.models)
+
+    def announce_again(self, *, replaces: bool) -> None:
+        """Publish the specs again. For the lease thread. Raises BrokerUnavailable.
+
+        replaces: the broker's data are not those of before. Then the decisions that this worker follows are put back,
+        too, unless the broker has later ones. Otherwise only missing specs are filled in.
+        """
+        for name, model in tuple(self.models.items()):
+            active, decided = model.active, model.decided
+            if active is None:
+                continue
+            spec = active.spec_json
+            if replaces and decided and Deployment.open(decided, name).version == active.label:
+                epoch, _, record = decided.partition(b" ")
+                self._broker.activate(name, int(epoch), record, active.label, spec)
+            versions = {label: version.spec_json for label, version in tuple(model.versions.items())}
+            self._broker.announce(name, spec, versions, replaces=replaces)
 
     def described(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Model -> version label -> state, content hash, memory, problem, as plain data.
@@ -176,6 +204,7 @@ class ModelLifecycle:
                 "is_offered": self.is_offered(version),
                 "memory_bytes": version.runtime.memory_bytes,
                 "problem": version.problem,
+                **_described_endpoints(version),
             }
             for label, version in tuple(model.versions.items())
         }
@@ -198,8 +227,19 @@ class ModelLifecycle:
 
     def close(self) -> None:
         """Unload all versions."""
-        for version in [version for version in self.turns if version.is_ready]:
+        for version in [version for version in self.turns if version.is_ready and not version.shares_model]:
             self._unload(version)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request, a load, or a version that is to be unloaded waits for a next turn."""
+        return bool(
+            self._requests
+            or self._may_exceed_memory
+            or self._to_unload
+            or self._swaps.has_retired
+            or self.loader.is_busy
+        )
 
     def run_requests(self) -> None:
         """Carry out the requests of other threads, and unload what is to be unloaded."""
@@ -216,28 +256,48 @@ class ModelLifecycle:
             for version in self._memory.to_unload():
                 self._unload(version)
             self._may_exceed_memory = self._memory.excess_bytes() > 0
-        for version in [version for version in self._to_unload if self._may_be_unloaded(version)]:
+        for version in [each for each in self._to_unload if self._may_be_unloaded(each)] if self._to_unload else ():
             self._to_unload.discard(version)
             if version.is_ready:
                 self._unload(version)
+        for version in self._swaps.take_idle() if self._swaps.has_retired else ():
+            # Another one has its place, so that the model as a whole stays loaded.
+            self._tuner.detach(version)
+            version.unload()
 
     def _may_be_unloaded(self, version: ServedVersion) -> bool:
-        """An active version waits until another one is active, and a loading version until its load has ended."""
+        """An active version and an arm wait for another decision, a loading version waits for the end of its load."""
         is_loading = version.state is VersionState.LOADING
-        return version.is_idle and not is_loading and self.models[version.name].active is not version
+        return version.is_idle and not is_loading and not self.models[version.name].answers(version)
 
     def take_in_loaded(self) -> list[Loaded]:
         """The loads that have ended; the versions among them that are ready may run from now on."""
-        ended = self.loader.take_done()
-        for loaded in ended:
+        ended: list[Loaded] = []
+        for loaded in self.loader.take_done():
+            if self._swaps.is_replacement(loaded.version):
+                if self._swaps.finish(self.models[loaded.version.name], loaded):
+                    self._on_loaded(loaded.version)
+                continue
             if not loaded.problem:
                 self._on_loaded(loaded.version)
+            # Jobs wait for the load at the endpoints that share the model, too.
+            ended += [loaded._replace(version=each) for each in loaded.version.with_sharing]
+            self._swaps.catch_up(self.models[loaded.version.name], loaded.version)
         return ended
+
+    def take_wanted_threads(self) -> int:
+        """The forwards at a time that an endpoint may have since the last call; 0: no more than before."""
+        return self._swaps.take_wanted_threads()
+
+    def endpoint(self, version: ServedVersion, name: str) -> ServedVersion | None:
+        """The version at an endpoint, with the queue of its jobs; None: it has no such endpoint."""
+        return version.endpoints.get(name) or self._swaps.add_endpoint(self.models[version.name], version, name)
 
     def load(self, version: ServedVersion) -> None:
         """Begin to load a version that is cold; a failed one waits for `try_again` or for an operator."""
-        if version.state is VersionState.COLD:
-            self.loader.load(version)
+        loaded = version.base if version.shares_model else version
+        if loaded.state is VersionState.COLD:
+            self.loader.load(loaded)
 
     # The active version
 
@@ -247,13 +307,42 @@ class ModelLifecycle:
         deployment = self._active.accept(model, record)
         if deployment is None:
             return
+        self._swaps.follow(model, deployment.policies)
         model.active = self._with_content(model, deployment.version, deployment.content_hash)
+        former, model.arms = model.arms, self._arms_of(model, deployment)
+        for each in former.here() if former is not None else ():
+            each.experiment = ""
+        _mark_arms(model)
+        self._tell_shares(model, former)
         logger.info(
             "version changed",
             extra={"model": model.name, "version": deployment.version, "epoch": deployment.epoch},
         )
         if before != deployment.content_hash:
             self._on_version_change(model.name, before, deployment.content_hash)
+
+    def _arms_of(self, model: ServedModel, deployment: Deployment) -> ServedArms | None:
+        if deployment.routing is None:
+            return None
+        found = {
+            arm.version: model.active
+            if arm.version == deployment.version
+            else self._with_content(model, arm.version, arm.content_hash)
+            for arm in deployment.routing.arms
+        }
+        return ServedArms(deployment.epoch, deployment.routing, found)
+
+    def _tell_shares(self, model: ServedModel, former: ServedArms | None) -> None:
+        """Set the shares of the arms; after the end of an experiment the active version has all jobs."""
+        if former is None and model.arms is None:
+            return
+        shares = {arm.version: 0.0 for arm in former.routing.arms} if former is not None else {}
+        if model.arms is not None:
+            shares |= {arm.version: arm.weight for arm in model.arms.routing.arms}
+        elif model.deployment is not None:
+            shares[model.deployment.version] = 1.0
+        for label, share in shares.items():
+            self._metrics.traffic_share(model.name, label, share)
 
     def follow_at_start(self, model: ServedModel, record: bytes) -> None:
         """Follow the broker's record, unless this machine has followed a later decision."""
@@ -270,9 +359,21 @@ class ModelLifecycle:
             self.follow(model, record)
         if model.active is not None and self._preloads:
             self.load(model.active)
+            self._load_arms(model)
+
+    def _load_arms(self, model: ServedModel) -> None:
+        for version in model.arms.here() if model.arms is not None else ():
+            self.load(version)
 
     def try_again(self) -> None:
-        """Load the active versions that were not found or failed: the files on disk may have changed."""
+        """Load the active versions and arms that were not found or failed: the files on disk may have changed."""
+        for model in self.models.values():
+            if model.deployment is not None and model.arms is not None:
+                model.arms = self._arms_of(model, model.deployment)
+                _mark_arms(model)
+                for arm in model.arms.here() if model.arms is not None else ():
+                    if arm.state in UNLOADED:
+                        self.loader.load(arm)
         for model in [model for model in self.models.values() if not model.is_claimable]:
             if (deployment := model.deployment) is not None:
                 model.active = self._with_content(model, deployment.version, deployment.content_hash)
@@ -301,6 +402,7 @@ class ModelLifecycle:
                 return None
             self._unload(version)
         version.pin_content(content_hash)
+        self._swaps.drop_other_content(model, version, content_hash)
         return version
 
     # Operators' requests
@@ -385,13 +487,14 @@ class ModelLifecycle:
                 logger.error("version skipped: %s", problem, extra={"model": model.name, "active": label})
             model.active = version
             self._on_loaded(version)
+            self._load_arms(model)
             return ""
         return problem
 
     def _on_loaded(self, version: ServedVersion) -> None:
         self._metrics.loaded(version.name, version.label, True)
-        version.observer = self._tuner.attach(
-            version, version.runtime, version.content_hash, version.queue.limits.max_rows
+        version.take_observer(
+            self._tuner.attach(version, version.runtime, version.content_hash, version.queue.limits.max_rows)
         )
         self._may_exceed_memory = True
 
@@ -399,6 +502,10 @@ class ModelLifecycle:
         """Unload an idle version; the next job for it loads it again."""
         self._tuner.detach(version)
         version.unload()
+        for endpoint in version.endpoints.values():
+            if endpoint.is_ready and not endpoint.shares_model and endpoint.is_idle:
+                self._tuner.detach(endpoint)
+                endpoint.unload()
         if content_hash := self.table.registered_hash(version):
             # The content may have been registered while the version was active: jobs may name it from now on.
             version.pin_content(content_hash)
@@ -408,7 +515,22 @@ class ModelLifecycle:
     def _announce(self, version: ServedVersion) -> None:
         """Publish the specs with which clients check jobs: of the active version and of those that jobs may name."""
         model = self.models[version.name]
-        self._broker.put_spec(version.name, version.spec.to_json())
-        for label in self.table.labels(version.name):
-            if (other := self.table.resolve(model, label)) is not None:
-                self._broker.put_spec(other.name, other.spec.to_json(), label)
+        found = {label: self.table.resolve(model, label) for label in self.table.labels(version.name)}
+        versions = {label: other.spec_json for label, other in found.items() if other is not None}
+        self._broker.announce(version.name, version.spec_json, versions, replaces=True)
+
+
+def _mark_arms(model: ServedModel) -> None:
+    """Results of an arm name its experiment."""
+    if model.arms is not None:
+        for arm in model.arms.here():
+            arm.experiment = model.arms.routing.experiment
+
+
+def _described_endpoints(version: ServedVersion) -> dict[str, Any]:
+    """The endpoints that have had jobs here, besides `infer`; nothing where there is none."""
+    endpoints = {
+        name: {"state": each.state.value, "precision": each.policy.precision, "problem": each.problem}
+        for name, each in tuple(version.endpoints.items())
+    }
+    return {"endpoints": endpoints} if endpoints else {}

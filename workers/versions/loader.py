@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.batching.calibrate import calibrate
 from penstock.workers.runtime.base import Runtime
-from penstock.workers.runtime.tracebacks import message_of, placed, trace_of
+from penstock.workers.runtime.tracebacks import message_of, name_of, placed, trace_of
 from penstock.workers.versions.device_memory import forward_probe, total_bytes
 from penstock.workers.versions.version import ServedVersion, VersionState
 
@@ -27,6 +27,7 @@ logger = logging.getLogger("penstock.server")
 
 _AT_A_TIME: Final = 2
 """Loads at the same time: each takes a core and the memory of its version."""
+_PROBLEM_CHARACTERS: Final = 4_000
 _LOOK_S: Final = 0.1
 """How often `load_now` checks the time limit."""
 
@@ -216,15 +217,16 @@ class Loader:
 
 
 def _problem_of(runtime: Runtime, error: BaseException) -> str:
-    if isinstance(error, ConfigurationError):
-        return str(error)
-    problem = f"loading failed ({type(error).__name__}: {message_of(error)}){placed(error)}"
+    # A package may raise a ConfigurationError of its own: its text is no more to be relied on than any other.
+    if issubclass(type(error), ConfigurationError):
+        return message_of(error, _PROBLEM_CHARACTERS)
+    problem = f"loading failed ({name_of(error)}: {message_of(error)}){placed(error)}"
     return f"{runtime.spec.reference}: {problem}"
 
 
 def _log_trace(version: ServedVersion, error: BaseException) -> None:
     """Log where the package or its framework raised an error. The reason follows in a line of its own."""
-    origin = error.__cause__ if isinstance(error, ConfigurationError) else error
+    origin = error.__cause__ if type(error) is ConfigurationError else error
     if origin is not None:
         facts = {"model": version.name, "version": version.label, "exception": trace_of(origin).text}
         logger.error("loading raised an exception", extra=facts)

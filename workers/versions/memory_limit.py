@@ -20,29 +20,31 @@ class MemoryLimit:
         self._table = table
 
     def fits(self, version: ServedVersion) -> bool:
-        """Whether the version fits beside the active versions and the requested ones; others can be unloaded."""
+        """Whether the version fits beside the active versions, arms and requested ones; others can be unloaded."""
         if not self._limit:
             return True
-        active = self._table.active()
+        active = self._table.answering()
         staying = [each for each in tuple(self._table.turns) if each.is_ready and (each.is_wanted or each in active)]
-        taken = sum(each.runtime.memory_bytes for each in staying)
+        taken = sum(each.runtime.memory_bytes for each in staying if not each.shares_model)
         return taken + (version.spec.memory_mb or 0) * _MIB <= self._limit
 
     def excess_bytes(self) -> int:
         """The memory of the loaded versions beyond the limit."""
-        taken = sum(version.runtime.memory_bytes for version in self._table.turns if version.is_ready)
+        loaded = [version for version in self._table.turns if version.is_ready and not version.shares_model]
+        taken = sum(version.runtime.memory_bytes for version in loaded)
         return max(0, taken - self._limit) if self._limit else 0
 
     def to_unload(self) -> list[ServedVersion]:
         """The versions to unload now.
 
-        Versions that no operator requested come first and active versions come last; among equals the least recently
-        used one comes first. Versions with jobs stay, and the most recently used version stays.
+        Versions that no operator requested come first, active versions and arms come last; among equals the least
+        recently used one comes first. Versions with jobs stay, and the most recently used version stays.
         """
         excess = self.excess_bytes()
         if not excess:
             return []
-        active, ready = self._table.active(), [version for version in self._table.turns if version.is_ready]
+        active = self._table.answering()
+        ready = [version for version in self._table.turns if version.is_ready and not version.shares_model]
         idle = [version for version in ready if version.is_idle and version.runtime.memory_bytes]
         idle.sort(key=lambda version: (version in active, version.is_wanted, version.used_at))
         latest = max((version.used_at for version in ready), default=0.0)

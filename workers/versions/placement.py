@@ -46,9 +46,11 @@ class Placement:
         self._search_at = now + _LOOK_AGAIN_S
         return True
 
-    def find(self, job: ClaimedJob, *, waiting: int) -> ServedVersion | str | Failure | None:
-        """See the module. waiting: unplaced jobs of this worker."""
-        name, named = job.header.model, job.header.version
+    def find(self, job: ClaimedJob, *, waiting: int, arm: str = "") -> ServedVersion | str | Failure | None:
+        """See the module. waiting: unplaced jobs of this worker. arm: the content of the arm that answers a job that
+        names no version.
+        """
+        name, named = job.header.model, arm or job.header.version
         version = self._lifecycle.named(name, named)
         is_offered = version is not None and self._lifecycle.is_offered(version)
         if version is not None and is_offered:

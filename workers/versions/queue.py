@@ -7,14 +7,15 @@ reserve, release: jobs that wait or run;  in_flight: batches on the model thread
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
 
-from penstock.workers.batching.batcher import Batch, Batcher, Pending
+from penstock.workers.batching.batcher import Batch, Batcher, BatchLimits, Pending
 from penstock.workers.batching.controller import LatencyController
 from penstock.workers.batching.forward_size import ForwardSize
+from penstock.workers.credit import TURN_BYTES
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.policy import VersionPolicy
 
@@ -26,6 +27,8 @@ _BATCHES_HELD: Final = 2
 """One batch runs and one is ready. A model that sorts by length holds its window as well."""
 _CAP_HOLDS_S: Final = 300.0
 """A memory cap is doubled after this time without a batch that did not fit."""
+_UNKNOWN_FORWARD_S: Final = 1.0
+_FADING: Final = 0.75
 _LONGEST_ROW: Final = 8192
 """A token cap above full batches of rows of this length limits nothing."""
 
@@ -36,16 +39,21 @@ class VersionQueue:
     def __init__(self, name: str, policy: VersionPolicy) -> None:
         self.name: Final = name
         """The model's, for log lines."""
-        self.policy: Final = policy
+        self.policy = policy
         self.in_memory = 0
         """Jobs that wait or run; without followers of an equal job, and without delayed jobs."""
         self.in_flight = 0
         """Batches handed to the model threads."""
-        self.limits = policy.limits
-        self._set_limits(policy.limits.max_rows)
+        self.unsent_bytes = 0
+        """Results of ended batches that are not on their way to the broker yet; only those of large batches count."""
+        self.longest_forward_s = _UNKNOWN_FORWARD_S
+        """The longest forward of late; each later batch lowers it by a quarter."""
+        self.row_bytes = policy.result_row_bytes
+        """Bytes of outputs that one row is expected to have; 0: nothing is known before the first batch."""
+        self._set_limits(policy.limits)
 
-    def _set_limits(self, max_rows: int) -> None:
-        limits = self.limits = replace(self.limits, max_rows=max_rows)
+    def _set_limits(self, limits: BatchLimits) -> None:
+        self.limits = limits
         self.batcher: Batcher[ClaimedJob] = Batcher(limits)
         window = limits.max_rows * limits.sort_window if limits.sort_window > 1 else 0
         self.capacity = limits.max_rows * _BATCHES_HELD * self.policy.concurrency + window
@@ -59,13 +67,53 @@ class VersionQueue:
         """Rows of the largest batch that the memory cap allows."""
         self._max_tokens = 0
         """Padded tokens that the memory cap allows; 0: no cap."""
-        self._raise_cap_at = inf
+        self.raise_cap_at = inf
+        """When `raise_cap` doubles the cap, in monotonic seconds."""
 
     def resize(self, max_rows: int) -> None:
         """Form batches of up to `max_rows` rows from now on. Pending jobs stay pending."""
         pending = self.batcher.discard(lambda _: True)
-        self._set_limits(max_rows)
+        self._set_limits(replace(self.limits, max_rows=max_rows))
         self.batcher.extend(pending)
+
+    def follow(self, policy: VersionPolicy) -> None:
+        """Keep to another policy from the next batch on, with batches of as many rows. Pending jobs stay pending."""
+        self.policy = policy
+        pending, cap = self.batcher.discard(lambda _: True), (self.max_rows, self._max_tokens, self.raise_cap_at)
+        is_capped = self.is_capped
+        self._set_limits(replace(policy.limits, max_rows=self.limits.max_rows))
+        if is_capped:
+            # The device has no more memory than before.
+            self.max_rows, self._max_tokens, self.raise_cap_at = cap
+            self.batcher.narrow(*cap[:2])
+        self.batcher.extend(pending)
+
+    @property
+    def has_large_results(self) -> bool:
+        """Whether a full batch may have more results than one round trip carries."""
+        return self.row_bytes * self.limits.max_rows > TURN_BYTES
+
+    def expected_bytes(self, job: ClaimedJob) -> int:
+        """The job as it came, and the outputs that it is expected to have."""
+        return len(job.delivery.sealed) + job.rows * self.row_bytes
+
+    def note_forward(self, seconds: float) -> None:
+        """A forward took so long."""
+        self.longest_forward_s = max(seconds, self.longest_forward_s * _FADING)
+
+    def forget_forwards(self) -> None:
+        """The model was loaded: nothing is known of its forwards."""
+        self.longest_forward_s = _UNKNOWN_FORWARD_S
+
+    def learn_results(self, batch: Batch[ClaimedJob], output_bytes: int) -> None:
+        """Bound the next batches by the results of this one. The expectation grows at once and shrinks slowly."""
+        seen, before = output_bytes // max(1, batch.rows), self.row_bytes
+        self.row_bytes = max(seen, before * 7 // 8)
+        if self.row_bytes > before and self.has_large_results:
+            pending = self.batcher.discard(lambda _: True)
+            for item in pending:
+                item.nbytes = self.expected_bytes(item.job)
+            self.batcher.extend(pending)
 
     @property
     def is_idle(self) -> bool:
@@ -73,9 +121,15 @@ class VersionQueue:
         return self.in_flight == 0 and len(self.batcher) == 0
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no job is here at all: none waits or runs, and no answer to one is looked up."""
+        return self.is_idle and self.in_memory == 0
+
+    @property
     def free(self) -> int:
         """Jobs that may still come in."""
-        return max(0, self.capacity - self.in_memory)
+        free = self.capacity - self.in_memory
+        return free if free > 0 else 0
 
     def reserve(self, job: ClaimedJob) -> None:
         """The job waits or runs here."""
@@ -87,10 +141,20 @@ class VersionQueue:
         self.in_memory -= job.takes_room
         job.takes_room = False
 
+    def release_all(self, jobs: Iterable[ClaimedJob]) -> None:
+        """These jobs no longer wait or run here."""
+        for job in jobs:
+            if job.takes_room:
+                job.takes_room = False
+                self.in_memory -= 1
+
     def add(self, pending: Sequence[Pending[ClaimedJob]]) -> None:
         """Put jobs before the batcher, in their order of arrival."""
         for item in pending:
-            self.reserve(item.job)
+            job = item.job
+            if not job.takes_room:
+                job.takes_room = True
+                self.in_memory += 1
         self.batcher.extend(pending)
 
     def put_back(self, batch: Batch[ClaimedJob]) -> None:
@@ -119,13 +183,13 @@ class VersionQueue:
 
     def raise_cap(self, now: float) -> None:
         """Double a cap that has held: other users of the device may have left it."""
-        if now >= self._raise_cap_at:
+        if now >= self.raise_cap_at:
             tokens = 0 if self._max_tokens > self.limits.max_rows * _LONGEST_ROW else self._max_tokens * 2
             self._set_cap(min(self.limits.max_rows, self.max_rows * 2), tokens, now)
 
     def _set_cap(self, rows: int, tokens: int, now: float) -> None:
         self.max_rows, self._max_tokens = rows, tokens
-        self._raise_cap_at = now + _CAP_HOLDS_S if self.is_capped else inf
+        self.raise_cap_at = now + _CAP_HOLDS_S if self.is_capped else inf
         self.batcher.narrow(rows, tokens)
 
     @property

@@ -17,7 +17,8 @@ from typing import Final, NamedTuple, Protocol
 from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
 from penstock.registry.package import SPEC_FILE, Package, PackageRef, discover, find, load_package
 from penstock.registry.queues import parse_name
-from penstock.registry.settings import LATEST, Settings
+from penstock.registry.settings import Settings
+from penstock.registry.settings_sections import LATEST
 
 __all__ = ["ModelRepository", "DiskRepository", "EmptyRepository"]
 

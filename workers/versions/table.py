@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.registry.errors import ConfigurationError, InvalidInput, UnknownModel
+from penstock.registry.errors import ConfigurationError, InvalidInput, PenstockError, UnknownModel
 from penstock.registry.package import Package
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
@@ -54,6 +54,14 @@ class VersionTable:
         """The active version of each model that has one here. For any thread."""
         return [model.active for model in tuple(self.models.values()) if model.active is not None]
 
+    def answering(self) -> list[ServedVersion]:
+        """The active versions, and the arms of experiments. For any thread."""
+        found = self.active()
+        for model in tuple(self.models.values()):
+            if (arms := model.arms) is not None:
+                found += [version for version in arms.here() if version is not model.active]
+        return found
+
     def package(self, name: str, label: str) -> Package:
         """The package under the models root now. Raises UnknownModel, InvalidInput, ConfigurationError."""
         return self._repository.package(name, label)
@@ -89,14 +97,41 @@ class VersionTable:
         """The version as its package is now; unchanged while it is loaded, or while jobs wait for it."""
         if version is None or version.state not in UNLOADED or not version.is_idle or version.queue.in_memory:
             return version
-        found = self._find(model.name, version.label)
-        if found is None or found.package.spec == version.package.spec:
+        if any(not endpoint.queue.is_empty for endpoint in version.endpoints.values()):
             return version
+        package = self._package(model.name, version.label)
+        if package is None or package.spec == version.package.spec:
+            return version
+        found = self._served(package)
+        if found is None:
+            return version
+        self.replace(model, version, found)
+        for endpoint in version.endpoints.values():
+            self.turns.remove(endpoint)
+        return found
+
+    def replace(self, model: ServedModel, version: ServedVersion, found: ServedVersion) -> None:
+        """`found` takes the place of the version, with its turn."""
         found.is_wanted = version.is_wanted
         model.versions[version.label] = found
         self.turns[self.turns.index(version)] = found
         if model.active is version:
             model.active = found
+
+    def endpoint(self, model: ServedModel, version: ServedVersion, name: str) -> ServedVersion | None:
+        """The version at one of its endpoints, with a queue of its own from its first job on; None: it has no such."""
+        known = version.endpoints.get(name)
+        if known is not None:
+            return known
+        if name not in version.spec.endpoints:
+            return None
+        return self.add_endpoint(model, version, name)
+
+    def add_endpoint(self, model: ServedModel, version: ServedVersion, name: str) -> ServedVersion:
+        """A new queue for the jobs of an endpoint, with the model of `infer` or one of its own."""
+        found = ServedVersion(version.package, self._config, model.overlay, endpoint=name, base=version)
+        version.endpoints[name] = found
+        self.turns.append(found)
         return found
 
     def register(self, name: str, label: str, content_hash: str) -> None:
@@ -116,9 +151,25 @@ class VersionTable:
         return f"{name}/{label} is not under this worker's models root with the requested content"
 
     def _find(self, name: str, label: str) -> ServedVersion | None:
+        package = self._package(name, label)
+        return self._served(package) if package is not None else None
+
+    def _package(self, name: str, label: str) -> Package | None:
         try:
-            return ServedVersion(self._repository.package(name, label), self._config)
+            return self._repository.package(name, label)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
-            # Jobs may name any version: such lines would fill the log.
-            logger.debug("version not found: %s", error, extra={"model": name, "version": label[:80]})
+            _log_not_found(name, label, error)
             return None
+
+    def _served(self, package: Package) -> ServedVersion | None:
+        model = self.models.get(package.spec.name)
+        try:
+            return ServedVersion(package, self._config, model.overlay if model is not None else None)
+        except (ConfigurationError, InvalidInput, UnknownModel) as error:
+            _log_not_found(package.spec.name, package.spec.version, error)
+            return None
+
+
+def _log_not_found(name: str, label: str, error: PenstockError) -> None:
+    # Jobs may name any version: such lines would fill the log.
+    logger.debug("version not found: %s", error, extra={"model": name, "version": label[:80]})

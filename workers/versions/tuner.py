@@ -6,7 +6,7 @@ a batch has ended   -> Observer.observe(BatchObservation)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from penstock.registry.tensors import Array
@@ -29,12 +29,18 @@ class BatchObservation(NamedTuple):
     rows: int
     tokens: int
     seconds: float
-    answered: Iterable[AnsweredJob]
-    """Its jobs in order, without those that failed; can be read once."""
+    answered: Callable[[Callable[[str], bool]], Iterable[AnsweredJob]]
+    """Gives its jobs whose ids are wanted, in order, without those that failed. Only these are decoded and cut out."""
+    generation: int = 0
+    """Of the model's form when the batch was made; see Forms.generation."""
 
 
 class Observer(Protocol):
     """Learns from the batches of one loaded version."""
+
+    @property
+    def row_limit(self) -> int:
+        """The most rows of the next batches; 0: as the policy says. Any thread may change it."""
 
     def observe(self, batch: BatchObservation) -> None:
         """Note one batch, within microseconds: the thread that claims and commits calls this."""

@@ -1,7 +1,11 @@
 """The models that a worker serves, each in one or more versions side by side.
 
     ServedModel     its versions by label, and which of them is active
+    ServedArms      while an experiment runs: the versions that share the jobs that name none
     ServedVersion   cold -> loading -> ready, or failed; its runtime, its policy, its queue
+
+A version has a ServedVersion for each endpoint that has had jobs: it has a policy and a queue of its own. It uses the
+loaded model of the endpoint `infer`, unless its policy loads another one; see VersionPolicy.load_key.
 
 A version that is not loaded may have pending jobs: they wait for it. Batches never mix versions, because each version
 has a batcher of its own.
@@ -9,27 +13,42 @@ has a batcher of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import Enum
+from functools import cached_property
 from typing import Final, NamedTuple
 
-from penstock.registry.deployment import Deployment
+from penstock.registry.deployment import Deployment, Routing
+from penstock.registry.envelope import JobHeader
 from penstock.registry.errors import InvalidInput
 from penstock.registry.package import ModelSpec, Package
+from penstock.registry.package.policy_overlay import Overlay
 from penstock.registry.package.signature import Signature
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.queues import DEFAULT_ENDPOINT
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Tensor
+from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
 from penstock.workers.job import ClaimedJob
-from penstock.workers.runtime.base import Runtime
-from penstock.workers.runtime.forms import Forms, Tunable
+from penstock.workers.runtime.base import Counted, Runtime
+from penstock.workers.runtime.forms import Forms, forms_of
 from penstock.workers.runtime.open import open_runtime
-from penstock.workers.versions.policy import ENDPOINT, VersionPolicy
+from penstock.workers.versions.policy import VersionPolicy
 from penstock.workers.versions.queue import VersionQueue
-from penstock.workers.versions.tuner import Observer
+from penstock.workers.versions.tuner import BatchObservation, Observer
 
-__all__ = ["LoadedModel", "ServedModel", "ServedVersion", "VersionState", "is_name_of"]
+__all__ = [
+    "LoadedModel",
+    "ServedArms",
+    "ServedModel",
+    "ServedVersion",
+    "VersionState",
+    "is_name_of",
+    "routing_table",
+]
 
 _NO_END: Final = 1 << 20
+_MOST_FITS: Final = 256
 _SHORTEST_PREFIX: Final = 6
 """Hex digits of a content hash that may stand for a version."""
 
@@ -61,21 +80,52 @@ class LoadedModel(NamedTuple):
     """The forms of a model that has other forms than the one that its author built."""
 
 
+class _Fit(NamedTuple):
+    """What the description of inputs that fit a signature of shapes says about their jobs."""
+
+    rows: int
+    key: BatchKey
+    """The same object for equal keys."""
+    length: int
+    """See Pending.length."""
+
+
 class ServedVersion:
     """One version of a model in this worker. The I/O thread owns it, except the runtime's loads and forwards."""
 
-    def __init__(self, package: Package, config: InferenceConfig) -> None:
+    def __init__(
+        self,
+        package: Package,
+        config: InferenceConfig,
+        overlay: Overlay | None = None,
+        *,
+        endpoint: str = DEFAULT_ENDPOINT,
+        base: ServedVersion | None = None,
+    ) -> None:
+        """overlay: the knobs that operators have set, by endpoint. base: this version at `infer`; None: itself."""
         self.package: Final = package
+        self.endpoint: Final = endpoint
+        self.base: ServedVersion = base or self
+        self.endpoints: Final[dict[str, ServedVersion]] = {}
+        """The same version at the other endpoints that have had jobs, by name."""
+        self.successor: ServedVersion | None = None
+        """What has taken the place of this one: the same version with another model in memory."""
+        self.experiment = ""
+        """The id of the experiment whose arm the version is; empty: none."""
         self.spec: Final[ModelSpec] = package.spec
         self.name: Final = package.spec.name
         self.label: Final = package.spec.version
         self.signature: Final[Signature] = package.spec.signature
-        self.policy: Final = VersionPolicy.of(package.spec, config)
+        self.policy = self.policy_under(config, overlay)
         self.queue: Final = VersionQueue(self.name, self.policy)
+        self._sharing: list[ServedVersion] = []
+        """The endpoints that use this loaded model, and this one; empty: only this one does."""
         self._config = config
         self.pinned_hash = ""
         """The content that was promoted under this label; empty: any content on disk may be loaded."""
-        self.runtime: Runtime = self._open()
+        self.shares_model: Final = base is not None and base.policy.load_key == self.policy.load_key
+        """Whether its model is the loaded model of the endpoint `infer`."""
+        self.runtime: Runtime = self.base.runtime if self.shares_model else self._open()
         self.model = LoadedModel(self.runtime, "", None)
         self.observer: Observer | None = None
         """Observes every committed batch while the version is loaded."""
@@ -92,7 +142,80 @@ class ServedVersion:
         """Monotonic seconds of the last batch, or of the last job that a cached answer ended."""
         self.calibrated_rows = 0
         """Rows that the device's memory allows, as measured; 0: not measured."""
-        self._last_fit: tuple[tuple[Tensor, ...] | None, int] = (None, 0)
+        self._lost_before = 0
+        """Instances that were lost under earlier runtimes."""
+        self._fits: dict[tuple[Tensor, ...], _Fit] = {}
+        self._last_content: tuple[Tensor, ...] | None = None
+        self._last_fit: _Fit | None = None
+        if base is not None:
+            self.calibrated_rows, self.pinned_hash = base.calibrated_rows, base.pinned_hash
+            if self.calibrated_rows:
+                self.queue.resize(self.calibrated_rows)
+            if self.shares_model:
+                base._share_with(self)
+
+    def policy_under(self, config: InferenceConfig, overlay: Overlay | None) -> VersionPolicy:
+        """The policy of this version at its endpoint under an overlay."""
+        knobs = overlay.get(self.endpoint) if overlay else None
+        return VersionPolicy.of(self.spec, config, self.endpoint, knobs)
+
+    def follow(self, policy: VersionPolicy) -> None:
+        """Keep to a policy with the same load key from the next batch on; jobs and model stay."""
+        self.policy = policy
+        self.queue.follow(policy)
+
+    @cached_property
+    def answers_as(self) -> str:
+        """What cached answers and shared forwards are of: the label, with the endpoint and the number format where
+        these are others than model.yaml says for `infer`."""
+        usual = self.spec.policy_for(DEFAULT_ENDPOINT).precision or self._config.precision
+        if self.endpoint == DEFAULT_ENDPOINT and self.policy.precision == usual:
+            return self.label
+        return f"{self.label} {self.endpoint} {self.policy.precision}"
+
+    def _share_with(self, endpoint: ServedVersion) -> None:
+        if not self._sharing:
+            self._sharing = [self]
+        self._sharing.append(endpoint)
+        endpoint._sharing = self._sharing
+        endpoint._take_state_of(self)
+
+    def _take_state_of(self, base: ServedVersion) -> None:
+        self.runtime, self.model, self.observer = base.runtime, base.model, base.observer
+        self.last_hash, self.used_at = base.last_hash, base.used_at
+        if base.calibrated_rows != self.calibrated_rows:
+            self.calibrated_rows = base.calibrated_rows
+            self.queue.resize(base.calibrated_rows)
+        # It waits for the load of the other.
+        self.state = VersionState.COLD if base.state is VersionState.LOADING else base.state
+        self.problem, self.last_problem = base.problem, base.last_problem
+
+    def _tell_sharing(self) -> None:
+        """The endpoints that use this model have its state."""
+        for endpoint in self._sharing:
+            if endpoint is not self:
+                endpoint._take_state_of(self)
+
+    def take_observer(self, observer: Observer | None) -> None:
+        """Take the observer of the loaded model, and the limit that it may know already."""
+        for version in self._sharing or (self,):
+            version.observer = observer
+            version.follow_row_limit()
+
+    @property
+    def with_sharing(self) -> list[ServedVersion]:
+        """This one, and the other endpoints that use its model."""
+        return list(self._sharing) or [self]
+
+    def retire(self) -> None:
+        """Its model is used by this endpoint no more."""
+        if self.shares_model and self in self._sharing:
+            self._sharing.remove(self)
+
+    @cached_property
+    def spec_json(self) -> bytes:
+        """The spec as workers announce it, again and again; see ModelSpec.to_json."""
+        return self.spec.to_json()
 
     @property
     def content_hash(self) -> str:
@@ -105,13 +228,37 @@ class ServedVersion:
         forms = self.model.forms
         return forms.generation if forms is not None else 0
 
+    @property
+    def instances_lost(self) -> int:
+        """How many instances were lost since the version is known here, over all its loads."""
+        runtime = self.runtime
+        return self._lost_before + (runtime.counts().get("instances_lost", 0) if isinstance(runtime, Counted) else 0)
+
     def has_loaded(self, now: float = 0.0) -> None:
         """The runtime is ready for forwards since `now`, in monotonic seconds."""
         runtime = self.runtime
         self.state, self.problem, self.last_problem = VersionState.READY, "", ""
         self.used_at = now
+        self.queue.forget_forwards()
         self.last_hash = runtime.content_hash
-        self.model = LoadedModel(runtime, self.last_hash, runtime.forms if isinstance(runtime, Tunable) else None)
+        forms = forms_of(runtime)
+        if forms is not None:
+            forms.withholds_texts, forms.redact = self.policy.withholds_texts, self.policy.redact
+            forms.chain = self.policy.chain
+        self.model = LoadedModel(runtime, self.last_hash, forms)
+        self._tell_sharing()
+
+    def observe(self, batch: BatchObservation) -> None:
+        """Lets the observer learn from a committed batch, and follows the limit that it may have found."""
+        if self.observer is not None:
+            self.observer.observe(batch)
+            self.follow_row_limit()
+
+    def follow_row_limit(self) -> None:
+        """Forms smaller batches where the observer says so."""
+        limit = self.observer.row_limit if self.observer is not None else 0
+        if 0 < limit < self.queue.limits.max_rows:
+            self.queue.resize(limit)
 
     def has_failed(self, problem: str) -> None:
         """The runtime could not be loaded. A new runtime takes its place for the next try."""
@@ -131,10 +278,15 @@ class ServedVersion:
         if self.state in (VersionState.COLD, VersionState.FAILED):
             self.state = VersionState.COLD
             self._renew()
+        for endpoint in self.endpoints.values():
+            if not endpoint.shares_model:
+                endpoint.pin_content(content_hash)
 
     def _renew(self) -> None:
+        self._lost_before = self.instances_lost
         self.runtime = self._open()
         self.model = LoadedModel(self.runtime, "", None)
+        self._tell_sharing()
 
     def _open(self) -> Runtime:
         return open_runtime(
@@ -152,13 +304,22 @@ class ServedVersion:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job waits for it or runs on it."""
+        """Whether no job waits for its model or runs on it."""
+        if self._sharing:
+            return all([version.queue.is_idle for version in self._sharing])
         return self.queue.is_idle
 
     @property
     def may_start(self) -> int:
         """Forwards that the version's concurrency still allows."""
-        return self.policy.concurrency - self.queue.in_flight if self.is_ready else 0
+        if self.state is not VersionState.READY:
+            return 0
+        spare = self.policy.concurrency - self.queue.in_flight
+        if not self._sharing:
+            return spare
+        # Together they run no more forwards of one model than the endpoint that may run most.
+        most = max([version.policy.concurrency for version in self._sharing])
+        return min(spare, most - sum([version.queue.in_flight for version in self._sharing]))
 
     @property
     def is_approved(self) -> bool:
@@ -168,7 +329,7 @@ class ServedVersion:
     @property
     def room(self) -> int:
         """How many more jobs may wait for it. While it is not loaded: no more than its capacity."""
-        return _NO_END if self.is_ready else self.queue.free
+        return _NO_END if self.state is VersionState.READY else self.queue.free
 
     def is_named(self, name: str) -> bool:
         """Whether `name` is its label or, once it is loaded, the beginning of its content hash."""
@@ -177,21 +338,42 @@ class ServedVersion:
     def fit(self, job: ClaimedJob) -> None:
         """Check a job against the signature that is served, and count its rows. Raises InvalidInput.
 
-        If the signature holds only shapes, a job with the same description as the one before needs no second check:
+        If the signature holds only shapes, a job with the same description as an earlier one needs no second check:
         the client has checked its values, and a NaN harms no other job.
         """
-        content, rows = self._last_fit
-        if job.header.content == content:
-            job.rows = rows
-        else:
-            job.inputs = self.signature.check(job.inputs)
+        if not self.knows(job):
+            job.decoded = self.signature.check(job.inputs)
             job.rows = self.signature.rows(job.inputs)
             if self.signature.is_of_shapes:
-                self._last_fit = (job.header.content, job.rows)
+                self._learn(job)
         if job.header.options.outputs:
             self.signature.select_outputs(job.header.options.outputs)
         if self.policy.tokenises and self.is_ready:
             self.runtime.check(job.inputs)
+
+    def knows(self, job: ClaimedJob) -> bool:
+        """Whether a job with the same description was found to fit; then the rows of this one are counted, too."""
+        fit = self._fit_of(job.header.content)
+        if fit is not None:
+            job.rows = fit.rows
+        return fit is not None
+
+    def _fit_of(self, content: tuple[Tensor, ...]) -> _Fit | None:
+        # Nearly all jobs of a claim share one object.
+        if content is not self._last_content:
+            self._last_content, self._last_fit = content, self._fits.get(content)
+        return self._last_fit
+
+    def _learn(self, job: ClaimedJob) -> None:
+        content, key = job.header.content, self._key_of(job)
+        if len(self._fits) >= _MOST_FITS:
+            self._fits.clear()
+        key = next((fit.key for fit in self._fits.values() if fit.key == key), key)
+        self._last_content = content
+        self._last_fit = self._fits[content] = _Fit(job.rows, key, self.runtime.length(job.inputs))
+
+    def _key_of(self, job: ClaimedJob) -> BatchKey:
+        return BatchKey(self.name, self.label, self.endpoint, self.signature.batch_key(job.inputs))
 
     def misfits(self) -> list[tuple[ClaimedJob, InvalidInput]]:
         """Remove the pending jobs that are too long; only the loaded model can find them."""
@@ -209,25 +391,67 @@ class ServedVersion:
             self.queue.batcher.discard(is_too_long)
         return found
 
-    def pending(self, job: ClaimedJob) -> Pending[ClaimedJob]:
-        """The job as the batcher sees it."""
-        inputs = job.inputs
-        shape = self.signature.batch_key(inputs)
-        nbytes = sum(values.nbytes for values in inputs.values()) if self.queue.limits.max_bytes else 0
-        return Pending(
-            BatchKey(self.name, self.label, ENDPOINT, shape),
-            int(job.delivery.priority),
-            job.rows,
-            self.runtime.length(inputs),
-            nbytes,
-            job.claimed,
-            job,
-        )
+    def pending(self, jobs: Iterable[ClaimedJob]) -> list[Pending[ClaimedJob]]:
+        """Jobs that fit, as the batcher sees them."""
+        row_bytes = self.queue.row_bytes
+        items = []
+        for job in jobs:
+            delivery, fit = job.delivery, self._fit_of(job.header.content)
+            key, length = (fit.key, fit.length) if fit else (self._key_of(job), self.runtime.length(job.inputs))
+            nbytes = len(delivery.sealed) + job.rows * row_bytes
+            items.append(Pending(key, int(delivery.priority), job.rows, length, nbytes, job.claimed, job))
+        return items
 
     def alone(self, job: ClaimedJob) -> Batch[ClaimedJob]:
         """A batch of this one job."""
-        item = self.pending(job)
+        (item,) = self.pending([job])
         return Batch(item.key, [item], item.rows, item.rows * item.length, "idle", item.priority)
+
+
+def routing_table(routing: Routing, endpoint: str = DEFAULT_ENDPOINT) -> RoutingTable:
+    """The table by which workers assign an endpoint's jobs. Raises InvalidInput for arms that divide no traffic."""
+    arms = tuple(Arm(arm.version, arm.weight) for arm in routing.arms)
+    if endpoint in routing.shares and len(arms) == 2:
+        share = routing.shares[endpoint]
+        arms = (Arm(arms[0].version, share), Arm(arms[1].version, 1 - share))
+    table = RoutingTable(arms, routing.experiment, routing.is_sticky)
+    table.check()
+    return table
+
+
+class ServedArms:
+    """The arms of one model, each with its version where this worker has it. The I/O thread owns it."""
+
+    def __init__(self, epoch: int, routing: Routing, versions: Mapping[str, ServedVersion | None]) -> None:
+        """Raises InvalidInput for arms that divide no traffic. versions: by label; None: not found here."""
+        self.epoch: Final = epoch
+        self.routing: Final = routing
+        self.versions: Final = dict(versions)
+        self._table: Final = routing_table(routing)
+        self._tables: Final = {endpoint: routing_table(routing, endpoint) for endpoint in routing.shares}
+        self._contents: Final = {arm.version: arm.content_hash for arm in routing.arms}
+
+    def label_for(self, header: JobHeader) -> str:
+        """The label of the version that answers this job, which names none."""
+        table = self._table
+        if self._tables and header.options.endpoint:
+            table = self._tables.get(header.options.endpoint, table)
+        if table.is_sticky:
+            return table.version_for(header.options.sticky_key or header.tenant)
+        return table.version_for(header.id)
+
+    def content_of(self, label: str) -> str:
+        """The content hash under which other workers report this arm."""
+        return self._contents[label]
+
+    def ready_version(self, label: str) -> ServedVersion | None:
+        """The version of this arm, if its forwards may begin here."""
+        version = self.versions.get(label)
+        return version if version is not None and version.is_ready else None
+
+    def here(self) -> list[ServedVersion]:
+        """The versions of the arms that this worker has found."""
+        return [version for version in self.versions.values() if version is not None]
 
 
 class ServedModel:
@@ -250,6 +474,10 @@ class ServedModel:
         active."""
         self.decided = b""
         """The record of that decision, verified."""
+        self.arms: ServedArms | None = None
+        """The versions that share the jobs that name none, while an experiment runs."""
+        self.overlay: Overlay = {}
+        """The knobs that operators have set, by endpoint."""
 
     @property
     def content_hash(self) -> str:
@@ -274,6 +502,15 @@ class ServedModel:
         """Jobs that may be claimed now."""
         active = self.active
         return active.queue.free if active is not None and active.state in _CLAIMABLE else 0
+
+    def answers(self, version: ServedVersion) -> bool:
+        """Whether jobs that name no version may come to this version now."""
+        version = version.base
+        return version is self.active or (self.arms is not None and version in self.arms.here())
+
+    def answering(self, version: ServedVersion | None) -> ServedVersion | None:
+        """This version, if jobs that name none may come to it now; otherwise the active one."""
+        return version if version is not None and self.answers(version) else self.active
 
     def named(self, name: str) -> ServedVersion | None:
         """The version of this label or beginning of a content hash, if it is known here."""

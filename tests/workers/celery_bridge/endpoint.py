@@ -52,20 +52,20 @@ def finish(
 
 
 def commit_of(
-    delivery: Delivery, state: State = State.COMPLETED, error: Failure | None = None
+    delivery: Delivery, state: State = State.COMPLETED, error: Failure | None = None, keyring: Keyring = UNSIGNED
 ) -> tuple[JobHeader, Commit]:
-    """The header of a claimed job, and what a drain would commit."""
+    """The header of a claimed job, and what a drain would commit. keyring: seals the result, if it seals."""
     header, body = open_job(delivery.sealed, UNSIGNED)
     outputs = {} if error else {"y": decode(header.content, body)["x"] * np.float32(2)}
     content, answer = encode(outputs)
-    result = ResultHeader(header.id, header.context, "1", "w", content, error)
+    result = ResultHeader(header.id, header.context, "1", "w", content, error, is_sealed=keyring.seals)
     return header, Commit(
         delivery.slot,
         delivery.priority,
         delivery.entry_id,
         header.id,
         state,
-        seal("result", result, answer, UNSIGNED),
+        seal("result", result, answer, keyring),
         header.tenant,
         header.reply,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from celery import chain
 
 from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_streams import RedisStreams
-from penstock.registry.envelope import Failure
-from penstock.registry.errors import ModelError, ResultGone
+from penstock.registry.envelope import Failure, Keyring
+from penstock.registry.errors import JobFailed, ModelError, ResultGone
 from penstock.registry.queues import lane_key, record_key, task_request_key
 from penstock.workers.celery_bridge.result_store import CeleryResultStore, Request
 from penstock.workers.celery_bridge.task_results import TaskResultForwarder
+from tests.payload_keys import sealing
 from tests.servers import RedisServer, wait_until
 from tests.workers.celery_bridge.endpoint import ROWS, UNSIGNED, claim, commit_of, finish, ingress, task_requests
 from tests.workers.celery_bridge.program import Program
@@ -101,6 +103,28 @@ def test_every_end_of_a_job_reaches_celerys_backend(shared_redis: RedisServer, b
         assert backend.of("expired") == "expired"
         with shared_redis.client() as client:
             wait_until(lambda: client.xlen(lane_key(slot)) == 0, 5, "the stream is empty")
+
+
+@pytest.mark.parametrize("sealer", [sealing(UNSIGNED), UNSIGNED], ids=["sealed", "plain"])
+@pytest.mark.parametrize("reader", [sealing(UNSIGNED), replace(sealing(UNSIGNED), seals=False)], ids=["seals", "reads"])
+def test_sealed_payloads_do_not_come_to_celerys_backend(
+    shared_redis: RedisServer, broker: RedisStreams, slot: str, sealer: Keyring, reader: Keyring
+):
+    """Not a sealed result, whoever reads it, and not a plain one where payloads are sealed: the task fails."""
+    backend = ResultMemory()
+    ingress(broker, shared_redis).admit("sealed", model=slot, inputs=ROWS)
+    _, commit = commit_of(claim(broker, slot)[0], keyring=sealer)
+    broker.exchange("c:1", [commit], [], 60_000)
+    requests = task_requests(shared_redis)
+    forwarder = TaskResultForwarder(shared_redis.client(), broker, reader, requests, backend, worker="w1")
+    forwarder._step()
+    forwarder._step()
+    outcome = backend.of("sealed")
+    if sealer.seals or reader.seals:
+        assert isinstance(outcome, JobFailed)
+        assert "The result cannot be read" in str(outcome)
+    else:
+        assert outcome["outputs"] == {"y": [[2.0, 4.0, 6.0, 8.0]]}
 
 
 def test_results_wait_while_celerys_backend_is_away(shared_redis: RedisServer, broker: RedisStreams, slot: str):
@@ -238,3 +262,17 @@ def test_a_request_with_a_wrong_signature_fails_the_task(shared_redis: RedisServ
     forward(shared_redis, broker, backend)
     assert "lacks the signature" in str(backend.of("forged"))
     assert backend.requests == [None]
+
+
+def test_a_foreign_key_holds_up_no_other_models_results(shared_redis: RedisServer, broker: RedisStreams, slot: str):
+    """A model without a live worker, whose stream of results another program has overwritten: it is quarantined."""
+    backend, other = ResultMemory(), f"{slot}-abandoned"
+    broker.put_spec(other, b"{}")
+    ingress(broker, shared_redis).admit("late", model=slot, inputs=ROWS)
+    finish(broker, claim(broker, slot)[0])
+    with shared_redis.client() as client:
+        client.set(lane_key(other), "of another program")
+        with forwarding(shared_redis, broker, backend, retry_s=0.05):
+            assert backend.of("late")["outputs"] == {"y": [[2.0, 4.0, 6.0, 8.0]]}
+        assert client.type(lane_key(other)) == b"stream"
+    assert [(each.key, each.kind) for each in broker.quarantined(other)] == [(lane_key(other), "string")]

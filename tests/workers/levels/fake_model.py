@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import Prepared, Runtime
 from penstock.workers.runtime.compilable import ModelCompiler
-from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
+from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs, forms_of
 from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 from tests.workers.doubles import RowRuntime
 
@@ -96,6 +96,11 @@ class Rotation(RowRuntime):
         return {"y": change(unit).astype(np.float32)}
 
 
+def answered_of(jobs: Iterable[AnsweredJob]) -> Callable[[Callable[[str], bool]], list[AnsweredJob]]:
+    """What an observation has of these jobs."""
+    return lambda is_wanted: [job for job in jobs if is_wanted(job.job_id)]
+
+
 def served(
     runtime: Runtime,
     clock: Callable[[], float],
@@ -107,7 +112,8 @@ def served(
 
     first: the number of the first job; ids are made of these.
     """
-    begun = clock()
+    begun, forms = clock(), forms_of(runtime)
+    generation = forms.generation if forms is not None else 0
     prepared = runtime.prepare(jobs)
     outputs = runtime.run(prepared)
     seconds = clock() - begun
@@ -118,5 +124,5 @@ def served(
         own = {name: values[row:after] for name, values in outputs.items()}
         answered.append(AnsweredJob(f"{runtime.spec.name}.{number:032x}", inputs, own))
         row = after
-    observe(BatchObservation(prepared.rows, prepared.tokens, seconds, answered))
+    observe(BatchObservation(prepared.rows, prepared.tokens, seconds, answered_of(answered), generation))
     return [job.outputs for job in answered]

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from penstock.safety.golden_store import GoldenStore
+from penstock.safety.orchestrator import Action
 from penstock.workers.levels.attached import AttachedVersion
 from penstock.workers.levels.decision_log import DecisionKey
 from penstock.workers.levels.profiler import Profiler
-from penstock.workers.levels.progression import BATCHING, COMPILED, Decision, DecisionAction
+from penstock.workers.levels.progression import BATCHING, COMPILED, Decision
 from tests.workers.levels.fake_model import WIDTH, Clock, Rotation, served
 
 NOTHING: Mapping[str, Decision] = {}
@@ -41,11 +42,11 @@ def serve(version: AttachedVersion, batches: int, rows: int = 4) -> None:
     runtime = version.runtime
     assert isinstance(runtime, Rotation)
     for number in range(batches):
-        jobs = [{"x": np.ones((1, WIDTH), np.float32)}] * rows
+        jobs = [{"x": np.full((1, WIDTH), number * rows + row + 1, np.float32)} for row in range(rows)]
         served(runtime, runtime._clock, jobs, version.profiler.observe, number * rows)
 
 
-def decision(action: DecisionAction, step: str = COMPILED, **evidence: float) -> Decision:
+def decision(action: Action, step: str = COMPILED, **evidence: float) -> Decision:
     """A decision on a step."""
     return Decision(step, action, evidence=evidence)
 
@@ -74,7 +75,7 @@ def test_an_earlier_process_forbids_only_forms_that_it_measured(earlier: Decisio
 
 
 @pytest.mark.parametrize("action", ["refused", "disabled"])
-def test_a_settled_step_is_tried_again_on_request_only(action: DecisionAction):
+def test_a_settled_step_is_tried_again_on_request_only(action: Action):
     """One decision of this process is enough; other steps are not affected."""
     version = attached()
     version.level_state = version.level_state.apply(decision(action))
@@ -125,7 +126,11 @@ def test_each_long_build_makes_the_next_one_wait_longer():
     assert version.readiness(COMPILED).criterion == "forward_s 60 < 120"
 
 
-@pytest.mark.parametrize(("max_rows", "is_ready"), [(1, False), (2, True), (32, True)])
-def test_batching_is_ready_where_batches_may_have_two_rows(max_rows: int, is_ready: bool):
-    """The first forward of a load had two rows, if a batch may have so many."""
-    assert attached(max_rows=max_rows).readiness(BATCHING).is_ready is is_ready
+def test_batching_is_judged_on_golden_jobs():
+    """It waits for them like a form; after a refusal the version forms no more batches."""
+    version = attached()
+    assert version.readiness(BATCHING).criterion == "golden_rows 0 < 16"
+    serve(version, 4)
+    assert version.readiness(BATCHING).criterion == "golden_rows 16 >= 16"
+    version.end_batching()
+    assert (version.max_rows, version.profiler.row_limit) == (1, 1)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.registry.errors import InvalidInput
+from penstock.safety.orchestrator import Action
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog, environment
-from penstock.workers.levels.progression import Decision, DecisionAction
+from penstock.workers.levels.progression import Decision
 
 KEY = DecisionKey("rotation", "1", "ab" * 32, "a machine")
 NOW = 1_000_000.0
@@ -25,7 +26,7 @@ def log(tmp_path: Path) -> DecisionLog:
     return DecisionLog(tmp_path, lambda: NOW)
 
 
-def decided(action: DecisionAction, step: str = "compiled", gain: float | None = None) -> Decision:
+def decided(action: Action, step: str = "compiled", gain: float | None = None) -> Decision:
     """A decision on a step."""
     return Decision(step, action, "forwards 20 >= 20", "" if action == "enabled" else "too slow", gain, {"rows": 3.0})
 
@@ -71,9 +72,7 @@ def test_a_decision_holds_for_its_content_and_environment(log: DecisionLog, othe
         (["enabled", "disabled"], "disabled"),
     ],
 )
-def test_the_first_refusal_after_an_enabled_step_is_ignored(
-    log: DecisionLog, actions: list[DecisionAction], last: DecisionAction
-):
+def test_the_first_refusal_after_an_enabled_step_is_ignored(log: DecisionLog, actions: list[Action], last: Action):
     """The second one in a row counts. A step that failed while it served is disabled at once."""
     for action in actions:
         log.append(KEY, decided(action))

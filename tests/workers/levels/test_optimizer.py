@@ -16,13 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.broker.breakers import BreakerEnd
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Array
+from penstock.safety.golden_archive import GoldenArchive
+from penstock.safety.sealing import DataKeys
+from penstock.safety.validator_registry import ValidatorRegistry
+from penstock.safety.validators import Comparison, Figure
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
-from penstock.workers.levels.optimizer import Optimizer
+from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.levels.profiler import Profiler
 from penstock.workers.levels.progression import Decision, LevelState, StepReadiness
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime.base import Prepared
 from penstock.workers.runtime.compilable import CompilationRefused
 from tests.servers import wait_until
 from tests.workers.levels.fake_model import WIDTH, Clock, Form, Rotation, served
@@ -53,10 +59,14 @@ class OptimizerHarness:
     config: InferenceConfig
     records: list[Mapping[str, object]] = field(default_factory=list)
     jobs: int = 0
+    validators: ValidatorRegistry | None = None
+    archive: GoldenArchive | None = None
+    breakers: BreakerEnd | None = None
+    content_hash: str = "ab" * 32
 
     def __post_init__(self) -> None:
         self.metrics = InferenceMetrics((1.0,))
-        self.optimizer = Optimizer(
+        self.optimizer = InferenceOptimizer(
             self.config,
             home=self.home,
             device="cpu",
@@ -64,8 +74,11 @@ class OptimizerHarness:
             metrics=self.metrics,
             compiler=None,
             clock=self.clock,
+            validators=self.validators,
+            archive=self.archive,
+            breakers=self.breakers,
         )
-        self.profiler: Profiler = self.optimizer.attach("rotation", self.runtime, "ab" * 32, ROWS)
+        self.profiler: Profiler = self.optimizer.attach("rotation", self.runtime, self.content_hash, ROWS)
 
     def serve(self, batches: int) -> list[Mapping[str, Array]]:
         """Serves this many batches of traffic; returns the outputs of each job."""
@@ -197,7 +210,11 @@ def test_every_level_is_a_decision_with_its_evidence(make_harness: MakeHarness):
     harness.settle()
     assert harness.decided() == [("batching", "enabled"), ("bf16", "enabled")]
     batching, reduced = harness.records
-    assert (batching["level"], batching["criterion"]) == (2, "warmed_rows 2 >= 2")
+    assert (batching["level"], batching["criterion"]) == (2, "golden_rows 64 >= 16")
+    assert batching["evidence"] == {"rows": 32.0, "y.min_cosine": pytest.approx(1), "y.neighbour_overlap": 1.0} | {
+        "jobs_alone": 32.0
+    }
+    assert (batching["validators"], reduced["validators"]) == ({"y": "EmbeddingValidator"},) * 2
     assert (reduced["level"], reduced["gain"]) == (3, 4.0)
     assert reduced["criterion"] == "forwards 20 >= 20, golden_rows 64 >= 16, forward_s 20 >= 2"
     figures = reduced["evidence"]
@@ -628,7 +645,7 @@ def test_metrics_tell_level_and_verdicts(make_harness: MakeHarness):
     found = {family.name: family.samples for family in harness.metrics.collect()}
     assert [sample.value for sample in found["penstock_level"]] == [3.0]
     verdicts = {sample.labels["verdict"]: sample.value for sample in found["penstock_gate_verdicts"]}
-    assert verdicts == {"accepted": 1.0, "refused": 1.0}
+    assert verdicts == {"accepted": 2.0, "refused": 1.0}
     harness.optimizer.detach("rotation")
     found = {family.name: family.samples for family in harness.metrics.collect()}
     assert [sample.value for sample in found["penstock_level"]] == [0.0]
@@ -654,3 +671,98 @@ def test_golden_batches_are_no_larger_than_served_ones(make_harness: MakeHarness
     # Two batches of 32: the reference and the form once each for the verdict, then 9 or 3 rounds of both.
     assert (harness.runtime.calls - calls) % 2 == 0
     assert harness.step("compiled")["evidence"]["in_use_s"] == 2.0
+
+
+class Leaking(Rotation):
+    """The rows of a batch depend on each other: their mean is removed, as by a layer that normalises over the batch."""
+
+    def _reference(self, prepared: Prepared) -> dict[str, Array]:
+        return self._answered(prepared, lambda rows: rows - 0.2 * rows.mean(axis=0), 1.0)
+
+
+def test_rows_that_depend_on_each_other_end_batching(tmp_path: Path):
+    """AR-012, AR-029: the gate can say no. The record has the figures, and batches have one row from then on, also
+    after a restart."""
+
+    def harness() -> OptimizerHarness:
+        clock = Clock()
+        return OptimizerHarness(tmp_path, Leaking(clock, {}), clock, InferenceConfig(max_level=2))
+
+    first = harness()
+    first.serve(1)
+    assert first.profiler.row_limit == 0
+    first.settle()
+    assert first.decided() == [("batching", "refused")]
+    assert "max_delta" in str(first.records[0]["reason"])
+    assert (first.profiler.row_limit, first.step("batching")["state"]) == (1, "refused")
+    again = harness()
+    assert again.profiler.row_limit == 1
+    again.serve(4)
+    assert not again.optimizer.tick()
+
+
+def test_batching_that_cannot_be_judged_goes_on(make_harness: MakeHarness):
+    """A model that gives other outputs each time is no proof against its batches."""
+    harness = make_harness({}, noise=1.0)
+    harness.serve(2)
+    harness.settle()
+    assert harness.step("batching")["reason"].startswith("the model does not repeat its answers")
+    assert harness.profiler.row_limit == 0
+
+
+def test_custom_validators_judge_forms_of_another_precision(tmp_path: Path):
+    """AR-070: a validator that is registered for the model takes the place of the built-in one, and its name is on
+    record."""
+
+    class Suspicious:
+        def compare(self, candidate: Array, expected: Array) -> Comparison:
+            return Comparison(len(expected), {"doubt": Figure.largest(float(np.abs(candidate - expected).max()), 0.0)})
+
+    validators, clock = ValidatorRegistry(), Clock()
+    validators.register(Suspicious(), model="rotation")
+    runtime = Rotation(clock, {"bf16": REDUCED})
+    harness = OptimizerHarness(tmp_path, runtime, clock, InferenceConfig(max_level=3), validators=validators)
+    harness.serve(20)
+    harness.settle()
+    assert harness.decided() == [("batching", "enabled"), ("bf16", "refused")]
+    assert harness.records[-1]["validators"] == {"y": "Suspicious"}
+    assert str(harness.records[-1]["reason"]).startswith("y: doubt 0.0")
+
+
+def test_goldens_outlive_the_process(tmp_path: Path):
+    """A restarted worker has the samples of the same content before its first job, and none of other content."""
+    archive = GoldenArchive(f"sqlite:///{tmp_path}/registry.db", DataKeys([b"k" * 32]))
+
+    def harness(content_hash: str = "ab" * 32) -> OptimizerHarness:
+        clock = Clock()
+        runtime = Rotation(clock, {"compiled": GOOD})
+        config = InferenceConfig(max_level=2)
+        return OptimizerHarness(tmp_path, runtime, clock, config, archive=archive, content_hash=content_hash)
+
+    first = harness()
+    first.settle()
+    first.serve(2)
+    first.clock.now += 60
+    first.settle()
+    again, other = harness(), harness("cd" * 32)
+    for each in (again, other):
+        each.settle()
+        assert each.profiler.goldens is not None
+    stores = [each.profiler.goldens for each in (first, again, other)]
+    kept = [store.goldens() for store in stores if store is not None]
+    assert [len(each) for each in kept] == [64, 64, 0]
+    assert {golden.digest for golden in kept[0]} == {golden.digest for golden in kept[1]}
+
+
+def test_an_archive_that_cannot_be_reached_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Samples stay in memory, one warning a minute, and forms are judged as before."""
+    (tmp_path / "registry.db").write_text("no database")
+    clock = Clock()
+    archive = GoldenArchive(f"sqlite:///{tmp_path}/registry.db", None)
+    harness = OptimizerHarness(
+        tmp_path, Rotation(clock, {"compiled": GOOD}), clock, InferenceConfig(max_level=2), archive=archive
+    )
+    harness.serve(61)
+    harness.settle()
+    assert harness.runtime.forms.name == "compiled"
+    assert [record.message for record in caplog.records].count("reference samples could not be stored or read") <= 3

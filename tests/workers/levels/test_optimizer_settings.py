@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Array
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.compilation.build_process import BuildProcess
-from penstock.workers.levels.optimizer import Optimizer
+from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime import prepacked, pytorch
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.compilable import CompilationRefused
 from tests.workers.levels.fake_model import Form, served
@@ -37,7 +38,7 @@ class Tuned:
         settings = InferenceConfig.model_validate(config)
         self.compiler = TorchCompiler(settings.compilation, home / "compilation.key")
         self.audited: list[Mapping[str, object]] = []
-        self.optimizer = Optimizer(
+        self.optimizer = InferenceOptimizer(
             settings,
             home=home,
             device="cpu",
@@ -96,6 +97,9 @@ def test_nothing_is_compiled_where_that_is_off(
         raise CompilationRefused("not in this test")
 
     monkeypatch.setattr(BuildProcess, "run", refuse)
+    # The other forms of level 2 need no compiler: how fast they are here is not the question.
+    monkeypatch.setattr(pytorch, "can_export", lambda: False)
+    monkeypatch.setattr(prepacked, "can_prepack", lambda _: False)
     cache = tmp_path / "cache"
     compilation = {"enabled": enabled, "cache_dir": str(cache)}
     model = tuned(formats.write_pytorch(models_root), max_level=2, compilation=compilation)
@@ -132,7 +136,9 @@ def test_levels_1_and_2_are_on_record(tuned: Any, models_root: Path, tmp_path: P
     assert decided == [(1, "tokenizer-cache", "enabled"), (2, "batching", "enabled")]
     cache, batching = model.audited
     assert cache["criterion"] == "texts 48 >= 32"
-    assert str(batching["criterion"]).startswith("warmed_rows ")
+    assert cache["evidence"] == {"id_agreement": 1.0, "texts": 48.0}
+    assert batching["criterion"] == "golden_rows 48 >= 16"
+    assert batching["evidence"]["jobs_alone"] == 32
     assert [record["content_hash"] for record in model.audited] == [model.runtime.content_hash] * 2
 
 

@@ -15,7 +15,7 @@ from penstock.workers.runtime import Runtime, open_runtime
 from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 from tests.counting import lines_run
 from tests.servers import ROOT, leave_out
-from tests.workers.levels.fake_model import Clock, Rotation, served
+from tests.workers.levels.fake_model import Clock, Rotation, answered_of, served
 
 ONE = {"x": np.ones((1, 4), np.float32)}
 TWO = {"x": np.ones((2, 4), np.float32)}
@@ -62,7 +62,7 @@ def test_goldens_are_the_answered_jobs():
     """A golden has the inputs and the outputs of a job that was answered."""
     profiler = Profiler(Rotation(Clock(), {}), GoldenStore())
     answered = [AnsweredJob("rotation.1", ONE, {"y": np.ones((1, 4), np.float32)})]
-    profiler.observe(BatchObservation(rows=3, tokens=0, seconds=1.0, answered=answered))
+    profiler.observe(BatchObservation(rows=3, tokens=0, seconds=1.0, answered=answered_of(answered)))
     assert profiler.goldens is not None
     assert [(golden.job_id, golden.rows) for golden in profiler.goldens.goldens()] == [("rotation.1", 1)]
 

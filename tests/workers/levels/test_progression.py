@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 
 from penstock.workers.levels.progression import THRESHOLDS, Decision, Evidence, is_form, readiness, replay
 
-PLENTY = Evidence(forwards=10**6, texts=10**6, golden_rows=10**6, forward_s=1e6, warmed_rows=2)
+PLENTY = Evidence(forwards=10**6, texts=10**6, golden_rows=10**6, forward_s=1e6)
 SHORTFALLS = [
     # step, what the evidence lacks, and the criterion that says so
     ("tokenizer-cache", {"texts": 31}, "texts 31 < 32"),
     ("tokenizer-pool", {"texts": 255}, "texts 255 < 256"),
     ("tokenizer-pool", {"golden_rows": 15}, "golden_rows 15 < 16"),
-    ("batching", {"warmed_rows": 1}, "warmed_rows 1 < 2"),
+    ("batching", {"golden_rows": 15}, "golden_rows 15 < 16"),
     ("compiled", {"forwards": 19}, "forwards 19 < 20"),
     ("compiled", {"golden_rows": 15}, "golden_rows 15 < 16"),
     ("compiled", {"forward_s": 59.9}, "forward_s 59.9 < 60"),
+    ("prepacked", {"forwards": 19}, "forwards 19 < 20"),
+    ("prepacked", {"golden_rows": 15}, "golden_rows 15 < 16"),
+    ("prepacked", {"forward_s": 1.9}, "forward_s 1.9 < 2"),
     ("bf16", {"forwards": 19}, "forwards 19 < 20"),
     ("bf16", {"golden_rows": 15}, "golden_rows 15 < 16"),
     ("bf16", {"forward_s": 1.9}, "forward_s 1.9 < 2"),
@@ -31,7 +34,7 @@ SHORTFALLS = [
 LEVELS = {
     0: set(),
     1: {"tokenizer-cache", "tokenizer-pool"},
-    2: {"tokenizer-cache", "tokenizer-pool", "batching", "compiled"},
+    2: {"tokenizer-cache", "tokenizer-pool", "batching", "prepacked", "compiled", "onnx"},
     3: set(THRESHOLDS),
 }
 
@@ -47,7 +50,7 @@ def test_step_waits_for_what_is_lacking(step: str, lacking: dict[str, Any], crit
 def test_step_is_tried_exactly_at_its_thresholds(step: str):
     """The numbers of the table are sufficient, and they are named in the criterion."""
     row = THRESHOLDS[step]
-    exactly = Evidence(row.min_forwards, row.min_texts, row.min_golden_rows, row.min_forward_s, row.min_warmed_rows)
+    exactly = Evidence(row.min_forwards, row.min_texts, row.min_golden_rows, row.min_forward_s)
     found = readiness(step, exactly, 3)
     assert found.is_ready
     assert found.criterion.count(">=") == sum(
@@ -57,14 +60,13 @@ def test_step_is_tried_exactly_at_its_thresholds(step: str):
             row.min_texts,
             row.min_golden_rows,
             row.min_forward_s,
-            row.min_warmed_rows,
         )
     )
 
 
 @pytest.mark.parametrize(("max_level", "allowed"), LEVELS.items())
 def test_max_level_bounds_the_steps(max_level: int, allowed: set[str]):
-    """0: only profiling; 1: the tokenizer; 2: batching and compilation; 3: other precisions too (CF-004)."""
+    """0: only profiling; 1: the tokenizer; 2: batching and forms of one precision; 3: other precisions too (CF-004)."""
     assert {step for step in THRESHOLDS if readiness(step, PLENTY, max_level).is_ready} == allowed
 
 
@@ -89,12 +91,16 @@ def test_each_long_build_asks_for_another_minute():
     evidence = replace(PLENTY, forward_s=119.0, long_builds=1)
     assert readiness("onnx", evidence, 3).criterion == "forward_s 119 < 120"
     assert readiness("onnx", replace(evidence, forward_s=120.0), 3).is_ready
-    assert readiness("bf16", replace(evidence, forward_s=2.0), 3).is_ready
+    for quick in ("bf16", "prepacked"):
+        assert readiness(quick, replace(evidence, forward_s=2.0), 3).is_ready
 
 
 IN_VAIN = [
     # the step, the form in use and what it gains over the eager model, and why no trial is worthwhile
     ("compiled", "bf16", 1.2, "bf16 is in use, of a higher level"),
+    ("prepacked", "bf16", 1.2, "bf16 is in use, of a higher level"),
+    ("onnx", "bf16", 1.2, ""),
+    ("onnx", "prepacked", 1.3, ""),
     ("onnx", "bf16", 3.3, "bf16 is 3.3 times as fast as the eager model; onnx was at most 2 times"),
     ("int8", "bf16", 4.0, "bf16 is 4.0 times as fast as the eager model; int8 was at most 4 times"),
     ("int8", "bf16", 3.3, ""),
@@ -114,7 +120,7 @@ def test_form_that_cannot_win_is_not_tried(step: str, form: str, gain: float, re
     assert (found.is_ready, found.is_in_vain) == (not reason, bool(reason))
     assert not reason or found.criterion.startswith(reason)
     assert readiness(step, replace(evidence, is_requested=True), 3).is_ready
-    assert readiness(step, replace(evidence, was_accepted=True), 3).is_ready is (step != "compiled")
+    assert readiness(step, replace(evidence, was_accepted=True), 3).is_ready is (step not in ("compiled", "prepacked"))
 
 
 def test_gains_of_forms_that_replace_each_other_multiply():

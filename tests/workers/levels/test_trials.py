@@ -9,10 +9,11 @@ import pytest
 
 from penstock.registry.errors import ConfigurationError
 from penstock.safety.golden_store import GoldenStore
+from penstock.safety.orchestrator import GateEvidence
 from penstock.workers.levels.attached import AttachedVersion
 from penstock.workers.levels.decision_log import DecisionKey
 from penstock.workers.levels.profiler import Profiler
-from penstock.workers.levels.progression import COMPILED, TOKENIZER_CACHE, TOKENIZER_POOL, Decision
+from penstock.workers.levels.progression import BATCHING, COMPILED, TOKENIZER_CACHE, TOKENIZER_POOL, Decision
 from penstock.workers.levels.trials import Trial, Trials
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.workers.levels.fake_model import WIDTH, Clock, Form, Rotation, served
@@ -49,9 +50,9 @@ def test_an_equal_and_faster_form_passes():
     """The trial has the gain, the figures, and the forward that was judged."""
     stage = Stage({COMPILED: SAME})
     trial = stage.run(COMPILED)
-    assert (trial.reason, trial.gain) == ("", 2.0)
+    assert (trial.reason, trial.evidence.gain) == ("", 2.0)
     assert trial.forward is not None
-    assert (trial.evidence["in_use_s"], trial.evidence["form_s"]) == (2.0, 1.0)
+    assert (trial.evidence.measured["in_use_s"], trial.evidence.measured["form_s"]) == (2.0, 1.0)
     prepared = stage.runtime.prepare([{"x": np.ones((1, WIDTH), np.float32)}])
     np.testing.assert_array_equal(trial.forward(prepared)["y"], stage.runtime.forms.reference(prepared)["y"])
 
@@ -62,7 +63,7 @@ def test_a_form_is_timed_against_the_form_in_use():
     in_use = stage.runtime.candidates(None)[COMPILED]()
     stage.runtime.forms.use("other", in_use)
     trial = stage.trials.run(stage.version, COMPILED)
-    assert (trial.gain, trial.forward) == (1.0, None)
+    assert (trial.evidence.gain, trial.forward) == (1.0, None)
     assert trial.reason == "gain 1.00, expected at least 1.1"
 
 
@@ -72,9 +73,10 @@ def test_other_outputs_are_refused(step: str):
     stage = Stage({step: TURNED})
     trial = stage.run(step)
     assert trial.reason
-    assert (trial.gain, trial.forward) == (None, None)
-    assert trial.evidence
-    assert "form_s" not in trial.evidence
+    assert (trial.evidence.gain, trial.forward) == (None, None)
+    assert trial.evidence.measured
+    assert trial.is_refuted
+    assert "form_s" not in trial.evidence.measured
 
 
 def test_a_small_error_passes_in_another_precision_only():
@@ -101,7 +103,7 @@ def test_a_form_that_cannot_be_built_is_refused(fails: Exception, reason: str):
     """A framework may raise anything: the reason names the error, and nothing is raised."""
     trial = Stage({COMPILED: Form(SAME.change, fails=fails)}).run(COMPILED)
     assert reason in trial.reason
-    assert (trial.gain, trial.forward) == (None, None)
+    assert (trial.evidence.gain, trial.forward) == (None, None)
 
 
 def test_without_golden_jobs_there_is_nothing_to_compare():
@@ -112,18 +114,31 @@ def test_without_golden_jobs_there_is_nothing_to_compare():
 
 
 def test_a_tokenizer_step_needs_a_tokenizer():
-    """The cache is exact and needs no trial; a pool of threads is measured."""
+    """The cache is compared with the tokenizer, and a pool of threads is measured."""
     stage = Stage({})
-    assert stage.run(TOKENIZER_CACHE) == Trial()
+    assert stage.run(TOKENIZER_CACHE).reason == "nothing is loaded"
     assert stage.run(TOKENIZER_POOL).reason == "nothing is loaded"
+
+
+def test_batching_is_compared_with_single_jobs():
+    """Each golden job runs alone, too. One job for each forward proves nothing."""
+    stage = Stage({})
+    calls = stage.runtime.calls
+    trial = stage.run(BATCHING)
+    assert (trial.reason, trial.forward) == ("", None)
+    # Two batches of eight, twice, and sixteen jobs alone.
+    assert stage.runtime.calls - calls == 2 + 2 + 16
+    assert trial.evidence.measured["jobs_alone"] == 16
+    stage.version.max_rows = 1
+    assert stage.run(BATCHING).reason == "no two golden jobs share a batch"
 
 
 def test_a_trial_becomes_a_decision():
     """A trial with a reason is a refusal; all that is known goes with it."""
     made = {"backend": "inductor"}
-    passed = Trial("", 1.5, {"form_s": 1.0}, None, made).decision(COMPILED, "requested")
+    passed = Trial(GateEvidence((), None, {"form_s": 1.0}, 1.5, 1.1, made)).decision(COMPILED, "requested")
     assert passed == Decision(COMPILED, "enabled", "requested", "", 1.5, {"form_s": 1.0}, made)
-    failed = Trial("too slow", 0.5).decision(COMPILED, "requested")
+    failed = Trial(GateEvidence(("too slow",), gain=0.5)).decision(COMPILED, "requested")
     assert (failed.action, failed.reason, failed.gain) == ("refused", "too slow", 0.5)
 
 
@@ -131,4 +146,4 @@ def test_how_a_form_was_made_goes_with_its_trial():
     """The builder says it, and the trial returns it unchanged, also when the form is refused."""
     made = {"backend": "inductor", "graphs": 1}
     for form in (SAME, TURNED):
-        assert Stage({COMPILED: Form(form.change, made=made)}).run(COMPILED).made == made
+        assert Stage({COMPILED: Form(form.change, made=made)}).run(COMPILED).evidence.made == made

@@ -15,6 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from penstock.registry.broker.webhooks import WebhookCounts
 from penstock.registry.metrics import METRICS
 from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 
@@ -89,14 +90,30 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
     metrics.queue("mlp", "high", 7, 1.5)
     metrics.level("mlp", "1", "queue", 2)
     metrics.gate("mlp", "1", "queue", "accepted")
-    metrics.cache_lookups("mlp", "1", "queue", is_hit=True, count=3)
-    metrics.cache_lookups("mlp", "1", "queue", is_hit=False)
-    metrics.cache_size(2, 4096, 1)
+    metrics.breaker("mlp", "1", "compiled", is_open=True)
+    metrics.breaker_tripped("mlp", "1", "compiled")
+    metrics.fallback("mlp", "1", "queue", "plain")
+    metrics.canary("mlp", "1", "compiled", "PASS")
+    metrics.drift("mlp", "1", "compiled", 0.5)
+    metrics.drift_alert("mlp", "1", "compiled")
+    metrics.transition("mlp", "1", "compiled", "on")
+    metrics.alert("pager", "sent")
+    metrics.cache_lookups("mlp", "1", "queue", "l1", is_hit=True, count=3)
+    metrics.cache_lookups("mlp", "1", "queue", "l1", is_hit=False)
+    metrics.cache_size("l1", 2, 4096, 1)
+    metrics.cache_faults("l2", {"error": 1})
     for of_jobs in (metrics.fenced, metrics.single_flight, metrics.dead_lettered, metrics.retried):
         of_jobs("mlp", "1", "queue")
     metrics.out_of_memory("mlp", "1")
+    metrics.instances_lost("mlp", "1", 2)
     metrics.taken_over("mlp")
+    metrics.traffic_share("mlp", "1", 0.5)
     metrics.quarantined("mlp")
+    metrics.audit_failed()
+    metrics.shadow_pairs("mlp", "1", "mirrored", 1)
+    metrics.shadow_compared("mlp", "2", "pass")
+    metrics.webhook_tried("mlp", "delivered")
+    metrics.webhooks_counted("mlp", WebhookCounts(1, 0, 2.5))
     families = page(metrics)
     assert {name: family.type for name, family in families.items()} == {
         metric.name.removesuffix("_total"): metric.kind for metric in METRICS

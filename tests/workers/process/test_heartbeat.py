@@ -45,6 +45,22 @@ def test_a_reason_fits_into_one_line(monkeypatch: pytest.MonkeyPatch):
     assert len(line) == 501
 
 
+def test_a_pipe_that_a_model_closed_is_written_to_no_more():
+    """The number belongs to a connection by now: it hears nothing, and the heartbeat ends."""
+    reading, writing = os.pipe()
+    thread = heartbeat.start(writing, lambda: None)
+    assert os.read(reading, 1) == b"\n"
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    os.dup2(theirs, writing)
+    thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(BlockingIOError):
+        os.read(ours, 1)
+    for fd in (reading, writing, ours, theirs):
+        os.close(fd)
+
+
 def test_a_closed_descriptor_is_a_mistake_of_the_settings():
     """A PENSTOCK_HEARTBEAT_FD that is no open pipe was set by hand."""
     reading, writing = os.pipe()

@@ -6,8 +6,10 @@ any of them can be compared with `affine`. The classifier is a real BERT of 16 d
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import dedent
 from typing import Any
 
@@ -90,14 +92,14 @@ def write_onnx(root: Path, graph: onnx.ModelProto | None = None, **fields: Any) 
     return folder
 
 
-def affine_graph() -> onnx.ModelProto:
+def affine_graph(bias: Array = BIAS) -> onnx.ModelProto:
     """y = x weight + bias as an ONNX graph."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
     nodes = [
         helper.make_node("MatMul", ["x", "weight"], ["product"]),
         helper.make_node("Add", ["product", "bias"], ["y"]),
     ]
-    constants = [numpy_helper.from_array(WEIGHT, "weight"), numpy_helper.from_array(BIAS, "bias")]
+    constants = [numpy_helper.from_array(WEIGHT, "weight"), numpy_helper.from_array(bias, "bias")]
     graph = helper.make_graph(nodes, "affine", values[:1], values[1:], constants)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
 
@@ -131,6 +133,21 @@ def write_encoder(root: Path, **fields: Any) -> Path:
     }
     folder = write(root, "encoder", declared | fields)
     save_bert(folder / "weights", "BertModel")
+    return folder
+
+
+def write_steps(root: Path, **fields: Any) -> Path:
+    """A pipeline of the same function in two steps: x WEIGHT as an ONNX graph, then + BIAS as TorchScript."""
+    steps = [
+        {"package": "product", "inputs": {"x": "x"}, "outputs": {"y": "product"}},
+        {"package": "sum", "inputs": {"x": "product"}, "outputs": {"y": "y"}},
+    ]
+    folder = write(root, "steps", {"format": "pipeline", "steps": steps} | fields)
+    with TemporaryDirectory() as alone:
+        shutil.move(write_onnx(Path(alone), affine_graph(np.zeros(4, np.float32)), name="product"), folder / "product")
+        module = torch.nn.Linear(4, 4)
+        module.load_state_dict({"weight": torch.eye(4), "bias": torch.from_numpy(BIAS)})
+        shutil.move(write_torchscript(Path(alone), module, name="sum"), folder / "sum")
     return folder
 
 

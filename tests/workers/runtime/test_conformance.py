@@ -39,14 +39,31 @@ INSTANCES: dict[str, Callable[[Path], Path]] = {
     "processes": lambda root: formats.write_python(root, instances=2),
     "threads": lambda root: formats.write_encoder(root, instances=2, instance_kind="thread"),
 }
+PIPELINES: dict[str, Callable[[Path], Path]] = {
+    "steps": formats.write_steps,
+    "instances of steps": lambda root: formats.write_steps(root, instances=2),
+}
 
 
-@pytest.fixture(scope="module", params=[*formats.WRITERS, "minilm", *INSTANCES])
+_IN_BOTH_WAYS = "instances of steps"
+"""Slow: instances alone and steps alone stay in `make test`."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *formats.WRITERS,
+        "minilm",
+        *INSTANCES,
+        *(name for name in PIPELINES if name != _IN_BOTH_WAYS),
+        pytest.param(_IN_BOTH_WAYS, marks=pytest.mark.slow),
+    ],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of each format, the sample encoder with real weights, and several instances of each kind."""
+    """A package of each format, the sample encoder with real weights, instances of each kind, and pipelines."""
     if request.param == "minilm":
         return SAMPLES / "minilm" / "1"
-    return (formats.WRITERS | INSTANCES)[request.param](tmp_path_factory.mktemp("models"))
+    return (formats.WRITERS | INSTANCES | PIPELINES)[request.param](tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +145,7 @@ def test_what_answers_is_named_by_label_and_content(runtime: Runtime, folder: Pa
 
 def test_memory_of_the_weights_is_counted(runtime: Runtime):
     """At least the bytes of the weights; for Python code, the number that its package declares."""
-    least = {"python": 0, "pytorch": 80, "torchscript": 80, "onnx": 80, "transformers": 10_000}
+    least = {"python": 0, "pytorch": 80, "torchscript": 80, "onnx": 80, "transformers": 10_000, "pipeline": 160}
     assert runtime.memory_bytes >= least[runtime.spec.format]
     assert (runtime.memory_bytes == 0) == (runtime.spec.format == "python")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
@@ -12,8 +13,8 @@ import pytest
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
-from penstock.registry.settings import InferenceConfig
-from penstock.workers.levels.optimizer import Optimizer
+from penstock.registry.settings_sections import InferenceConfig
+from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime import open_runtime
 from penstock.workers.runtime.export import Graph, export_onnx, open_exported
@@ -104,7 +105,7 @@ def test_torch_model_is_answered_by_a_graph_within_the_tolerance_only(
 ):
     """A classifier of format pytorch is offered as a graph: fp32 at the setting's tolerance, int8 at that of int8, as
     its logits move by a hundredth; where less is allowed the model goes on as it is (AR-056)."""
-    monkeypatch.setattr("penstock.safety.validators._INT8_DELTA", int8_delta)
+    monkeypatch.setattr("penstock.safety.validators.selection._INT8_DELTA", int8_delta)
     monkeypatch.setattr(
         "penstock.workers.runtime.pytorch.open_exported",
         lambda _runtime, _threads, *, is_int8: graph_of((int8 if is_int8 else plain).session()),
@@ -129,6 +130,15 @@ def test_torch_model_is_answered_by_a_graph_within_the_tolerance_only(
     runtime.close()
 
 
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
+def test_without_the_packages_a_graph_is_no_candidate(mlp: Any, monkeypatch: pytest.MonkeyPatch, missing: str):
+    """An optional package that is not installed costs no trial and no error: both forms are absent."""
+    assert {"onnx", "int8"} <= mlp.candidates(None).keys()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    assert mlp.candidates(None).keys().isdisjoint({"onnx", "int8"})
+
+
 def numbers(runtime: PyTorchRuntime) -> np.ndarray:
     """Inputs of 80 jobs, each of a clear class: a trial draws its samples at random, and int8 must not flip one."""
     rows = np.random.default_rng(7).standard_normal((400, 384)).astype(np.float32)
@@ -137,9 +147,9 @@ def numbers(runtime: PyTorchRuntime) -> np.ndarray:
 
 
 def tried(runtime: PyTorchRuntime, form: str, home: Path, clock: Clock, inputs: np.ndarray) -> dict[str, Any]:
-    """The report's line of a form, after traffic and a trial at level 3."""
-    optimizer = Optimizer(
-        InferenceConfig(max_level=3),
+    """The report's line of a form, after traffic and a trial: of fp32 at the default level, of int8 at level 3."""
+    optimizer = InferenceOptimizer(
+        InferenceConfig() if form == "onnx" else InferenceConfig(max_level=3),
         home=home,
         device="cpu",
         audit=lambda _: None,

@@ -26,7 +26,7 @@ from tests.packages import write_package
 from tests.servers import ROOT, wait_until
 from tests.workers.runtime.formats import answers, opened
 
-_WHAT = ("meet", "raise", "memory", "exit", "wrong", "threads", "secrets", "die", "hang", "garble")
+_WHAT = ("meet", "raise", "memory", "exit", "wrong", "threads", "secrets", "die", "hang", "garble", "refuse")
 ASKED = {what: number for number, what in enumerate(_WHAT, 1)}
 """The first number of a job, by what the model is to do."""
 SOURCE = """
@@ -74,7 +74,13 @@ class Model:
                 with contextlib.suppress(OSError):
                     if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                         os.write(int(fd), bytes([8, 0, 0, 0]) + bytes(8) + b"garbage!")
+        elif asked == 11:
+            raise Refusal
         return {"y": x * 0 + answer}
+
+class Refusal(BaseException):
+    def __str__(self):
+        raise KeyboardInterrupt
 
 def build():
     return Model()
@@ -185,6 +191,7 @@ def test_rows_of_all_jobs_come_back_in_order(processes: ProcessInstances):
         ("raise", Exception, "KeyError: 'k'"),
         ("memory", MemoryError, "MemoryError: too much"),
         ("exit", Exception, "SystemExit: 3"),
+        ("refuse", Exception, "Refusal: (its message cannot be read)"),
         ("wrong", ModelError, "ModelError: The model returned the outputs: z. Declared outputs: y"),
     ],
 )
@@ -342,3 +349,15 @@ def test_instances_are_for_the_cpu(kind: str, models_root: Path):
     folder = write(models_root, "gpu", instance_kind=kind)
     with pytest.raises(ConfigurationError, match=r"^gpu/1: instances: found 2, expected 1 on a GPU, or device: cpu$"):
         open_runtime(load_package(folder)).load("cuda:0", 1)
+
+
+@pytest.mark.parametrize("what", ["pipe", "socket"])
+def test_an_instance_whose_descriptor_a_model_closed_is_replaced(what: str, own: Callable[..., ProcessInstances]):
+    """It ends. That its descriptor cannot be closed again costs neither the job nor the instance."""
+    runtime = own()
+    (process,) = runtime._processes
+    assert process._child.stdin is not None
+    os.close(process._child.stdin.fileno() if what == "pipe" else process._channel._connection.fileno())
+    wait_until(lambda: not is_running(process.pid), 60, "it is dead")
+    ask(runtime, "nothing")
+    assert runtime.counts() == {"instances": 1, "instances_lost": 1}

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.registry.envelope import MAX_HEADER_BYTES
-from penstock.workers.runtime.tracebacks import message_of, placed, repr_of, trace_of
+from penstock.workers.runtime.tracebacks import (
+    WITHHELD,
+    RaisedElsewhere,
+    error_text,
+    frames_of,
+    message_of,
+    name_of,
+    placed,
+    trace_of,
+    trace_of_frame,
+)
 from tests.packages import write_package
 from tests.workers.runtime.formats import opened
 
@@ -124,7 +136,7 @@ def test_a_trace_can_always_be_sent(models_root: Path):
     assert "characters left out]" in text
     assert text.startswith("Traceback (most recent call last):\n")
     assert message_of(error).startswith(r"\ud800\ud800")
-    assert repr_of(error).encode()
+    assert error_text(error).line.encode()
 
 
 class Unreadable(Exception):
@@ -140,7 +152,7 @@ def test_an_exception_that_cannot_be_shown_is_named_by_its_class():
     """A model's own exception may raise while its text is made."""
     error = Unreadable()
     assert message_of(error) == "(its message cannot be read)"
-    assert repr_of(error) == "Unreadable"
+    assert error_text(error).line == "Unreadable: (its message cannot be read)"
     assert trace_of(error).text == "Unreadable: (its message cannot be read)"
     assert placed(error) == ""
 
@@ -150,3 +162,109 @@ def test_exceptions_that_name_each_other_are_shown_once():
     first, second = ValueError("first"), KeyError("second")
     first.__cause__, second.__cause__ = second, first
     assert trace_of(first).text.count("KeyError") == 1
+
+
+class Text(str):
+    """Text with methods of its own."""
+
+    def __getitem__(self, place: object) -> str:
+        raise KeyboardInterrupt
+
+    def encode(self, *_: object) -> bytes:
+        raise SystemExit
+
+
+class NameOfItsOwn(type):
+    """A metaclass whose classes have no usable name."""
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]  # as a model may do
+        raise GeneratorExit
+
+
+class Uncooperative(Exception, metaclass=NameOfItsOwn):
+    """Refuses every look at it."""
+
+    def __str__(self) -> str:
+        return Text("\ud800" * 1000)
+
+    def _refuse(self) -> object:
+        raise KeyboardInterrupt
+
+    __cause__ = __context__ = __traceback__ = __suppress_context__ = args = property(_refuse)
+
+
+def test_no_exception_can_refuse_its_text(models_root: Path):
+    """Properties, a metaclass and a text with methods of their own: class and frames are told, and can be sent."""
+    error = Uncooperative()
+    try:
+        raise error
+    except Uncooperative:
+        text = error_text(error)
+    assert text.name == name_of(error) == "Uncooperative"
+    assert text.message.startswith("\\ud800")
+    assert len(text.message) == 500
+    assert f'{Path(__file__).name}", line' in text.traceback
+    assert "".join(text).encode()
+
+
+def test_an_interrupt_is_not_the_end_of_a_report():
+    """`__str__` raises what is no Exception: the class is named."""
+
+    class Interrupting(BaseException):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    assert error_text(Interrupting()).line == "Interrupting: (its message cannot be read)"
+
+
+class HostileLoader:
+    """A module's loader, as code of a model may leave it behind."""
+
+    def get_filename(self, fullname: str) -> str:
+        return "anywhere"
+
+    @property
+    def package_file(self) -> str:
+        raise SystemExit
+
+
+def test_a_module_with_a_hostile_loader_has_no_place():
+    """The look at its frames raises: class and message are left, of a hung forward nothing."""
+
+    class Spec:
+        loader = HostileLoader()
+
+    code = compile("import sys\ndef fail():\n    raise ValueError(sys._getframe())", "anywhere", "exec")
+    names: dict[str, Any] = {"__spec__": Spec()}
+    exec(code, names)  # noqa: S102 - the module of the test
+    with pytest.raises(ValueError, match="frame at") as raised:
+        names["fail"]()
+    text = error_text(raised.value)
+    assert (text.where, text.traceback) == ("", f"ValueError: {raised.value}")
+    assert trace_of_frame(raised.value.args[0]) == ("", "")
+
+
+def test_a_withheld_message_is_nowhere(models_root: Path):
+    """Neither in the message nor at the end of the traceback; class, line and code stay."""
+    error = raised(models_root, "raise ValueError(f\"{inputs['x'][0, 0]:.0f}\")")
+    text = error_text(error, withholds_message=True)
+    assert (text.name, text.message, text.where) == ("ValueError", WITHHELD, "model.py, line 5, in predict")
+    assert text.traceback.endswith(f"ValueError: {WITHHELD}")
+    assert "4711" not in "".join(text)
+    assert "4711" in "".join(error_text(error))
+
+
+def test_frames_of_another_process_stand_for_those_of_this_one(models_root: Path):
+    """The place and the frames are the other's; the last line is of the exception that is raised here. They are cut."""
+    there = frames_of(raised(models_root, "raise ValueError('there')"))
+    here = KeyError("here")
+    here.__cause__ = RaisedElsewhere(*there)
+    where, text = trace_of(here)
+    assert where == "model.py, line 5, in predict"
+    assert "raise ValueError('there')" in text
+    assert text.endswith("\nKeyError: 'here'")
+    here.__cause__ = RaisedElsewhere("\udcff" * 1000, "x\udcff" * 100_000)
+    where, text = trace_of(here)
+    assert len(where) == 200
+    assert len((where + text).encode()) < MAX_HEADER_BYTES / 2

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.registry.deployment import Deployment
 from penstock.registry.package import Package
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.signed import Verifier
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.active import ActiveVersions
 from penstock.workers.versions.deployment_store import DeploymentStore, FileDeploymentStore, NullDeploymentStore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
@@ -13,7 +14,7 @@ import pytest
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.deployment import Deployment
 from penstock.registry.signed import Verifier
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.versions.deployment_store import FileDeploymentStore, epoch_of
 from tests.servers import wait_until
 from tests.workers.versions.test_lifecycle import Stage, two_versions
@@ -179,3 +180,22 @@ def test_the_decision_of_an_untrusted_key_is_replaced(tmp_path: Path, operator: 
     assert epoch_of(both.last("model")) == 9
     only_other.keep("model", active_of(other, 2))
     assert epoch_of(only_other.last("model")) == 2
+
+
+@pytest.mark.parametrize("loss", ["everything", "the latest decision"])
+def test_a_lost_decision_is_put_back_by_a_live_worker(stage: Stage, operator: OperatorKey, loss: str):
+    """The broker comes back empty or with an older copy: a worker on another machine follows the decision, too."""
+    stage.promote("2", epoch=5, sign=operator.sign)
+    older = stage.broker.save()  # type: ignore[attr-defined]
+    restarted(stage, trust(operator))
+    stage.promote("1", epoch=7, sign=operator.sign)
+    assert stage.answer() == ("1", 1.0)
+    if loss == "everything":
+        stage.broker.lose_everything()  # type: ignore[attr-defined]
+    else:
+        stage.broker.restore(older)  # type: ignore[attr-defined]
+    wait_until(lambda: epoch_of(stage.broker.actives([stage.model])[stage.model]) == 7, 30, "it is put back")
+    assert json.loads(stage.broker.spec(stage.model) or b"{}")["version"] == "1"
+    stage.start(verify=trust(operator))
+    assert stage.answer() == ("1", 1.0)
+    assert stage.drains[-1].lifecycle.models[stage.model].label == "1"

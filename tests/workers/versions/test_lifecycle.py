@@ -20,7 +20,7 @@ from penstock.registry.package import Package, find, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.registry.tensors import decode
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
@@ -429,7 +429,7 @@ def test_a_version_that_is_released_while_active_is_unloaded_after_the_next_prom
 
 def test_a_later_version_may_run_more_forwards_at_a_time_than_the_first(stage: Stage):
     """Its `concurrency` holds from its promotion on; the older version keeps its own."""
-    write_scale(stage.root, stage.model, "1.5", 100, forward_s=0.4)
+    write_scale(stage.root, stage.model, "1.5", 100, forward_s=1.0)
     file = stage.root / stage.model / "1.5" / "model.yaml"
     file.write_text(file.read_text().replace("max_batch_size: 16", "max_batch_size: 1") + "concurrency: 3\n")
     drain = stage.start()

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.versions.loader import Loaded, Loader
 from penstock.workers.versions.version import ServedVersion, VersionState
@@ -19,6 +19,11 @@ def build():
     return lambda inputs: {"y": inputs["x"]}
 """
 LIMIT_S = 10.0
+
+
+OF_ITS_OWN = """from penstock.registry.errors import ConfigurationError
+    raise type("OfItsOwn", (ConfigurationError,), {"__str__": lambda _: 1 / 0})"""
+"""The end of a `build` that raises an error of ours without a text."""
 
 
 class HeldLoader(Loader):
@@ -185,10 +190,12 @@ def test_load_now_returns_with_a_ready_version(models_root: Path):
     ("end", "problem"),
     [
         ("raise ValueError('e' * 500)", r"scale/1.*ValueError: e{100,400}\b"),
-        ("raise SystemExit(3)", r"scale/1: loading failed \(SystemExit: 3\) \(model.py, line 2, in build\)"),
+        ("raise SystemExit(3)", r"scale/1: entrypoint .* raised SystemExit: 3 \(model.py, line 2, in build\)"),
+        ("raise KeyboardInterrupt", r"scale/1: loading failed \(KeyboardInterrupt: \) \(model.py, line 2, in build\)"),
+        (OF_ITS_OWN, r"^\(its message cannot be read\)$"),
         ("return lambda inputs: {}", r"scale/1.*\by\b"),
     ],
-    ids=["an error", "an exit", "no output"],
+    ids=["an error", "an exit", "an interrupt", "no text", "no output"],
 )
 def test_load_now_raises_the_problem_of_the_version(models_root: Path, end: str, problem: str):
     """A package may raise anything, of any length: the error is a ConfigurationError and names the version."""

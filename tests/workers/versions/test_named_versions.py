@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.package import Package, find, load_package
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.drain import Drain
 from penstock.workers.versions import peers
 from tests.packages import write_package
@@ -139,7 +140,12 @@ def test_a_job_unloads_no_active_version_while_another_worker_has_its_version(st
     having = stage.start()
     having.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1", having) == "ready", 5, "the other worker has it")
-    wait_until(lambda: any(b'"is_offered": true' in each for each in stage.broker.workers()), 5, "and reports it")
+
+    def is_offered() -> bool:
+        reports = [json.loads(each)["versions"][stage.model]["1"] for each in stage.broker.workers()]
+        return any(report["is_offered"] for report in reports)
+
+    wait_until(is_offered, 5, "and reports it")
     time.sleep(1.1)
     workers = {stage.result(stage.submit(1.0, "1"))[0].worker for _ in range(10)}
     assert workers == {having.name}

@@ -14,8 +14,8 @@ from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.package import load_package
 from penstock.registry.queues import Priority, new_job_id
-from penstock.registry.settings import InferenceConfig
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.registry.settings_sections import InferenceConfig
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.deployment_store import NullDeploymentStore
@@ -39,7 +39,7 @@ def build():
 def job_for(wanted: str) -> ClaimedJob:
     """A claimed job that names this version."""
     header = JobHeader(new_job_id(MODEL), "acme", MODEL, "normal", (), wanted)
-    return ClaimedJob(Delivery(MODEL, Priority.NORMAL, b"1-1", b""), header, {}, 1, 0.0, 0.0, 0)
+    return ClaimedJob(Delivery(MODEL, Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0)
 
 
 class Stage:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.registry.package import ModelSpec
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.workers.versions.policy import VersionPolicy
 from tests.registry.package.documents import ENCODER, PLAIN, changed
 
@@ -120,6 +120,14 @@ def test_text_is_not_cached_where_inputs_are_hidden(settings: dict[str, Any]):
     assert policy_of(spec_of(outputs=TEXT_OUT, policy=policy), **settings).cache_ttl_s == 0.0
     assert policy_of(spec_of(policy=policy), **settings).cache_ttl_s == 60.0
     assert policy_of(spec_of(outputs=TEXT_OUT, policy=policy)).cache_ttl_s == 60.0
+
+
+@pytest.mark.parametrize("section", [{"privacy": "mode"}, {"cache": "privacy_mode"}], ids=str)
+@pytest.mark.parametrize("mode", ["ephemeral", "hashes_only", "persisted_encrypted"])
+def test_texts_of_exceptions_are_withheld_where_inputs_must_not_leave(section: dict[str, str], mode: str):
+    """The stricter one of both settings applies."""
+    settings = {name: {key: mode} for name, key in section.items()}
+    assert policy_of(spec_of(), **settings).withholds_texts == (mode != "ephemeral")
 
 
 def test_finite_outputs_are_floats_that_may_not_be_nan():

@@ -13,7 +13,7 @@ import redis
 
 from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import BrokerUnavailable
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.versions.reconciler import Reconciler
 from tests.servers import RedisServer, wait_until
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.package import load_package
-from penstock.registry.settings import InferenceConfig
+from penstock.registry.settings_sections import InferenceConfig
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.versions.deployment_store import NullDeploymentStore
@@ -27,6 +27,8 @@ def build():
 
 class BatchList:
     """An observer that keeps the batches."""
+
+    row_limit = 0
 
     def __init__(self) -> None:
         self.batches: list[BatchObservation] = []
@@ -110,3 +112,33 @@ def test_without_a_tuner_nothing_is_observed(models_root: Path):
     assert (version.observer, tuner.report()) == (None, {})
     lifecycle.close()
     assert not version.is_ready
+
+
+def test_a_version_follows_the_row_limit_of_its_observer(models_root: Path):
+    """A refusal of batching has an effect from the next batch on. Without a limit the policy's size stays."""
+    tuner = NotedCalls()
+    lifecycle = lifecycle_of(models_root, tuner)
+    lifecycle.open()
+    (version,) = lifecycle.turns
+    batch = BatchObservation(8, 0, 0.1, lambda _: [])
+    version.observe(batch)
+    assert version.queue.limits.max_rows == 8
+    tuner.observers[0].row_limit = 1
+    version.observe(batch)
+    assert (version.queue.limits.max_rows, version.queue.capacity) == (1, 2)
+    assert tuner.observers[0].batches == [batch, batch]
+
+
+def test_a_limit_that_an_earlier_process_found_holds_from_the_load_on(models_root: Path):
+    """No batch is formed before the first forward."""
+
+    class Limited(NotedCalls):
+        def attach(self, key: Hashable, runtime: Runtime, content_hash: str, max_rows: int) -> Observer | None:
+            super().attach(key, runtime, content_hash, max_rows)
+            self.observers[-1].row_limit = 1
+            return self.observers[-1]
+
+    lifecycle = lifecycle_of(models_root, Limited())
+    lifecycle.open()
+    (version,) = lifecycle.turns
+    assert version.queue.limits.max_rows == 1

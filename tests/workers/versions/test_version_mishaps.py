@@ -14,7 +14,7 @@ from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.package import ModelSpec, find, load_package
 from penstock.registry.settings import Settings
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.assembly import DrainOptions, build_drain
 from penstock.workers.runtime.loading import PackageRuntime
 from penstock.workers.versions.repository import DiskRepository
@@ -93,7 +93,7 @@ def test_a_runtime_that_loads_too_late_is_closed(stage: Stage, monkeypatch: pyte
 def test_a_load_that_hangs_is_not_tried_beside_itself(stage: Stage):
     """The promoted version hangs while it loads; every try leaves a thread and half a model behind."""
     write_scale(stage.root, stage.model, "0.1", 5, load_s=600)
-    drain = stage.start(load_timeout_s=1.0)
+    drain = stage.start(load_timeout_s=3.0)
     stage.promote("0.1", epoch=1)
     for _ in range(4):
         drain.lifecycle.request(drain.lifecycle.try_again)

@@ -1,0 +1,37 @@
+"""Celery's application of a worker process: what its import changes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.servers import ROOT
+
+PROGRAM = """
+import warnings
+
+import penstock.workers.app
+from celery.exceptions import SecurityWarning
+from celery.platforms import ROOT_DISCOURAGED
+
+warnings.warn(SecurityWarning(ROOT_DISCOURAGED.format(uid=0, euid=0, gid=0, egid=0)))
+warnings.warn(SecurityWarning({another!r}))
+"""
+
+
+@pytest.mark.parametrize("another", ["An uid and gid of 0 will be assumed", "another warning"])
+def test_celery_does_not_warn_of_the_user_root_at_each_start(another: str):
+    """Its five lines are about pickle, which is not accepted here. Its other warnings of this kind stay."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "default", "-c", PROGRAM.format(another=another)],
+        cwd=ROOT,
+        env={"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "superuser" not in ended.stderr
+    assert another in ended.stderr

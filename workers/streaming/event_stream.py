@@ -1,0 +1,81 @@
+"""The context of one streaming job: checks its chunks and its progress, and has them written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from penstock.registry.envelope import Keyring
+from penstock.registry.errors import InvalidInput, ModelError
+from penstock.registry.event_body import MAX_CHUNK_BYTES, EventPart, chunk_part
+from penstock.registry.tensors import Array, Tensor
+from penstock.workers.job import ClaimedJob
+from penstock.workers.streaming.event_writer import EventWriter
+from penstock.workers.streaming.outbox import Outbox
+
+__all__ = ["EventStream"]
+
+
+class EventStream:
+    """Sends the events of a running job while its lease is held. An entry point uses it as a StreamContext.
+
+    While the broker is away, the entry point waits. After the lease was lost, no event is sent and `is_cancelled` is
+    true: the job runs elsewhere. touch: called with each event, and while one waits. max_bytes: of the events of one
+    job that the broker keeps; no chunk may be larger.
+    """
+
+    def __init__(
+        self, job: ClaimedJob, touch: Callable[[], None], writer: EventWriter, keyring: Keyring, max_bytes: int
+    ) -> None:
+        self._job = job
+        self._touch = touch
+        self._writer = writer
+        self._outbox = Outbox(job, keyring, max_bytes)
+        self._max_chunk_bytes = min(max_bytes, MAX_CHUNK_BYTES)
+        self._content: tuple[Tensor, ...] | None = None
+        self._is_over = False
+
+    @property
+    def job_id(self) -> str:
+        """`<model>.<uuid7>`."""
+        return self._job.header.id
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the job."""
+        return self._job.header.tenant
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether to return early: the job was cancelled, or another worker has it."""
+        return self._job.is_cancelled or self._job.is_lost
+
+    def progress(self, fraction: float) -> None:
+        """Send the progress to subscribers. Raises InvalidInput outside 0 to 1."""
+        if not 0 <= fraction <= 1:
+            raise InvalidInput(f"progress is {fraction!r:.40}. Expected a number from 0 to 1")
+        self._send(EventPart(fraction=float(fraction)))
+
+    def chunk(self, values: Mapping[str, Array]) -> None:
+        """Send values that the entry point yielded. Raises ModelError for values that no subscriber could read."""
+        try:
+            part = chunk_part(values, self._content, self._max_chunk_bytes)
+        except InvalidInput as error:
+            raise ModelError(f"A chunk cannot be sent. {error}") from None
+        self._content = part.content
+        self._send(part)
+
+    def finish(self) -> None:
+        """Wait until the broker has all events. Later ones are ignored."""
+        self._is_over = True
+        self._writer.flush(self._outbox, self._touch)
+
+    def discard(self) -> None:
+        """Drop the events that wait. Later ones are ignored."""
+        self._is_over = True
+        self._writer.discard(self._outbox)
+
+    def _send(self, part: EventPart) -> None:
+        # The time limit of the forward counts from the last event, and does not count a wait for the broker.
+        self._touch()
+        if not (self._is_over or self._job.is_lost):
+            self._writer.add(self._outbox, part, self._touch)
