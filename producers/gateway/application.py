@@ -1,0 +1,177 @@
+"""The ASGI application: the table of routes, and what every request has in common.
+
+request -> Exchange -> Routes.find -> handler -> answer
+                           `-> any error -> problems.py -> the error's shape of that route
+startup -> GatewayClient; SIGTERM -> streams end with a retry hint, waiting requests are answered; shutdown -> closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from penstock.producers.gateway.event_stream import EventStreams
+from penstock.producers.gateway.exchange import ClientGone, Exchange, Limits, Receive, Scope, Send
+from penstock.producers.gateway.figures import GatewayFigures
+from penstock.producers.gateway.fleet import GatewayClient
+from penstock.producers.gateway.health import HealthRoutes
+from penstock.producers.gateway.jobs import JobRoutes
+from penstock.producers.gateway.models import ModelRoutes
+from penstock.producers.gateway.oip import OipRoutes
+from penstock.producers.gateway.openai import OpenAiRoutes
+from penstock.producers.gateway.openapi import DocumentRoutes
+from penstock.producers.gateway.predict import PredictRoutes
+from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
+from penstock.producers.gateway.routing import Route, Routes
+from penstock.producers.gateway.waiting import Jobs
+from penstock.registry.errors import PenstockError
+from penstock.registry.settings import Settings
+
+__all__ = ["Gateway"]
+
+_MIB: Final = 1024 * 1024
+logger = logging.getLogger("penstock.server")
+_Handler = Callable[[int, FrameType | None], Any]
+
+
+class Gateway:
+    """An ASGI application. settings: None means those of the environment, read at startup.
+
+    It may be mounted in another ASGI application, which need not run its lifespan, and calls `aclose`. heartbeat_s: the
+    longest silence of an event stream.
+    """
+
+    def __init__(self, settings: Settings | None = None, *, heartbeat_s: float = 15.0) -> None:
+        self._settings = settings
+        self._heartbeat_s = heartbeat_s
+        self._parts: _Parts | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind == "http":
+            if self._parts is None:
+                self._open()
+            await self._serve(scope, receive, send)
+        elif kind == "lifespan":
+            await self._live(receive, send)
+        else:
+            # Before it is accepted: the server answers 403.
+            await send({"type": "websocket.close", "code": 1000, "reason": "no WebSocket here"})
+
+    async def aclose(self) -> None:
+        """Ends open streams and disconnects. A later request connects again."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.stop()
+            await parts.aclose()
+
+    def _open(self) -> _Parts:
+        """Connects. Raises ConfigurationError. A broker that is away is met by the first request."""
+        self._parts = _Parts(self._settings or Settings.load(), self._heartbeat_s)
+        return self._parts
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parts = self._parts or self._open()
+        exchange = Exchange(scope, receive, send, parts.limits)
+        route: Route | None = None
+        now = asyncio.get_running_loop().time
+        begun = now()
+        try:
+            route, exchange.words = parts.routes.find(exchange.method, exchange.path)
+            await route.handler(exchange)
+        except ClientGone:
+            # A number that servers use for it, in their logs only.
+            exchange.status = 499
+        except Exception as error:  # the last place where an error can become an answer
+            await _answer(error, route, exchange)
+        parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
+        parts.figures.set_open(parts.jobs.waiting, parts.streams.count)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            parts = self._open()
+        except PenstockError as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        loop = asyncio.get_running_loop()
+        unchain = _chain_signals(lambda: loop.call_soon_threadsafe(parts.stop))
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        unchain()
+        await self.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+class _Parts:
+    """What one process serves with."""
+
+    def __init__(self, settings: Settings, heartbeat_s: float) -> None:
+        inference = settings.inference
+        server = inference.server
+        self.limits = Limits(inference.max_request_size_mb * _MIB, server.client_timeout_s)
+        self.client = GatewayClient.from_env(settings=settings)
+        self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
+        self.streams = EventStreams(heartbeat_s=heartbeat_s)
+        self.figures = GatewayFigures()
+        health = HealthRoutes(self.client, self.figures)
+        groups = (
+            JobRoutes(self.jobs, self.streams),
+            PredictRoutes(self.jobs),
+            ModelRoutes(self.client),
+            OpenAiRoutes(self.jobs),
+            OipRoutes(self.jobs, health),
+            health,
+        )
+        routes = [route for group in groups for route in group.routes]
+        self.routes = Routes([*routes, *DocumentRoutes(routes).routes])
+
+    def stop(self) -> None:
+        """The process ends: open streams end now, waiting requests with their jobs."""
+        self.streams.stop()
+
+    async def aclose(self) -> None:
+        """Waits for jobs that are being cancelled, and disconnects."""
+        await self.jobs.aclose()
+        await self.client.aclose()
+
+
+async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> None:
+    problem = problem_of(error)
+    if problem.status == 500 or exchange.has_begun:
+        logger.error("request failed", exc_info=error, extra={"route": route.path if route else ""})
+    if exchange.has_begun:
+        # Half an answer was sent. The server closes the connection, so that nobody takes it for a whole one.
+        return
+    body, kind = (as_problem_json(problem), PROBLEM_JSON) if route is None else route.write_problem(problem)
+    await exchange.answer(problem.status, body, kind, problem.headers)
+
+
+def _chain_signals(on_stop: Callable[[], object]) -> Callable[[], None]:
+    """Calls `on_stop` before the server's own handlers; returns what undoes it.
+
+    A server tells its application that it stops when the last request has ended, and a stream has no end of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before: dict[int, Any] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        on_stop()
+        if callable(earlier := before[number]):
+            earlier(number, frame)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if callable(signal.getsignal(number)):
+            before[number] = signal.signal(number, handle)
+
+    def undo() -> None:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+    return undo

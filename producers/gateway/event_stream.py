@@ -1,0 +1,147 @@
+"""The events of a job as server-sent events. A client that lost its connection goes on behind the last id it saw.
+
+    handle.stream(after = Last-Event-ID) -> id: 3, event: chunk, data: {...} -> ... -> the end of the job
+
+A silence is filled with comments, so that proxies keep the connection. A server that stops ends its streams; `retry:`
+tells clients when to come back, to this process or to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.events import JobEvent
+from penstock.producers.gateway.exchange import Exchange
+from penstock.producers.gateway.problems import problem_of
+from penstock.producers.gateway.waiting import job_headers
+from penstock.registry import codecs
+from penstock.registry.codecs import Codec
+from penstock.registry.errors import BrokerUnavailable, InvalidInput, ResultTimeout
+from penstock.registry.tensors import Array
+
+__all__ = ["EventStreams", "event_data"]
+
+_EVENTS: Final = b"text/event-stream"
+_HEADERS: Final = (
+    (b"cache-control", b"no-store"),
+    # nginx would collect the events of a stream.
+    (b"x-accel-buffering", b"no"),
+)
+_HEARTBEAT: Final = b":\n\n"
+_LONGEST_ID: Final = 18
+
+
+class EventStreams:
+    """The event streams of one process. heartbeat_s: the longest silence. retry_ms: when clients come back."""
+
+    def __init__(self, *, heartbeat_s: float = 15.0, retry_ms: int = 1000) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._retry = b"retry: %d\n\n" % retry_ms
+        self._open: set[asyncio.Task[Any] | None] = set()
+        self._is_stopping = False
+
+    @property
+    def count(self) -> int:
+        """The open streams."""
+        return len(self._open)
+
+    def stop(self) -> None:
+        """Ends all streams, and each new one at once."""
+        self._is_stopping = True
+        for task in self._open:
+            if task is not None:
+                task.cancel()
+
+    async def send(self, handle: AsyncJobHandle, codec: Codec, exchange: Exchange) -> None:
+        """Answers with the events of a job. 204 when its end was seen: a browser comes back no more then.
+
+        Raises UnknownJob and BrokerUnavailable before the first byte.
+        """
+        last = _last_event_id(exchange)
+        await handle.status()
+        exchange.about = job_headers(handle.id)
+        task = asyncio.current_task()
+        self._open.add(task)
+        try:
+            with exchange.watch():
+                await self._send(handle, codec, exchange, last)
+        except asyncio.CancelledError:
+            if not self._is_stopping or task is None:
+                raise
+            task.uncancel()
+            await self._end(exchange)
+        except (BrokerUnavailable, TimeoutError):
+            # The client comes back with the last id that it saw.
+            if not exchange.has_begun:
+                raise
+            await self._end(exchange)
+        finally:
+            self._open.discard(task)
+
+    async def _send(self, handle: AsyncJobHandle, codec: Codec, exchange: Exchange, last: int) -> None:
+        async with aclosing(self._events(handle, last)) as events:
+            async for event in events:
+                if not exchange.has_begun:
+                    await exchange.begin_stream(_EVENTS, _HEADERS)
+                    await exchange.write(self._retry)
+                await exchange.write(_HEARTBEAT if event is None else _written(handle.id, event, codec))
+        if exchange.has_begun:
+            await exchange.end_stream()
+        else:
+            await exchange.answer(204)
+
+    async def _events(self, handle: AsyncJobHandle, last: int) -> AsyncGenerator[JobEvent | None, None]:
+        """The events behind `last`, and None after each silence."""
+        while not self._is_stopping:
+            try:
+                async for event in handle.stream(after=last, timeout=self._heartbeat_s):
+                    last = event.seq
+                    yield event
+                return
+            except ResultTimeout:
+                yield None
+
+    async def _end(self, exchange: Exchange) -> None:
+        if not exchange.has_begun:
+            await exchange.begin_stream(_EVENTS, _HEADERS)
+        await exchange.write(self._retry)
+        await exchange.end_stream()
+
+
+def event_data(job_id: str, event: JobEvent, codec: Codec) -> dict[str, Any]:
+    """{"job_id", "type"}, with "outputs", "fraction", "reason" or "error" as the type has them."""
+    facts: dict[str, Any] = {"job_id": job_id, "type": event.type}
+    if isinstance(event.data, Mapping):
+        facts["outputs"] = {name: _tensor(values, codec) for name, values in event.data.items()}
+    elif isinstance(event.data, Exception):
+        problem = problem_of(event.data)
+        facts["error"] = {"code": problem.code, "title": problem.title, "detail": problem.detail}
+    elif event.type == "progress":
+        facts["fraction"] = event.data
+    elif event.type == "reset":
+        facts["reason"] = event.data
+    return facts
+
+
+def _tensor(values: Array, codec: Codec) -> dict[str, Any]:
+    is_json = codec == "json" and (values.dtype.kind != "f" or bool(np.isfinite(values).all()))
+    return codecs.written(values, "json" if is_json else "base64")
+
+
+def _written(job_id: str, event: JobEvent, codec: Codec) -> bytes:
+    data = msgspec.json.encode(event_data(job_id, event, codec))
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.type.encode(), data)
+
+
+def _last_event_id(exchange: Exchange) -> int:
+    text = exchange.header(b"last-event-id").strip() or exchange.query().get("after", "0")
+    if not text.isascii() or not text.isdigit() or len(text) > _LONGEST_ID:
+        raise InvalidInput("Bad Last-Event-ID. Expected the id of an event of this job, or none")
+    return int(text)

@@ -1,0 +1,207 @@
+"""One HTTP request and its answer, on ASGI. It bounds what a client can make the process hold and wait for.
+
+    head -> declared length (413 before a byte is read) -> body, within a time -> answer, or a stream of parts
+
+A client that has gone is noticed while a route waits: see `watch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TypeAlias
+from urllib.parse import parse_qsl
+
+from penstock.registry.errors import InvalidInput
+
+__all__ = ["JSON", "ClientGone", "Exchange", "Limits", "Message", "Receive", "RequestRefused", "Scope", "Send"]
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+JSON: Final = b"application/json"
+_WATCH_AFTER_S: Final = 0.02
+"""Most answers come sooner, and need no task that listens for the end of the connection."""
+_MOST_QUERY: Final = 32
+
+
+class Limits(NamedTuple):
+    """What one request may take: bytes of its body, and seconds in which the client must send or take its bytes."""
+
+    max_bytes: int
+    client_timeout_s: float
+
+
+class ClientGone(Exception):
+    """The client has closed the connection: nobody reads an answer."""
+
+
+class RequestRefused(Exception):
+    """The request itself is refused, whatever job it names: its length, type, method, path or headers."""
+
+    def __init__(self, status: int, detail: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.headers = headers
+
+
+class Exchange:
+    """One request and its answer.
+
+    words: the parts of the path that the route names. about: headers of the job that the request is about, which every
+    answer has, an error's too.
+    """
+
+    __slots__ = (
+        "_is_gone",
+        "_limits",
+        "_receive",
+        "_send",
+        "about",
+        "has_begun",
+        "headers",
+        "method",
+        "path",
+        "scope",
+        "status",
+        "words",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.words: Mapping[str, str] = {}
+        self.about: list[tuple[bytes, bytes]] = []
+        self.status = 0
+        """Of the answer, once its head was sent."""
+        self.has_begun = False
+        """Whether the head of the answer was sent: then no other answer can be."""
+        self._is_gone = False
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+
+    def header(self, name: bytes) -> str:
+        """The value of a header; empty without one. name: in lower case."""
+        return self.headers.get(name, b"").decode("latin-1")
+
+    @property
+    def media_type(self) -> str:
+        """The type of the body, without its parameters."""
+        return self.header(b"content-type").partition(";")[0].strip().lower()
+
+    def query(self) -> dict[str, str]:
+        """The parameters of the query; the last one of a name wins. Raises InvalidInput."""
+        raw: bytes = self.scope.get("query_string", b"")
+        if not raw:
+            return {}
+        try:
+            return dict(parse_qsl(raw.decode("ascii"), keep_blank_values=True, max_num_fields=_MOST_QUERY))
+        except ValueError:
+            raise InvalidInput(f"An unreadable query. Expected at most {_MOST_QUERY} parameters in ASCII") from None
+
+    async def body(self) -> bytes:
+        """The whole body. Raises RequestRefused for one that is too long or comes too slowly."""
+        most = self._limits.max_bytes
+        declared = self.headers.get(b"content-length")
+        if declared is not None and (not declared.isdigit() or len(declared) > 18 or int(declared) > most):
+            raise _too_long(most)
+        try:
+            async with asyncio.timeout(self._limits.client_timeout_s):
+                return await self._read(most)
+        except TimeoutError:
+            raise RequestRefused(
+                408, f"The body did not come within {self._limits.client_timeout_s:g} s. Expected a faster sender"
+            ) from None
+
+    async def _read(self, most: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise _too_long(most)
+            if not message.get("more_body", False):
+                return part if not parts else b"".join((*parts, part))
+            parts.append(part)
+
+    async def answer(
+        self,
+        status: int,
+        body: bytes = b"",
+        content_type: bytes = JSON,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """The whole answer."""
+        head = [(b"content-length", b"%d" % len(body)), *headers]
+        if body:
+            head.append((b"content-type", content_type))
+        await self._begin(status, head)
+        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def begin_stream(
+        self, content_type: bytes, headers: Iterable[tuple[bytes, bytes]] = (), status: int = 200
+    ) -> None:
+        """The head of an answer whose parts follow."""
+        await self._begin(status, [(b"content-type", content_type), *headers])
+
+    async def write(self, part: bytes) -> None:
+        """One part of a stream. Raises TimeoutError for a client that does not take those before it."""
+        async with asyncio.timeout(self._limits.client_timeout_s):
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """The end of a stream."""
+        async with asyncio.timeout(self._limits.client_timeout_s):
+            await self._send({"type": "http.response.body", "body": b""})
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Inside of the block the end of the connection ends the task's wait. The body has been read before.
+
+        Raises ClientGone.
+        """
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        watcher: asyncio.Task[None] | None = None
+
+        def begin() -> None:
+            nonlocal watcher
+            watcher = loop.create_task(self._await_end(task))
+
+        timer = loop.call_later(_WATCH_AFTER_S, begin)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._is_gone or task is None:
+                raise
+            task.uncancel()
+            raise ClientGone from None
+        finally:
+            timer.cancel()
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _await_end(self, task: asyncio.Task[Any] | None) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        if task is not None:
+            task.cancel()
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_begun, self.status = True, status
+        await self._send({"type": "http.response.start", "status": status, "headers": [*self.about, *headers]})
+
+
+def _too_long(most: int) -> RequestRefused:
+    return RequestRefused(413, f"The body is too long. Expected at most {most} bytes", ((b"connection", b"close"),))

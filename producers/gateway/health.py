@@ -1,0 +1,80 @@
+"""Whether this process lives, whether jobs would be answered, and the figures of this gateway.
+
+/health/live                                           200 while the process answers
+/health/ready, /ready, /healthz, /health, /v2/health   503 until the broker answers and a worker claims jobs
+/metrics                                               Prometheus text; of all processes of one `penstock serve`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.producers.gateway.exchange import Exchange
+from penstock.producers.gateway.figures import GatewayFigures
+from penstock.producers.gateway.fleet import GatewayClient
+from penstock.producers.gateway.routing import Route
+from penstock.registry.errors import BrokerUnavailable
+
+__all__ = ["HealthRoutes"]
+
+
+class Readiness(msgspec.Struct):
+    """Whether jobs are answered now. workers: those that claim jobs."""
+
+    ready: bool
+    broker: bool
+    workers: int
+
+
+class HealthRoutes:
+    """The routes for monitors."""
+
+    def __init__(self, client: GatewayClient, figures: GatewayFigures) -> None:
+        self._client = client
+        self._figures = figures
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes, for the table of the application."""
+        ready = (self.show_ready, "Whether jobs are answered")
+        return [
+            Route("GET", "/health/live", self.show_live, "Whether the process answers"),
+            *(Route("GET", path, *ready, gives=Readiness) for path in ("/health/ready", "/ready", "/health")),
+            Route("GET", "/healthz", self.show_models, "Whether models are loaded, and which versions"),
+            Route("GET", "/metrics", self.show_metrics, "Figures for Prometheus"),
+        ]
+
+    async def show_live(self, exchange: Exchange) -> None:
+        """GET /health/live."""
+        await exchange.answer(200, b'{"live":true}')
+
+    async def show_ready(self, exchange: Exchange) -> None:
+        """GET /health/ready."""
+        readiness = await self.readiness()
+        await exchange.answer(200 if readiness.ready else 503, msgspec.json.encode(readiness))
+
+    async def show_models(self, exchange: Exchange) -> None:
+        """GET /healthz. model_version: that of the only model; null while there are several."""
+        try:
+            models = await self._client.models()
+        except BrokerUnavailable:
+            models = []
+        versions = {model.spec.name: model.spec.version for model in models if model.is_loaded}
+        only = next(iter(versions.values())) if len(versions) == 1 else None
+        facts: dict[str, Any] = {"status": "ok" if versions else "unavailable", "model_version": only}
+        await exchange.answer(200 if versions else 503, msgspec.json.encode({**facts, "models": versions}))
+
+    async def show_metrics(self, exchange: Exchange) -> None:
+        """GET /metrics."""
+        kind, page = self._figures.page()
+        await exchange.answer(200, page, kind)
+
+    async def readiness(self) -> Readiness:
+        """Whether the broker answers at once, and a worker claims jobs."""
+        try:
+            workers = await self._client.ready_workers()
+        except BrokerUnavailable:
+            return Readiness(ready=False, broker=False, workers=0)
+        return Readiness(bool(workers), broker=True, workers=len(workers))

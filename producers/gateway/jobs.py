@@ -1,0 +1,253 @@
+"""Jobs as resources: submit, look, wait, cancel, follow. A job's id is the same in every protocol.
+
+POST   /v1/jobs               202 with Location and Retry-After; 200 with the job if it ends within Prefer: wait=N
+POST   /v1/jobs:batch         202 with the ids; all inputs are checked before the first job is written
+GET    /v1/jobs/{id}          the job as it is now, or after ?wait=N
+DELETE /v1/jobs/{id}          cancels it as far as that is possible
+GET    /v1/jobs/{id}/events   its events as they happen: event_stream.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.gateway.event_stream import EventStreams
+from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
+from penstock.producers.gateway.problems import problem_of
+from penstock.producers.gateway.request_headers import (
+    idempotency_key,
+    preferred_wait_s,
+    query_wait_s,
+    wanted_type,
+)
+from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.tensors import BINARY, fields_of, read_document, read_inputs, write_outputs
+from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
+from penstock.registry.codecs import Codec
+from penstock.registry.envelope import Retry
+from penstock.registry.errors import InvalidInput, PenstockError, QueueFull, UnknownModel
+from penstock.registry.queues import PriorityName
+
+__all__ = ["JobRoutes"]
+
+_MOST_ITEMS: Final = 10_000
+_ENDED: Final = frozenset({"completed", "failed", "cancelled", "expired", "dead"})
+
+
+class RetryFields(msgspec.Struct, forbid_unknown_fields=True):
+    """How often, and after which pauses in seconds, a failed forward is repeated."""
+
+    attempts: int = 3
+    backoff_s: float = 0.5
+    longest_s: float = 30.0
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of a job beside its inputs."""
+
+    model: str
+    version: str | None = None
+    outputs: list[str] = []
+    priority: PriorityName = "normal"
+    deadline_s: float | None = None
+    retry: RetryFields | None = None
+    webhook: str | None = None
+    sticky_key: str | None = None
+    endpoint: str | None = None
+
+
+class JobFields(Options):
+    """One job. inputs: a value for each input, as nested lists or {"dtype", "shape", "data" | "base64"}."""
+
+    inputs: dict[str, Any]
+
+
+class BatchFields(Options):
+    """Jobs of one model. inputs: those of each job. idempotency_keys: one for each job, or null for none."""
+
+    inputs: list[dict[str, Any]]
+    idempotency_keys: list[str | None] | None = None
+
+
+class JobView(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A job as it is now. outputs: of a completed one. error: of one that ended otherwise."""
+
+    id: str
+    model: str
+    status: Literal["queued", "running", "completed", "failed", "cancelled", "expired", "dead"]
+    outputs: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+
+class BatchView(msgspec.Struct, omit_defaults=True):
+    """The jobs that were accepted, in the order of the inputs. refused: why those behind them were not."""
+
+    jobs: list[dict[str, str]]
+    refused: dict[str, Any] | None = None
+
+
+class Cancellation(msgspec.Struct):
+    """cancelled: the job will never run. requested: it runs and is told to stop. too_late: it had ended."""
+
+    id: str
+    status: Literal["cancelled", "requested", "too_late"]
+
+
+class JobRoutes:
+    """The routes of jobs."""
+
+    def __init__(self, jobs: Jobs, streams: EventStreams) -> None:
+        self._jobs = jobs
+        self._client = jobs.client
+        self._streams = streams
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes, for the table of the application."""
+        headers = {
+            "Prefer": "wait=N: answer with the job if it ends within N seconds",
+            "Idempotency-Key": "a second request with this key and the same inputs gets the first one's job",
+        }
+        return [
+            Route("POST", "/v1/jobs", self.submit, "Submit a job", JobFields, JobView, 202, headers),
+            Route("POST", "/v1/jobs:batch", self.submit_many, "Submit jobs of one model", BatchFields, BatchView, 202),
+            Route(
+                *("GET", "/v1/jobs/{id}", self.show, "Show a job"),
+                gives=JobView,
+                parameters={"wait": "seconds to wait for its end, at most 300"},
+            ),
+            Route("DELETE", "/v1/jobs/{id}", self.cancel, "Cancel a job", gives=Cancellation),
+            Route(
+                *("GET", "/v1/jobs/{id}/events", self.follow, "Follow the events of a job"),
+                parameters={"Last-Event-ID": "the id of the last event that was seen"},
+            ),
+        ]
+
+    async def submit(self, exchange: Exchange) -> None:
+        """POST /v1/jobs."""
+        wait_s, key = preferred_wait_s(exchange), idempotency_key(exchange)
+        document = read_document(exchange, await exchange.body())
+        fields = fields_of(document, JobFields)
+        spec = await self._client.spec_of(fields.model, fields.version)
+        request = JobRequest(
+            model=fields.model,
+            inputs=read_inputs(spec, document),
+            version=fields.version,
+            outputs=tuple(fields.outputs),
+            priority=fields.priority,
+            deadline_s=fields.deadline_s,
+            idempotency_key=key,
+            traceparent=exchange.header(b"traceparent"),
+            retry=_retry(fields.retry),
+            webhook=fields.webhook,
+            sticky_key=fields.sticky_key,
+            endpoint=fields.endpoint,
+        )
+        if wait_s:
+            handle = await self._jobs.submit_and_wait(request, wait_s, exchange)
+            await self._show(handle, exchange, pending_status=202, codec=spec.codecs.default)
+        else:
+            handle = await self._jobs.submit(request, exchange)
+            await self._answer_pending(handle, "queued", exchange, 202)
+
+    async def submit_many(self, exchange: Exchange) -> None:
+        """POST /v1/jobs:batch."""
+        if exchange.media_type.encode() == BINARY:
+            raise RequestRefused(415, "Bytes behind a document are of one job. Expected application/json or /msgpack")
+        document = read_document(exchange, await exchange.body())
+        fields = fields_of(document, BatchFields)
+        if not 0 < len(fields.inputs) <= _MOST_ITEMS:
+            raise InvalidInput(f"inputs has {len(fields.inputs)} entries. Expected 1 to {_MOST_ITEMS}")
+        spec = await self._client.spec_of(fields.model, fields.version)
+        items = [read_inputs(spec, document._replace(fields={"inputs": inputs})) for inputs in fields.inputs]
+        refused: PenstockError | None = None
+        try:
+            handles = await self._client.submit_many(
+                fields.model,
+                items,
+                priority=fields.priority,
+                deadline_s=fields.deadline_s,
+                idempotency_keys=fields.idempotency_keys,
+                version=fields.version,
+                outputs=fields.outputs,
+                traceparent=exchange.header(b"traceparent"),
+                retry=_retry(fields.retry),
+                webhook=fields.webhook,
+                sticky_key=fields.sticky_key,
+                endpoint=fields.endpoint,
+                timeout_s=0,
+            )
+        except QueueFull as full:
+            if not full.accepted:
+                raise
+            refused, handles = full, [job for job in full.accepted if isinstance(job, AsyncJobHandle)]
+        view = BatchView([{"id": job.id, "location": _location(job)} for job in handles])
+        headers: tuple[tuple[bytes, bytes], ...] = ()
+        if refused is not None:
+            problem = problem_of(refused)
+            view.refused, headers = {"code": problem.code, "detail": problem.detail}, problem.headers
+        await exchange.answer(202, msgspec.json.encode(view), headers=headers)
+
+    async def show(self, exchange: Exchange) -> None:
+        """GET /v1/jobs/{id}."""
+        wait_s = query_wait_s(exchange)
+        handle = self._client.job(exchange.words["id"])
+        if wait_s and await handle.status() not in _ENDED:
+            await self._jobs.wait(handle, wait_s, exchange)
+        await self._show(handle, exchange, pending_status=200, codec=await self._codec(handle))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """DELETE /v1/jobs/{id}."""
+        handle = self._client.job(exchange.words["id"])
+        done = Cancellation(handle.id, await handle.cancel())
+        exchange.about = job_headers(handle.id)
+        await exchange.answer(200, msgspec.json.encode(done))
+
+    async def follow(self, exchange: Exchange) -> None:
+        """GET /v1/jobs/{id}/events."""
+        handle = self._client.job(exchange.words["id"])
+        await self._streams.send(handle, await self._codec(handle), exchange)
+
+    async def _show(self, handle: AsyncJobHandle, exchange: Exchange, *, pending_status: int, codec: Codec) -> None:
+        status = await handle.status()
+        if status not in _ENDED:
+            await self._answer_pending(handle, status, exchange, pending_status)
+            return
+        exchange.about = job_headers(handle.id, await handle.info())
+        facts: dict[str, Any] = {"id": handle.id, "model": handle.model, "status": status}
+        try:
+            outputs = await handle.result()
+        except PenstockError as error:
+            problem = problem_of(error)
+            facts["error"] = {"code": problem.code, "title": problem.title, "detail": problem.detail}
+            await exchange.answer(200, msgspec.json.encode(facts))
+            return
+        body, kind, headers = write_outputs(outputs, codec, facts, wanted_type(exchange))
+        await exchange.answer(200, body, kind, headers)
+
+    async def _answer_pending(self, handle: AsyncJobHandle, status: str, exchange: Exchange, http_status: int) -> None:
+        exchange.about = job_headers(handle.id)
+        headers = [
+            (b"location", _location(handle).encode()),
+            (b"retry-after", b"%d" % self._jobs.retry_after_s(handle.model)),
+        ]
+        facts = {"id": handle.id, "model": handle.model, "status": status}
+        await exchange.answer(http_status, msgspec.json.encode(facts), JSON, headers)
+
+    async def _codec(self, handle: AsyncJobHandle) -> Codec:
+        """How the model's package wants its outputs in JSON. A model that is no longer served has left no wish."""
+        try:
+            return (await self._client.spec_of(handle.model)).codecs.default
+        except UnknownModel:
+            return "json"
+
+
+def _retry(fields: RetryFields | None) -> Retry | None:
+    return None if fields is None else Retry(fields.attempts, fields.backoff_s, fields.longest_s)
+
+
+def _location(handle: AsyncJobHandle) -> str:
+    return f"/v1/jobs/{handle.id}"

@@ -1,0 +1,173 @@
+"""The Open Inference Protocol v2 (KServe, Triton) over REST. `tritonclient.http` works unchanged.
+
+GET  /v2, /v2/health/live, /v2/health/ready
+GET  /v2/models/{name}[/versions/{version}][/ready]
+POST /v2/models/{name}[/versions/{version}]/infer       oip_tensors.py: JSON, or JSON with bytes behind it
+POST /v2/repository/index
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version as version_of
+from typing import Any, Final
+
+import msgspec
+
+from penstock.producers.gateway.exchange import JSON, Exchange
+from penstock.producers.gateway.fleet import GatewayClient, ServedModel
+from penstock.producers.gateway.health import HealthRoutes
+from penstock.producers.gateway.oip_tensors import DATATYPES, InferRequest, read_infer, write_infer
+from penstock.producers.gateway.problems import Problem
+from penstock.producers.gateway.request_headers import idempotency_key
+from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.waiting import JobRequest, Jobs
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package.signature import TensorSpec
+from penstock.registry.queues import PriorityName
+
+__all__ = ["OipRoutes"]
+
+_PRIORITIES: Final[dict[int, PriorityName]] = {0: "normal", 1: "critical", 2: "high", 3: "normal"}
+"""Triton's: 1 is the highest, 0 the model's default. All above 3 are low."""
+_EXTENSIONS: Final = ["binary_tensor_data", "schedule_policy", "model_repository"]
+
+
+class TensorMetadata(msgspec.Struct):
+    """A tensor; an extent that varies is -1."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(msgspec.Struct):
+    """A model of the protocol."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class OipRoutes:
+    """The routes of the protocol."""
+
+    def __init__(self, jobs: Jobs, health: HealthRoutes) -> None:
+        self._jobs = jobs
+        self._client: GatewayClient = jobs.client
+        self._health = health
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes, for the table of the application."""
+        return [
+            _route("GET", "/v2", self.show_server, "OIP: the server and its extensions"),
+            _route("GET", "/v2/health/live", self._health.show_live, "OIP: whether the process answers"),
+            _route("GET", "/v2/health/ready", self._health.show_ready, "OIP: whether jobs are answered"),
+            _route("POST", "/v2/repository/index", self.show_index, "OIP: the models of the repository"),
+            *(
+                route
+                for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+                for route in (
+                    _route("GET", path, self.show_model, "OIP: the metadata of a model", gives=ModelMetadata),
+                    _route("GET", f"{path}/ready", self.show_ready, "OIP: whether a worker has the model"),
+                    _route("POST", f"{path}/infer", self.infer, "OIP: run a model", takes=InferRequest),
+                )
+            ),
+        ]
+
+    async def show_server(self, exchange: Exchange) -> None:
+        """GET /v2."""
+        facts = {"name": "penstock", "version": version_of("penstock"), "extensions": _EXTENSIONS}
+        await exchange.answer(200, msgspec.json.encode(facts))
+
+    async def show_index(self, exchange: Exchange) -> None:
+        """POST /v2/repository/index."""
+        await exchange.body()
+        lines = [
+            {
+                "name": model.spec.name,
+                "version": model.spec.version,
+                "state": "READY" if model.is_loaded else "UNAVAILABLE",
+            }
+            for model in await self._client.models()
+        ]
+        await exchange.answer(200, msgspec.json.encode(lines))
+
+    async def show_model(self, exchange: Exchange) -> None:
+        """GET /v2/models/{name}."""
+        model = await self._model(exchange)
+        spec = model.spec
+        view = ModelMetadata(
+            spec.name,
+            sorted({spec.version, *model.loaded}),
+            f"penstock_{spec.format}",
+            [_metadata(tensor) for tensor in spec.inputs],
+            [_metadata(tensor) for tensor in spec.outputs],
+        )
+        await exchange.answer(200, msgspec.json.encode(view))
+
+    async def show_ready(self, exchange: Exchange) -> None:
+        """GET /v2/models/{name}/ready."""
+        model = await self._model(exchange)
+        facts = {"name": model.spec.name, "ready": model.is_loaded}
+        await exchange.answer(200 if model.is_loaded else 503, msgspec.json.encode(facts))
+
+    async def infer(self, exchange: Exchange) -> None:
+        """POST /v2/models/{name}/infer."""
+        key = idempotency_key(exchange)
+        request = read_infer(exchange, await exchange.body())
+        name, version = exchange.words["name"], exchange.words.get("version")
+        finished = await self._jobs.run(
+            JobRequest(
+                name,
+                request.tensors,
+                version=version,
+                outputs=request.wanted,
+                priority=_priority(request.parameters),
+                deadline_s=_deadline_s(request.parameters),
+                idempotency_key=key,
+                traceparent=exchange.header(b"traceparent"),
+            ),
+            exchange,
+        )
+        body, head_length = write_infer(request, name, finished.info.version, finished.outputs)
+        if head_length is None:
+            await exchange.answer(200, body, JSON)
+        else:
+            length = (b"inference-header-content-length", b"%d" % head_length)
+            await exchange.answer(200, body, b"application/octet-stream", (length,))
+
+    async def _model(self, exchange: Exchange) -> ServedModel:
+        return await self._client.model(exchange.words["name"], exchange.words.get("version"))
+
+
+def _route(method: Any, path: str, handler: Any, summary: str, **further: Any) -> Route:
+    return Route(method, path, handler, summary, write_problem=_error, **further)
+
+
+def _error(problem: Problem) -> tuple[bytes, bytes]:
+    """An error as the protocol has it."""
+    return msgspec.json.encode({"error": f"{problem.title}: {problem.detail}"}), JSON
+
+
+def _metadata(tensor: TensorSpec) -> TensorMetadata:
+    return TensorMetadata(
+        tensor.name, DATATYPES[tensor.dtype], [extent if isinstance(extent, int) else -1 for extent in tensor.shape]
+    )
+
+
+def _priority(parameters: dict[str, Any]) -> PriorityName:
+    value = parameters.get("priority", 0)
+    if type(value) is not int or value < 0:
+        raise InvalidInput("Bad parameter priority. Expected 0 for the default, or 1 for the highest, and above")
+    return _PRIORITIES.get(value, "low")
+
+
+def _deadline_s(parameters: dict[str, Any]) -> float | None:
+    """`timeout` is in microseconds; 0 means none."""
+    value = parameters.get("timeout", 0)
+    if type(value) is not int or value < 0:
+        raise InvalidInput("Bad parameter timeout. Expected microseconds, or 0 for none")
+    return value / 1e6 or None

@@ -1,0 +1,169 @@
+"""A prediction in one request: submit, wait, answer. The job is cancelled when the client does not wait for it.
+
+POST /v1/models/{name}:predict                         {"inputs": {name: {dtype, shape, data | base64}}}
+POST /v1/models/{name}/versions/{version}:predict      the same of a fixed version
+POST /predict                                          {"inputs": [numbers]} of the only model, or of ?model=
+POST /predict, /predict/batch                          {"batch": [[numbers], ...]}
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from penstock.producers.gateway.exchange import Exchange
+from penstock.producers.gateway.request_headers import idempotency_key, wanted_type
+from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.tensors import decoded, fields_of, read_document, read_inputs, write_outputs
+from penstock.producers.gateway.waiting import JobRequest, Jobs
+from penstock.registry.errors import InvalidInput
+from penstock.registry.package import ModelSpec
+from penstock.registry.queues import PriorityName
+from penstock.registry.tensors import STRING, Array
+
+__all__ = ["PredictRoutes"]
+
+_MOST_NUMBERS: Final = 10_000
+
+
+class PredictFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """inputs: a tensor for each input. outputs: the wanted ones; none: all. timeout_ms: how long the job may queue."""
+
+    inputs: dict[str, Any]
+    outputs: list[str] = []
+    timeout_ms: float | None = None
+    version: str | None = None
+    priority: PriorityName = "normal"
+
+
+class Prediction(msgspec.Struct):
+    """The outputs, each with dtype, shape, and data or base64."""
+
+    model: str
+    version: str
+    outputs: dict[str, Any]
+
+
+class FlatFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One row of 1 to 10,000 numbers, or rows of one length."""
+
+    inputs: list[float] | None = None
+    batch: list[list[float]] | None = None
+    model_version: str | None = None
+
+
+class FlatPrediction(msgspec.Struct):
+    """predictions: of `inputs` one row, of `batch` one row for each. latency_ms: from the request to the result."""
+
+    predictions: Any
+    model_version: str
+    latency_ms: float
+
+
+class PredictRoutes:
+    """The routes of predictions."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._client = jobs.client
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes, for the table of the application."""
+        of_model = (self.predict, "Run a model and wait for its outputs", PredictFields, Prediction)
+        flat = (self.predict_flat, "Run a model on plain numbers", FlatFields, FlatPrediction)
+        which = {"model": "the name of the model; not needed while one is served"}
+        return [
+            Route("POST", "/v1/models/{name}:predict", *of_model),
+            Route("POST", "/v1/models/{name}/versions/{version}:predict", *of_model),
+            Route("POST", "/predict", *flat, parameters=which),
+            Route("POST", "/predict/batch", *flat, parameters=which),
+        ]
+
+    async def predict(self, exchange: Exchange) -> None:
+        """POST /v1/models/{name}:predict."""
+        key = idempotency_key(exchange)
+        document = read_document(exchange, await exchange.body())
+        fields = fields_of(document, PredictFields)
+        version = exchange.words.get("version", fields.version)
+        spec = await self._client.spec_of(exchange.words["name"], version)
+        finished = await self._jobs.run(
+            JobRequest(
+                spec.name,
+                read_inputs(spec, document),
+                version=version,
+                outputs=tuple(fields.outputs),
+                priority=fields.priority,
+                deadline_s=_deadline_s(fields.timeout_ms),
+                idempotency_key=key,
+                traceparent=exchange.header(b"traceparent"),
+            ),
+            exchange,
+        )
+        facts = {"model": spec.name, "version": finished.info.version}
+        body, kind, headers = write_outputs(finished.outputs, spec.codecs.default, facts, wanted_type(exchange))
+        await exchange.answer(200, body, kind, headers)
+
+    async def predict_flat(self, exchange: Exchange) -> None:
+        """POST /predict."""
+        begun = asyncio.get_running_loop().time()
+        fields = decoded(await exchange.body(), FlatFields)
+        spec = await self._client.spec_of(await self._model(exchange), fields.model_version)
+        if (fields.inputs is None) == (fields.batch is None):
+            raise InvalidInput("Found both or none of inputs and batch. Expected one of them")
+        rows = _rows([fields.inputs] if fields.inputs is not None else fields.batch or [])
+        request = JobRequest(
+            spec.name,
+            {_only_input(spec, rows): rows},
+            version=fields.model_version,
+            idempotency_key=idempotency_key(exchange),
+        )
+        finished = await self._jobs.run(request, exchange)
+        answers: list[Any] = next(iter(finished.outputs.values())).tolist()
+        await exchange.answer(
+            200,
+            msgspec.json.encode(
+                FlatPrediction(
+                    answers[0] if fields.inputs is not None else answers,
+                    finished.info.version,
+                    round((asyncio.get_running_loop().time() - begun) * 1000, 3),
+                )
+            ),
+        )
+
+    async def _model(self, exchange: Exchange) -> str:
+        """The model that the query names, or the only one that is served."""
+        if name := exchange.query().get("model"):
+            return name
+        names = [model.spec.name for model in await self._client.models()]
+        if len(names) != 1:
+            raise InvalidInput(f"{len(names)} models are served. Expected ?model= with the name of one")
+        return names[0]
+
+
+def _deadline_s(timeout_ms: float | None) -> float | None:
+    if timeout_ms is not None and not timeout_ms > 0:
+        raise InvalidInput(f"timeout_ms is {timeout_ms:g}. Expected a positive number of milliseconds")
+    return None if timeout_ms is None else timeout_ms / 1000
+
+
+def _rows(rows: list[list[float]]) -> Array:
+    counts = {len(row) for row in rows}
+    if len(counts) != 1 or not 1 <= min(counts) <= _MOST_NUMBERS:
+        raise InvalidInput(f"No row, or rows of unequal lengths. Expected rows of 1 to {_MOST_NUMBERS} numbers each")
+    if len(rows) * min(counts) > _MOST_NUMBERS * 64:
+        raise InvalidInput(f"Too many numbers. Expected at most {_MOST_NUMBERS * 64}")
+    return np.array(rows, np.float64)
+
+
+def _only_input(spec: ModelSpec, rows: Array) -> str:
+    required = [tensor for tensor in spec.inputs if not tensor.optional]
+    is_simple = len(required) == 1 and required[0].dtype != STRING and len(required[0].shape) == rows.ndim
+    if not is_simple or not spec.outputs:
+        raise InvalidInput(
+            f"{spec.name} takes other inputs than one row of numbers. Expected /v1/models/{spec.name}:predict"
+        )
+    return required[0].name

@@ -1,0 +1,65 @@
+"""Headers and query parameters that say how a job is to be answered: Prefer, Idempotency-Key, wait, Accept.
+
+A value that is out of grammar is refused with 400, before the job is submitted.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
+from penstock.producers.gateway.tensors import BINARY, MSGPACK
+from penstock.registry.errors import InvalidInput
+
+__all__ = ["LONGEST_WAIT_S", "idempotency_key", "preferred_wait_s", "query_wait_s", "wanted_type"]
+
+LONGEST_WAIT_S: Final = 300
+_KEY: Final = re.compile(r'"([\x20\x21\x23-\x5b\x5d-\x7e]{1,255})"|([\x21\x23-\x2b\x2d-\x7e]{1,255})')
+"""A string of RFC 8941, or bare: visible ASCII without quotes and commas."""
+_PREFERENCE: Final = re.compile(r'\s*([!#$%&\'*+.^_`|~\w-]+)\s*(?:=\s*("[^"]*"|[^\s",;]*)\s*)?(?:;[^,]*)?')
+_BINARY_TYPES: Final = {BINARY.decode(): BINARY, MSGPACK.decode(): MSGPACK}
+
+
+def idempotency_key(exchange: Exchange) -> str | None:
+    """The key of `Idempotency-Key`; None without one."""
+    if b"idempotency-key" not in exchange.headers:
+        return None
+    found = _KEY.fullmatch(exchange.header(b"idempotency-key").strip())
+    if found is None:
+        raise RequestRefused(400, "Bad Idempotency-Key. Expected 1 to 255 visible ASCII characters, best in quotes")
+    return found[1] or found[2]
+
+
+def preferred_wait_s(exchange: Exchange) -> float:
+    """The seconds of `Prefer: wait=N`, at most LONGEST_WAIT_S; 0 without it, and for `respond-async` alone."""
+    text = exchange.header(b"prefer")
+    wait_s = 0
+    for part in text.split(",") if text else ():
+        found = _PREFERENCE.fullmatch(part)
+        if found is None or (found[1].lower() == "wait" and not (found[2] or "").isdigit()):
+            raise RequestRefused(400, "Bad Prefer. Expected preferences such as wait=10, in seconds")
+        if found[1].lower() == "wait":
+            wait_s = min(LONGEST_WAIT_S, int(found[2][:9]))
+    return wait_s
+
+
+def query_wait_s(exchange: Exchange) -> float:
+    """The seconds of `?wait=N`. Raises InvalidInput."""
+    text = exchange.query().get("wait", "0")
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > LONGEST_WAIT_S:
+        raise InvalidInput(f"Bad wait. Expected whole seconds, at most {LONGEST_WAIT_S}")
+    return int(text)
+
+
+def wanted_type(exchange: Exchange) -> bytes:
+    """The content type of the outputs: what Accept names; else, for a binary body, that of the body; else JSON."""
+    accept = exchange.headers.get(b"accept")
+    if accept is not None and accept != b"*/*":
+        for kind in accept.decode("latin-1").lower().split(","):
+            name = kind.partition(";")[0].strip()
+            if name in _BINARY_TYPES:
+                return _BINARY_TYPES[name]
+            if name == "application/json":
+                return JSON
+    return _BINARY_TYPES.get(exchange.media_type, JSON)

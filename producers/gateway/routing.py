@@ -1,0 +1,96 @@
+"""Method and path -> route. A fixed path costs one look-up, another one a look at the routes of its first words.
+
+Route("POST", "/v1/models/{name}:predict", predict) -> Routes.find("POST", "/v1/models/mlp:predict")
+                                                       -> (route, {"name": "mlp"})
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from penstock.producers.gateway.exchange import Exchange, RequestRefused
+from penstock.producers.gateway.problems import PROBLEM_JSON, Problem, as_problem_json
+
+__all__ = ["Handler", "Method", "Route", "Routes", "WriteProblem"]
+
+Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
+WriteProblem: TypeAlias = Callable[[Problem], tuple[bytes, bytes]]
+"""The body of an error and its type, as the clients of a protocol expect them."""
+Method = Literal["GET", "POST", "DELETE"]
+_WORD: Final = re.compile(r"\{(\w+)\}")
+
+
+def _problem_json(problem: Problem) -> tuple[bytes, bytes]:
+    return as_problem_json(problem), PROBLEM_JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route. summary, takes, gives: what the OpenAPI document says of it; types are msgspec's.
+
+    write_problem: the shape of its errors.
+    """
+
+    method: Method
+    path: str
+    handler: Handler
+    summary: str
+    takes: Any = None
+    gives: Any = None
+    status: int = 200
+    parameters: Mapping[str, str] | None = None
+    """Query parameters and headers, each with its description. A header's name begins with a capital letter."""
+    write_problem: WriteProblem = _problem_json
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The names in its path."""
+        return tuple(_WORD.findall(self.path))
+
+    def pattern(self) -> re.Pattern[str]:
+        """What matches its path."""
+        parts = _WORD.split(self.path)
+        # A word ends at a slash, and at the colon of a verb.
+        texts = [re.escape(part) if index % 2 == 0 else f"(?P<{part}>[^/:]+)" for index, part in enumerate(parts)]
+        return re.compile("".join(texts) + r"\Z")
+
+
+class Routes:
+    """All routes of the gateway."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.all = tuple(routes)
+        self._fixed: dict[str, dict[str, Route]] = {}
+        self._open: dict[str, list[tuple[re.Pattern[str], dict[str, Route]]]] = {}
+        by_path: dict[str, dict[str, Route]] = {}
+        for route in routes:
+            by_path.setdefault(route.path, {})[route.method] = route
+        for path, methods in by_path.items():
+            if "{" not in path:
+                self._fixed[path] = methods
+            else:
+                # /v1/models/{name} is looked for under "/v1/models".
+                stem = "/".join(path.split("/", 3)[:3])
+                self._open.setdefault(stem, []).append((next(iter(methods.values())).pattern(), methods))
+
+    def find(self, method: str, path: str) -> tuple[Route, Mapping[str, str]]:
+        """The route, and the words of its path. Raises RequestRefused: 404, or 405 with the methods that exist."""
+        methods, words = self._methods(path)
+        route = methods.get("GET" if method == "HEAD" else method)
+        if route is None:
+            allowed = ", ".join(sorted(methods))
+            raise RequestRefused(
+                405, f"This path has no such method. Expected {allowed}", ((b"allow", allowed.encode("ascii")),)
+            )
+        return route, words
+
+    def _methods(self, path: str) -> tuple[Mapping[str, Route], Mapping[str, str]]:
+        if (fixed := self._fixed.get(path)) is not None:
+            return fixed, {}
+        for pattern, methods in self._open.get("/".join(path.split("/", 3)[:3]), ()):
+            if (found := pattern.match(path)) is not None:
+                return methods, found.groupdict()
+        raise RequestRefused(404, "There is no such path. Expected one of the OpenAPI document at /openapi.json")

@@ -1,0 +1,243 @@
+"""uvicorn with what it lacks: a time-out for clients that do not send a whole head, and answers in one write.
+
+    settings -> Config -> one process, or a supervisor with N -> TimedProtocol -> application.py
+                                                     head and body of an answer -> TurnTransport -> one write
+
+Processes share the listening socket. One that dies is started again by the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.supervisors import Multiprocess
+
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.settings_sections import InferenceConfig
+
+__all__ = ["Binding", "TimedProtocol", "serve"]
+
+_APPLICATION: Final = "penstock.producers.gateway.app:app"
+
+
+class Binding(NamedTuple):
+    """Where to listen. uds: a socket in the file system, in place of host and port. TLS: both files, or none."""
+
+    host: str
+    port: int
+    uds: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class TurnTransport:
+    """A transport that sends what was written in one turn of the loop together.
+
+    uvicorn writes the head and the body of an answer apart. Each write is a call of the kernel, which wakes the client.
+    """
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._call_soon = loop.call_soon
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends the bytes at the end of this turn."""
+        if not self._parts:
+            self._call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Sends what was written, and closes."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if parts := self._parts:
+            self._parts = []
+            self._transport.write(b"".join(parts))
+
+
+class TimedProtocol(HttpToolsProtocol):
+    """One connection. It is closed when a head, or the client's reading of an answer, takes too long.
+
+    The time is that of idle connections.
+    """
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """The first head must come now."""
+        super().connection_made(cast(asyncio.Transport, TurnTransport(transport, self.loop)))
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        """A further head has begun on a connection that was kept."""
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """The head is there; for the body, the application has a time-out."""
+        self._forget_timer()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """The client takes its answer slower than it is made: now it has a time."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+
+    def resume_writing(self) -> None:
+        """It has taken most of it."""
+        self._forget_write_timer()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._forget_timer()
+        self._forget_write_timer()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+
+    def _give_up(self) -> None:
+        self._head_timer = self._write_timer = None
+        # Also one that is closing: it waits for its client, too.
+        self.transport.abort()
+
+    def _forget_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _forget_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def serve(inference: InferenceConfig, binding: Binding, on_listen: Callable[[str], None]) -> None:
+    """Serves until SIGTERM or SIGINT. The processes read their settings from the environment.
+
+    on_listen: called with the URL, which has the port that was chosen for port 0. Raises ConfigurationError for an
+    address that cannot be used.
+    """
+    with _bound(binding) as listener:
+        on_listen(_url(binding, listener))
+        config = _config(inference, binding)
+        if inference.server.workers == 1:
+            uvicorn.Server(config).run([listener])
+        else:
+            with _metrics_folder():
+                Multiprocess(config, [listener]).run()
+
+
+class _Config(uvicorn.Config):
+    """Each process loads it when it starts. One that a supervisor has started ends with it, also by kill -9."""
+
+    def load(self) -> None:
+        """See uvicorn."""
+        if (supervisor := multiprocessing.parent_process()) is not None:
+            threading.Thread(target=_end_after, args=(supervisor,), name="supervisor", daemon=True).start()
+        super().load()
+
+
+def _end_after(supervisor: Any) -> None:
+    supervisor.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _config(inference: InferenceConfig, binding: Binding) -> uvicorn.Config:
+    server = inference.server
+    return _Config(
+        _APPLICATION,
+        ssl_certfile=binding.certificate,
+        ssl_keyfile=binding.key,
+        workers=server.workers,
+        http=TimedProtocol,
+        ws="none",
+        # The addresses of clients are not used.
+        proxy_headers=False,
+        loop="uvloop",
+        lifespan="on",
+        access_log=inference.uvicorn_access_log,
+        log_level="info" if inference.uvicorn_access_log else "warning",
+        server_header=False,
+        # Both go to timers, which take fractions of a second.
+        timeout_keep_alive=cast(int, server.client_timeout_s),
+        timeout_graceful_shutdown=cast(int, server.stop_grace_s),
+    )
+
+
+@contextmanager
+def _bound(binding: Binding) -> Iterator[socket.socket]:
+    if binding.uds is not None:
+        listener, address = socket.socket(socket.AF_UNIX), str(binding.uds)
+        _remove_stale(binding.uds)
+    else:
+        listener = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = f"{binding.host}:{binding.port}"
+    with listener:
+        try:
+            listener.bind(address if binding.uds is not None else (binding.host, binding.port))
+        except OSError as problem:
+            raise ConfigurationError(
+                f"The gateway cannot listen on {address}: {problem.strerror}. Expected a free address of this machine"
+            ) from None
+        listener.set_inheritable(True)
+        try:
+            yield listener
+        finally:
+            if binding.uds is not None:
+                binding.uds.unlink(missing_ok=True)
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes the socket of a process that was killed. One that answers stays, and binding to it fails."""
+    with socket.socket(socket.AF_UNIX) as probe, suppress(FileNotFoundError):
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+
+
+def _url(binding: Binding, listener: socket.socket) -> str:
+    if binding.uds is not None:
+        return f"unix:{binding.uds}"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'http' if binding.certificate is None else 'https'}://{shown}:{port}"
+
+
+@contextmanager
+def _metrics_folder() -> Iterator[None]:
+    """A folder for the figures of all processes, unless the environment names one."""
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        yield
+        return
+    folder = tempfile.mkdtemp(prefix="penstock-metrics-")
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    try:
+        yield
+    finally:
+        del os.environ["PROMETHEUS_MULTIPROC_DIR"]
+        shutil.rmtree(folder, ignore_errors=True)

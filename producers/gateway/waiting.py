@@ -1,0 +1,199 @@
+"""One job behind every protocol: submit, wait for its end within bounds, cancel it when nobody waits any more.
+
+    JobRequest -> submit -> handle -> end -> Finished: outputs and JobInfo
+                                     `-> the client has gone, or the time is up: cancelled unless it has a key
+
+Too many requests that wait in this process are refused before their jobs are submitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.gateway.exchange import ClientGone, Exchange
+from penstock.producers.gateway.fleet import GatewayClient
+from penstock.producers.job_state import JobInfo
+from penstock.registry.envelope import Retry
+from penstock.registry.errors import PenstockError, QueueFull
+from penstock.registry.queues import PriorityName
+from penstock.registry.tensors import Array
+
+__all__ = ["Finished", "JobRequest", "Jobs", "job_headers"]
+
+_FULL_RETRY_S: Final = 1.0
+_LONGEST_RETRY_S: Final = 60
+_WEIGHT: Final = 0.2
+"""Of the newest job in the mean duration of a model's jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job as any protocol asks for it. The fields are the arguments of AsyncClient.submit."""
+
+    model: str
+    inputs: Mapping[str, object]
+    version: str | None = None
+    outputs: tuple[str, ...] = ()
+    priority: PriorityName = "normal"
+    deadline_s: float | None = None
+    idempotency_key: str | None = None
+    traceparent: str = ""
+    retry: Retry | None = None
+    webhook: str | None = None
+    sticky_key: str | None = None
+    endpoint: str | None = None
+
+
+class Finished(NamedTuple):
+    """An ended job that has outputs."""
+
+    job_id: str
+    outputs: dict[str, Array]
+    info: JobInfo
+
+
+@dataclass(slots=True)
+class Jobs:
+    """The jobs of one process. max_waiting: requests that wait for a job at a time. wait_s: how long they wait."""
+
+    client: GatewayClient
+    max_waiting: int
+    wait_s: float
+    waiting: int = 0
+    _waiters: dict[str, int] = field(default_factory=dict)
+    """How many requests of this process wait for a job, by its id."""
+    _durations_s: dict[str, float] = field(default_factory=dict)
+    """The mean time from submit to end, by model."""
+    _cancelling: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    async def run(self, request: JobRequest, exchange: Exchange) -> Finished:
+        """Submits a job and waits for its outputs. Raises as `AsyncJobHandle.result`, and QueueFull without a place.
+
+        A job without an idempotency key is cancelled when its client has gone, and when the time is up.
+        """
+        with self._place():
+            handle = await self.submit(request, exchange)
+            try:
+                info = await self._await_end(handle, self.wait_s + (request.deadline_s or 0), exchange)
+            except (ClientGone, asyncio.CancelledError, TimeoutError):
+                if request.idempotency_key is None:
+                    self._abandon(handle)
+                raise
+        return Finished(handle.id, await handle.result(), info)
+
+    async def submit(self, request: JobRequest, exchange: Exchange) -> AsyncJobHandle:
+        """Publishes a job. Raises as AsyncClient.submit does."""
+        handle = await self.client.submit(
+            request.model,
+            request.inputs,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            idempotency_key=request.idempotency_key,
+            version=request.version,
+            outputs=request.outputs,
+            traceparent=request.traceparent,
+            retry=request.retry,
+            webhook=request.webhook,
+            sticky_key=request.sticky_key,
+            endpoint=request.endpoint,
+        )
+        exchange.about = job_headers(handle.id)
+        return handle
+
+    async def submit_and_wait(self, request: JobRequest, wait_s: float, exchange: Exchange) -> AsyncJobHandle:
+        """Submits a job, and waits for its end no longer than that. Then the job goes on.
+
+        A job without an idempotency key is cancelled when its client has gone: nobody knows its id.
+        """
+        with self._place():
+            handle = await self.submit(request, exchange)
+            try:
+                with suppress(TimeoutError):
+                    await self._await_end(handle, wait_s, exchange)
+            except (ClientGone, asyncio.CancelledError):
+                if request.idempotency_key is None:
+                    self._abandon(handle)
+                raise
+        return handle
+
+    async def wait(self, handle: AsyncJobHandle, wait_s: float, exchange: Exchange) -> None:
+        """Waits for the end of any job, no longer than that. The job goes on then, also when the client goes."""
+        with self._place(), suppress(TimeoutError):
+            await self._await_end(handle, wait_s, exchange)
+
+    def retry_after_s(self, model: str) -> int:
+        """After how many seconds a job that was submitted now has probably ended, as earlier ones of its model did."""
+        return min(_LONGEST_RETRY_S, max(1, math.ceil(self._durations_s.get(model, 1.0))))
+
+    async def aclose(self) -> None:
+        """Waits for the jobs that are being cancelled."""
+        if self._cancelling:
+            await asyncio.wait(self._cancelling)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places of requests that wait."""
+        if self.waiting >= self.max_waiting:
+            raise QueueFull(
+                f"{self.max_waiting} requests wait in this process. Expected a retry after {_FULL_RETRY_S:g} s",
+                _FULL_RETRY_S,
+            )
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+
+    async def _await_end(self, handle: AsyncJobHandle, wait_s: float, exchange: Exchange) -> JobInfo:
+        """How the job ended. Raises ClientGone and TimeoutError."""
+        job_id, now = handle.id, asyncio.get_running_loop().time
+        begun = now()
+        waiters = self._waiters
+        waiters[job_id] = waiters.get(job_id, 0) + 1
+        try:
+            with exchange.watch():
+                info = await handle.info(wait_s)
+        finally:
+            if (left := waiters.pop(job_id) - 1) > 0:
+                waiters[job_id] = left
+        self._note_duration(handle.model, now() - begun)
+        exchange.about = job_headers(job_id, info)
+        return info
+
+    def _abandon(self, handle: AsyncJobHandle) -> None:
+        """Cancels a job whose request has ended, unless another request of this process waits for it."""
+        if handle.id in self._waiters:
+            return
+        task = asyncio.get_running_loop().create_task(_cancel(handle))
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+
+    def _note_duration(self, model: str, duration_s: float) -> None:
+        mean = self._durations_s.get(model, duration_s)
+        self._durations_s[model] = mean + _WEIGHT * (duration_s - mean)
+
+
+async def _cancel(handle: AsyncJobHandle) -> None:
+    # The job ends by its lifetime, if the broker is away.
+    with suppress(PenstockError):
+        await handle.cancel()
+
+
+def job_headers(job_id: str, info: JobInfo | None = None) -> list[tuple[bytes, bytes]]:
+    """The headers that every answer about a job has: its id; once it has ended, version, content hash and times."""
+    headers = [(b"penstock-job-id", job_id.encode())]
+    if info is None:
+        return headers
+    if info.version:
+        headers.append((b"penstock-model-version", info.version.encode()))
+    if info.content_hash:
+        headers.append((b"penstock-content-hash", info.content_hash.encode()))
+    times = b"queue;dur=%.3f, batch;dur=%.3f, compute;dur=%.3f" % (info.queue_ms, info.batch_ms, info.compute_ms)
+    headers.append((b"server-timing", times))
+    return headers

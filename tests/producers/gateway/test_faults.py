@@ -1,0 +1,185 @@
+"""A killed gateway, a broker that restarts, a thousand silent clients: no job is lost, and none runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from redis import Redis
+
+from tests.conftest import StartWorker
+from tests.gateway_process import GatewayProcess
+from tests.packages import recorded_forwards, write_recorder
+from tests.producers.gateway.conftest import GatewayStack, StartGateway
+from tests.producers.gateway.test_event_stream import events
+from tests.servers import RedisServer, wait_until
+
+pytestmark = [pytest.mark.slow]
+WAITING = 500
+
+
+async def ask_all(url: str, count: int) -> list[httpx.Response | Exception]:
+    """One request with a key of its own for each number, all at once; what became of each."""
+    limits = httpx.Limits(max_connections=count)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+        asked = (
+            http.post(
+                "/v1/models/recorder:predict",
+                json={"inputs": {"x": [[number, 0, 0, 0]]}},
+                headers={"Idempotency-Key": f"key-{number}"},
+            )
+            for number in range(count)
+        )
+        return list(await asyncio.gather(*asked, return_exceptions=True))  # type: ignore[arg-type]
+
+
+def test_a_killed_gateway_loses_no_job_and_repeats_none(
+    redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path
+):
+    """SIGKILL while 500 requests wait: with their keys another gateway gives the same jobs, and each ran once."""
+    forward_log = tmp_path / "forwards"
+    write_recorder(models_root, forward_log, forward_s=0.1)
+    gateways = [GatewayProcess(redis_server, tmp_path / f"gateway{number}") for number in range(2)]
+    try:
+        for gateway in gateways:
+            gateway.start()
+        worker = start_worker(redis_server, models_root, wait=False)
+        with redis_server.client() as redis:
+
+            def accepted() -> bool:
+                return _jobs(redis) == WAITING
+
+            # The spec lets the jobs in before the worker runs them.
+            wait_until(worker.is_ready, 60, "the worker is ready")
+            worker.freeze()
+
+            async def ask_and_kill() -> list[httpx.Response | Exception]:
+                asking = asyncio.create_task(ask_all(gateways[0].url, WAITING))
+                await asyncio.to_thread(wait_until, accepted, 60, "all jobs are accepted")
+                await asyncio.to_thread(gateways[0].kill)
+                return await asking
+
+            lost = asyncio.run(ask_and_kill())
+            worker.thaw()
+            assert all(isinstance(each, httpx.TransportError) for each in lost)
+            found = asyncio.run(ask_all(gateways[1].url, WAITING))
+            assert _jobs(redis) == WAITING
+        for number, answer in enumerate(found):
+            assert isinstance(answer, httpx.Response)
+            assert answer.json()["outputs"]["y"]["data"] == [[2.0 * number, 0, 0, 0]]
+        ran = [row for forward in recorded_forwards(forward_log) for row in forward]
+        # The warm-up runs zeros.
+        assert sorted(row for row in ran if row) == [float(number) for number in range(1, WAITING)]
+    finally:
+        for gateway in gateways:
+            gateway.stop()
+
+
+def test_streams_go_on_after_a_broker_restart(
+    redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path
+):
+    """While the broker is away: 503 with Retry-After. Then a stream goes on behind its last event, without gap."""
+    forward_log = tmp_path / "forwards"
+    write_recorder(models_root, forward_log)
+    worker = start_worker(redis_server, models_root)
+    gateway = GatewayProcess(redis_server, tmp_path / "gateway")
+    try:
+        gateway.start()
+        with gateway.client() as http:
+            worker.freeze()
+            document = {"model": "recorder", "inputs": {"x": [[1, 0, 0, 0]]}}
+            location = http.post("/v1/jobs", json=document).headers["location"]
+            lines: list[str] = []
+            with http.stream("GET", f"{location}/events") as stream:
+                received = stream.iter_lines()
+                # retry, and the event `queued`.
+                lines += [next(received) for _ in range(6)]
+                redis_server.await_writes()
+                redis_server.kill()
+                refused = http.post("/v1/jobs", json=document)
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) >= 1
+                assert http.get("/ready").status_code == 503
+                lines += received
+            redis_server.start()
+            worker.thaw()
+            wait_until(lambda: http.get("/ready").status_code == 200, 60, "the gateway is ready again")
+            seen = events("\n".join(lines))
+            rest = events(http.get(f"{location}/events", headers={"Last-Event-ID": str(seen[-1][0])}).text)
+        names = [name for _, name, _ in seen + rest]
+        assert names[0] == "queued"
+        assert names[-1] == "completed"
+        ids = [each for each, _, _ in seen + rest]
+        assert ids == sorted(set(ids))
+        assert [row for forward in recorded_forwards(forward_log) for row in forward if row] == [1.0]
+    finally:
+        gateway.stop()
+
+
+def test_a_thousand_silent_clients_hold_nothing(start_gateway: StartGateway):
+    """They are disconnected after server.client_timeout_s, and others are answered meanwhile."""
+    gateway = start_gateway(PENSTOCK_INFERENCE_SERVER_CLIENT_TIMEOUT_S="5")
+    url = httpx.URL(gateway.url)
+    silent = []
+    try:
+        for _ in range(1000):
+            silent.append(socket.create_connection((url.host, url.port or 80), 60))
+        with gateway.client() as http:
+            for _ in range(20):
+                found = http.post("/v1/models/double:predict", json={"inputs": {"x": [[1, 2, 3, 4]]}})
+                assert found.status_code == 200
+        assert {client.recv(1) for client in silent} == {b""}
+    finally:
+        for client in silent:
+            client.close()
+
+
+def test_clients_that_read_slowly_are_disconnected(stack: GatewayStack, start_gateway: StartGateway):
+    """An answer that nobody takes is given up after server.client_timeout_s, with the memory that it holds."""
+    gateway = start_gateway(PENSTOCK_INFERENCE_SERVER_CLIENT_TIMEOUT_S="15")
+    url = httpx.URL(gateway.url)
+    rows = [[1.25, 2.5, 3.75, 5.0]] * 50_000
+    body = json.dumps({"inputs": {"x": rows}}).encode()
+    head = f"POST /v1/models/double:predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with gateway.client() as http:
+        # It is connected to the broker from now on.
+        assert http.post("/v1/models/double:predict", json={"inputs": {"x": rows[:1]}}).status_code == 200
+        # That of this client is one of them.
+        before = _connections(gateway) - 1
+    slow = []
+    try:
+        for _ in range(4):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(120)
+            client.connect((url.host, url.port or 80))
+            client.sendall(head + body)
+            slow.append(client)
+        for client in slow:
+            assert client.recv(12) == b"HTTP/1.1 200"
+        wait_until(lambda: _connections(gateway) <= before, 120, "the connections are closed")
+        assert gateway.answers()
+    finally:
+        for client in slow:
+            client.close()
+
+
+def _connections(gateway: GatewayProcess) -> int:
+    """The open sockets of the process, those to the broker included."""
+    found = 0
+    for link in Path(f"/proc/{gateway.pid}/fd").iterdir():
+        # One may be closed meanwhile.
+        with suppress(FileNotFoundError):
+            found += "socket:" in str(link.readlink())
+    return found
+
+
+def _jobs(redis: Redis) -> int:
+    """The jobs of `recorder`, without the streams of events that their subscribers have made."""
+    keys = set(redis.scan_iter("{recorder}:job:*", count=10_000))
+    return sum(not key.endswith(b":events") for key in keys)

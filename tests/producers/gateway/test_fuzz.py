@@ -1,0 +1,146 @@
+"""Requests that nobody would write on purpose, over every route with a body: no 500, no job of a refused request."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from redis import Redis
+
+from tests.benchmarks.meter import resident_bytes
+from tests.producers.gateway.conftest import GatewayStack
+
+ROW = [1.0, 2.0, 3.0, 4.5]
+BYTES = np.array([ROW], "<f4").tobytes()
+TENSOR = {"dtype": "float32", "shape": [1, 4], "data": [ROW]}
+OIP = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": ROW}
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/jobs": {"model": "double", "inputs": {"x": TENSOR}, "priority": "low", "retry": {"attempts": 2}},
+    "/v1/jobs:batch": {"model": "double", "inputs": [{"x": [ROW]}, {"x": TENSOR}], "idempotency_keys": [None, None]},
+    "/v1/models/double:predict": {"inputs": {"x": TENSOR}, "outputs": ["y"], "timeout_ms": 60_000},
+    "/predict?model=double": {"inputs": ROW, "model_version": "1"},
+    "/v1/embeddings": {"model": "embedder", "input": ["abcd"], "encoding_format": "float"},
+    "/v2/models/double/infer": {"inputs": [OIP], "outputs": [{"name": "y"}], "parameters": {"priority": 1}},
+    "/v2/repository/index": {},
+}
+ODD: list[Any] = [
+    *(None, True, 0, -1, 1.5, 1e308, -(1 << 70), 1 << 70, "", "x", "\x00", "\ud800", "é" * 300, [], {}, [[]], [None]),
+    *({"dtype": "float32"}, {"dtype": "string", "shape": [1], "data": ["a"]}, {"nbytes": 16}, [[1, "a"]], [[[1.0]]]),
+    *("float64", "BYTES", "double", [1 << 40] * 9, [-1], [0], [1, 4], {"binary_data_size": 16}, "AAAA", ["y", "y"]),
+]
+HEADERS = [
+    ("Content-Type", ["application/json", "application/msgpack", "application/octet-stream", "text/html", "", "é"]),
+    ("Inference-Header-Content-Length", ["0", "5", "40", "-1", "99999999999", "x", "¹"]),
+    ("Prefer", ["wait=1", "wait", "respond-async", ",,", "wait=" + "9" * 40]),
+    ("Idempotency-Key", ["k", '"k"', "", "x" * 300, "a b"]),
+    ("Accept", ["*/*", "application/msgpack", "application/octet-stream", ";;", "text/html"]),
+    ("Content-Encoding", ["gzip", "identity"]),
+    ("traceparent", ["00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x"]),
+    ("Last-Event-ID", ["1", "x"]),
+]
+
+
+def jobs_of(redis: Redis) -> int:
+    """All jobs, without the streams of events that their subscribers have made."""
+    return sum(not key.endswith(b":events") for key in set(redis.scan_iter("{*}:job:*")))
+
+
+def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a document."""
+    yield path
+    pairs = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for key, value in pairs:
+        yield from places(value, (*path, key))
+
+
+def changed(document: Any, choice: random.Random) -> Any:
+    """The document with one value replaced, removed or added."""
+    copy = json.loads(json.dumps(document))
+    path = choice.choice(list(places(copy)))
+    if not path:
+        return choice.choice(ODD)
+    holder = copy
+    for key in path[:-1]:
+        holder = holder[key]
+    action = choice.randrange(3)
+    if action == 0 and isinstance(holder, dict):
+        del holder[path[-1]]
+    elif action == 1 and isinstance(holder, dict):
+        holder[choice.choice(["inputs", "x", "base64", "nbytes", "", "é", "model"])] = choice.choice(ODD)
+    else:
+        holder[path[-1]] = choice.choice(ODD)
+    return copy
+
+
+def body(document: Any, choice: random.Random) -> bytes:
+    """A document as bytes, which may then be broken."""
+    try:
+        raw = msgspec.msgpack.encode(document) if choice.random() < 0.2 else json.dumps(document).encode()
+    except (OverflowError, ValueError):
+        raw = json.dumps(document).encode()
+    if choice.random() < 0.2:
+        raw += BYTES
+    if choice.random() < 0.3 and raw:
+        place = choice.randrange(len(raw))
+        broken = [raw[:place], raw[:place] + bytes([choice.randrange(256)]) + raw[place + 1 :], b"[" * 5000 + raw, b""]
+        raw = choice.choice(broken)
+    return raw
+
+
+def requests(seed: int, count: int) -> Iterator[httpx.Request]:
+    """So many requests."""
+    choice = random.Random(seed)
+    for _ in range(count):
+        path, good = choice.choice(list(GOOD.items()))
+        document = good
+        for _ in range(choice.randrange(3)):
+            document = changed(document, choice) if isinstance(document, dict) else document
+        headers = {"Content-Type": "application/json"}
+        headers |= {name: choice.choice(values) for name, values in HEADERS if choice.random() < 0.15}
+        raw = {name.encode(): value.encode() for name, value in headers.items()}
+        if choice.random() < 0.05:
+            path = choice.choice(
+                ["/v1/jobs/x", "/v2/models/%00/infer", "/v1/models/double:predict?%ff", "/v1//jobs", path]
+            )
+        method = "POST" if choice.random() < 0.95 else choice.choice(["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
+        yield httpx.Request(method, f"http://gateway{path}", headers=list(raw.items()), content=body(document, choice))
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 600), pytest.param(2, 20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+def test_no_request_breaks_the_gateway(stack: GatewayStack, seed: int, count: int):
+    """IN-035: 0 answers of 500, a reason in each refusal, no job of a refused request, memory that does not grow."""
+    with stack.server.client() as redis, stack.gateway.client() as http:
+        before = jobs_of(redis)
+        jobs: set[str] = set()
+        memory = 0
+        for number, request in enumerate(requests(seed, count)):
+            request.url = httpx.URL(stack.gateway.url).copy_with(raw_path=request.url.raw_path)
+            request.headers["Host"] = "gateway"
+            found = http.send(request)
+            assert found.status_code != 500, (request.method, request.url, request.headers, request.content)
+            is_refused = found.status_code in (400, 404, 405, 413, 415, 422)
+            if is_refused:
+                assert "penstock-job-id" not in found.headers
+                assert request.method == "HEAD" or re.search("Expected|Declared", found.text), found.text
+            if "penstock-job-id" in found.headers:
+                jobs.add(found.headers["penstock-job-id"])
+            if request.url.path == "/v1/jobs:batch" and found.status_code == 202:
+                jobs |= {each["id"] for each in found.json()["jobs"]}
+            if number == count // 2:
+                memory = resident_bytes(stack.gateway.pid)
+        assert jobs_of(redis) - before == len(jobs)
+        assert jobs, "some requests are good"
+        assert resident_bytes(stack.gateway.pid) - memory < 32 * 1024 * 1024
+        assert http.get("/health/live").status_code == 200
+    assert "request failed" not in stack.gateway.output.read_text()

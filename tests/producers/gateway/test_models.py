@@ -1,0 +1,108 @@
+"""Models and health: what is served, which version answers, and what monitors read."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.registry.metrics import GATEWAY_METRICS
+from tests.producers.gateway.conftest import GatewayStack, StartGateway
+
+SERVED = ["counter", "double", "embedder", "napper", "raiser"]
+
+
+def test_models_are_listed_with_what_is_loaded(http: httpx.Client):
+    """IN-037: every model whose jobs are accepted, and its versions in memory."""
+    found = http.get("/v1/models").json()
+    assert found["object"] == "list"
+    assert [model["id"] for model in found["data"]] == SERVED
+    assert all(model["active_version"] == "1" and model["loaded_versions"] == ["1"] for model in found["data"])
+    assert http.get("/v1/models?loaded=true").json() == found
+    assert http.get("/v1/models?loaded=maybe").status_code == 422
+
+
+def test_a_model_shows_its_signature(http: httpx.Client):
+    """IN-038 without the lazy load: name, version, inputs and outputs."""
+    found = http.get("/v1/models/double").json()
+    assert (found["name"], found["version"], found["format"], found["streams"]) == ("double", "1", "python", False)
+    assert found["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 4], "optional": False}]
+    assert [tensor["name"] for tensor in found["outputs"]] == ["y"]
+    assert len(found["content_hash"]) == 64
+    assert found["created"] > 0
+    assert http.get("/v1/models/nothing").status_code == 404
+
+
+def test_the_active_version_is_shown(http: httpx.Client):
+    """IN-039 before a promotion."""
+    assert http.get("/v1/models/double/active").json() == {"name": "double", "version": "1", "loaded": True}
+
+
+def test_health(http: httpx.Client):
+    """IN-042, IN-043, CX-029, CX-030, ES-044: alive, ready, and which versions are loaded."""
+    assert http.get("/health/live").json() == {"live": True}
+    for path in ("/health/ready", "/ready", "/health", "/v2/health/ready"):
+        found = http.get(path)
+        assert (found.status_code, found.json()) == (200, {"ready": True, "broker": True, "workers": 1})
+    loaded = http.get("/healthz")
+    assert (loaded.status_code, loaded.json()["status"]) == (200, "ok")
+    assert loaded.json()["models"] == dict.fromkeys(SERVED, "1")
+    assert http.head("/health/live").content == b""
+
+
+@pytest.mark.slow
+def test_without_a_worker_nothing_is_ready(start_gateway: StartGateway, redis_server, stack: GatewayStack):
+    """503 while no worker claims jobs, and while the broker is away; the process lives all the time."""
+    gateway = start_gateway(PENSTOCK_REDIS_URL=redis_server.url)
+    with gateway.client() as http:
+        found = http.get("/health/ready")
+        assert (found.status_code, found.json()) == (503, {"ready": False, "broker": True, "workers": 0})
+        assert http.get("/healthz").json() == {"status": "unavailable", "model_version": None, "models": {}}
+        redis_server.kill()
+        found = http.get("/ready")
+        assert (found.status_code, found.json()["broker"]) == (503, False)
+        refused = http.post("/v1/jobs", json={"model": "double", "inputs": {}})
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:penstock:problem:broker-unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert http.get("/health/live").status_code == 200
+
+
+def test_metrics_count_requests(http: httpx.Client):
+    """IN-044, CF-063: Prometheus reads the page; routes have their names, and no request's own path."""
+    http.get("/v1/models/double")
+    http.get("/v1/models/nothing")
+    page = http.get("/metrics")
+    assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in text_string_to_metric_families(page.text)}
+    assert {metric.name.removesuffix("_total") for metric in GATEWAY_METRICS} <= families.keys()
+    counted = {
+        (sample.labels["route"], sample.labels["status"])
+        for sample in families["penstock_http_requests"].samples
+        if sample.name.endswith("_total")
+    }
+    assert {("/v1/models/{name}", "200"), ("/v1/models/{name}", "404")} <= counted
+    assert "nothing" not in page.text
+
+
+def test_the_openapi_document_has_every_route(http: httpx.Client):
+    """Every path that is served is described, and each reference leads to a type."""
+    found = http.get("/openapi.json").json()
+    assert {"/v1/jobs", "/v1/models/{name}:predict", "/v2/models/{name}/infer", "/v1/embeddings"} <= found[
+        "paths"
+    ].keys()
+    text = json.dumps(found)
+    types = found["components"]["schemas"]
+    assert set(re.findall(r"#/components/schemas/([\w.]+)", text)) <= types.keys()
+    identifiers = [each["operationId"] for path in found["paths"].values() for each in path.values()]
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_the_page_needs_no_network(http: httpx.Client):
+    """/docs has no script and loads nothing from elsewhere."""
+    page = http.get("/docs")
+    assert page.status_code == 200
+    assert "/v1/jobs:batch" in page.text
+    assert not re.search(r"<script|https?://|<link|@import", page.text)

@@ -1,0 +1,120 @@
+"""The Open Inference Protocol, through Triton's own client and by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.producers.gateway.conftest import GatewayStack
+from tests.servers import require_module
+
+ROW = [1.0, 2.0, 3.0, 4.5]
+TWICE = [2.0, 4.0, 6.0, 9.0]
+INFER = "/v2/models/double/infer"
+INPUT = {"name": "x", "shape": [1, 4], "datatype": "FP32"}
+
+
+def test_tritons_client_works_unchanged(stack: GatewayStack):
+    """Health, metadata, and inference with binary tensors and with JSON, of a fixed version and of the active one."""
+    triton = require_module("tritonclient.http")
+    client = triton.InferenceServerClient(stack.gateway.url.removeprefix("http://"))
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("double")
+    assert client.get_server_metadata()["name"] == "penstock"
+    metadata = client.get_model_metadata("double", "1")
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    assert {model["name"]: model["state"] for model in client.get_model_repository_index()}["double"] == "READY"
+    rows = np.random.default_rng(0).standard_normal((3, 4), np.float32)
+    for is_binary in (True, False):
+        given = triton.InferInput("x", [3, 4], "FP32")
+        given.set_data_from_numpy(rows, binary_data=is_binary)
+        wanted = [triton.InferRequestedOutput("y", binary_data=is_binary)]
+        for outputs in (wanted, None):
+            found = client.infer("double", [given], outputs=outputs, request_id="7", priority=1, timeout=60_000_000)
+            assert np.array_equal(found.as_numpy("y"), rows * 2)
+            response = found.get_response()
+            assert (response["id"], response["model_name"], response["model_version"]) == ("7", "double", "1")
+    with pytest.raises(triton.InferenceServerException, match="model not found or not loaded"):
+        client.infer("nothing", [given])
+    client.close()
+
+
+def test_tritons_client_sends_text(stack: GatewayStack):
+    """BYTES tensors are text, of any length."""
+    triton = require_module("tritonclient.http")
+    client = triton.InferenceServerClient(stack.gateway.url.removeprefix("http://"))
+    given = triton.InferInput("text", [2], "BYTES")
+    given.set_data_from_numpy(np.array(["abcd", "ä"], object))
+    vector = client.infer("embedder", [given]).as_numpy("vector")
+    assert (vector[0] * 255).round().tolist() == [97, 98, 99, 100]
+    client.close()
+
+
+@pytest.mark.parametrize("data", [ROW, [ROW], [[1, 2], [3, 4.5]]])
+def test_data_may_be_flat_or_nested(http: httpx.Client, data: list[Any]):
+    """Values are in row-major order, however they are nested."""
+    found = http.post(INFER, json={"inputs": [{**INPUT, "data": data}]})
+    assert found.json()["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [1, 4], "data": TWICE}]
+
+
+def test_binary_outputs_are_behind_the_json(http: httpx.Client):
+    """Inference-Header-Content-Length tells where the bytes begin, both ways."""
+    raw = np.array(ROW, "<f4").tobytes()
+    request = {
+        "inputs": [{**INPUT, "parameters": {"binary_data_size": 16}}],
+        "outputs": [{"name": "y", "parameters": {"binary_data": True}}],
+    }
+    head = json.dumps(request).encode()
+    found = http.post(INFER, content=head + raw, headers={"Inference-Header-Content-Length": str(len(head))})
+    assert found.status_code == 200, found.text
+    length = int(found.headers["inference-header-content-length"])
+    assert json.loads(found.content[:length])["outputs"][0]["parameters"] == {"binary_data_size": 16}
+    assert np.frombuffer(found.content[length:], "<f4").tolist() == TWICE
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"data": ROW, "parameters": {"binary_data_size": 0}}, "found both or none"),
+        ({}, "found both or none"),
+        ({"data": ROW[:3]}, "Expected 4 of FP32"),
+        ({"data": ["1", 2, 3, 4]}, "Expected 4 of FP32"),
+        ({"data": [True, 2, 3, 4]}, "Expected 4 of FP32"),
+        ({"data": [[[[[[[[[[1]]]]]]]]]]}, "nested too deeply"),
+        ({"data": ROW, "datatype": "BF16"}, "an unknown datatype"),
+        ({"data": ROW, "shape": [-1, 4]}, "an impossible shape"),
+        ({"data": ROW, "shape": [1 << 40, 1 << 40]}, "an impossible shape"),
+        ({"parameters": {"binary_data_size": 17}}, "bad binary_data_size"),
+        ({"data": ROW, "name": "z"}, "Missing required input"),
+    ],
+)
+def test_bad_tensors_are_422_in_the_protocols_shape(http: httpx.Client, given: dict[str, Any], expected: str):
+    """An error is {"error": text}, and the text says what was expected."""
+    found = http.post(INFER, json={"inputs": [{**INPUT, **given}]})
+    assert found.status_code == 422, found.text
+    assert found.json().keys() == {"error"}
+    assert expected in found.json()["error"]
+
+
+@pytest.mark.parametrize("length", ["-1", "9" * 30, "x", "1000"])
+def test_a_wrong_length_of_the_head_is_422(http: httpx.Client, length: str):
+    """The head must lie inside the body."""
+    found = http.post(INFER, content=b"{}", headers={"Inference-Header-Content-Length": length})
+    assert found.status_code == 422
+
+
+def test_a_compressed_body_is_415(http: httpx.Client):
+    """Nothing is unpacked here, so that a small body cannot become a large one."""
+    assert http.post(INFER, content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
+
+
+@pytest.mark.parametrize("parameters", [{"priority": "high"}, {"priority": -1}, {"timeout": -1}, {"timeout": 0.5}])
+def test_bad_parameters_are_422(http: httpx.Client, parameters: dict[str, Any]):
+    """priority and timeout are whole numbers."""
+    found = http.post(INFER, json={"inputs": [{**INPUT, "data": ROW}], "parameters": parameters})
+    assert found.status_code == 422
