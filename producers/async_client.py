@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, SubmitCoalescer
-from penstock.producers.core import ClientCore, Inputs, Items, Refused
-from penstock.producers.events import EventMerger, JobEvent, Silence
-from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered
+from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused
+from penstock.producers.events import EventMerger, JobEvent, Silence, unqueued_events
+from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered, listed
 from penstock.producers.job_state import (
     CancelStatus,
     HandleCore,
     JobInfo,
     JobState,
     JobStatus,
-    Outcome,
     checked_timeout,
     result_timeout,
 )
@@ -38,11 +37,13 @@ from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import JobRecord, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
-from penstock.registry.errors import BrokerUnavailable, ClientUnusable, PenstockError
+from penstock.registry.errors import BrokerUnavailable, ClientUnusable, JobLost, PenstockError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
+    from penstock.producers.async_cached_answers import LookupCoalescer
+    from penstock.producers.cached_answers import CachedAnswer, CachedAnswers
     from penstock.registry.settings import Settings
     from penstock.testing.model import Served
 
@@ -69,6 +70,7 @@ class AsyncClient(
     _broker: AsyncRedisStreams
     _reader: AsyncReplyReader
     _loop: asyncio.AbstractEventLoop | None = None
+    _lookups: LookupCoalescer | None = None
     _start: StackStart | None = None
     """The wait for a stack that is starting, until it is over."""
 
@@ -84,6 +86,8 @@ class AsyncClient(
     async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
         self._enter_loop()
         spec = (None if options.version else self._specs.fresh(model)) or await self._spec(model, options.version)
+        if self._lookups is not None and (found := await self._look_up(self._lookups, spec, inputs, options, key)):
+            return self._ended(found)
         job, handle = self._new_job(spec, inputs, options, key)
         coalescer = self._coalescers.get(model)
         if coalescer is None:
@@ -101,12 +105,44 @@ class AsyncClient(
         timeout_s: float | None = None,
     ) -> list[AsyncJobHandle]:
         spec = await self._spec(model, options.version)
-        with self._submit_run(spec, items, options, first_index, refused, timeout_s) as run:
+        found: Mapping[int, CachedAnswer] = {}
+        if self._lookups is not None:
+            items = list(items)
+            found = await self._look_up_all(self._lookups, spec, items, options)
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found) as run:
             while chunk := run.next_chunk():
                 receipts = await self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
                     await asyncio.sleep(pause_s)
         return run.handles
+
+    async def _look_up(
+        self, lookups: LookupCoalescer, spec: ModelSpec, inputs: Inputs, options: SubmitOptions, key: str | None
+    ) -> CachedAnswer | None:
+        """The answer of the shared cache to one job."""
+        if not await self._knows_active(lookups.answers, spec, options):
+            return None
+        question = lookups.answers.ask(self._builder, spec, inputs, options, key)
+        return None if question is None else await lookups.find(question)
+
+    async def _look_up_all(
+        self, lookups: LookupCoalescer, spec: ModelSpec, items: Sequence[Item], options: SubmitOptions
+    ) -> dict[int, CachedAnswer]:
+        """The answers of the shared cache, by the place of the item."""
+        if not await self._knows_active(lookups.answers, spec, options):
+            return {}
+        asked = self._questions(lookups.answers, spec, items, options)
+        found = zip(asked, await lookups.find_all(list(asked.values())), strict=True)
+        return {place: answer for place, answer in found if answer is not None}
+
+    async def _knows_active(self, cached: CachedAnswers, spec: ModelSpec, options: SubmitOptions) -> bool:
+        """Whether jobs with these options are looked up. Reads the active version, if that is due."""
+        if not cached.takes(spec, options):
+            return False
+        if cached.is_due(spec.name):
+            now = cached.now()
+            cached.note(spec.name, (await self._broker.actives([spec.name]))[spec.name], now)
+        return True
 
     async def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> list[Any]:
         spec = await self._spec(model, options.version)
@@ -119,7 +155,12 @@ class AsyncClient(
                             await self._submit_many(model, chunk, options, first_index=run.count, refused=refused)
                         )
                     for handle in run.due():
-                        run.complete(await handle._ended(None))
+                        try:
+                            await handle._await_end(None)
+                        except JobLost as lost:
+                            run.lose(lost)
+                        else:
+                            run.complete(handle._state)
             finally:
                 # The error that ended the map is raised, not an error of this cleaning up.
                 for handle in run.unfinished():
@@ -152,7 +193,7 @@ class AsyncClient(
         self, jobs: Iterable[AsyncJobHandle], *, return_exceptions: bool = False, timeout: float | None = None
     ) -> list[Any]:
         """The outputs of all jobs, in the order of the handles. See Client.gather."""
-        handles = list(jobs)
+        handles = listed(jobs)
         gathered: dict[str, Gathered] = {}
         async for job in self.as_completed(handles, timeout):
             try:
@@ -230,6 +271,10 @@ class AsyncClient(
             found += awaited.settle(zip(part, await self._broker.job_records(part), strict=True))
         return found
 
+    async def report_quality(self, job: str | AsyncJobHandle, quality: float) -> bool:
+        """The same as `await client.job(job).rate(quality)`: for the id of an ended job, in any process."""
+        return await self.job(job).rate(quality)
+
     async def aclose(self) -> None:
         """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
         if self._is_closed:
@@ -240,6 +285,10 @@ class AsyncClient(
         self._broker = self._reader = CLOSED
         await reader.aclose()
         await broker.aclose()
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._cached is not None:
+            self._cached.close()
 
     async def __aenter__(self) -> AsyncClient:
         self._check_open()
@@ -284,11 +333,12 @@ class AsyncClient(
         self._start_reading()
         self._loop = None
 
-    def _enter_loop(self) -> None:
-        """Makes the running loop that of this client."""
+    def _enter_loop(self) -> asyncio.AbstractEventLoop:
+        """Makes the running loop that of this client, and returns it."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._change_loop(loop)
+        return loop
 
     def _change_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._check_open()
@@ -305,9 +355,21 @@ class AsyncClient(
     def _start_reading(self) -> None:
         self._reader = AsyncReplyReader(self._broker)
         self._coalescers: dict[str, SubmitCoalescer] = {}
+        if self._lookups is not None:
+            # A call of a loop that was closed would never end it.
+            self._lookups.close()
+        self._lookups = _lookups(self._cached)
 
-    def _handle(self, state: JobState) -> AsyncJobHandle:
-        return AsyncJobHandle(self, state)
+    def _handles(self, states: Iterable[JobState]) -> list[AsyncJobHandle]:
+        return [AsyncJobHandle(self, state) for state in states]
+
+
+def _lookups(cached: CachedAnswers | None) -> LookupCoalescer | None:
+    if cached is None:
+        return None
+    from penstock.producers.async_cached_answers import LookupCoalescer
+
+    return LookupCoalescer(cached)
 
 
 class AsyncJobHandle(HandleCore):
@@ -322,11 +384,24 @@ class AsyncJobHandle(HandleCore):
 
     async def result(self, timeout: float | None = None) -> dict[str, Array]:
         """The outputs by name, once the job has ended. Arguments and errors are those of JobHandle.result."""
-        return (await self._ended(timeout)).outputs()
+        timeout, state = checked_timeout(timeout), self._state
+        if state.record is None:
+            self._client._enter_loop()
+            until, is_due = inf if timeout is None else time.monotonic() + timeout, False
+            if state.awaits_reply:
+                # Here: a job whose reply comes in time needs no second coroutine.
+                try:
+                    await self._reply(until)
+                except TimeoutError:
+                    is_due = True
+            if state.record is None:
+                await self._find_end(until, timeout, is_due=is_due)
+        return state.outputs()
 
     async def info(self, timeout: float | None = None) -> JobInfo:
         """The status, version, worker, batch and timings of the job, once it has ended in any way."""
-        return (await self._ended(timeout)).info()
+        await self._await_end(timeout)
+        return self._state.opened().info()
 
     async def stream(self, after: int = 0, timeout: float | None = None) -> AsyncIterator[JobEvent]:
         """The job's events after sequence number `after`, as they happen. Arguments and errors: see JobHandle.stream.
@@ -334,8 +409,12 @@ class AsyncJobHandle(HandleCore):
         A failed job does not raise: its failure is the last event.
         """
         self._client._enter_loop()
+        if (outcome := self._state.outcome) is not None and not self._state.was_queued:
+            for event in unqueued_events(outcome, after):
+                yield event
+            return
         reader, silence = self._client._reader, Silence(timeout)
-        merger = EventMerger(self.id, self._client._builder.keyring, after)
+        merger = EventMerger(self.id, self.tenant, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
         try:
             while not merger.is_over:
@@ -359,8 +438,21 @@ class AsyncJobHandle(HandleCore):
         """Cancels the job as far as that is possible, and returns what it did. See JobHandle.cancel."""
         self._client._enter_loop()
         broker, state = self._client._broker, self._state
+        if not state.was_queued:
+            return "too_late"
         sealed = cancellation(state.id, state.tenant, self._client._builder.keyring)
         return state.cancelled(await broker.cancel(state.id, state.tenant, sealed))
+
+    async def rate(self, quality: float, timeout: float | None = None) -> bool:
+        """Reports the quality of the answer to a running A/B experiment or rollout. See JobHandle.rate."""
+        await self._await_end(timeout)
+        state = self._state
+        arm = state.arm(quality)
+        if arm is None:
+            return False
+        self._client._enter_loop()
+        broker = self._client._broker
+        return state.rated(await broker.rate(state.id, arm.experiment, arm.version, quality))
 
     async def _read_record(self, *, subscribe: bool = False) -> JobRecord:
         return self._state.accept(await self._look(subscribe=subscribe))
@@ -376,37 +468,48 @@ class AsyncJobHandle(HandleCore):
             record = JobRecord(State.EXPIRED, "", sealed) if is_ended else await broker.job_record(state.id)
         return record
 
-    async def _ended(self, timeout: float | None) -> Outcome:
+    async def _await_end(self, timeout: float | None) -> None:
         timeout = checked_timeout(timeout)
-        state = self._state
-        if state.record is None:
+        if self._state.record is None:
             self._client._enter_loop()
-            until = inf if timeout is None else asyncio.get_running_loop().time() + timeout
-            try:
-                await self._await_reply(until)
-                if state.record is None:
-                    async with asyncio.timeout_at(None if until == inf else until):
-                        await self._follow()
-            except TimeoutError:
-                # The time is up, and the record decides.
-                await self._read_record()
-                if state.record is None:
-                    raise result_timeout(timeout) from None
-        return state.opened()
+            await self._find_end(inf if timeout is None else time.monotonic() + timeout, timeout, is_due=False)
 
-    async def _await_reply(self, until: float) -> None:
-        """Waits for the reply, if one is expected, and looks at the record when the job's time has passed."""
-        state, loop = self._state, asyncio.get_running_loop()
-        while state.awaits_reply and state.record is None:
-            look_at = loop.time() + state.seconds_left(inf)
+    def _reply(self, until: float) -> asyncio.Future[None]:
+        """Done when the reply has come. TimeoutError at `until`, and when the record must be looked at.
+
+        until: on the loop's clock, which is that of time.monotonic().
+        """
+        if (look_at := self._state.look_at) < until:
             # On a grid: each distinct time costs the reader a look at all waiting jobs.
-            look_at = ceil(look_at * _LOOKS_PER_S) / _LOOKS_PER_S if look_at < until else inf
-            try:
-                await self._client._reader.reply_to(state, min(until, look_at))
-            except TimeoutError:
-                if until <= look_at:
-                    raise
-                await self._read_record()
+            until = min(until, ceil(max(look_at, time.monotonic()) * _LOOKS_PER_S) / _LOOKS_PER_S)
+        return self._client._reader.reply_to(self._state, until)
+
+    async def _find_end(self, until: float, timeout: float | None, *, is_due: bool) -> None:
+        """Waits for the end, and looks at the record where no reply has told it.
+
+        is_due: whether `_reply` has raised TimeoutError.
+        """
+        state = self._state
+        try:
+            while state.awaits_reply and state.record is None:
+                if is_due:
+                    if until <= time.monotonic():
+                        raise TimeoutError
+                    await self._read_record()
+                is_due = False
+                if state.record is None:
+                    try:
+                        await self._reply(until)
+                    except TimeoutError:
+                        is_due = True
+            if state.record is None:
+                async with asyncio.timeout_at(None if until == inf else until):
+                    await self._follow()
+        except TimeoutError:
+            # The time is up, and the record decides.
+            await self._read_record()
+            if state.record is None:
+                raise result_timeout(timeout) from None
 
     async def _follow(self) -> None:
         """Waits for the end in the job's event stream: no reply comes to this client."""

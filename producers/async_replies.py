@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from penstock.producers.gathering import EndedJobs
 from penstock.producers.job_state import JobState
 from penstock.producers.replies import ALL_ENTRIES, RECORDS_AT_ONCE, SILENCE_S, ReplyRouter, Sink, new_client_id
-from penstock.producers.submission import chunks
+from penstock.producers.submission import chunks, log_accepted, logger
 from penstock.producers.unusable import closed
 from penstock.registry.broker.base import Limits, Publication, Receipt, State, StreamEntry
 from penstock.registry.broker.redis_async import AsyncRedisStreams
@@ -34,8 +36,10 @@ class SubmitCoalescer:
         self._broker = broker
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[_Gathered] = []
-        self._chunks: deque[list[_Gathered]] = deque()
+        self._jobs: list[Publication] = []
+        self._answers: list[asyncio.Future[Receipt]] = []
+        """The future of each receipt."""
+        self._chunks: deque[tuple[Sequence[Publication], list[asyncio.Future[Receipt]]]] = deque()
         self._is_sending = False
         self._task: asyncio.Task[None] | None = None
 
@@ -43,7 +47,8 @@ class SubmitCoalescer:
         """The broker's answer. A caller that is cancelled does not stop the call for the others."""
         # Made directly: the loop's own method is Python code, and this is half of all futures of a client.
         answer: asyncio.Future[Receipt] = asyncio.Future(loop=self._loop)
-        self._gathered.append(_Gathered(publication, answer))
+        self._jobs.append(publication)
+        self._answers.append(answer)
         if not self._is_sending:
             self._is_sending = True
             # At the end of this turn of the loop, with all jobs that the turn submits.
@@ -53,50 +58,44 @@ class SubmitCoalescer:
     def _send_next(self) -> None:
         """Sends the next chunk, without a task if the connection is up. Ends when nothing is left."""
         if not self._chunks:
-            gathered, self._gathered = self._gathered, []
-            rest = iter(gathered)
-            for chunk in chunks([each.publication for each in gathered]):
-                self._chunks.append([next(rest) for _ in chunk])
+            gathered, answers, self._jobs, self._answers = self._jobs, self._answers, [], []
+            start = 0
+            for chunk in chunks(gathered):
+                self._chunks.append((chunk, answers[start : start + len(chunk)]))
+                start += len(chunk)
         if not self._chunks:
             self._is_sending = False
             return
-        waiting = self._chunks.popleft()
-        jobs = [each.publication for each in waiting]
+        jobs, waiting = self._chunks.popleft()
 
         def receive(receipts: list[Receipt] | None) -> None:
             if receipts is None:
-                self._task = self._loop.create_task(self._send_with_retries(waiting))
+                self._task = self._loop.create_task(self._send_with_retries(jobs, waiting))
             else:
-                _answer(waiting, receipts)
+                self._answer(waiting, receipts)
                 self._send_next()
 
         if not self._broker.publish_now(self._slot, jobs, self._limits, receive):
             receive(None)
 
-    async def _send_with_retries(self, chunk: Sequence[_Gathered]) -> None:
+    async def _send_with_retries(self, jobs: Sequence[Publication], waiting: Sequence[asyncio.Future[Receipt]]) -> None:
         """Connects, repeats, and fails at last. The broker accepts a job id once, so that a repeated call is safe."""
         try:
-            receipts = await self._broker.publish(self._slot, [each.publication for each in chunk], self._limits)
+            receipts = await self._broker.publish(self._slot, jobs, self._limits)
         except Exception as error:  # every error belongs to the tasks that await an answer
-            for each in chunk:
-                if not each.answer.done():
-                    each.answer.set_exception(error)
+            for answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
         else:
-            _answer(chunk, receipts)
+            self._answer(waiting, receipts)
         self._send_next()
 
-
-class _Gathered(NamedTuple):
-    """A publication, and the future of its receipt."""
-
-    publication: Publication
-    answer: asyncio.Future[Receipt]
-
-
-def _answer(chunk: Sequence[_Gathered], receipts: Sequence[Receipt]) -> None:
-    for (_, answer), receipt in zip(chunk, receipts, strict=True):
-        if not answer.done():
-            answer.set_result(receipt)
+    def _answer(self, waiting: Sequence[asyncio.Future[Receipt]], receipts: Sequence[Receipt]) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            log_accepted(receipts, self._slot)
+        for answer, receipt in zip(waiting, receipts, strict=True):
+            if not answer.done():
+                answer.set_result(receipt)
 
 
 class Subscription(deque[StreamEntry]):
@@ -168,12 +167,8 @@ class AsyncEndedJobs(EndedJobs):
         self._arrived.set()
 
 
-class _Waiting(NamedTuple):
-    """The futures that wait for one job, and since when."""
-
-    since: float
-    waiters: list[tuple[asyncio.Future[None], float]]
-    """Each with the time on the loop's clock until which it waits."""
+_Waiter: TypeAlias = tuple[asyncio.Future[None], float, float]
+"""A future that waits for one job: since when, and until when, on the loop's clock. It is that of time.monotonic()."""
 
 
 class AsyncReplyReader:
@@ -184,12 +179,12 @@ class AsyncReplyReader:
         # Weak: a client that is dropped without `aclose` goes at once, not when the garbage collector comes.
         wake_waiters = weakref.WeakMethod(self._wake_waiters)
         self._router: ReplyRouter[JobState] = ReplyRouter(
-            new_client_id(), lambda job: (wake := wake_waiters()) and wake(job)
+            new_client_id(), lambda jobs: (wake := wake_waiters()) and wake(jobs)
         )
         self._reader: asyncio.Task[None] | None = None
         self._waker: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiters: dict[JobState, _Waiting] = {}
+        self._waiters: dict[JobState, list[_Waiter]] = {}
         self._reading: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
         self._is_closing = False
@@ -204,9 +199,9 @@ class AsyncReplyReader:
             self._wake_if_behind()
         return key
 
-    def expect(self, job: JobState) -> None:
-        """Routes the reply about the job to `job`, while the caller keeps a reference to it."""
-        self._router.expect(job)
+    def expect_all(self, jobs: Iterable[JobState]) -> None:
+        """Routes the reply about each job to it, while the caller keeps a reference to it."""
+        self._router.expect_all(jobs)
 
     def reply_to(self, job: JobState, until: float = inf) -> asyncio.Future[None]:
         """Done when the reply about the job has come. It may raise BrokerUnavailable, or TimeoutError at `until`.
@@ -221,9 +216,9 @@ class AsyncReplyReader:
         waiter: asyncio.Future[None] = asyncio.Future(loop=self._loop)
         waiting = self._waiters.get(job)
         if waiting is None:
-            self._waiters[job] = _Waiting(self._loop.time(), [(waiter, until)])
+            self._waiters[job] = [(waiter, time.monotonic(), until)]
         else:
-            waiting.waiters.append((waiter, until))
+            waiting.append((waiter, waiting[0][1], until))
         if until < self._wakes_at:
             self._wake_at(until)
         if self._reader is None:
@@ -242,21 +237,21 @@ class AsyncReplyReader:
     def _give_up(self) -> None:
         """Ends the futures whose time is up, and sets the timer for the next one."""
         now, earliest = self._now(), inf
-        for waiting in self._waiters.values():
-            for waiter, until in waiting.waiters:
-                if waiter.done():
-                    continue
-                if until <= now:
-                    waiter.set_exception(TimeoutError())
-                else:
-                    earliest = min(earliest, until)
+        for waiter, _, until in chain.from_iterable(self._waiters.values()):
+            if waiter.done():
+                continue
+            if until <= now:
+                waiter.set_exception(TimeoutError())
+            else:
+                earliest = min(earliest, until)
         self._wake_at(earliest)
 
-    def _wake_waiters(self, job: JobState) -> None:
-        waiting = self._waiters.pop(job, None)
-        for waiter, _ in waiting.waiters if waiting else ():
-            if not waiter.done():
-                waiter.set_result(None)
+    def _wake_waiters(self, jobs: Iterable[JobState]) -> None:
+        take = self._waiters.pop
+        for job in jobs:
+            for waiter, _, _ in take(job, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def listen(self) -> None:
         """Starts the reading task unless it runs."""
@@ -344,10 +339,10 @@ class AsyncReplyReader:
         self._router.sweep()
         now = self._now()
         for job, waiting in list(self._waiters.items()):
-            if all(waiter.done() for waiter, _ in waiting.waiters):
+            if all(waiter.done() for waiter, _, _ in waiting):
                 del self._waiters[job]
         silent = [
-            job for job, waiting in self._waiters.items() if job.awaits_reply and now - waiting.since >= SILENCE_S
+            job for job, waiting in self._waiters.items() if job.awaits_reply and now - waiting[0][1] >= SILENCE_S
         ]
         if await self._read_records(silent):
             # One reply was lost: others may be lost, too.
@@ -367,7 +362,7 @@ class AsyncReplyReader:
 
     def _fail(self, error: Exception) -> None:
         waiters, self._waiters = self._waiters, {}
-        for waiter, _ in chain.from_iterable(waiting.waiters for waiting in waiters.values()):
+        for waiter, _, _ in chain.from_iterable(waiters.values()):
             if not waiter.done():
                 waiter.set_exception(error)
 

@@ -7,6 +7,7 @@ same job ids, so that it cannot make a second job.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,29 +15,30 @@ from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-from penstock.producers.core import ClientCore, Inputs, Items, Refused
-from penstock.producers.events import EventMerger, JobEvent, Silence, is_end
-from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered
+from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused
+from penstock.producers.events import EventMerger, JobEvent, Silence, is_end, unqueued_events
+from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered, listed
 from penstock.producers.job_state import (
     CancelStatus,
     HandleCore,
     JobInfo,
     JobState,
     JobStatus,
-    Outcome,
     checked_timeout,
     result_timeout,
 )
 from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S, ReplyReader
 from penstock.producers.rows import MapOrder
-from penstock.producers.submission import cancellation, expiry
+from penstock.producers.submission import cancellation, expiry, log_accepted, logger
 from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import JobRecord, ProducerEnd, State
-from penstock.registry.errors import BrokerUnavailable, PenstockError
+from penstock.registry.errors import BrokerUnavailable, JobLost, PenstockError
 from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
+    from penstock.producers.cached_answers import CachedAnswer, CachedAnswers
+    from penstock.registry.package import ModelSpec
     from penstock.registry.settings import Settings
     from penstock.testing.model import Served
 
@@ -80,9 +82,13 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> JobHandle:
         spec = self._specs.get(model, options.version, self._read_spec)
+        if self._cached is not None and (found := self._look_up(self._cached, spec, [(inputs, key)], options)):
+            return self._ended(found[0])
         job, handle = self._new_job(spec, inputs, options, key)
-        (receipt,) = self._broker.publish(model, [job], self._limits)
-        return self._accepted(handle, receipt, model)
+        receipts = self._broker.publish(model, [job], self._limits)
+        if logger.isEnabledFor(logging.DEBUG):
+            log_accepted(receipts, model)
+        return self._accepted(handle, receipts[0], model)
 
     def _submit_many(
         self,
@@ -95,12 +101,29 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         timeout_s: float | None = None,
     ) -> list[JobHandle]:
         spec = self._specs.get(model, options.version, self._read_spec)
-        with self._submit_run(spec, items, options, first_index, refused, timeout_s) as run:
+        found: Mapping[int, CachedAnswer] = {}
+        if self._cached is not None:
+            items = list(items)
+            found = self._look_up(self._cached, spec, items, options)
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found) as run:
             while chunk := run.next_chunk():
                 receipts = self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
                     time.sleep(pause_s)
         return run.handles
+
+    def _look_up(
+        self, cached: CachedAnswers, spec: ModelSpec, items: Sequence[Item], options: SubmitOptions
+    ) -> dict[int, CachedAnswer]:
+        """The answers of the shared cache, by the place of the item."""
+        if not cached.takes(spec, options):
+            return {}
+        if cached.is_due(spec.name):
+            now = cached.now()
+            cached.note(spec.name, self._broker.actives([spec.name])[spec.name], now)
+        asked = self._questions(cached, spec, items, options)
+        found = zip(asked, cached.find(list(asked.values())), strict=True)
+        return {place: answer for place, answer in found if answer is not None}
 
     def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> list[Any]:
         spec = self._specs.get(model, options.version, self._read_spec)
@@ -111,7 +134,13 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
                         refused = run.refused
                         run.submitted(self._submit_many(model, chunk, options, first_index=run.count, refused=refused))
                     for handle in run.due():
-                        run.complete(handle._ended(None))
+                        try:
+                            if handle._state.record is None:
+                                handle._find_end(None)
+                        except JobLost as lost:
+                            run.lose(lost)
+                        else:
+                            run.complete(handle._state)
             finally:
                 # The error that ended the map is raised, not an error of this cleaning up.
                 for handle in run.unfinished():
@@ -152,7 +181,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         comes is raised at once. The other jobs go on.
         timeout: as for `as_completed`.
         """
-        handles = list(jobs)
+        handles = listed(jobs)
         gathered: dict[str, Gathered] = {}
         for job in self.as_completed(handles, timeout):
             try:
@@ -215,6 +244,10 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
             part = job_ids[start : start + RECORDS_AT_ONCE]
             yield from awaited.settle(zip(part, self._broker.job_records(part), strict=True))
 
+    def report_quality(self, job: str | JobHandle, quality: float) -> bool:
+        """The same as `client.job(job).rate(quality)`: for the id of an ended job, in any process."""
+        return self.job(job).rate(quality)
+
     def close(self) -> None:
         """Closes the connections. Submitted jobs go on. A later call that needs the broker raises ClientUnusable."""
         if self._is_closed:
@@ -224,6 +257,8 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         self._broker = self._reader = CLOSED
         reader.close()
         broker.close()
+        if self._cached is not None:
+            self._cached.close()
 
     def __enter__(self) -> Client:
         self._check_open()
@@ -248,8 +283,8 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         self._broker.forget_connections()
         self._reader = ReplyReader(self._broker)
 
-    def _handle(self, state: JobState) -> JobHandle:
-        return JobHandle(self, state)
+    def _handles(self, states: Iterable[JobState]) -> list[JobHandle]:
+        return [JobHandle(self, state) for state in states]
 
 
 class JobHandle(HandleCore):
@@ -261,24 +296,30 @@ class JobHandle(HandleCore):
     def status(self) -> JobStatus:
         """queued, running, completed, failed, cancelled, expired or dead.
 
-        Raises UnknownJob, or ResultGone after the retention of results.
+        Raises JobLost, UnknownJob, or ResultGone after the retention of results.
         """
         return self._state.status(self._state.record or self._read_record())
 
     def result(self, timeout: float | None = None) -> dict[str, Array]:
         """The outputs by name, once the job has ended. A second call costs nothing.
 
-        timeout: seconds. None waits until the job has ended. Raises the JobFailed that ended the job, ResultTimeout,
-        ResultGone, UnknownJob, or BrokerUnavailable.
+        timeout: seconds. None waits until the job has ended. Raises the JobFailed that ended the job, JobLost,
+        ResultTimeout, ResultGone, UnknownJob, or BrokerUnavailable.
         """
-        return self._ended(timeout).outputs()
+        timeout, state = checked_timeout(timeout), self._state
+        if state.record is None:
+            self._find_end(timeout)
+        return state.outputs()
 
     def info(self, timeout: float | None = None) -> JobInfo:
         """The status, version, worker, batch and timings of the job, once it has ended in any way.
 
-        timeout: as for `result`. Raises ResultTimeout, ResultGone, UnknownJob, or BrokerUnavailable.
+        timeout: as for `result`. Raises JobLost, ResultTimeout, ResultGone, UnknownJob, or BrokerUnavailable.
         """
-        return self._ended(timeout).info()
+        timeout, state = checked_timeout(timeout), self._state
+        if state.record is None:
+            self._find_end(timeout)
+        return state.opened().info()
 
     def stream(self, after: int = 0, timeout: float | None = None) -> Iterator[JobEvent]:
         """The job's events after sequence number `after`, as they happen. The terminal event is the last one.
@@ -289,8 +330,11 @@ class JobHandle(HandleCore):
         It works at any time, also after the end of the job, and in any process. A failed job does not raise: its
         failure is the last event. Otherwise it raises as `result` does.
         """
+        if (outcome := self._state.outcome) is not None and not self._state.was_queued:
+            yield from unqueued_events(outcome, after)
+            return
         reader, silence = self._client._reader, Silence(timeout)
-        merger = EventMerger(self.id, self._client._builder.keyring, after)
+        merger = EventMerger(self.id, self.tenant, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
         try:
             while not merger.is_over:
@@ -313,11 +357,28 @@ class JobHandle(HandleCore):
         """Cancels the job as far as that is possible, and returns what it did.
 
         "cancelled": the job will never run. "requested": a worker has it and is told to stop; it may still end with a
-        result. "too_late": it had ended in another way. Raises UnknownJob or ResultGone.
+        result. "too_late": it had ended in another way. Raises JobLost, UnknownJob or ResultGone.
         """
         client, state = self._client, self._state
+        if not state.was_queued:
+            return "too_late"
         sealed = cancellation(state.id, state.tenant, client._builder.keyring)
         return state.cancelled(client._broker.cancel(state.id, state.tenant, sealed))
+
+    def rate(self, quality: float, timeout: float | None = None) -> bool:
+        """Reports the quality of the answer to a running A/B experiment or rollout; returns whether it counts.
+
+        quality: a finite number, in the unit of your metric. False: no experiment divided the job, or the job was rated
+        before. timeout: as for `result`. Raises InvalidInput for a job that failed, and as `info` does.
+        """
+        timeout, state = checked_timeout(timeout), self._state
+        if state.record is None:
+            self._find_end(timeout)
+        arm = state.arm(quality)
+        if arm is None:
+            return False
+        rating = self._client._broker.rate(state.id, arm.experiment, arm.version, quality)
+        return state.rated(rating)
 
     def _read_record(self, *, subscribe: bool = False) -> JobRecord:
         return self._state.accept(self._look(subscribe=subscribe))
@@ -332,15 +393,12 @@ class JobHandle(HandleCore):
             record = JobRecord(State.EXPIRED, "", sealed) if is_ended else broker.job_record(state.id)
         return record
 
-    def _ended(self, timeout: float | None) -> Outcome:
-        timeout = checked_timeout(timeout)
-        state = self._state
-        if state.record is None:
-            deadline = None if timeout is None else time.monotonic() + timeout
-            if not state.awaits_reply:
-                self._read_record()
-            self._wait_for_end(deadline, timeout)
-        return state.opened()
+    def _find_end(self, timeout: float | None) -> None:
+        """Waits until the end is known."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._state.awaits_reply:
+            self._read_record()
+        self._wait_for_end(deadline, timeout)
 
     def _wait_for_end(self, deadline: float | None, timeout: float | None) -> None:
         state, reader = self._state, self._client._reader

@@ -9,7 +9,6 @@ to the parent.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
@@ -17,29 +16,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, Self, TypeAlias, TypeVar, cast, overload
 
-from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
+from penstock.producers.job_state import HandleCore, JobState, ResultPolicy, checked_timeout, positive_timeout
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
 from penstock.producers.stack_start import LONGEST_START_S, StackStart
-from penstock.producers.submission import ItemIndex, SubmitRun, accepted, log_accepted, logger, with_keys
+from penstock.producers.submission import ItemIndex, SubmitRun, accepted, with_keys
 from penstock.producers.unusable import closed
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Announced, Publication, Receipt
 from penstock.registry.envelope import Retry
-from penstock.registry.errors import InvalidInput
+from penstock.registry.errors import ClientUnusable, InvalidInput
 from penstock.registry.key_reports import check_keys
 from penstock.registry.queues import PriorityName, slot_of
 
 if TYPE_CHECKING:
+    from penstock.producers.cached_answers import CachedAnswer, CachedAnswers, Question
     from penstock.registry.package import ModelSpec
     from penstock.registry.settings import Settings
 
-__all__ = ["ClientCore", "Inputs", "Items", "Refused"]
+__all__ = ["ClientCore", "Inputs", "Item", "Items", "Refused"]
 
 Inputs: TypeAlias = Mapping[str, object]
-Items: TypeAlias = Iterable[tuple[Inputs | InvalidInput, str | None]]
+Item: TypeAlias = tuple[Inputs | InvalidInput, str | None]
+Items: TypeAlias = Iterable[Item]
 """Inputs, or the error in their place, each with its idempotency key."""
 Refused: TypeAlias = dict[int, InvalidInput] | None
 """Takes the errors of bad items by index. None: the first one is raised."""
@@ -55,7 +56,7 @@ class _Reader(Protocol):
 
     def address(self, slot: str) -> str: ...
 
-    def expect(self, job: JobState) -> None: ...
+    def expect_all(self, jobs: Sequence[JobState]) -> None: ...
 
 
 class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWhole]):
@@ -73,13 +74,18 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         models_root: str | Path | None = None,
         settings: Settings | None = None,
     ) -> None:
+        # For the first client, as the settings are.
+        from penstock.safety.payload_keys import envelope_keys
+
+        timeout_s = positive_timeout(timeout_s)
         settings = _client_settings(settings, tenant=tenant, signing_keys=signing_keys, models_root=models_root)
         queue = settings.inference.queue
         self.tenant = settings.tenant_id
         self._limits = limits_of(queue)
-        self._builder = JobBuilder.of(settings)
+        self._builder = JobBuilder.of(settings, envelope_keys(settings))
         self._specs = SpecCache(settings.inference.repo_root)
         self._policy = ResultPolicy(self._builder.keyring, queue.result_ttl_s)
+        self._cached = _cached_answers(settings)
         self._is_closed = False
         self._connect(url, timeout_s, int(queue.result_ttl_s * 1000))
         _clients.add(self)
@@ -119,6 +125,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         outputs: Sequence[str] = (),
         traceparent: str = "",
         retry: Retry | None = None,
+        webhook: str | None = None,
+        sticky_key: str | None = None,
+        endpoint: str | None = None,
     ) -> Submitted:
         """Publishes one job and returns its handle. In AsyncClient, await it.
 
@@ -131,9 +140,15 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         outputs: the names of the requested outputs. Empty means all.
         traceparent: the W3C trace context of the caller. The job's events and log lines carry it.
         retry: how often and after which pauses a failed forward is repeated. None: the first failure ends the job.
+        webhook: an https URL that gets a signed POST when the job has ended in any way; see docs/how-to/submit.md.
+        sticky_key: names the user, so that a sticky A/B experiment answers all its jobs with one version. None: the
+        tenant.
+        endpoint: one of the model's endpoints, whose policy the job has; see docs/how-to/policies.md. None: `infer`.
         Raises BrokerUnavailable, or a Rejected error such as QueueFull before anything is written.
         """
-        options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
+        options = SubmitOptions(
+            priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
+        )
         return self._submit(model, inputs, options, idempotency_key)
 
     def submit_many(
@@ -149,6 +164,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         outputs: Sequence[str] = (),
         traceparent: str = "",
         retry: Retry | None = None,
+        webhook: str | None = None,
+        sticky_key: str | None = None,
+        endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> SubmittedMany:
         """Publishes one job for each item of `batches` and returns their handles in order. In AsyncClient, await it.
@@ -160,7 +178,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         accepted stay accepted, and `error.accepted` holds their handles. IdempotencyConflict carries them, too, and
         BrokerUnavailable, whose `error.in_doubt` holds the handles of the jobs without an answer.
         """
-        options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
+        options = SubmitOptions(
+            priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
+        )
         return self._submit_many(model, with_keys(batches, idempotency_keys), options, timeout_s=timeout_s)
 
     # Mappings give whole outputs; rows give what the model's signature says, which no type checker knows. An array is
@@ -179,6 +199,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         outputs: Sequence[str] = (),
         traceparent: str = "",
         retry: Retry | None = None,
+        webhook: str | None = None,
+        sticky_key: str | None = None,
+        endpoint: str | None = None,
         progress: bool | Callable[[int], None] = False,
         on_error: Literal["raise"] = "raise",
         window: int = MAP_WINDOW,
@@ -198,6 +221,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         outputs: Sequence[str] = (),
         traceparent: str = "",
         retry: Retry | None = None,
+        webhook: str | None = None,
+        sticky_key: str | None = None,
+        endpoint: str | None = None,
         progress: bool | Callable[[int], None] = False,
         on_error: OnError = "raise",
         window: int = MAP_WINDOW,
@@ -216,6 +242,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         outputs: Sequence[str] = (),
         traceparent: str = "",
         retry: Retry | None = None,
+        webhook: str | None = None,
+        sticky_key: str | None = None,
+        endpoint: str | None = None,
         progress: bool | Callable[[int], None] = False,
         on_error: OnError = "raise",
         window: int = MAP_WINDOW,
@@ -231,8 +260,16 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         job, or of an item that was refused, in its place.
         window: the largest number of jobs in flight.
         """
-        options = SubmitOptions(priority, deadline_s, tenant, version, outputs, traceparent, retry)
+        options = SubmitOptions(
+            priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
+        )
         return self._map(model, options, MapOrder(items, idempotency_keys, progress, on_error, window))
+
+    def __reduce__(self) -> NoReturn:
+        raise ClientUnusable(
+            "This client cannot be pickled or copied: its connections and keys belong to this process. "
+            "Expected a client that each process makes, and handles or ids of jobs"
+        )
 
     def job(self, job: str | HandleCore, *, tenant: str | None = None) -> Handle:
         """The handle of any job from its id, or from a handle of another client or process.
@@ -263,7 +300,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         """In a forked child: replaces the connection and the reply reader of the parent."""
 
     @abstractmethod
-    def _handle(self, state: JobState) -> Handle: ...
+    def _handles(self, states: Iterable[JobState]) -> list[Handle]: ...
 
     @abstractmethod
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> Submitted: ...
@@ -295,26 +332,38 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
     def _find(self, job_id: str, tenant: str) -> Handle:
         return self._handle(JobState(job_id, tenant, self._policy, awaits_reply=False))
 
-    def _track(self, job: Publication) -> Handle:
-        """The handle of a job that is published next: its reply may come before the call returns."""
-        look_at = time.monotonic() + job.lifetime_ms(self._limits.job_ttl_ms) / 1000
-        state = JobState(job.job_id, job.tenant, self._policy, awaits_reply=True, look_at=look_at)
-        self._reader.expect(state)
+    def _handle(self, state: JobState) -> Handle:
+        (handle,) = self._handles((state,))
+        return handle
+
+    def _known(self, job_id: str, tenant: str) -> Handle:
+        """The handle of a job that the broker has just named."""
+        state = JobState(job_id, tenant, self._policy, awaits_reply=False, seen_at=time.monotonic())
         return self._handle(state)
+
+    def _track(self, jobs: Sequence[Publication]) -> list[Handle]:
+        """The handles of jobs of one deadline that are published next: replies may come before the call returns."""
+        now, policy = time.monotonic(), self._policy
+        look_at = now + jobs[0].lifetime_ms(self._limits.job_ttl_ms) / 1000
+        states = [
+            JobState(job.job_id, job.tenant, policy, awaits_reply=True, look_at=look_at, seen_at=now) for job in jobs
+        ]
+        self._reader.expect_all(states)
+        return self._handles(states)
 
     def _new_job(
         self, spec: ModelSpec, inputs: Inputs, options: SubmitOptions, key: str | None
     ) -> tuple[Publication, Handle]:
         reply = self._reader.address(spec.name)
         job = self._builder.build(spec, inputs, options, idempotency_key=key, reply=reply)
-        return job, self._track(job)
+        return job, self._track((job,))[0]
 
     def _accepted(self, handle: Handle, receipt: Receipt, model: str) -> Handle:
         """The handle of the job that answers. It is an earlier job when the idempotency key belongs to one."""
+        if receipt.outcome == "accepted":
+            return handle
         job_id = accepted(receipt, model)
-        if logger.isEnabledFor(logging.DEBUG):
-            log_accepted((receipt,), model)
-        return handle if job_id == handle._state.id else self._find(job_id, handle.tenant)
+        return handle if job_id == handle._state.id else self._known(job_id, handle.tenant)
 
     def _submit_run(
         self,
@@ -324,12 +373,36 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         first_index: int,
         refused: Refused,
         timeout_s: float | None,
+        found: Mapping[int, CachedAnswer],
     ) -> SubmitRun[Handle]:
+        """found: the answers of the shared cache, by the place of the item."""
+        timeout_s = checked_timeout(timeout_s, "timeout_s")
         deadline = inf if timeout_s is None else time.monotonic() + timeout_s
         reply = self._reader.address(spec.name)
         jobs = self._builder.build_many(spec, items, options, reply=reply, first_index=first_index, refused=refused)
         index_of = ItemIndex(first_index, refused or ())
-        return SubmitRun(spec.name, jobs, self._track, self._find, index_of=index_of, deadline=deadline)
+        answered: dict[int, Handle] = {}
+        if found:
+            for position in range(len(jobs)):
+                if (answer := found.get(index_of(position) - first_index)) is not None:
+                    answered[position] = self._ended(answer)
+        return SubmitRun(
+            spec.name, jobs, self._track, self._known, index_of=index_of, deadline=deadline, answered=answered
+        )
+
+    def _ended(self, answer: CachedAnswer) -> Handle:
+        """The handle of a job that the shared cache has answered."""
+        return self._handle(answer.ended_job(self._policy))
+
+    def _questions(
+        self, cached: CachedAnswers, spec: ModelSpec, items: Sequence[Item], options: SubmitOptions
+    ) -> dict[int, Question]:
+        """The questions of the items that are looked up, by the place of the item."""
+        asked = {}
+        for place, (inputs, key) in enumerate(items):
+            if (question := cached.ask(self._builder, spec, inputs, options, key)) is not None:
+                asked[place] = question
+        return asked
 
     def _map_run(self, spec: ModelSpec, options: SubmitOptions, order: MapOrder) -> MapRun[Handle]:
         return MapRun(RowShape(spec, options.outputs), order)
@@ -344,6 +417,15 @@ def _client_settings(
     if settings is None:
         return _loaded_settings(named)
     return settings.changed({key: value for key, value in named.items() if value is not None})
+
+
+def _cached_answers(settings: Settings) -> CachedAnswers | None:
+    if not settings.inference.cache.producer_lookup:
+        return None
+    # Few clients look into the shared cache.
+    from penstock.producers.cached_answers import CachedAnswers
+
+    return CachedAnswers.of(settings)
 
 
 def _loaded_settings(overrides: Mapping[str, object] | None = None) -> Settings:

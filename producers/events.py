@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
@@ -10,10 +11,17 @@ from typing import Any, Final, Literal, TypeAlias, cast
 from penstock.producers.job_state import END_NAMES, Outcome, checked_timeout, open_outcome
 from penstock.registry.broker.base import JobRecord, State, StreamEntry
 from penstock.registry.envelope import Keyring, open_event
-from penstock.registry.errors import BadSignature, ResultTimeout
-from penstock.registry.tensors import decode
+from penstock.registry.errors import (
+    BadSeal,
+    BadSignature,
+    InvalidInput,
+    ResultTimeout,
+    UndecodableEnvelope,
+    described,
+)
+from penstock.registry.event_body import decode_parts
 
-__all__ = ["EventMerger", "EventType", "JobEvent", "Silence", "is_end"]
+__all__ = ["EventMerger", "EventType", "JobEvent", "Silence", "is_end", "unqueued_events"]
 
 EventType: TypeAlias = Literal[
     "queued",
@@ -30,6 +38,11 @@ EventType: TypeAlias = Literal[
 """The kinds of events. The last five end the stream."""
 _END_TYPES: Final = frozenset(END_NAMES.values())
 _BY_LETTER: Final = {state.value.encode(): state for state in State}
+_BEGINS: Final[dict[bytes, tuple[EventType, str | None]]] = {
+    b"started": ("started", None),
+    b"reset": ("reset", "redelivered"),
+}
+"""The entries with which a run of the job begins."""
 _LONE_END: Final = 3
 """The sequence number of the end of a job that emitted nothing."""
 
@@ -55,9 +68,28 @@ class JobEvent:
         return self.type in _END_TYPES
 
 
+def _checked_after(after: object) -> int:
+    """The sequence number of a `stream(after=)`. Raises InvalidInput for any other value."""
+    try:
+        seq = -1 if isinstance(after, bool) else operator.index(cast(int, after))
+    except TypeError:
+        seq = -1
+    if seq < 0:
+        raise InvalidInput(
+            f"after is {described(after)}. Expected the sequence number of an event, or 0 for all events"
+        )
+    return seq
+
+
 def is_end(entry: StreamEntry) -> bool:
     """Whether an entry of an event stream says that the job has ended."""
     return entry.fields[1] in _BY_LETTER
+
+
+def unqueued_events(outcome: Outcome, after: int) -> Iterator[JobEvent]:
+    """The events of a job that was answered before it was queued: its end, with the number of a job without events."""
+    if _checked_after(after) < _LONE_END:
+        yield JobEvent(_LONE_END, END_NAMES[outcome.state], outcome.outputs())
 
 
 class Silence:
@@ -93,17 +125,21 @@ class Silence:
 class EventMerger:
     """A job's record and its event stream -> one sequence.
 
-    Sequence numbers: 1 is `queued`, 2 is `started`, which is left out for a job that never started. The entries of a
-    worker have the numbers of the event stream, from 3 on. The end follows the last of them. The record gives the
-    states that left no entry in the stream.
+    Sequence numbers: 1 is `queued`, 2 is `started`, which is left out for a job that never started. The events of a
+    worker have numbers from 3 on. Those that were written together share one entry of the stream, whose id has the
+    number of the last one. The end follows the last of them. The record gives the states that left no entry in the
+    stream.
     """
 
-    def __init__(self, job_id: str, keyring: Keyring, after: int) -> None:
-        self.last = after
+    def __init__(self, job_id: str, tenant: str, keyring: Keyring, after: int) -> None:
+        self.last = _checked_after(after)
         self.is_over = False
         self._job_id = job_id
+        self._tenant = tenant
         self._keyring = keyring
         self._ends_at = 0
+        self._has_told = False
+        """Whether an entry of the stream became an event."""
 
     @property
     def awaits_record(self) -> bool:
@@ -119,10 +155,14 @@ class EventMerger:
             kind, sealed = entry.fields[1], entry.fields[3]
             if kind in _BY_LETTER:
                 self._ends_at = seq
-                continue
-            yield from self._up_to(seq, has_started=True)
-            self.last = seq
-            yield self._event(seq, cast(EventType, kind.decode()), sealed)
+            elif kind == b"events":
+                yield from self._events(seq, sealed)
+            elif kind in _BEGINS:
+                yield from self._up_to(seq, has_started=True)
+                self.last, self._has_told = seq, True
+                yield JobEvent(seq, *_BEGINS[kind])
+            else:
+                raise UndecodableEnvelope(f"an event of the kind {kind!r:.40}. Expected a worker of this version")
 
     def record(self, job_record: JobRecord) -> Iterator[JobEvent]:
         """The events that the record brings. First pass the entries that were read after it to `entries`."""
@@ -133,6 +173,9 @@ class EventMerger:
             return
         outcome = open_outcome(self._job_id, job_record, self._keyring)
         end = self._ends_at or _LONE_END
+        if self._has_told:
+            # In an older copy of the broker's data, the stream has lower numbers than its subscriber has seen.
+            end = max(end, self.last + 1)
         # Nothing follows for a subscriber that has seen the end.
         if self.last < end:
             yield from self._up_to(end, has_started=outcome.has_run)
@@ -151,15 +194,23 @@ class EventMerger:
             self.last = seq - 1
             yield JobEvent(seq - 1, "reset", "trimmed")
 
-    def _event(self, seq: int, kind: EventType, sealed: bytes) -> JobEvent:
-        if kind == "reset":
-            return JobEvent(seq, kind, "redelivered")
-        if kind == "started":
-            return JobEvent(seq, kind)
+    def _events(self, last: int, sealed: bytes) -> Iterator[JobEvent]:
+        """The events of one entry that have not been seen. last: the number of its last one."""
         header, body = open_event(sealed, self._keyring)
         if header.id != self._job_id:
             raise BadSignature("the event belongs to another job")
-        return JobEvent(seq, kind, header.fraction if kind == "progress" else decode(header.content, body))
+        if header.is_sealed and header.tenant != self._tenant:
+            raise BadSeal("the event belongs to another tenant")
+        parts = decode_parts(body)
+        for seq, (part, content) in enumerate(parts, last - len(parts) + 1):
+            if seq <= self.last:
+                continue
+            yield from self._up_to(seq, has_started=True)
+            self.last, self._has_told = seq, True
+            if part.fraction is None:
+                yield JobEvent(seq, "chunk", part.values(content))
+            else:
+                yield JobEvent(seq, "progress", part.fraction)
 
     def _end(self, seq: int, outcome: Outcome) -> JobEvent:
         failure = outcome.header.error

@@ -17,17 +17,26 @@ from typing import Final, Generic, TypeAlias, TypeVar
 from penstock.producers.events import is_end
 from penstock.producers.job_state import HandleCore, JobState, checked_timeout
 from penstock.registry.broker.base import JobRecord, State, StreamEntry
-from penstock.registry.errors import Corrupt, InvalidInput, JobFailed, ResultGone, ResultTimeout, UnknownJob
+from penstock.registry.errors import (
+    Corrupt,
+    InvalidInput,
+    JobFailed,
+    JobLost,
+    ResultGone,
+    ResultTimeout,
+    UnknownJob,
+    described,
+)
 from penstock.registry.queues import events_key
 from penstock.registry.tensors import Array
 
-__all__ = ["ENDS", "MOST_FOLLOWED", "Awaited", "EndedJobs", "Gathered"]
+__all__ = ["ENDS", "MOST_FOLLOWED", "Awaited", "EndedJobs", "Gathered", "listed"]
 
 MOST_FOLLOWED: Final = 256
 """Jobs of other clients whose event streams one `as_completed` reads at a time."""
-ENDS: Final = (JobFailed, ResultGone, UnknownJob, Corrupt)
+ENDS: Final = (JobFailed, JobLost, ResultGone, UnknownJob, Corrupt)
 """The errors that belong to one job: another call would give the same."""
-Gathered: TypeAlias = dict[str, Array] | JobFailed | ResultGone | UnknownJob | Corrupt
+Gathered: TypeAlias = dict[str, Array] | JobFailed | JobLost | ResultGone | UnknownJob | Corrupt
 """The outputs of a job, or the error in their place."""
 Handle = TypeVar("Handle", bound=HandleCore)
 
@@ -44,7 +53,7 @@ class Awaited(Generic[Handle]):
         self._handles: dict[str, list[Handle]] = {}
         self._look_at: float | None = None
         self._count = 0
-        for job in jobs:
+        for job in listed(jobs):
             if not isinstance(job, HandleCore):
                 raise InvalidInput(f"Job {self._count} is a {type(job).__name__}. Expected a handle of this client")
             if job._client is not client:
@@ -128,6 +137,15 @@ class Awaited(Generic[Handle]):
         return ResultTimeout(
             f"{len(self)} of {self._count} jobs have not ended within {self._timeout_s or 0:g} s; they go on"
         )
+
+
+def listed(jobs: Iterable[Handle]) -> list[Handle]:
+    """The handles of a call. Raises InvalidInput for a value that is no iterable."""
+    try:
+        handles = iter(jobs)
+    except TypeError:
+        raise InvalidInput(f"The jobs are {described(jobs)}. Expected handles of this client, such as [job]") from None
+    return list(handles)
 
 
 class EndedJobs:

@@ -11,22 +11,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from numbers import Real
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import Any, Final, Literal, Self, TypeAlias
+
+import msgspec
 
 from penstock.producers.unusable import Unusable
-from penstock.registry.broker.base import CancelOutcome, JobRecord, State
+from penstock.registry.broker.base import CancelOutcome, JobRecord, Rating, State
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
 from penstock.registry.errors import (
     BadSignature,
     InvalidInput,
+    JobLost,
     ResultGone,
     ResultTimeout,
     UnknownJob,
     described,
 )
 from penstock.registry.queues import job_time_ms, slot_of
+from penstock.registry.result_match import ResultMatcher
 from penstock.registry.tensors import Array, decode
 
 __all__ = [
@@ -40,6 +44,7 @@ __all__ = [
     "Outcome",
     "ResultPolicy",
     "checked_timeout",
+    "positive_timeout",
     "open_outcome",
     "result_timeout",
 ]
@@ -47,6 +52,7 @@ __all__ = [
 _CLOCK_STEP_S: Final = 0.002
 """The broker's clock has steps of a millisecond."""
 _LOOK_AGAIN_S: Final = 1.0
+"""Less than the default lease: only for a client that asks again, the job of a dead worker ends. See `expire`."""
 JobEnd: TypeAlias = Literal["completed", "failed", "cancelled", "expired", "dead"]
 """How a job ended."""
 _LONGEST_TIMEOUT_S: Final = 1e9
@@ -71,9 +77,11 @@ class JobInfo:
     """How a job ended, without its outputs. The fields from `version` on are empty for a job that no model ran.
 
     version, content_hash: the label of the version that answered, and the SHA-256 of its content. attempt: the number
-    of the delivery, from 1. batch_size: the rows of its micro-batch. queue_ms: from acceptance to claim. batch_ms: from
-    claim to the start of the forward. compute_ms: the forward. is_cached: the result came from the response cache or
-    from an equal job, without a forward and without a batch of its own.
+    of the delivery, from 1; 0 for a job that the shared cache answered before it was queued. batch_size: the rows of
+    its micro-batch. queue_ms: from acceptance to claim. batch_ms: from claim to the start of the forward. compute_ms:
+    the forward. is_cached: the result came from the response cache or from an equal job, without a forward and without
+    a batch of its own. level: the level of the fallback chain that answered after an earlier one had failed or was
+    stopped by its circuit breaker: `micro-batched`, `plain` or `fallback`; empty: the first level answered.
     """
 
     status: JobEnd
@@ -86,6 +94,9 @@ class JobInfo:
     batch_ms: float
     compute_ms: float
     is_cached: bool
+    level: str = ""
+    experiment: str = ""
+    """The experiment whose arm `version` was; empty: none divided the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +127,8 @@ class Outcome:
             batch_ms=timings.batch_ms,
             compute_ms=timings.compute_ms,
             is_cached=header.is_cached,
+            level=header.level,
+            experiment=header.experiment,
         )
 
     @property
@@ -139,60 +152,65 @@ def result_timeout(timeout_s: float | None) -> ResultTimeout:
     return ResultTimeout(f"No result within {timeout_s:g} s; the job goes on")
 
 
-def checked_timeout(timeout: object) -> float | None:
+def checked_timeout(timeout: object, name: str = "timeout") -> float | None:
     """The seconds of a `timeout` argument. Raises InvalidInput for a value that is no number of seconds."""
     if timeout is None:
         return None
     # The usual types first: a check of an abstract class takes as long as all the rest.
     kind = type(timeout)
-    if kind in (int, float) or (kind is not bool and isinstance(timeout, Real)):
-        seconds = min(cast(float, timeout), _LONGEST_TIMEOUT_S)
-        if seconds == seconds:
+    if kind is float or kind is int or (kind is not bool and isinstance(timeout, Real)):
+        seconds: float = timeout  # type: ignore[assignment]  # a number of any kind
+        if seconds <= _LONGEST_TIMEOUT_S:
             return seconds
-    raise InvalidInput(
-        f"timeout is {described(timeout)}. Expected a number of seconds, or None to wait without a limit"
-    )
+        if seconds > _LONGEST_TIMEOUT_S:  # and no NaN
+            return _LONGEST_TIMEOUT_S
+    raise InvalidInput(f"{name} is {described(timeout)}. Expected a number of seconds, or None to wait without a limit")
 
 
-class ResultPolicy(NamedTuple):
-    """How a client verifies results, and how long the broker keeps them."""
+def positive_timeout(timeout_s: object) -> float:
+    """The seconds of a client's `timeout_s`. Raises InvalidInput for a value that is no positive number."""
+    try:
+        seconds = checked_timeout(timeout_s)
+    except InvalidInput:
+        seconds = None
+    if seconds is None or seconds <= 0:
+        raise InvalidInput(f"timeout_s is {described(timeout_s)}. Expected a positive number of seconds")
+    return seconds
 
-    keyring: Keyring
-    ttl_s: float
+
+class ResultPolicy:
+    """How a client verifies results, and how long the broker keeps them. `matcher` knows what its results look like."""
+
+    __slots__ = ("keyring", "matcher", "ttl_s")
+
+    def __init__(self, keyring: Keyring, ttl_s: float) -> None:
+        self.keyring = keyring
+        self.ttl_s = ttl_s
+        self.matcher = ResultMatcher(keyring)
 
 
-class JobState:
+class JobState(msgspec.Struct, eq=False, weakref=True):
     """One job as one handle knows it.
 
     awaits_reply: whether a reply will come on this client's reply stream and has not come yet.
     record: the terminal record once it is known.
     look_at: the monotonic time in seconds at which the client looks at the record, because the job's deadline or
     lifetime has passed; infinite while that is not known.
+    seen_at: the monotonic time in seconds at which the broker surely had the job, as of the last look; minus infinity
+    while that is not known.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_is_known",
-        "_outcome",
-        "_policy",
-        "awaits_reply",
-        "id",
-        "look_at",
-        "record",
-        "tenant",
-    )
-
-    def __init__(
-        self, job_id: str, tenant: str, policy: ResultPolicy, *, awaits_reply: bool, look_at: float = inf
-    ) -> None:
-        self.id = job_id
-        self.tenant = tenant
-        self.awaits_reply = awaits_reply
-        self.look_at = look_at
-        self.record: JobRecord | None = None
-        self._policy = policy
-        self._is_known = awaits_reply
-        self._outcome: Outcome | None = None
+    id: str
+    tenant: str
+    policy: ResultPolicy
+    awaits_reply: bool
+    look_at: float = inf
+    seen_at: float = -inf
+    record: JobRecord | None = None
+    outcome: Outcome | None = None
+    """The record, opened. It may be known without that; see `outputs`."""
+    was_queued: bool = True
+    """False: the shared cache had the answer, so that the broker never got the job."""
 
     def receive(self, record: JobRecord | None) -> None:
         """Takes a reply: the terminal record, or None when the client must read it by id."""
@@ -202,12 +220,12 @@ class JobState:
     def accept(self, record: JobRecord | None) -> JobRecord:
         """Takes the record as the broker has it now, and keeps a terminal one.
 
-        Raises UnknownJob or ResultGone for a missing record and for the record of another tenant.
+        Raises the error of `missing` for a missing record and for the record of another tenant.
         """
         if record is None:
             raise self.missing()
         if record.state is not State.QUEUED:
-            self._outcome = self._open(record)
+            self.outcome = self._open(record)
             self.record = record
         elif record.tenant != self.tenant:
             raise self.missing()
@@ -215,8 +233,12 @@ class JobState:
             # A job whose time has passed lives while a worker holds it.
             pause_s = _LOOK_AGAIN_S if record.left_ms < 0 else record.left_ms / 1000 + _CLOCK_STEP_S
             self.look_at = time.monotonic() + pause_s
-        self._is_known = True
+        self.seen_at = time.monotonic()
         return record
+
+    def doubt(self) -> None:
+        """The broker did not answer when the job was published: whether it has accepted the job is not known."""
+        self.seen_at = -inf
 
     def is_overdue(self, record: JobRecord) -> bool:
         """Whether the record is that of a job of this tenant whose time has passed: `expire` may end it."""
@@ -233,12 +255,43 @@ class JobState:
         return END_NAMES[self.opened().state]
 
     def opened(self) -> Outcome:
-        """How the job ended. Raises Corrupt, and UnknownJob or ResultGone when no terminal record is known."""
-        if self._outcome is None:
+        """How the job ended. Raises Corrupt, and the error of `missing` when no terminal record is known."""
+        if self.outcome is None:
             if self.record is None:
                 raise self.missing()
-            self._outcome = self._open(self.record)
-        return self._outcome
+            self.outcome = self._open(self.record)
+        return self.outcome
+
+    def outputs(self) -> dict[str, Array]:
+        """The outputs by name. Raises the JobFailed that ended the job, and as `opened` does."""
+        record, matcher = self.record, self.policy.matcher
+        if self.outcome is None and record is not None:
+            if (found := matcher.outputs(self.id, self.tenant, record.result)) is not None:
+                return found
+            outcome = self.opened()
+            outputs = outcome.outputs()
+            matcher.learn(outcome.header, record.result)
+            return outputs
+        return self.opened().outputs()
+
+    def arm(self, quality: float) -> ResultHeader | None:
+        """The header of the result that this quality rates; None: no experiment divided the job.
+
+        Raises InvalidInput for a quality that is no finite number, and for a job without an answer; and as `opened`.
+        """
+        # A boolean is an int to Python; a verdict is 1.0 or 0.0.
+        if isinstance(quality, bool) or not isinstance(quality, int | float) or not isfinite(quality):
+            raise InvalidInput(f"The quality is {described(quality)}. Expected a finite number")
+        header = self.opened().header
+        if header.error is not None:
+            raise InvalidInput("The job failed, and has no answer to rate. Expected a completed job")
+        return header if header.experiment else None
+
+    def rated(self, answer: Rating) -> bool:
+        """Whether the answer of the broker says that the quality was counted. Raises as `missing` says."""
+        if answer is Rating.UNKNOWN:
+            raise self.missing()
+        return answer is Rating.COUNTED
 
     def cancelled(self, answer: CancelOutcome | JobRecord) -> CancelStatus:
         """The answer of the broker, as users read it. A job that ended as cancelled stays "cancelled"."""
@@ -248,18 +301,30 @@ class JobState:
             raise self.missing()
         return "cancelled" if answer is CancelOutcome.CANCELLED else "requested"
 
-    def missing(self) -> UnknownJob | ResultGone:
+    def missing(self) -> UnknownJob | ResultGone | JobLost:
         """The error for a job without a record. Another tenant's job gives the same error, so the two look equal.
 
-        ResultGone: this tenant's job is known to have existed, or its id is older than the retention of results.
+        JobLost: the broker had this tenant's job, and since then less time has passed than results are kept.
+        ResultGone: more time has passed, or the id is older than that. UnknownJob: neither is known.
         """
-        made_ms, ttl_s = job_time_ms(self.id), self._policy.ttl_s
-        if self._is_known or (made_ms is not None and made_ms < (time.time() - ttl_s) * 1000):
-            return ResultGone(f"The result of job {self.id} is gone. Results are kept for {ttl_s:g} s")
-        return UnknownJob(f"Unknown job {self.id!r:.120}. Expected the id of a job of this tenant")
+        made_ms, ttl_s = job_time_ms(self.id), self.policy.ttl_s
+        unseen_s = time.monotonic() - self.seen_at
+        if unseen_s < ttl_s:
+            return JobLost(
+                f"The broker lost job {self.id}: it had the job {unseen_s:.0f} s ago, results are kept for {ttl_s:g} "
+                "s, and there is no record. Its data were cleared, or restored from an older copy. Submit the job again"
+            )
+        if unseen_s < inf or (made_ms is not None and made_ms < (time.time() - ttl_s) * 1000):
+            return ResultGone(
+                f"The result of job {self.id} is gone: the job ended longer ago than results are kept ({ttl_s:g} s), "
+                "or the broker lost it"
+            )
+        return UnknownJob(
+            f"Unknown job {self.id!r:.120}. Expected the id of a job of this tenant that the broker has not lost"
+        )
 
     def _open(self, record: JobRecord) -> Outcome:
-        outcome = open_outcome(self.id, record, self._policy.keyring)
+        outcome = open_outcome(self.id, record, self.policy.keyring)
         if outcome.header.context.tenant != self.tenant:
             raise self.missing()
         return outcome

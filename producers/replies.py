@@ -81,12 +81,12 @@ Pending = TypeVar("Pending", bound=PendingReply)
 class ReplyRouter(Generic[Pending]):
     """Routes each entry of a reply or event stream to the jobs that expect it. No I/O: both clients read for it.
 
-    on_reply: called with each pending reply that has received its record.
+    on_replies: called with the pending replies of each entry that have received their records.
     """
 
-    def __init__(self, client_id: str, on_reply: Callable[[Pending], None] | None = None) -> None:
+    def __init__(self, client_id: str, on_replies: Callable[[Sequence[Pending]], None] | None = None) -> None:
         self._client_id = client_id
-        self.on_reply = on_reply
+        self.on_replies = on_replies
         self._cursors: dict[str, str] = {}
         # Plain weak references, swept now and then: a WeakValueDictionary costs three times as much per job.
         self._pending: dict[str, weakref.ref[Pending]] = {}
@@ -112,8 +112,14 @@ class ReplyRouter(Generic[Pending]):
 
     def expect(self, pending: Pending) -> None:
         """Routes the reply about a job to `pending`, while the caller keeps a reference to it."""
-        self._pending[pending.id.rpartition(".")[2]] = weakref.ref(pending)
-        if len(self._pending) >= self._sweep_at:
+        self.expect_all((pending,))
+
+    def expect_all(self, jobs: Iterable[Pending]) -> None:
+        """The same for several jobs."""
+        known, ref = self._pending, weakref.ref
+        for pending in jobs:
+            known[pending.id.rpartition(".")[2]] = ref(pending)
+        if len(known) >= self._sweep_at:
             self.sweep()
 
     def expects(self, job_id: str) -> bool:
@@ -128,8 +134,8 @@ class ReplyRouter(Generic[Pending]):
         """Gives a pending reply the record that the client read, in place of the reply."""
         self._pending.pop(pending.id.rpartition(".")[2], None)
         pending.receive(record)
-        if self.on_reply is not None:
-            self.on_reply(pending)
+        if self.on_replies is not None:
+            self.on_replies((pending,))
 
     def subscribe(self, job_id: str, after: int, sink: Sink) -> None:
         """Routes the job's events to `sink`, from `after` + 1 on, or from the entry that is read next anyway."""
@@ -178,14 +184,15 @@ class ReplyRouter(Generic[Pending]):
         return trims
 
     def _hand_out(self, fields: Sequence[bytes]) -> None:
-        waiting = self._pending
+        waiting, answered = self._pending, []
         for index in range(0, len(fields), 2):
             ref = waiting.pop(fields[index].decode("ascii", "replace"), None)
             if ref is not None and (pending := ref()) is not None:
                 record = fields[index + 1]
                 pending.receive(parse_record(record) if record else None)
-                if self.on_reply is not None:
-                    self.on_reply(pending)
+                answered.append(pending)
+        if self.on_replies is not None:
+            self.on_replies(answered)
 
 
 class ReplyReader:
@@ -210,10 +217,10 @@ class ReplyReader:
             self._wake(wake)
         return key
 
-    def expect(self, job: JobState) -> None:
-        """Routes the reply about the job to `job`, while the caller keeps a reference to it."""
+    def expect_all(self, jobs: Iterable[JobState]) -> None:
+        """Routes the reply about each job to it, while the caller keeps a reference to it."""
         with self._changed:
-            self._router.expect(job)
+            self._router.expect_all(jobs)
 
     def expects(self, job_id: str) -> bool:
         """Whether the reply about the job will come to this reader."""
@@ -242,14 +249,14 @@ class ReplyReader:
         """Tells `sink` of every reply that comes. It must not block: the lock is held."""
         with self._changed:
             self._watchers.append(sink)
-            self._router.on_reply = self._tell
+            self._router.on_replies = self._tell
 
     def unwatch(self, sink: ReplySink) -> None:
         """Ends `watch`. Without a watcher a reply costs nothing more."""
         with self._changed:
             self._watchers.remove(sink)
             if not self._watchers:
-                self._router.on_reply = None
+                self._router.on_replies = None
 
     def close(self) -> None:
         """Wakes the waiting threads. They get ClientUnusable, and so does each later wait."""
@@ -308,9 +315,10 @@ class ReplyReader:
             self._trims = self._router.deliver(entries)
             self._changed.notify_all()
 
-    def _tell(self, job: JobState) -> None:
+    def _tell(self, jobs: Sequence[JobState]) -> None:
         for sink in self._watchers:
-            sink.receive(job)
+            for job in jobs:
+                sink.receive(job)
 
     def _wake_key(self) -> str | None:
         return None if self._reading is None else self._router.wake_key(self._reading)

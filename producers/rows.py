@@ -12,9 +12,9 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
-from penstock.producers.job_state import HandleCore, Outcome
+from penstock.producers.job_state import HandleCore, JobState
 from penstock.producers.submission import with_keys
-from penstock.registry.errors import ConfigurationError, InvalidInput, JobFailed
+from penstock.registry.errors import ConfigurationError, InvalidInput, JobFailed, JobLost
 from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
@@ -139,16 +139,28 @@ class MapRun(Generic[Handle]):
         self.count += len(self._taken)
         self._keep_refusals()
 
-    def complete(self, outcome: Outcome) -> None:
-        """Takes the outcome of the oldest job. A failure is raised, or kept in the place of the result."""
-        is_whole = self._in_flight.popleft().is_whole
+    def complete(self, job: JobState) -> None:
+        """Takes the oldest job, whose end is known. A failure is raised, or kept in the place of the result."""
         try:
-            outputs = outcome.outputs()
-            self._keep(outputs if is_whole else self._shape.row(outputs))
+            outputs = job.outputs()
+        except JobLost as lost:
+            self.lose(lost)
+            return
         except JobFailed as failure:
+            self._in_flight.popleft()
             if not self._returns_errors:
                 raise
             self._keep(failure)
+        else:
+            self._keep(outputs if self._in_flight.popleft().is_whole else self._shape.row(outputs))
+        self._keep_refusals()
+
+    def lose(self, lost: JobLost) -> None:
+        """Takes the loss of the oldest job. It is raised, or kept in the place of the result."""
+        if not self._returns_errors:
+            raise lost
+        self._in_flight.popleft()
+        self._keep(lost)
         self._keep_refusals()
 
     def unfinished(self) -> list[Handle]:

@@ -8,7 +8,7 @@ Both clients run `submit_many` and `map` through SubmitRun. They differ only in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import repeat
 from math import inf
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Final, Generic, NamedTuple, Self, TypeVar
 from penstock.producers.job_state import HandleCore
 from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Keyring, RequestContext
-from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
+from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull, described
 from penstock.registry.unrun import CANCELLED, EXPIRED, unrun_result
 
 __all__ = [
@@ -86,6 +86,10 @@ def chunks(jobs: Sequence[Publication]) -> Iterator[Sequence[Publication]]:
 
 def with_keys(items: Iterable[Item], keys: Iterable[str | None] | None) -> Iterator[tuple[Item, str | None]]:
     """Each item with its idempotency key. Raises InvalidInput unless there is one key for each item."""
+    try:
+        iter(items)
+    except TypeError:
+        raise InvalidInput(f"The items are {described(items)}. Expected one for each job") from None
     if keys is None:
         yield from zip(items, repeat(None), strict=False)
         return
@@ -127,60 +131,80 @@ _EVERY_ITEM: Final = ItemIndex()
 class SubmitRun(Generic[Handle]):
     """One `submit_many` under way. The client publishes each chunk and hands its receipts to `settle`.
 
-    track: makes the handle of a job before it is published. find: the handle of a job by its id and tenant.
+    track: makes the handles of jobs before they are published. find: the handle of a job by its id and tenant.
     index_of: the index of a job's item, for errors. deadline: until when to wait for room.
+    answered: the handles of jobs that need not be published, by their position among all jobs of the run.
     """
 
     def __init__(
         self,
         model: str,
         jobs: Sequence[Publication],
-        track: Callable[[Publication], Handle],
+        track: Callable[[Sequence[Publication]], list[Handle]],
         find: Callable[[str, str], Handle],
         *,
         index_of: ItemIndex = _EVERY_ITEM,
         deadline: float = inf,
+        answered: Mapping[int, Handle] | None = None,
     ) -> None:
         self._model = model
+        self._answered = answered or {}
+        self._positions: Sequence[int] = range(len(jobs))
+        """Of the jobs to publish, among all jobs."""
+        if self._answered:
+            self._positions = [position for position in self._positions if position not in self._answered]
+            jobs = [jobs[position] for position in self._positions]
         self._chunks = chunks(jobs)
         self._track = track
         self._find = find
         self._index_of = index_of
         self._deadline = deadline
         self._handles: list[Handle] = []
-        self._waiting: list[tuple[int, Publication]] = []
-        """The jobs of the current chunk that are not accepted yet, each with its position."""
+        self._waiting: Sequence[Publication] = ()
+        """The jobs of the current chunk that are not accepted yet."""
+        self._places: Sequence[int] = ()
+        """The place of each of them among the published jobs."""
 
     @property
     def handles(self) -> list[Handle]:
         """The handles of the accepted jobs, in the order of the items."""
-        outside = {position for position, _ in self._waiting}
-        return [handle for position, handle in enumerate(self._handles) if position not in outside]
+        outside = set(self._places)
+        if not self._answered:
+            return [handle for place, handle in enumerate(self._handles) if place not in outside]
+        found = dict(self._answered)
+        for place, handle in enumerate(self._handles):
+            if place not in outside:
+                found[self._positions[place]] = handle
+        return [found[position] for position in sorted(found)]
 
-    def next_chunk(self) -> list[Publication]:
+    def next_chunk(self) -> Sequence[Publication]:
         """The jobs to publish now. Empty when every job is accepted."""
         if not self._waiting and (chunk := next(self._chunks, None)):
-            self._waiting = list(enumerate(chunk, len(self._handles)))
+            self._waiting = chunk
+            self._places = range(len(self._handles), len(self._handles) + len(chunk))
             # A reply may arrive before the call that publishes returns.
-            self._handles += map(self._track, chunk)
-        return [job for _, job in self._waiting]
+            self._handles += self._track(chunk)
+        return self._waiting
 
     def settle(self, receipts: Sequence[Receipt], now: float) -> float:
         """Takes the receipts of the last chunk; returns the seconds to wait before the next one.
 
         Raises IdempotencyConflict, or QueueFull when the wait would pass the deadline. Both carry the accepted jobs.
         """
-        waiting, self._waiting = self._waiting, []
-        refused: list[Receipt] = []
-        for entry, receipt in zip(waiting, receipts, strict=True):
-            if receipt.outcome == "known" and receipt.job_id != entry[1].job_id:
-                self._handles[entry[0]] = self._find(receipt.job_id, entry[1].tenant)
-            elif receipt.outcome not in ("accepted", "known"):
-                refused.append(receipt)
-                self._waiting.append(entry)
+        waiting, places = self._waiting, self._places
+        self._waiting = self._places = ()
         if logger.isEnabledFor(logging.DEBUG):
             log_accepted(receipts, self._model)
-        return self._pause_s(refused, now) if refused else 0.0
+        if len(receipts) == len(waiting) and all([receipt.outcome == "accepted" for receipt in receipts]):
+            return 0.0
+        refused: list[tuple[int, Publication, Receipt]] = []
+        for place, job, receipt in zip(places, waiting, receipts, strict=True):
+            if receipt.outcome == "known" and receipt.job_id != job.job_id:
+                self._handles[place] = self._find(receipt.job_id, job.tenant)
+            elif receipt.outcome not in ("accepted", "known"):
+                refused.append((place, job, receipt))
+        self._waiting, self._places = [job for _, job, _ in refused], [place for place, _, _ in refused]
+        return self._pause_s([receipt for _, _, receipt in refused], now) if refused else 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -191,15 +215,17 @@ class SubmitRun(Generic[Handle]):
         """Puts the handles into the error of a call without an answer."""
         if isinstance(error, BrokerUnavailable):
             error.accepted = self.handles
-            error.in_doubt = [self._handles[position] for position, _ in self._waiting]
+            error.in_doubt = in_doubt = [self._handles[place] for place in self._places]
+            for handle in in_doubt:
+                handle._state.doubt()
 
     def _pause_s(self, refused: Sequence[Receipt], now: float) -> float:
         pause_s = 0.0
-        for (position, _), receipt in zip(self._waiting, refused, strict=True):
+        for place, receipt in zip(self._places, refused, strict=True):
             try:
                 accepted(receipt, self._model)
             except IdempotencyConflict as conflict:
-                error = IdempotencyConflict(f"Item {self._index_of(position)}: {conflict}")
+                error = IdempotencyConflict(f"Item {self._index_of(self._positions[place])}: {conflict}")
                 error.accepted = self.handles
                 raise error from None
             except QueueFull as full:

@@ -28,6 +28,7 @@ def announce(server: RedisServer, model: str) -> None:
                 {"name": "y", "dtype": "float32", "shape": ["batch", 4]},
                 {"name": "z", "dtype": "float32", "shape": ["batch"]},
             ],
+            "policy": {"endpoints": {"bulk": {}}},
         }
     )
     broker = RedisStreams.from_url(server.url)

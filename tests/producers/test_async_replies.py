@@ -71,7 +71,7 @@ async def submitted(broker: CountedBroker, reader: AsyncReplyReader, slot: str) 
     """A published job whose reply the reader expects."""
     job = publication(slot, reply=reader.address(slot))
     state = JobState(job.job_id, "acme", POLICY, awaits_reply=True)
-    reader.expect(state)
+    reader.expect_all([state])
     await broker.publish(slot, [job], LIMITS)
     return state
 

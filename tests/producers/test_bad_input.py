@@ -78,6 +78,21 @@ _ARGUMENTS: list[tuple[dict[str, Any], type[Rejected], str]] = [
     ({"tenant": "Bad Tenant"}, InvalidInput, f"Bad tenant name 'Bad Tenant'. {_NAME_RULE}"),
     ({"outputs": ["q"]}, InvalidInput, "Unknown output(s): q. Declared outputs: y, z"),
     ({"idempotency_key": ""}, InvalidInput, "Bad idempotency key. Expected a string of 1 to 255 characters"),
+    (
+        {"webhook": "http://example.com/hook"},
+        InvalidInput,
+        "The URL of the webhook is not encrypted. Expected https://host/path, or http:// for a loopback host",
+    ),
+    (
+        {"webhook": "https://me:secret@example.com/"},
+        InvalidInput,
+        "The URL of the webhook has a user or a password. Expected https://host/path, or http:// for a loopback host",
+    ),
+    (
+        {"webhook": b"https://example.com/"},
+        InvalidInput,
+        "webhook is of type bytes. Expected https://host/path, or http:// for a loopback host",
+    ),
 ]
 
 

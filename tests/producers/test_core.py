@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ class NotedReader:
     def address(self, slot: str) -> str:
         return f"replies of {slot}"
 
-    def expect(self, job: JobState) -> None:
-        self.expected.append(job.id)
+    def expect_all(self, jobs: Iterable[JobState]) -> None:
+        self.expected += [job.id for job in jobs]
 
 
 class NotedClient(ClientCore[HandleCore, Any, Any, Any, Any]):
@@ -46,8 +47,8 @@ class NotedClient(ClientCore[HandleCore, Any, Any, Any, Any]):
     def _leave_parent(self) -> None:
         """There is no connection to replace."""
 
-    def _handle(self, state: JobState) -> HandleCore:
-        return HandleCore(self, state)
+    def _handles(self, states: Iterable[JobState]) -> list[HandleCore]:
+        return [HandleCore(self, state) for state in states]
 
     def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> Any:
         return model, inputs, options, key
@@ -162,7 +163,7 @@ def test_a_named_job_belongs_to_the_tenant_of_the_client_or_of_the_call(client: 
 def test_a_published_job_keeps_its_handle_unless_an_earlier_job_answers(client: NotedClient):
     """The reply is expected from before the call on. For a known idempotency key, the earlier job's handle comes."""
     job_id, earlier = new_job_id("m"), new_job_id("m")
-    handle = client._track(Publication(job_id, Priority.NORMAL, b"", "globex"))
+    (handle,) = client._track([Publication(job_id, Priority.NORMAL, b"", "globex")])
     assert client.reader.expected == [job_id]
     assert client._accepted(handle, Receipt("accepted", job_id), "m") is handle
     known = client._accepted(handle, Receipt("known", earlier), "m")

@@ -10,20 +10,21 @@ import asyncio
 import numpy as np
 import pytest
 
-from penstock import AsyncClient, Client
-from penstock.producers import async_client
+from penstock import AsyncClient, Client, JobHandle
+from penstock.producers import async_client, job_state
 from penstock.producers import client as blocking
 from penstock.registry.broker.base import Claim, State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Keyring, open_result
 from penstock.registry.errors import Expired, ResultTimeout
-from penstock.registry.queues import Priority
+from penstock.registry.queues import Priority, slot_of
 from penstock.registry.settings import Settings
 from tests.servers import RedisServer, wait_until
 
 INPUTS = {"x": np.ones((1, 4), np.float32)}
 SOON_S = 0.2
 PATIENCE_S = 60
+LEASE_MS = 150
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +132,37 @@ def test_running_job_is_left_alone(client: Client, parked: str, broker: RedisStr
     with pytest.raises(ResultTimeout):
         job.result(3 * SOON_S)
     assert job.status() == "running"
+
+
+@pytest.fixture
+def abandoned(client: Client, parked: str, broker: RedisStreams, monkeypatch: pytest.MonkeyPatch) -> list[JobHandle]:
+    """Overdue jobs that a dead worker holds."""
+    monkeypatch.setattr(job_state, "_LOOK_AGAIN_S", 0.05)
+    broker.prepare([parked])
+    broker.take_over("other", parked, LEASE_MS, 8)
+    jobs = client.submit_many(parked, [INPUTS] * 3, deadline_s=SOON_S)
+    assert len(broker.exchange("dead", [], [Claim(parked, 8, 0, 60_000)], 60_000)[1]) == 3
+    return jobs
+
+
+def test_client_that_waits_outlives_a_dead_worker(
+    client: Client, abandoned: list[JobHandle], broker: RedisStreams, shared_redis: RedisServer
+):
+    """It asks again until no living worker can hold the job: with its reply, by the job's id, and in a group."""
+    with pytest.raises(Expired):
+        abandoned[0].result(PATIENCE_S)
+    with Client(shared_redis.url) as other, pytest.raises(Expired):
+        other.job(abandoned[1].id).result(PATIENCE_S)
+    assert [job.status() for job in client.as_completed(abandoned[2:])] == ["expired"]
+    assert depth(broker, slot_of(abandoned[0].id)) == 0
+
+
+def test_async_client_outlives_a_dead_worker(
+    abandoned: list[JobHandle], broker: RedisStreams, shared_redis: RedisServer
+):
+    """The same, awaited."""
+    asyncio.run(_by_id(shared_redis.url, abandoned[0].id))
+    assert depth(broker, slot_of(abandoned[0].id)) == 2
 
 
 def test_jobs_in_a_group_end_at_their_deadlines(

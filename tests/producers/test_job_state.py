@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from penstock import AsyncClient, Client
 from penstock.producers.job_state import END_NAMES, JobState, ResultPolicy, checked_timeout, result_timeout
 from penstock.registry.broker.base import CancelOutcome, JobRecord, State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
-from penstock.registry.errors import BadSignature, Cancelled, InvalidInput, ResultGone, UnknownJob, described
+from penstock.registry.errors import BadSignature, Cancelled, InvalidInput, JobLost, ResultGone, UnknownJob, described
 from penstock.registry.queues import new_job_id
 from penstock.registry.tensors import encode
 
@@ -32,7 +33,7 @@ def _ended(job_id: str, state: State = State.COMPLETED, tenant: str = "acme") ->
 @pytest.fixture
 def own() -> JobState:
     """A job that this client has just submitted."""
-    return JobState(new_job_id("m"), "acme", POLICY, awaits_reply=True)
+    return JobState(new_job_id("m"), "acme", POLICY, awaits_reply=True, seen_at=time.monotonic())
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_waiting_record_is_not_kept(own: JobState):
     assert own.status(own.accept(WAITING)) == "queued"
     assert own.status(own.accept(JobRecord(State.QUEUED, "acme", is_claimed=True))) == "running"
     assert own.record is None
-    with pytest.raises(ResultGone):
+    with pytest.raises(JobLost):
         own.opened()
 
 
@@ -75,15 +76,32 @@ def test_the_status_of_an_ended_job_names_its_end(state: State, own: JobState):
     assert own.status(record) == own.opened().info().status == END_NAMES[state]
 
 
-def test_a_missing_record_is_gone_or_unknown(own: JobState, found: JobState):
-    """An own job existed, so that its result is gone; a named job may never have existed."""
-    with pytest.raises(ResultGone, match="Results are kept for 60 s"):
+def test_a_missing_record_is_lost_or_unknown(own: JobState, found: JobState):
+    """The broker had an own job less than 60 s ago, so that it is lost. A named job may never have existed."""
+    with pytest.raises(JobLost, match=r"it had the job 0 s ago, results are kept for 60 s, and there is no record"):
         own.accept(None)
     with pytest.raises(UnknownJob):
         found.accept(None)
     found.accept(WAITING)
-    with pytest.raises(ResultGone):
+    with pytest.raises(JobLost):
         found.accept(None)
+
+
+def test_a_record_that_is_missing_for_longer_than_results_are_kept_is_gone():
+    """The result may have expired, or the broker has lost the job: the text says both."""
+    job = JobState(new_job_id("m"), "acme", POLICY, awaits_reply=True, seen_at=time.monotonic() - 60)
+    with pytest.raises(ResultGone, match=r"results are kept \(60 s\), or the broker lost it$"):
+        job.accept(None)
+
+
+def test_a_job_whose_acceptance_is_in_doubt_is_unknown(own: JobState):
+    """The broker did not answer when it was published: it may never have had the job. A record settles that."""
+    own.doubt()
+    with pytest.raises(UnknownJob):
+        own.accept(None)
+    own.accept(WAITING)
+    with pytest.raises(JobLost):
+        own.accept(None)
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -105,7 +123,7 @@ def test_cancelling_follows_the_answer_of_the_broker(own: JobState):
     """A job that had ended tells from its record, and an unknown one raises."""
     assert own.cancelled(CancelOutcome.CANCELLED) == "cancelled"
     assert own.cancelled(CancelOutcome.REQUESTED) == "requested"
-    with pytest.raises(ResultGone):
+    with pytest.raises(JobLost):
         own.cancelled(CancelOutcome.UNKNOWN)
     assert own.cancelled(_ended(own.id, State.CANCELLED)) == "cancelled"
     with pytest.raises(Cancelled):

@@ -63,7 +63,7 @@ def test_a_large_result_is_read_by_its_id(router: ReplyRouter[JobState]):
 def test_an_answered_job_is_announced_once():
     """By its reply or by the record that the client read, whichever came first."""
     announced: list[JobState] = []
-    router = ReplyRouter("client", announced.append)
+    router = ReplyRouter("client", announced.extend)
     first, second = new_job(), new_job()
     key = router.address("m")
     for job in (first, second):
@@ -163,7 +163,7 @@ class CountedBroker(MemoryBroker):
         """Publish a job whose reply the reader expects; without `with_reply` the reply is lost."""
         job = new_job(slot)
         address = reader.address(slot)
-        reader.expect(job)
+        reader.expect_all([job])
         publication = Publication(job.id, Priority.NORMAL, b"sealed", "acme", address if with_reply else "")
         self.publish(slot, [publication], LIMITS)
         return job
@@ -242,7 +242,7 @@ def test_lost_replies_are_made_up_for_by_records(broker: CountedBroker, reader: 
     """All pending jobs in calls of 256; jobs that wait on stay pending, and a job without a record has ended."""
     ended, waiting = ([broker.submit(reader, with_reply=False) for _ in range(number)] for number in (300, 10))
     missing = new_job()
-    reader.expect(missing)
+    reader.expect_all([missing])
     for job in ended:
         broker.end(job)
     reader.catch_up()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.producers.job_state import HandleCore, JobState, Outcome, ResultPolicy
+from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MapOrder, MapRun, RowShape
-from penstock.registry.broker.base import State
-from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader
-from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError
+from penstock.registry.broker.base import JobRecord, State
+from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
+from penstock.registry.errors import ConfigurationError, InvalidInput, JobLost, ModelError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import encode
 
@@ -42,10 +43,13 @@ def _handles(first: int, count: int, *, awaits_reply: bool = True) -> list[Handl
     return [HandleCore(None, JobState(each, "acme", POLICY, awaits_reply=awaits_reply)) for each in ids]
 
 
-def _outcome(number: float = 0, error: Failure | None = None) -> Outcome:
+def _ended(number: float = 0, error: Failure | None = None) -> JobState:
     content, body = encode({"y0": np.full((1, 2), number, np.float32)})
     header = ResultHeader("m.0", RequestContext("acme"), content=content, error=error)
-    return Outcome(State.FAILED if error else State.COMPLETED, header, body)
+    sealed = seal("result", header, body, POLICY.keyring)
+    job = JobState("m.0", "acme", POLICY, awaits_reply=True)
+    job.receive(JobRecord(State.FAILED if error else State.COMPLETED, "", sealed))
+    return job
 
 
 def test_items_are_submitted_by_the_quarter_of_a_window():
@@ -56,9 +60,9 @@ def test_items_are_submitted_by_the_quarter_of_a_window():
         run.submitted(_handles(first, 2))
     assert run.next_items() == []
     assert [handle.id for handle in run.due()] == ["m.0", "m.1"]
-    run.complete(_outcome())
+    run.complete(_ended())
     assert run.next_items() == []
-    run.complete(_outcome())
+    run.complete(_ended())
     assert len(run.next_items()) == 2
     run.submitted(_handles(8, 2))
     assert run.count == 10
@@ -75,7 +79,7 @@ def test_all_results_are_due_when_no_item_is_left():
     assert run.next_items() == []
     assert len(run.due()) == 3
     for number in range(3):
-        run.complete(_outcome(number))
+        run.complete(_ended(number))
     assert run.is_over
     assert [row.tolist() for row in run.results] == [[0, 0], [1, 1], [2, 2]]
 
@@ -106,9 +110,9 @@ def test_a_failure_is_raised_or_kept():
             run.submitted(_handles(0, 1))
             if on_error == "raise":
                 with pytest.raises(ModelError):
-                    run.complete(_outcome(error=failure))
+                    run.complete(_ended(error=failure))
             else:
-                run.complete(_outcome(error=failure))
+                run.complete(_ended(error=failure))
                 assert isinstance(run.results[0], ModelError)
     assert counts == [1]
 
@@ -137,6 +141,22 @@ def test_a_window_without_room_is_refused(window: Any):
         _run([[1.0, 2.0]], window=window)
 
 
+def test_a_job_that_is_lost_is_raised_or_kept():
+    """Its end is known by a missing record. When it is raised, the job is still in flight: `map` cancels it."""
+    for on_error in ("raise", "return"):
+        run = _run([[0.0, 0.0]], on_error=on_error)
+        run.next_items()
+        run.submitted(_handles(0, 1))
+        lost = JobState("m.0", "acme", POLICY, awaits_reply=False, seen_at=time.monotonic())
+        if on_error == "raise":
+            with pytest.raises(JobLost):
+                run.complete(lost)
+            assert [handle.id for handle in run.unfinished()] == ["m.0"]
+        else:
+            run.complete(lost)
+            assert isinstance(run.results[0], JobLost)
+
+
 def test_refused_items_stand_among_the_results():
     """Each in its place, before, between and after jobs; they count as finished, and have no handle to wait for."""
     counts: list[int] = []
@@ -149,9 +169,9 @@ def test_refused_items_stand_among_the_results():
         assert run.next_items() == []
         assert [handle.id for handle in run.due()] == ["m.0", "m.1"]
         assert [handle.id for handle in run.unfinished()] == ["m.0", "m.1"]
-        run.complete(_outcome(2))
+        run.complete(_ended(2))
         assert counts == [1, 2, 3, 4]
-        run.complete(_outcome(4))
+        run.complete(_ended(4))
         assert run.is_over
     assert [str(each) if isinstance(each, InvalidInput) else each[0] for each in run.results] == [
         *("Item 0: bad", "Item 1: bad", 2, "Item 3: bad", 4, "Item 5: bad")

@@ -34,6 +34,9 @@ _OPTIONS: dict[str, tuple[Any, Callable[[JobHeader], Any], Any]] = {
     "outputs": (["z"], lambda header: header.options.outputs, ("z",)),
     "traceparent": (TRACE, lambda header: header.traceparent, TRACE),
     "retry": (Retry(2), lambda header: header.options.retry, Retry(2)),
+    "webhook": ("https://example.com/x", lambda header: header.options.webhook, "https://example.com/x"),
+    "endpoint": ("bulk", lambda header: header.options.endpoint, "bulk"),
+    "sticky_key": ("user 7", lambda header: header.options.sticky_key, "user 7"),
 }
 """Option -> its value, how a job's header shows it, and as what."""
 

@@ -12,10 +12,10 @@ import pytest
 
 from penstock import AsyncClient, Client, InvalidInput, JobEvent, ResultTimeout
 from penstock.producers.events import Silence
-from penstock.registry.broker.base import Event
+from penstock.registry.broker.base import Emission
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import EventHeader, seal
-from penstock.registry.tensors import encode
+from penstock.registry.event_body import chunk_part, encode_parts
 from tests.producers.answers import UNSIGNED, Claimed, claim, end, held
 from tests.servers import RedisServer
 
@@ -66,9 +66,9 @@ async def _gather_events(url: str, job_id: str, arguments: dict[str, Any], found
 
 
 def _emit_chunk(broker: RedisStreams, job: Claimed) -> None:
-    content, body = encode({"y": X})
-    sealed = seal("event", EventHeader(job.header.id, "chunk", content=content), body, UNSIGNED)
-    broker.emit("test", held(job), [Event("chunk", sealed)], 60_000, after=0)
+    body = encode_parts([chunk_part({"y": X}, None, 1000)])
+    sealed = seal("event", EventHeader(job.header.id), body, UNSIGNED)
+    broker.emit("test", [Emission(held(job), "run", sealed)], 60_000, max_bytes=1000)
 
 
 @pytest.mark.parametrize("kind", ["blocking", "asyncio"])

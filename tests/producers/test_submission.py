@@ -11,7 +11,7 @@ from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.submission import ItemIndex, SubmitRun, chunks, with_keys
 from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Keyring
-from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
+from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull, UnknownJob
 from penstock.registry.queues import Priority
 
 POLICY = ResultPolicy(Keyring.parse(None), ttl_s=60)
@@ -26,7 +26,10 @@ def _handle(job_id: str, tenant: str, *, awaits_reply: bool = False) -> HandleCo
 
 
 def _run(count: int, **how: Any) -> SubmitRun[HandleCore]:
-    return SubmitRun("m", _jobs(count), lambda job: _handle(job.job_id, job.tenant, awaits_reply=True), _handle, **how)
+    def track(jobs: Sequence[Publication]) -> list[HandleCore]:
+        return [_handle(job.job_id, job.tenant, awaits_reply=True) for job in jobs]
+
+    return SubmitRun("m", _jobs(count), track, _handle, **how)
 
 
 def _receipts(jobs: Sequence[Publication], **others: Receipt) -> list[Receipt]:
@@ -66,8 +69,16 @@ def test_refused_jobs_are_published_again_in_their_places():
     assert [job.job_id for job in again] == ["m.1"]
     assert run.settle([Receipt("full", "m.1", 30.0)], now=0) == 1.0
     assert run.settle(_receipts(run.next_chunk()), now=0) == 0
-    assert run.next_chunk() == []
+    assert not run.next_chunk()
     assert _ids(run.handles) == ["m.0", "m.1", "m.2"]
+
+
+def test_an_answer_with_too_few_receipts_is_no_answer():
+    """No job is taken for accepted without its receipt."""
+    run = _run(3)
+    jobs = run.next_chunk()
+    with pytest.raises(ValueError, match="shorter"):
+        run.settle(_receipts(jobs[:2]), now=0)
 
 
 def test_a_pause_beyond_the_deadline_raises():
@@ -113,6 +124,8 @@ def test_a_call_without_an_answer_leaves_its_jobs_in_doubt():
         raise BrokerUnavailable("away")
     assert _ids(away.value.accepted) == [f"m.{number}" for number in range(256)]
     assert _ids(away.value.in_doubt) == [f"m.{number}" for number in range(256, 300)]
+    with pytest.raises(UnknownJob):
+        away.value.in_doubt[0]._state.accept(None)  # type: ignore[attr-defined]  # a handle
 
 
 def test_each_item_has_its_key():
