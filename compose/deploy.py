@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from penstock.compose.rollout.active_version import active_deployment
+from penstock.compose.rollout.endpoint_shares import endpoint_shares
 from penstock.compose.rollout.ends import connect_ends
 from penstock.compose.rollout.files import Files, LocalFiles
 from penstock.compose.rollout.load_requests import LoadRequests
@@ -29,7 +32,7 @@ from penstock.registry.broker.base import FleetEnd
 from penstock.registry.catalog import ModelRegistryClient, Veto
 from penstock.registry.catalog.lineage import ModelLineage
 from penstock.registry.catalog.stages import ModelStage, TransitionAction, check_step, parse_stage
-from penstock.registry.catalog.tables import RegisteredVersion, Transition
+from penstock.registry.catalog.tables import Experiment, PolicyRecord, RegisteredVersion, Transition
 from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
 from penstock.registry.desired_state import StateStore
@@ -188,12 +191,13 @@ class Deployer:
         reason: str = "",
         prepare: bool = True,
         timeout_s: float | None = None,
+        completes: Experiment | None = None,
     ) -> Rollout:
         """Move a version to STAGING, or to PRODUCTION, where it is active from the next claim on.
 
-        prepare: wait, for `timeout_s` or the limit of a load, until every live worker has it in memory. Raises
-        TransitionRefused when one cannot load it, with nothing changed; as ModelRegistryClient.promote does; and
-        BrokerUnavailable.
+        prepare: wait, for `timeout_s` or the limit of a load, until every live worker has it in memory. completes: see
+        ModelRegistryClient.promote. Raises TransitionRefused when one cannot load it, with nothing changed; as
+        ModelRegistryClient.promote does; and BrokerUnavailable.
         """
         stage = parse_stage(to)
         found = self.registry.find(name, version)
@@ -205,7 +209,7 @@ class Deployer:
         self.registry.verify(name, found.version)
         return self._roll_out(
             found,
-            lambda: self.registry.promote(name, found.version, stage, reason=reason),
+            lambda: self.registry.promote(name, found.version, stage, reason=reason, completes=completes),
             self._load_timeout_s if timeout_s is None else timeout_s,
             prepare=prepare,
         )
@@ -229,9 +233,10 @@ class Deployer:
     def sync(self, name: str) -> RegisteredVersion:
         """Activate the version in production, after a crash between decision and activation.
 
-        It writes the same record that the crash prevented, and never replaces another decision; for a new operator's
-        key use `sign`. Raises UnknownModel without a version in production, and TransitionConflict when the broker has
-        a later decision, or this one with another signature.
+        While an experiment is open, its arms share the jobs from then on. It writes the same record that the crash
+        prevented, and never replaces another decision; for a new operator's key use `sign`. Raises UnknownModel without
+        a version in production, and TransitionConflict when the broker has a later decision, or this one with another
+        signature.
         """
         version = self.registry.find(name)
         self._activate(version, version.epoch)
@@ -332,7 +337,15 @@ class Deployer:
                 self._requests.request(version, is_wanted=False)
 
     def _activate(self, version: RegisteredVersion, epoch: int) -> None:
-        record = Deployment(epoch, version.name, version.version, version.content_hash).seal(self._sign)
+        experiment = self.registry.experiment(version.name)
+        policy = self.registry.policy(version.name)
+        policies = policy.endpoints if policy is not None else {}
+        routing = experiment.routing if experiment is not None else None
+        if routing is not None and routing.kind == "rollout":
+            candidate = self.registry.find(version.name, routing.arms[0].version)
+            routing = msgspec.structs.replace(routing, shares=endpoint_shares(candidate, policies, routing))
+        deployment = Deployment(epoch, version.name, version.version, version.content_hash, routing, policies)
+        record = deployment.seal(self._sign)
         spec = ModelSpec.from_json(json.dumps(version.spec).encode()).to_json()
         if not self.fleet.activate(version.name, epoch, record, version.version, spec):
             raise TransitionConflict(
@@ -360,6 +373,25 @@ class Deployer:
         except PenstockError as problem:
             self._on_progress(f"{consequence}: {problem}")
 
+    # Policies
+
+    def set_policy(
+        self, name: str, endpoint: str, knobs: Mapping[str, Any] | None, *, reason: str = ""
+    ) -> PolicyRecord:
+        """Change knobs of an endpoint at run time; see ModelRegistryClient.set_policy. Workers follow with their next
+        claim. Raises TransitionConflict, and BrokerUnavailable when the change is in the registry only.
+        """
+        self._check_epoch(name)
+        record = self.registry.set_policy(name, endpoint, knobs, reason=reason)
+        try:
+            self.sync(name)
+        except BrokerUnavailable as error:
+            raise BrokerUnavailable(
+                f"The policy is in the registry, but the earlier one of {name} is still in force: {error}. Expected "
+                f"`penstock models sync {name}`, once the broker answers"
+            ) from error
+        return record
+
     # Memory
 
     def load(self, name: str, version: str, *, worker: str | None = None, timeout_s: float | None = None) -> list[str]:
@@ -381,12 +413,31 @@ class Deployer:
         """
         found = self.registry.find(name, version)
         watch = self._watch_workers(name, found.version, worker)
+        if self._is_arm(found):
+            raise TransitionRefused(
+                f"{found.reference} is an arm of an open experiment. Expected its end first: `penstock rollout stop`, "
+                "or `penstock ab stop`"
+            )
         if found.stage is ModelStage.PRODUCTION or any(replica.is_active for replica in watch.current()):
             raise TransitionRefused(
                 f"{found.reference} is the active version. Expected another version to be promoted first"
             )
         self._requests.request(found, is_wanted=False, worker=worker)
         return watch.await_gone(self._load_timeout_s if timeout_s is None else timeout_s)
+
+    def is_wanted(self, version: RegisteredVersion) -> bool:
+        """Whether workers were asked to load the version; see LoadRequests.is_wanted."""
+        return self._requests.is_wanted(version)
+
+    def release(self, version: RegisteredVersion) -> None:
+        """Let workers unload a version that answers no jobs any more, without waiting for it."""
+        if not self._is_arm(version) and version.stage is not ModelStage.PRODUCTION:
+            with self._only_reported(f"{version.reference} may still be in memory"):
+                self._requests.request(version, is_wanted=False)
+
+    def _is_arm(self, version: RegisteredVersion) -> bool:
+        experiment = self.registry.experiment(version.name)
+        return experiment is not None and any(arm.version == version.version for arm in experiment.arms)
 
     def tune(
         self, name: str, action: Tuning = "compile", *, worker: str | None = None, timeout_s: float | None = None
@@ -403,6 +454,16 @@ class Deployer:
             lambda: self._requests.send(Command(action, name), serving),
             self._load_timeout_s if timeout_s is None else timeout_s,
         )
+
+    def clear_cache(self, name: str = "") -> list[str]:
+        """Remove the cached answers of a model, or of all, in every live worker and its tiers; returns the workers.
+
+        Raises ModelNotReady when a worker refuses or does not reply, ConfigurationError without an operator's key.
+        """
+        live = [json.loads(report)["name"] for report in self.fleet.workers()]
+        serving = workers_of(self.fleet, name) if name else live
+        self._requests.send(Command("clear_cache", name), serving)
+        return serving
 
     def _watch(self, name: str, label: str, *, only: str | None = None) -> Watch:
         return Watch(

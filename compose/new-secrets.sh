@@ -14,11 +14,13 @@ random > secrets/metrics-token
 # The users of two containers read it; the mode of the folder keeps other users of this machine out.
 chmod 0444 secrets/metrics-token
 {
-  for role in PRODUCER WORKER OPERATOR CELERY FLOWER; do
+  for role in PRODUCER WORKER OPERATOR CELERY WEBHOOKS SHADOW FLOWER; do
     echo "REDIS_${role}_PASSWORD=$(random)"
   done
   echo "FLOWER_PASSWORD=$(random)"
   echo "PENSTOCK_SIGNING_KEYS=main:$(head -c 32 /dev/urandom | base64)"
+  echo "PENSTOCK_WEBHOOK_SECRETS=whsec_$(head -c 32 /dev/urandom | base64)"
+  echo "PENSTOCK_L2_ENCRYPTION_KEY=$(random)"
   echo 'METRICS_TOKEN_FILE=./secrets/metrics-token'
 } > .env
 echo 'Wrote compose/.env and compose/secrets/metrics-token'

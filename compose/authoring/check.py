@@ -26,6 +26,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.forms import finite_outputs
 from penstock.workers.runtime.open import open_runtime
+from penstock.workers.runtime.tracebacks import message_of, name_of
 
 __all__ = ["CheckTarget", "FailedForward", "PackageReport", "check_package", "own_traceback"]
 
@@ -93,6 +94,8 @@ def check_package(
     """
     package = load_package(folder)
     tell("model.yaml", f"{package.spec.reference}, format {package.spec.format}")
+    if package.steps:
+        tell("steps", ", ".join(f"{each.folder.name} ({each.spec.format})" for each in package.steps))
     tell("inputs", _declared(package.spec.inputs))
     tell("outputs", _declared(package.spec.outputs))
     inputs = package.spec.signature.check(package.spec.signature.example(1) if sample is None else sample)
@@ -179,11 +182,11 @@ def _forward(runtime: Runtime, inputs: dict[str, Array], *, is_example: bool) ->
             context.is_cancelled = is_example and chunks >= _EXAMPLE_CHUNKS
         stream.close()
         return {}, chunks
-    except PenstockError:
+    except (PenstockError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise FailedForward(
-            f"{runtime.spec.reference}: the model failed ({type(error).__name__}: {error!s:.200}), expected outputs"
+            f"{runtime.spec.reference}: the model failed ({name_of(error)}: {message_of(error)}), expected outputs"
         ) from error
 
 
@@ -200,10 +203,8 @@ def _measured(runtime: Runtime, inputs: dict[str, Array], *, is_example: bool) -
 
 def _files(package: Package) -> str:
     manifest = package.manifest()
-    files = [package.folder / path for path in manifest.files]
-    files += [package.source_folder() / path for path in manifest.source_files]
-    nbytes = sum(file.stat().st_size for file in files)
-    return f"{counted(len(files), 'file')}, {nbytes:,} bytes, content hash {manifest.content_hash[:12]}"
+    count = len(manifest.files) + len(manifest.source_files)
+    return f"{counted(count, 'file')}, {manifest.nbytes:,} bytes, content hash {manifest.content_hash[:12]}"
 
 
 def _declared(tensors: Sequence[TensorSpec]) -> str:

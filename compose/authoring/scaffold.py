@@ -44,6 +44,7 @@ def write_package(
             folder = Path(beside) / "package"
             folder.mkdir()
             for file, text in template.files.items():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file).write_text(_filled(text, name, version, kind) if file == SPEC_FILE else text)
             if "make.py" in template.files:
                 _make(folder, f"{name}/{version}")

@@ -12,7 +12,7 @@ __all__ = ["TEMPLATES", "Template"]
 
 
 class Template(NamedTuple):
-    """files: text by name. inputs: of one job, as Python source. needs: the Python packages that make.py imports.
+    """files: text by path. inputs: of one job, as Python source. needs: the Python packages that make.py imports.
     extras: those of Penstock that install them."""
 
     files: Mapping[str, str]
@@ -140,6 +140,55 @@ config = BertConfig(
 BertModel(config).save_pretrained(".")
 '''
 
+_PIPELINE: Final = """\
+name: NAME
+version: VERSION
+format: FORMAT
+signature:
+  inputs:
+    - {name: x, dtype: float32, shape: [batch, 4]}
+  outputs:
+    - {name: y, dtype: float32, shape: [batch, 2]}
+# Each step is a package of any format in a folder of this one. It takes inputs of the pipeline or outputs of earlier
+# steps, and names its own outputs.
+steps:
+  - package: scale
+    inputs: {x: x}
+    outputs: {scaled: features}
+  - package: predict
+    inputs: {x: features}
+    outputs: {y: y}
+batching: {max_batch_size: 64}
+"""
+
+_STEP: Final = """\
+name: STEP
+version: 1
+format: python
+entrypoint: model:build
+signature:
+  inputs:
+    - {name: x, dtype: float32, shape: [batch, 4]}
+  outputs:
+    - {name: OUTPUT, dtype: float32, shape: [batch, WIDTH]}
+"""
+_SCALE_STEP: Final = _STEP.replace("STEP", "scale").replace("OUTPUT", "scaled").replace("WIDTH", "4")
+_PREDICT_STEP: Final = _STEP.replace("STEP", "predict").replace("OUTPUT", "y").replace("WIDTH", "2")
+
+_SCALE: Final = '''\
+"""Replace this step by your own: cleaning, features, an embedding."""
+
+
+def build():
+    """Called once, when a worker loads the pipeline."""
+
+    def scale(inputs):
+        """Called for each batch: arrays by name, with the rows of several jobs, in and out."""
+        return {"scaled": inputs["x"] / 10}
+
+    return scale
+'''
+
 TEMPLATES: Final[Mapping[str, Template]] = {
     "python": Template({"model.yaml": _CODE, "model.py": _PYTHON}, _JOB),
     "pytorch": Template(
@@ -154,6 +203,16 @@ TEMPLATES: Final[Mapping[str, Template]] = {
         '{"text": ["a sentence"]}',
         ("torch", "transformers"),
         "torch",
+    ),
+    "pipeline": Template(
+        {
+            "model.yaml": _PIPELINE,
+            "scale/model.yaml": _SCALE_STEP,
+            "scale/model.py": _SCALE,
+            "predict/model.yaml": _PREDICT_STEP,
+            "predict/model.py": _PYTHON,
+        },
+        _JOB,
     ),
 }
 """By format."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.compose.jobs.dead_letters import Replayed
     from penstock.registry.broker.base import Broker, DeadLetter
     from penstock.registry.settings import Settings
+    from penstock.safety.privacy import InputRedactor
 
 __all__ = ["dead"]
 
@@ -47,16 +48,19 @@ def list_dead(environ: Mapping[str, str], model: str | None, as_json: bool) -> N
     penstock dead list minilm --json
     """
     from penstock.compose.jobs.dead_letters import letters, summary
+    from penstock.safety.privacy import redactor_of
 
-    with open_broker(connected(environ)) as broker:
+    settings = connected(environ)
+    redactor = redactor_of(settings.inference.privacy)
+    with open_broker(settings) as broker:
         found = [letter for slot in _slots(broker, model) for letter in letters(broker, slot)]
     if as_json:
-        click.echo(json.dumps([summary(letter) for letter in found]))
+        click.echo(json.dumps([summary(letter, redactor) for letter in found]))
     elif not found:
         click.echo("No dead letters.")
     else:
         for letter in found:
-            _print_letter(letter)
+            _print_letter(letter, redactor)
 
 
 @dead.command("show")
@@ -70,18 +74,29 @@ def list_dead(environ: Mapping[str, str], model: str | None, as_json: bool) -> N
 def show_dead(environ: Mapping[str, str], model: str, entry: str, output: Path | None, as_json: bool) -> None:
     """Show one dead letter: the reason, the readable part of its header, and whether it can be replayed.
 
+    With privacy.redact_patterns or redact_detectors the texts are redacted, and bytes in which these find something are
+    not written.
+    Inputs are not shown. `body` says whether they are sealed, and whether the data key of this shell opens them.
+
     \b
     penstock dead show minilm 1763650000000-0
     penstock dead show minilm 1763650000000-0 --output letter.bin
     """
     from penstock.compose.jobs.dead_letters import describe, find, utc_time
     from penstock.registry.queues import parse_name
+    from penstock.safety.payload_keys import envelope_keys
+    from penstock.safety.privacy import redactor_of
 
     settings = connected(environ)
+    redactor = redactor_of(settings.inference.privacy)
     with open_broker(settings) as broker:
         letter = find(broker, parse_name("model", model), entry)
         broker.depths(model)
-        described = describe(letter, settings.keyring, broker.now_ms())
+        described = describe(letter, envelope_keys(settings, may_lack=True), broker.now_ms(), redactor)
+    if output is not None and redactor.changes(letter.sealed):
+        raise click.ClickException(
+            "The bytes have text that privacy.redact_patterns or privacy.redact_detectors remove. Expected no --output"
+        )
     if output is not None:
         _write_new(output, letter.sealed)
     if as_json:
@@ -104,7 +119,7 @@ def replay_dead(environ: Mapping[str, str], model: str, entries: tuple[str, ...]
     """Replay dead letters: each returns to its queue under its own job id, so that its client gets the result.
 
     A letter that no worker could run stays: foreign bytes, another protocol version, an invalid signature, a deadline
-    that has passed. Exit status 1 when one stays.
+    that has passed, inputs that are sealed with a data key that is not here. Exit status 1 when one stays.
 
     \b
     penstock dead replay minilm 1763650000000-0
@@ -178,6 +193,8 @@ def purge_dead(
 
 def _replay_one(broker: Broker, slot: str, entry: str, settings: Settings) -> Replayed:
     from penstock.compose.jobs.dead_letters import Replayed, find, replay
+    from penstock.safety.payload_keys import envelope_keys
+    from penstock.safety.privacy import redactor_of
 
     try:
         letter = find(broker, slot, entry)
@@ -185,7 +202,9 @@ def _replay_one(broker: Broker, slot: str, entry: str, settings: Settings) -> Re
         return Replayed(entry, "", False, str(error))
     broker.depths(slot)
     job_ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
-    return replay(broker, letter, settings.keyring, job_ttl_ms=job_ttl_ms, now_ms=broker.now_ms())
+    keyring = envelope_keys(settings, may_lack=True)
+    outcome = replay(broker, letter, keyring, job_ttl_ms=job_ttl_ms, now_ms=broker.now_ms())
+    return outcome._replace(reason=redactor_of(settings.inference.privacy).redact(outcome.reason))
 
 
 def _slots(broker: Broker, model: str | None) -> list[str]:
@@ -200,7 +219,7 @@ def _chosen(entries: Sequence[str], every: bool, all_entries: Callable[[], list[
     return all_entries() if every else list(dict.fromkeys(entries))
 
 
-def _print_letter(letter: DeadLetter) -> None:
+def _print_letter(letter: DeadLetter, redactor: InputRedactor) -> None:
     from penstock.compose.jobs.dead_letters import utc_time
 
     counts = (
@@ -210,7 +229,7 @@ def _print_letter(letter: DeadLetter) -> None:
     )
     owner = f"job {letter.job_id} of tenant {letter.tenant}" if letter.job_id else "no accepted job"
     click.echo(f"{letter.slot} {letter.entry}  {utc_time(letter.dead_lettered_ms)}  {', '.join(counts)}")
-    click.echo(f"    {printable(owner)}\n    {printable(letter.reason)}")
+    click.echo(f"    {printable(owner)}\n    {printable(redactor.redact(letter.reason))}")
 
 
 def _write_new(path: Path, content: bytes) -> None:

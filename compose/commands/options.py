@@ -8,6 +8,7 @@ import click
 
 __all__ = [
     "app_option",
+    "form_option",
     "prepare_option",
     "priority_choice",
     "reason_option",
@@ -33,6 +34,12 @@ app_option = click.option(
     expose_value=False,
     callback=_serve_app,
     help="Serve the models of this Python file, those of @penstock.model, and no others.",
+)
+form_option = click.option(
+    "--form",
+    default="",
+    metavar="FORM",
+    help="A form of the version, such as compiled, onnx or int8 (default: as built).",
 )
 prepare_option = click.option(
     "--prepare/--no-prepare", default=True, help="Whether workers load the version before it is activated."

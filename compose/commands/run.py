@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -144,20 +145,46 @@ def bench(environ: Mapping[str, str], model: str | None, count: int | None, in_f
 @click.option("--ask", multiple=True, metavar="TEXT", help="A question of your own; may be repeated.")
 @click.option("--count", type=click.IntRange(10), default=3_000, show_default=True, help="Docstrings to embed.")
 @click.option("--stay", is_flag=True, help="Keep the stack running until Ctrl-C, for example to see Flower.")
+@click.option("--safety", is_flag=True, help="Refuse, promote and break candidates instead; takes some minutes.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("penstock-demo-safety"),
+    show_default=True,
+    help="With --safety: the folder of its pictures, report and figures.",
+)
 @as_json_option
 @click.pass_obj
-def demo(environ: Mapping[str, str], ask: tuple[str, ...], count: int, stay: bool, as_json: bool) -> None:
+def demo(
+    environ: Mapping[str, str],
+    ask: tuple[str, ...],
+    count: int,
+    stay: bool,
+    safety: bool,
+    output: Path,
+    as_json: bool,
+) -> None:
     """Embed the docstrings of your Python's standard library and search them by meaning.
 
-    It starts a private stack (Redis, a worker, Flower), needs no network, and deletes everything at the end.
+    It starts a private stack (Redis, a worker, Flower), needs no network, and deletes everything at the end. With
+    --safety it shows a canary, the gate and a circuit breaker on real candidates, and keeps its report.
 
     \b
     penstock demo
     penstock demo --ask "how do I read a zip file?"
+    penstock demo --safety
     """
+    screen = console(quiet=as_json)
+    if safety:
+        from penstock.compose.safety_demo.show import show_safety
+
+        with terminable():
+            facts = show_safety(screen, environ, output)
+        if as_json:
+            click.echo(json.dumps(facts))
+        return
     from penstock.compose.demo import demonstrate
 
-    screen = console(quiet=as_json)
     wait = _wait_for_interrupt if stay else lambda: None
     with terminable():
         demonstration = demonstrate(screen, environ, count=count, ask=ask, stay=wait)

@@ -30,6 +30,7 @@ __all__ = ["print_events", "submit"]
 @click.option("--priority", type=priority_choice, default="normal", show_default=True)
 @click.option("--deadline-s", type=click.FloatRange(0, min_open=True), help="Seconds after which it must not start.")
 @click.option("--version", help="A fixed version of the model.")
+@click.option("--endpoint", help="The endpoint of the model, whose policy the job has (default: infer).")
 @click.option("--wait", is_flag=True, help="Wait for the result and print it.")
 @click.option("--stream", is_flag=True, help="Print the events of the job as they come, until its end.")
 @click.option("--timeout", default=60.0, show_default=True, help="How long --wait waits, in seconds.")
@@ -43,6 +44,7 @@ def submit(
     priority: PriorityName,
     deadline_s: float | None,
     version: str | None,
+    endpoint: str | None,
     wait: bool,
     stream: bool,
     timeout: float,
@@ -67,7 +69,7 @@ def submit(
     parsed = json_tensors.read({**_read_inputs(file), **dict(map(_parse_input, inputs))})
     settings = load_settings(environ)
     with Client.from_env(settings=settings) as client:
-        job = client.submit(model, parsed, priority=priority, deadline_s=deadline_s, version=version)
+        job = client.submit(model, parsed, priority=priority, deadline_s=deadline_s, version=version, endpoint=endpoint)
         if not (wait or stream):
             print_data({"job_id": job.id}, as_json, job.id)
             return

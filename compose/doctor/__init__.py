@@ -2,8 +2,8 @@
 
     environment --> settings --> machine, broker, workers, registry --> findings: ok, warning, broken
 
-installed.py, configuration.py, security.py need no broker; broker.py, workers.py, deployments.py ask it. The checks
-change nothing, wait at most two seconds for a broker that does not answer, and show no secret.
+installed.py, configuration.py, security.py need no broker; broker.py, workers.py, deployments.py and foreign_keys.py
+ask it. The checks change nothing, wait at most two seconds for a broker that does not answer, and show no secret.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from penstock.compose.doctor.findings import Finding
 from penstock.compose.storage import home_problem
-from penstock.registry.errors import ConfigurationError
-from penstock.registry.package import discover, load_package
+from penstock.registry.errors import ConfigurationError, MissingRequirement
+from penstock.registry.package import Package, discover, load_package
 from penstock.registry.settings import Settings
+from penstock.workers.runtime.requirements import REQUIREMENTS_FILE, check_lines
 
 __all__ = ["check_contradictions", "check_home", "check_packages"]
 
@@ -32,10 +33,26 @@ def check_packages(settings: Settings) -> Iterator[Finding]:
     names = []
     for found in discover(root):
         try:
-            names.append(load_package(found.path, trusted_roots=settings.trusted_roots).spec.reference)
+            package = load_package(found.path, trusted_roots=settings.trusted_roots)
         except ConfigurationError as error:
             yield Finding("models", "broken", str(error), "correct that package, or move it out of the models root")
+        else:
+            names.append(package.spec.reference)
+            yield from _check_requirements(package)
     yield Finding("models", "ok", f"packages that load: {', '.join(names) or 'none'}")
+
+
+def _check_requirements(package: Package) -> Iterator[Finding]:
+    """A warning where this environment does not meet the package's requirements.txt: the worker may run elsewhere."""
+    file = package.folder / REQUIREMENTS_FILE
+    try:
+        if file.is_file():
+            check_lines(file.read_text(errors="replace"), package.spec.reference)
+    except MissingRequirement as error:
+        what, _, fix = str(error).partition(". Expected: ")
+        yield Finding("models", "warning", f"a worker here could not load {what}", fix)
+    except ConfigurationError as error:
+        yield Finding("models", "broken", str(error), "correct that line")
 
 
 def check_home(settings: Settings) -> Iterator[Finding]:
@@ -57,7 +74,8 @@ def _pairs(settings: Settings) -> list[tuple[bool, str, str]]:
     queue, batching, limit_s = inference.queue, inference.batching, inference.timeout_seconds
     wait_ms, target_ms = batching.max_wait_ms, batching.target_latency_ms
     rows, held = batching.max_batch_size, batching.max_queue_depth
-    modes = sorted({inference.privacy.mode, inference.cache.privacy_mode})
+    mode, cache_mode, applies = inference.privacy.mode, inference.cache.privacy_mode, inference.effective_mode
+    laxer = "PRIVACY_MODE" if mode != applies else "CACHE_PRIVACY_MODE"
     return [
         (
             queue.lease_s < 1,
@@ -85,8 +103,8 @@ def _pairs(settings: Settings) -> list[tuple[bool, str, str]]:
             "PENSTOCK_REDIS_URL=redis://host:6379/0",
         ),
         (
-            len(modes) > 1,
-            f"two privacy modes are set ({', '.join(modes)}): the stricter one applies",
-            f"PENSTOCK_INFERENCE_CACHE_PRIVACY_MODE={inference.privacy.mode}",
+            mode != cache_mode,
+            f"two privacy modes are set ({', '.join(sorted((mode, cache_mode)))}): the stricter one applies, {applies}",
+            f"PENSTOCK_INFERENCE_{laxer}={applies}",
         ),
     ]

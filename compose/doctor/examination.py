@@ -13,8 +13,16 @@ from penstock.compose.doctor.broker import check_server
 from penstock.compose.doctor.configuration import check_contradictions, check_home, check_packages
 from penstock.compose.doctor.deployments import check_deployments
 from penstock.compose.doctor.findings import Finding
+from penstock.compose.doctor.foreign_keys import check_foreign_keys
 from penstock.compose.doctor.installed import check_installed
-from penstock.compose.doctor.security import check_operator, check_security, check_signing, check_transport
+from penstock.compose.doctor.security import (
+    check_data_keys,
+    check_operator,
+    check_security,
+    check_signing,
+    check_start,
+    check_transport,
+)
 from penstock.compose.doctor.workers import check_restarts, check_workers
 from penstock.compose.storage import home_problem
 from penstock.registry import stack_file
@@ -42,6 +50,8 @@ def _examine(environ: Mapping[str, str], cwd: Path) -> Iterator[Finding]:
     yield from check_contradictions(settings)
     yield from check_home(settings)
     yield from check_security(settings)
+    yield from check_data_keys(settings)
+    yield from check_start(settings)
     yield from check_packages(settings)
     yield from check_restarts(settings.home)
     try:
@@ -65,6 +75,7 @@ def _examine_broker(settings: Settings, url: str) -> Iterator[Finding]:
         with closing(RedisStreams.from_url(url, timeout_s=_TIMEOUT_S)) as broker:
             yield from check_workers(broker, settings.keyring)
             yield from check_deployments(settings, broker)
+            yield from check_foreign_keys(broker)
     except (BrokerUnavailable, redis.ResponseError) as error:
         what = str(error) if isinstance(error, BrokerUnavailable) else "the broker refuses a command of an operator"
         yield Finding("broker", "broken", what, "read the broker's log, or use the operator role")

@@ -4,7 +4,8 @@
                      --> replay: verified by the rules of a worker  --> broker, one step per letter
 
 The bytes of a letter are untrusted. They are decoded with the size limits of the envelope, and bytes that cannot be
-decoded are described by their fault.
+decoded are described by their fault. Texts that a worker or a client wrote are redacted before they are shown; ids, on
+which a command acts, are not.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from penstock.registry.broker.base import Broker, DeadLetter, Publication, Replay
-from penstock.registry.envelope import JobHeader, Keyring, open_job, peek_job
-from penstock.registry.errors import BadSignature, Corrupt, InvalidInput, UndecodableEnvelope
+from penstock.registry.envelope import JobHeader, Keyring, open_job, peek_job, verify_job
+from penstock.registry.errors import BadSeal, BadSignature, Corrupt, InvalidInput, UndecodableEnvelope
 from penstock.registry.queues import is_job_id, is_reply_key, parse_name, parse_priority
+from penstock.registry.webhook_target import sealed_target
+from penstock.safety.privacy import InputRedactor
 
 __all__ = [
     "Replayed",
@@ -103,30 +106,31 @@ def _check_queue(header: JobHeader, letter: DeadLetter) -> None:
         raise UndecodableEnvelope(str(error)) from None
     is_same_job = header.model == slot and is_job_id(header.id, slot) and letter.job_id in ("", header.id)
     # Line breaks separate the fields of a record.
-    is_one_line = "\n" not in header.reply + header.idempotency_digest
+    is_one_line = "\n" not in header.reply + header.idempotency_digest + header.options.webhook
     if not is_same_job or not is_one_line or (header.reply and not is_reply_key(header.reply, slot)):
         raise BadSignature("the envelope was made for another queue")
 
 
-def describe(letter: DeadLetter, keyring: Keyring, now_ms: float) -> dict[str, Any]:
+def describe(letter: DeadLetter, keyring: Keyring, now_ms: float, redactor: InputRedactor) -> dict[str, Any]:
     """A letter with its bytes, ready for JSON. Never raises because of the bytes."""
     checked = check_replay(letter, keyring, now_ms)
     header = checked.job or peek_job(letter.sealed)
     return {
-        **summary(letter),
+        **summary(letter, redactor),
         "protocol": _protocol(letter.sealed),
-        "header": None if header is None else _header_data(header),
-        "signature": _signature(letter.sealed, header, keyring),
-        "replay": "possible" if checked.job else f"refused: {checked.problem}",
+        "header": None if header is None else _header_data(header, redactor),
+        "signature": redactor.redact(_signature(letter.sealed, header, keyring)),
+        "body": redactor.redact(_sealing(letter.sealed, keyring)),
+        "replay": "possible" if checked.job else redactor.redact(f"refused: {checked.problem}"),
     }
 
 
-def summary(letter: DeadLetter) -> dict[str, Any]:
+def summary(letter: DeadLetter, redactor: InputRedactor) -> dict[str, Any]:
     """A letter without its bytes, ready for JSON."""
     return {
         "model": letter.slot,
         "entry": letter.entry,
-        "reason": letter.reason,
+        "reason": redactor.redact(letter.reason),
         "job_id": letter.job_id,
         "tenant": letter.tenant,
         "priority": letter.priority.label,
@@ -156,23 +160,37 @@ def _signature(sealed: bytes, header: JobHeader | None, keyring: Keyring) -> str
     if not header.key and not keyring.signs:
         return "none: the job is unsigned, and this command has no signing keys"
     try:
-        open_job(sealed, keyring)
+        verify_job(sealed, keyring)
     except Corrupt as error:
         return f"refused: {error}"
     return f"valid: key {header.key}"
 
 
-def _header_data(header: JobHeader) -> dict[str, Any]:
-    return {
-        "id": header.id,
+def _sealing(sealed: bytes, keyring: Keyring) -> str:
+    """Whether the inputs are encrypted, and whether the keys here open them. They are not shown."""
+    header = peek_job(sealed)
+    if header is None:
+        return "unknown: the header cannot be read"
+    try:
+        open_job(sealed, keyring)
+    except BadSeal as error:
+        return f"{'sealed' if header.is_sealed else 'plain'}, refused: {error}"
+    except Corrupt:
+        return "sealed, not checked" if header.is_sealed else "plain"
+    return "sealed: the data keys here open them" if header.is_sealed else "plain"
+
+
+def _header_data(header: JobHeader, redactor: InputRedactor) -> dict[str, Any]:
+    # The header of a refused letter may hold any text in any field.
+    texts = {
         "tenant": header.tenant,
         "model": header.model,
         "version": header.version,
         "priority": header.priority,
-        "deadline_ms": header.deadline_ms,
         "key": header.key,
         "inputs": {tensor.name: f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in header.content},
     }
+    return {"id": header.id, "deadline_ms": header.deadline_ms, **redactor.redact_all(texts)}
 
 
 _REFUSALS: Final = {
@@ -199,6 +217,7 @@ def replay(broker: Broker, letter: DeadLetter, keyring: Keyring, *, job_ttl_ms: 
         job.reply,
         job.idempotency_digest,
         deadline_ms=job.deadline_ms,
+        webhook=sealed_target(job.options.webhook, job.id, keyring),
     )
     outcome = broker.replay(letter.slot, letter.entry, publication, job_ttl_ms, keeps_acceptance=bool(job.deadline_ms))
     return Replayed(letter.entry, job.id, outcome is Replay.REPLAYED, _REFUSALS.get(outcome, ""))

@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from penstock.compose.jobs.dead_letters import letters
 from penstock.compose.terminal import printable
-from penstock.producers.job_state import END_NAMES, Outcome, open_outcome
+from penstock.producers.job_state import END_NAMES
 from penstock.registry.broker.base import Broker, DeadLetter, JobRecord, State
-from penstock.registry.envelope import Failure, JobHeader, Keyring, open_job
-from penstock.registry.errors import Corrupt, ResultGone, UnknownJob
+from penstock.registry.envelope import Failure, JobHeader, Keyring, verify_job, verify_result
+from penstock.registry.errors import BadSignature, Corrupt, ResultGone, UnknownJob
 from penstock.registry.queues import job_time_ms, slot_of
+from penstock.safety.privacy import InputRedactor
 
 __all__ = ["describe", "lines"]
 
@@ -34,16 +35,24 @@ _LABELS: Final = {
     "batch_ms": "batch wait",
     "compute_ms": "forward",
     "batch_size": "rows in batch",
+    "level": "answered by level",
     "dead_letter": "dead letter",
 }
 _TIMES: Final = frozenset({"submitted_ms", "started_ms", "ended_ms", "deadline_ms"})
 
 
-def describe(broker: Broker, job_id: str, keyring: Keyring, result_ttl_s: float) -> dict[str, Any]:
-    """What is stored about a job, of any tenant, ready for JSON.
+def describe(
+    broker: Broker, job_id: str, keyring: Keyring, result_ttl_s: float, redactor: InputRedactor
+) -> dict[str, Any]:
+    """What is stored about a job, of any tenant, ready for JSON. The error is redacted.
 
     Raises InvalidInput for a malformed id, UnknownJob, ResultGone, Corrupt for a result that cannot be verified.
     """
+    facts = _stored(broker, job_id, keyring, result_ttl_s)
+    return {**facts, "error": redactor.redact_all(facts["error"])} if "error" in facts else facts
+
+
+def _stored(broker: Broker, job_id: str, keyring: Keyring, result_ttl_s: float) -> dict[str, Any]:
     slot = slot_of(job_id)
     facts: dict[str, Any] = {"job_id": job_id, "model": slot}
     record = broker.job_record(job_id)
@@ -56,7 +65,7 @@ def describe(broker: Broker, job_id: str, keyring: Keyring, result_ttl_s: float)
         record = broker.job_record(job_id)
     letter = _letter_of(broker, slot, job_id) if record is None or record.state is State.DEAD else None
     if record is not None:
-        ended = _live(record) if record.state is State.QUEUED else _ended(open_outcome(job_id, record, keyring))
+        ended = _live(record) if record.state is State.QUEUED else _ended(job_id, record, keyring)
         return {**facts, **ended, **(_dead(broker, letter, keyring) if letter is not None else {})}
     if letter is None:
         raise _missing(job_id, result_ttl_s)
@@ -88,14 +97,22 @@ def _submission(header: JobHeader | None, accepted_ms: int) -> dict[str, Any]:
     return facts
 
 
-def _ended(outcome: Outcome) -> dict[str, Any]:
-    """From a sealed result. It stores durations only, and no priority and no deadline.
+def _ended(job_id: str, record: JobRecord, keyring: Keyring) -> dict[str, Any]:
+    """From the header of a result. It has durations only, and no priority and no deadline. No data key is needed.
 
     The time of submission is in the id, by the client's clock; the times of the forward are reckoned from there.
     """
-    header, timings = outcome.header, outcome.header.timings
-    facts: dict[str, Any] = {"state": END_NAMES[outcome.state], "tenant": header.context.tenant}
-    named = {"version": header.version, "content_hash": header.content_hash, "worker": header.worker}
+    header = verify_result(record.result, keyring)
+    if header.id != job_id:
+        raise BadSignature("the result belongs to another job")
+    timings = header.timings
+    facts: dict[str, Any] = {"state": END_NAMES[record.state], "tenant": header.context.tenant}
+    named = {
+        "version": header.version,
+        "content_hash": header.content_hash,
+        "worker": header.worker,
+        "level": header.level,
+    }
     facts.update({name: value for name, value in named.items() if value})
     facts.update(attempt=header.attempt, is_cached=header.is_cached, queue_ms=round(timings.queue_ms, 3))
     submitted_ms = job_time_ms(header.id)
@@ -139,7 +156,7 @@ def _letter_of(broker: Broker, slot: str, job_id: str) -> DeadLetter | None:
 def _verified(sealed: bytes, keyring: Keyring) -> JobHeader | None:
     """The header of a job; None for bytes that this shell cannot verify."""
     try:
-        return open_job(sealed, keyring)[0]
+        return verify_job(sealed, keyring)
     except Corrupt:
         return None
 
@@ -147,7 +164,10 @@ def _verified(sealed: bytes, keyring: Keyring) -> JobHeader | None:
 def _missing(job_id: str, result_ttl_s: float) -> UnknownJob | ResultGone:
     made_ms = job_time_ms(job_id)
     if made_ms is not None and made_ms < (time.time() - result_ttl_s) * 1000:
-        return ResultGone(f"Job {job_id} has ended, and its record is gone. Records are kept for {result_ttl_s:g} s")
+        return ResultGone(
+            f"The record of job {job_id} is gone: the job ended longer ago than records are kept ({result_ttl_s:g} s), "
+            "or the broker lost it"
+        )
     return UnknownJob(f"Unknown job {job_id!r:.120}. Expected the id of a job that this broker accepted")
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Signer, Verifier
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 
 __all__ = ["OperatorKeys", "operator_keys"]
 

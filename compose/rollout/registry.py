@@ -5,15 +5,15 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from penstock.compose.rollout.audit_log import audit_logger
 from penstock.compose.rollout.operator_keys import OperatorKeys
 from penstock.registry.catalog import ModelRegistryClient
 from penstock.registry.catalog.tables import Transition
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
-from penstock.safety.audit import AuditLog
+from penstock.safety.audit import REGISTRY_CHANGE, AuditLogger
 
 if TYPE_CHECKING:
     from penstock.registry.catalog.store import RegistryStore
@@ -28,29 +28,41 @@ def open_registry(
 
     store: the registry's rows; None: the database of the settings. options: those of ModelRegistryClient.
     """
+    log = _Auditor(settings, store) if settings.inference.privacy.audit_log_enabled else None
     return ModelRegistryClient(
         store or settings.registry_url,
         sign=keys.sign,
         verify=keys.verify,
         actor=_actor(),
-        audit=_auditor(settings),
+        audit=log.record if log else None,
+        committed=log.anchor if log else lambda: None,
         **options,
     )
 
 
-def _auditor(settings: Settings) -> Callable[[Transition], None] | None:
-    """Records a change before it is made. A change that cannot be recorded raises ConfigurationError."""
-    privacy = settings.inference.privacy
+class _Auditor:
+    """Records changes of the registry in the audit log, which is opened for the first one."""
 
-    def record(transition: Transition) -> None:
+    def __init__(self, settings: Settings, store: RegistryStore | None) -> None:
+        self._settings = settings
+        self._reaches_stores = store is None
+        self._log: AuditLogger | None = None
+
+    def record(self, transition: Transition) -> None:
+        """Records a change before it is made. Raises ConfigurationError when it cannot be recorded."""
+        self._log = self._log or audit_logger(self._settings, "registry", reaches_stores=self._reaches_stores)
+        facts = transition.as_data()
         try:
-            AuditLog(privacy.audit_log_path, "models").record("transition", transition.as_data())
+            self._log.log_event(REGISTRY_CHANGE, transition.name, result=str(transition.action), details=facts)
         except OSError as error:
             raise ConfigurationError(
                 f"The audit log cannot be written ({error.strerror}), and nothing was changed. Expected room for it"
             ) from None
 
-    return record if privacy.audit_log_enabled else None
+    def anchor(self) -> None:
+        """Stores the end of the log. Not before the commit: the change holds the lock of the database until then."""
+        if self._log is not None:
+            self._log.anchor()
 
 
 def _actor() -> str:

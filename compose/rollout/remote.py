@@ -100,7 +100,11 @@ class RemoteRegistryStore:
         transaction = _RemoteTransaction(self.read((name,), newest)[name])
         yield transaction
         if transaction.transitions:
-            self._remote.call(operator_rpc.Enter(tuple(transaction.versions), tuple(transaction.transitions)))
+            changed = (
+                *(transaction.versions, transaction.transitions),
+                *(transaction.experiments, transaction.policies),
+            )
+            self._remote.call(operator_rpc.Enter(*map(tuple, changed)))
 
 
 class _RemoteTransaction:
@@ -110,6 +114,8 @@ class _RemoteTransaction:
         self.rows: Final = rows
         self.versions: list[dict[str, Any]] = []
         self.transitions: list[dict[str, Any]] = []
+        self.experiments: list[dict[str, Any]] = []
+        self.policies: list[dict[str, Any]] = []
 
     def put_version(self, row: operator_rpc.Row) -> None:
         """See ModelTransaction.put_version."""
@@ -118,6 +124,14 @@ class _RemoteTransaction:
     def put_transition(self, row: operator_rpc.Row) -> None:
         """See ModelTransaction.put_transition."""
         self.transitions.append(dict(row))
+
+    def put_experiment(self, row: operator_rpc.Row) -> None:
+        """See ModelTransaction.put_experiment."""
+        self.experiments.append(dict(row))
+
+    def put_policy(self, row: operator_rpc.Row) -> None:
+        """See ModelTransaction.put_policy."""
+        self.policies.append(dict(row))
 
 
 class RemoteFleet:
@@ -154,6 +168,16 @@ class RemoteFleet:
         """See FleetEnd.activate."""
         is_active: bool = self._remote.call(operator_rpc.Activate(slot, epoch, record, version, spec), bool)
         return is_active
+
+    def observations(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """See FleetEnd.observations."""
+        found: dict[str, bytes] = self._remote.call(operator_rpc.Observations(slot, experiment), dict[str, bytes])
+        return found
+
+    def ratings(self, slot: str, experiment: str) -> dict[str, bytes]:
+        """See FleetEnd.ratings."""
+        found: dict[str, bytes] = self._remote.call(operator_rpc.Ratings(slot, experiment), dict[str, bytes])
+        return found
 
 
 def _manifest(hashed: operator_rpc.HashedFiles) -> Manifest:

@@ -1,6 +1,7 @@
 """The embedded stack: no server to install, nothing open to the network.
 
-    lock the home -> stack.json says "starting" -> Redis, Flower and one worker per device, side by side
+    lock the home -> stack.json says "starting" -> Redis, Flower and one worker per device, side by side; a deliverer
+                     of webhooks, where a secret signs them
                   -> workers are ready -> stack.json says "ready" -> Flower answers       ... stopped in reverse order
 
 Redis writes an append-only file under the home (everysec) and listens on no TCP port; only this user may enter the
@@ -41,6 +42,8 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, PenstockError
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import RunningStack
+from penstock.registry.webhook_secrets import parse_secrets
+from penstock.registry.webhooks.sending import secret_of
 
 __all__ = ["LocalStack", "private_settings", "redis_binary"]
 
@@ -185,6 +188,8 @@ class LocalStack:
         if stack.flower_url:
             self._on_progress("Starting Flower")
             self._supervise(exits, "flower", [self._flower(stack, environ)], SupervisorTimeouts(warm_s=5))
+        if secret := secret_of(self._settings):
+            self._supervise(exits, "webhooks", [self._webhooks(secret, environ)], SupervisorTimeouts(warm_s=12))
         exits.callback(self._begin_to_stop)
         self._await("worker", _WORKER_TIMEOUT_S, lambda: self._are_workers_ready(stack.redis_url))
         stack = replace(stack, awaits="")
@@ -195,10 +200,10 @@ class LocalStack:
         self._on_progress("Ready")
 
     def _begin_to_stop(self) -> None:
-        """Ask workers and Flower to stop, side by side; Redis stops when they have ended."""
+        """Ask all but Redis to stop, side by side; Redis stops when they have ended."""
         # First, so that no client begins with a stack that ends.
         stack_file.remove(self._settings.home)
-        for part in ("flower", "worker"):
+        for part in ("flower", "webhooks", "worker"):
             if part in self._supervisors:
                 self._supervisors[part].stop()
 
@@ -286,6 +291,12 @@ class LocalStack:
         }
         arguments = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "flower"]
         return Program("flower", arguments, {**environ, **own}, output=self._log("flower"))
+
+    def _webhooks(self, secret: str, environ: Mapping[str, str]) -> Program:
+        parse_secrets(secret)
+        own = {"PENSTOCK_WEBHOOK_SECRETS": secret}
+        arguments = [sys.executable, "-m", "penstock", "webhooks", "run"]
+        return Program("webhooks", arguments, {**environ, **own}, output=self._log("webhooks"))
 
     def _flower_access(self) -> dict[str, str]:
         if not self._with_flower:

@@ -39,7 +39,7 @@ _RETRY_S: Final = 2.0
 """After an error of the broker the screen tries again this soon, also when its interval is longer."""
 _MODELS: Final = ("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
 _QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
-_WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "models")
+_WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "MB", "models")
 _NAMED: Final = 3
 """At most so many models of a worker are named; `penstock workers` names all."""
 _LINES_AROUND: Final = 8
@@ -133,6 +133,7 @@ def _worker(report: Mapping[str, Any], before: Snapshot, after: Snapshot, span_s
         "ready": report["ready"],
         "models": report["models"],
         "in_memory": report.get("in_memory", 0),
+        "in_memory_bytes": report.get("in_memory_bytes", 0),
         "jobs_per_s": None if sums is None else round((sums["jobs"] + sums["cached"]) / span_s, 1),
         "rows_per_batch": _ratio(sums, "rows", "batches", 1),
     }
@@ -260,6 +261,7 @@ def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
         _number(worker["jobs_per_s"]),
         _number(worker["rows_per_batch"]),
         f"{worker['in_memory']:,}",
+        f"{worker['in_memory_bytes'] / 1e6:,.1f}",
         Text(", ".join(served[:_NAMED]) + further),
     )
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from penstock.compose.cli import main
+from penstock.registry.data_keys import parse_data_keys
 from penstock.registry.envelope import Keyring
 from penstock.registry.settings import catalogue
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -94,6 +95,7 @@ def test_nothing_is_published_beyond_loopback():
     assert published == {
         "redis": ["127.0.0.1:6379:6379"],
         "worker": [],
+        "webhooks": [],
         "flower": ["127.0.0.1:5555:5555"],
         "prometheus": ["127.0.0.1:9090:9090"],
     }
@@ -106,7 +108,8 @@ def test_secrets_have_no_default_and_are_in_no_file():
     secret = [variable for variable in _variables() if SECRET.search(variable[0])]
     assert {name for name, _, _ in secret} == {
         *(f"REDIS_{role.upper()}_PASSWORD" for role in ROLES),
-        *("FLOWER_PASSWORD", "PENSTOCK_SIGNING_KEYS", "METRICS_TOKEN_FILE"),
+        *("FLOWER_PASSWORD", "PENSTOCK_SIGNING_KEYS", "PENSTOCK_WEBHOOK_SECRETS", "METRICS_TOKEN_FILE"),
+        "PENSTOCK_L2_ENCRYPTION_KEY",
     }
     assert {(mark, text) for _, mark, text in secret} == {(":?", "run sh compose/new-secrets.sh once")}
     assert {name for name, mark, _ in _variables() if mark == ":?"} == {name for name, _, _ in secret}
@@ -196,12 +199,14 @@ def test_prometheus_reads_every_worker_with_the_token():
 
 def test_every_command_exists():
     """Every container runs an existing command with valid options, or Celery."""
-    commands = [SERVICES["worker"]["command"], GPU["services"]["worker"]["command"]]
+    commands = [*(SERVICES[name]["command"] for name in ("worker", "webhooks")), GPU["services"]["worker"]["command"]]
     worker = COMPOSE / "Dockerfile.worker"
     for stage in ("cpu", "gpu"):
         words = dict(_stages(worker)[stage])
         assert yaml.safe_load(words["ENTRYPOINT"]) == ["penstock"]
         commands.append(yaml.safe_load(words["CMD"]))
+    group, name, *options = SERVICES["webhooks"]["command"]
+    main.commands[group].commands[name].make_context(name, list(options))  # type: ignore[attr-defined]  # it is a group
     for name, *options in commands:
         main.commands[name].make_context(name, list(options), resilient_parsing=False)
     assert yaml.safe_load(dict(_stages(COMPOSE / "Dockerfile.flower")[""])["ENTRYPOINT"]) == [
@@ -282,6 +287,7 @@ def test_new_secrets_are_complete_and_made_once(tmp_path: Path):
     secrets = dict(line.split("=", 1) for line in (folder / ".env").read_text().splitlines())
     assert secrets.keys() == {name for name, mark, _ in _variables() if mark == ":?"}
     assert Keyring.parse(secrets["PENSTOCK_SIGNING_KEYS"]).ids == ("main",)
+    assert len(parse_data_keys(secrets["PENSTOCK_L2_ENCRYPTION_KEY"])) == 1
     token = folder / secrets["METRICS_TOKEN_FILE"]
     assert len(set(secrets.values()) | {token.read_text()}) == len(secrets) + 1
     assert not any(value in made.stdout for value in (*secrets.values(), token.read_text()) if len(value) > 30)

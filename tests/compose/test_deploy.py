@@ -33,7 +33,7 @@ from penstock.registry.errors import (
     UnknownModel,
 )
 from penstock.registry.signed import Signer
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.drain import Drain
 from penstock.workers.versions.reconciler import Reconciler
 from tests.packages import write_package

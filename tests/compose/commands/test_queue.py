@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,16 +67,20 @@ def test_purge_without_the_signing_key_is_refused(there: dict[str, str], tmp_pat
     assert shown.stdout == f"2 jobs of {slot} withdrawn.\n"
 
 
+def _script_calls(server: Any) -> int:
+    return int(server.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+
 def test_large_queue_is_purged_in_parts(shared_redis: RedisServer, there: dict[str, str], tmp_path: Path, slot: str):
-    """Thousands of jobs with a few foreign entries among them: all leave, each job is cancelled, no call is long."""
+    """Thousands of jobs with a few foreign entries among them: all leave, each job is cancelled, no call is large."""
     with Client.from_env(settings=Settings.load(environ=there)) as client, shared_redis.client() as server:
         jobs = client.submit_many(slot, [X] * 3000)
         for _ in range(3):
             server.xadd(stream_key(slot, Priority.NORMAL), {"e": os.urandom(50), "more": "fields"})
-        server.slowlog_reset()
+        calls = _script_calls(server)
         shown = penstock(tmp_path, "queue", "purge", slot, "--yes", "--json", **there)
         assert json.loads(shown.stdout)["withdrawn"] == 3003
-        assert [call for call in server.slowlog_get() if call["duration"] > 100_000] == []
+        assert _script_calls(server) - calls > 3003 / 300
         assert server.xlen(stream_key(slot, Priority.NORMAL)) == 0
     with closing(RedisStreams.from_url(shared_redis.url)) as broker:
         states = {job_record and job_record.state for job_record in broker.job_records([job.id for job in jobs])}

@@ -80,6 +80,29 @@ def test_code_outside_the_trusted_roots_is_broken(load: Load, tmp_path: Path):
     assert ([finding.status for finding in broken], good.what) == (["broken"], "packages that load: none")
 
 
+def test_missing_python_packages_are_a_warning(load: Load, tmp_path: Path):
+    """Requirements of a model that this environment does not meet: a warning with the line for pip."""
+    folder = write_double(tmp_path / "models")
+    (folder / "requirements.txt").write_text("numpy\nno-such-package-of-anybody>=2\n")
+    warning, good = check_packages(load())
+    assert warning == Finding(
+        "models",
+        "warning",
+        "a worker here could not load double/1: requirements.txt: no-such-package-of-anybody is not installed",
+        "pip install 'no-such-package-of-anybody>=2'",
+    )
+    assert good.what == "packages that load: double/1"
+
+
+def test_a_requirement_that_is_none_is_broken(load: Load, tmp_path: Path):
+    """A worker would refuse the package for it."""
+    folder = write_double(tmp_path / "models")
+    (folder / "requirements.txt").write_text("numpy\nnot a requirement\n")
+    broken, _ = check_packages(load())
+    assert (broken.status, broken.fix) == ("broken", "correct that line")
+    assert "requirements.txt, line 2" in broken.what
+
+
 def test_a_home_with_room_is_fine(load: Load, tmp_path: Path):
     """Whether it is made already or not."""
     assert list(check_home(load())) == [Finding("settings", "ok", "PENSTOCK_HOME is not made yet, and can be")]

@@ -14,7 +14,7 @@ from click.testing import Result
 
 from penstock.compose.doctor import Finding, examine
 from penstock.registry.queues import dead_key
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from tests.compose.conftest import penstock
 from tests.packages import write_double, write_package
 from tests.servers import RedisServer
@@ -177,6 +177,17 @@ def _closed_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def test_a_missing_data_key_is_broken(environ: dict[str, str]):
+    """A mode that encrypts, without a key, ends with status 1; the key that the fix makes is found, and not shown."""
+    environ["PENSTOCK_INFERENCE_PRIVACY_MODE"] = "persisted_encrypted"
+    assert _doctor(environ).exit_code == 1
+    fix = _found(environ, "There is no data key").fix.removeprefix("penstock ").split()
+    name, _, key = penstock(Path(environ["PENSTOCK_HOME"]), *fix).stdout.strip().removeprefix("export ").partition("=")
+    assert _found(environ | {name: key}, "data is encrypted; key source env").status == "ok"
+    shown = _doctor(environ | {name: key})
+    assert (shown.exit_code, key in shown.stdout) == (0, False)
 
 
 def test_no_broker_at_all_is_broken(environ: dict[str, str]):

@@ -9,17 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from penstock.compose.jobs.dead_letters import describe, parse_age_ms, replay
+from penstock.compose.jobs.dead_letters import describe, parse_age_ms, replay, summary
 from penstock.registry.broker.base import Claim, DeadLetter, Limits, Publication
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import PROTOCOL, JobHeader, Keyring, peek_job, seal
 from penstock.registry.errors import InvalidInput
 from penstock.registry.queues import Priority, new_job_id, reply_key
+from penstock.registry.tensors import Tensor
+from penstock.safety.privacy import InputRedactor
 
 KEYS = Keyring.parse("k1:" + "A" * 43 + "=")
 OTHER_KEYS = Keyring.parse("k2:" + "B" * 43 + "=")
 NO_KEYS = Keyring.parse(None)
 NOW_S = 1_700_000_000.0
+PLAIN = InputRedactor()
 
 
 def _header(slot: str = "m", **changes: object) -> JobHeader:
@@ -54,7 +57,7 @@ def test_any_bytes_are_described(noise: bytes, is_cut: bool, position: int):
     """Foreign, cut off or changed bytes are described with their fault, as JSON, without an error."""
     good = _sealed(_header())
     sealed = good[:position] + noise if is_cut else noise
-    shown = describe(_letter(sealed), KEYS, NOW_S * 1000)
+    shown = describe(_letter(sealed), KEYS, NOW_S * 1000, PLAIN)
     assert json.loads(json.dumps(shown))["size"] == len(sealed)
     assert (shown["replay"] == "possible") == (sealed == good)
 
@@ -62,7 +65,7 @@ def test_any_bytes_are_described(noise: bytes, is_cut: bool, position: int):
 def test_signed_job_is_shown_with_its_header():
     """A signed job is described with its header and a valid signature; without the key only the header is shown."""
     header = _header(deadline_ms=5000)
-    shown = describe(_letter(_sealed(header)), KEYS, NOW_S * 1000)
+    shown = describe(_letter(_sealed(header)), KEYS, NOW_S * 1000, PLAIN)
     assert (shown["protocol"], shown["signature"], shown["replay"]) == (PROTOCOL, "valid: key k1", "possible")
     assert shown["header"] == {
         "id": header.id,
@@ -74,10 +77,28 @@ def test_signed_job_is_shown_with_its_header():
         "key": "k1",
         "inputs": {},
     }
-    shown = describe(_letter(_sealed(header)), NO_KEYS, NOW_S * 1000)
+    shown = describe(_letter(_sealed(header)), NO_KEYS, NOW_S * 1000, PLAIN)
     assert shown["header"]["id"] == header.id
     assert shown["signature"].startswith("refused: a job that is signed with key")
     assert shown["replay"].startswith("refused: ")
+
+
+def test_texts_of_a_letter_are_redacted():
+    """CF-034: the reason, and what the header of foreign bytes holds, are shown redacted; ids stay whole."""
+    header = _header(tenant="123-45-6789", version="a@b.co", content=(Tensor("c@d.eu", "float32", (1,)),))
+    letter = structs.replace(_letter(_sealed(header)), reason="it says 4111-1111-1111-1111")
+    redactor = InputRedactor(detectors=("payment_card", "email", "ssn"))
+    shown = describe(letter, KEYS, NOW_S * 1000, redactor)
+    assert shown["reason"] == summary(letter, redactor)["reason"] == "it says [REDACTED]"
+    assert (shown["header"]["tenant"], shown["header"]["version"]) == ("[REDACTED]", "[REDACTED]")
+    assert shown["header"]["inputs"] == {"[REDACTED]": "float32 (1,)"}
+    assert (shown["header"]["id"], shown["entry"]) == (header.id, letter.entry)
+    assert "4111" in describe(letter, KEYS, NOW_S * 1000, PLAIN)["reason"]
+
+
+def _forged(sealed: bytes) -> bytes:
+    """With another last byte, whatever that byte is."""
+    return sealed[:-1] + bytes([sealed[-1] ^ 1])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +107,7 @@ def test_signed_job_is_shown_with_its_header():
         (b"not an envelope", "not a Penstock envelope"),
         (b"PS\x02J" + bytes(20), "protocol 2; expected 1"),
         (_sealed(_header()).replace(b"PS\x01J", b"PS\x01R"), "not a job"),
-        (_sealed(_header())[:-1] + b"!", "signature"),
+        (_forged(_sealed(_header())), "signature"),
         (_sealed(_header(key="")), "unsigned"),
         (_sealed(_header(key="k2")), "key 'k2', which its reader"),
         (_sealed(_header("other")), "another queue"),
@@ -106,7 +127,7 @@ def test_an_invalid_job_stays(sealed: bytes, why: str):
     outcome = replay(broker, letter, KEYS, job_ttl_ms=1000, now_ms=NOW_S * 1000)
     assert not outcome.is_replayed
     assert why in outcome.reason
-    assert describe(letter, KEYS, NOW_S * 1000)["replay"] == f"refused: {outcome.reason}"
+    assert describe(letter, KEYS, NOW_S * 1000, PLAIN)["replay"] == f"refused: {outcome.reason}"
     assert len(broker.dead_letters("m")) == 1
     assert broker.depths("m")[Priority.NORMAL].jobs == 0
 

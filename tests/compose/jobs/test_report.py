@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ import pytest
 
 from penstock.compose.jobs.report import describe, lines
 from penstock.producers.submission import cancellation
+from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.envelope import Keyring, Retry
 from penstock.registry.errors import BadSignature, InvalidInput, ResultGone, UnknownJob
+from penstock.registry.package import load_package
 from penstock.registry.queues import job_time_ms, new_job_id
+from penstock.safety.privacy import InputRedactor
+from penstock.safety.sealing import DataKeys
 from tests.packages import write_raiser
-from tests.workers.stepped import LEASE_S, UNSIGNED, SteppedHarness, open_harness
+from tests.workers.stepped import LEASE_S, LIMITS, UNSIGNED, SteppedHarness, open_harness
 
 TTL_S = 3600.0
+PLAIN = InputRedactor()
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ def harness(models_root: Path) -> Iterator[SteppedHarness]:
 
 
 def described(harness: SteppedHarness, job_id: str) -> dict[str, Any]:
-    return describe(harness.broker, job_id, UNSIGNED, TTL_S)
+    return describe(harness.broker, job_id, UNSIGNED, TTL_S, PLAIN)
 
 
 def shown(facts: dict[str, Any]) -> str:
@@ -53,6 +59,18 @@ def test_a_waiting_job_shows_what_was_asked_for(harness: SteppedHarness):
         "tries_allowed": 2,
         "crashes": 0,
     }
+
+
+def test_a_sealed_job_is_shown_without_the_data_key(harness: SteppedHarness):
+    """What is shown stands in the header, which is signed and not sealed."""
+    sealing = replace(UNSIGNED, body_keys=DataKeys([b"1" * 32]), seals=True)
+    spec = load_package(harness.models_root / "raiser" / "1").spec
+    builder = JobBuilder(tenant="acme", keyring=sealing, max_bytes=1 << 20)
+    job = builder.build(spec, {"x": [[1, 0, 0, 0]]}, SubmitOptions(priority="high"))
+    (receipt,) = harness.broker.publish("raiser", [job], LIMITS)
+    assert receipt.outcome == "accepted"
+    facts = described(harness, job.job_id)
+    assert (facts["state"], facts["tenant"], facts["priority"]) == ("queued", "acme", "high")
 
 
 def test_a_running_job_shows_its_worker_attempts_and_crashes(harness: SteppedHarness):
@@ -174,7 +192,7 @@ def test_unknown_and_expired_jobs_are_told_apart(harness: SteppedHarness):
     made_ms = int((time.time() - 2 * TTL_S) * 1000)
     old = f"raiser.{made_ms:012x}"[:15] + f"-{made_ms & 0xFFFF:04x}-7000-8000-000000000000"
     assert job_time_ms(old) == made_ms
-    with pytest.raises(ResultGone, match="Records are kept for 3600 s"):
+    with pytest.raises(ResultGone, match=r"longer ago than records are kept \(3600 s\), or the broker lost it"):
         described(harness, old)
     with pytest.raises(InvalidInput, match="Bad job id"):
         described(harness, "raiser")
@@ -184,12 +202,23 @@ def test_a_result_that_cannot_be_verified_is_refused(harness: SteppedHarness):
     """A shell with signing keys trusts no unsigned result; of an unsigned waiting job it shows the record only."""
     (job,) = harness.publish("raiser", 1)
     keyring = Keyring.parse("ours:" + "B" * 44)
-    waiting = describe(harness.broker, job, keyring, TTL_S)
+    waiting = describe(harness.broker, job, keyring, TTL_S, PLAIN)
     assert (waiting["state"], waiting["tenant"]) == ("queued", "acme")
     assert "priority" not in waiting
     harness.start_worker().forwards()
     with pytest.raises(BadSignature):
-        describe(harness.broker, job, keyring, TTL_S)
+        describe(harness.broker, job, keyring, TTL_S, PLAIN)
+
+
+def test_error_of_a_job_is_redacted(harness: SteppedHarness):
+    """CF-034: the message and the traceback, also of records that were written before a pattern was set."""
+    (job,) = harness.publish("raiser", -1)
+    harness.start_worker().forwards()
+    facts = describe(harness.broker, job, UNSIGNED, TTL_S, InputRedactor(["negative"]))
+    assert facts["error"]["message"] == "ValueError: a [REDACTED] row"
+    assert "negative" in str(described(harness, job))
+    assert "negative" not in str(facts)
+    assert facts["job_id"] == job
 
 
 def test_text_from_outside_cannot_move_the_cursor():

@@ -17,7 +17,7 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.desired_state import DesiredVersion
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from tests.servers import RedisServer
 
 Connect = Callable[..., DeployerEnds]

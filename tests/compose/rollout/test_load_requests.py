@@ -16,7 +16,7 @@ from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.control import Command
 from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import BadSignature, ConfigurationError
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from tests.registry.catalog.catalogs import new_key, registered
 from tests.servers import RedisServer
 

@@ -33,7 +33,7 @@ from penstock.registry.errors import (
     UnknownModel,
 )
 from penstock.registry.settings import Settings
-from penstock.safety.keys import OperatorKey, PublicKeys
+from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.process.operator_rpc import OperatorRpcServer
 from tests.packages import write_package
 from tests.registry.catalog.catalogs import SOURCE, new_key

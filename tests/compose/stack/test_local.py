@@ -271,7 +271,11 @@ def test_without_any_redis_the_error_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
 def test_penstock_up_leaves_no_process(home, models, number):
     """When `penstock up` is killed, terminated or interrupted, no process of the stack survives."""
     environ = environment(home, models)

@@ -157,6 +157,7 @@ def test_a_child_that_runs_steadily_has_no_failures():
         assert child.state(70.0) == ChildState("child", 1, 0, 70, None)
 
 
+@pytest.mark.slow
 def test_a_child_that_holds_the_interpreter_is_killed(supervise, tmp_path):
     """A call that never gives the GIL back silences the heartbeat: the child is killed and started again."""
     stuck = f"{HEARTBEAT}; import re; start(fd, lambda: None); print('up'); re.match('(a+)+b', 'a' * 60)"

@@ -8,8 +8,8 @@ import numpy as np
 from rich.console import Console
 
 from penstock.compose.views.levels import draw_levels
-from penstock.registry.settings import InferenceConfig
-from penstock.workers.levels.optimizer import Optimizer
+from penstock.registry.settings_sections import InferenceConfig
+from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.workers.runtime.formats import MAX_TOKENS, answers, opened, write_encoder
 
@@ -18,7 +18,7 @@ def test_levels_show_the_backend_and_the_counts(models_root: Path, tmp_path: Pat
     """A step shows the backend of its form; a version shows model calls and batches per length bucket (CF-013)."""
     runtime = opened(write_encoder(models_root, batching={"length_input": "text", "buckets": [8, 16]}))
     metrics = InferenceMetrics((1.0,))
-    optimizer = Optimizer(
+    optimizer = InferenceOptimizer(
         InferenceConfig(), home=tmp_path, device="cpu", audit=lambda _: None, metrics=metrics, compiler=None
     )
     optimizer.attach("encoder", runtime, runtime.content_hash, 4)

@@ -38,6 +38,7 @@ def _snapshot(at: float, committed: int, load: dict[str, float] | None, *, pid: 
     depths = [Depth("m", priority, 0, 0, 0.0) for priority in Priority]
     depths[Priority.NORMAL] = Depth("m", Priority.NORMAL, waiting + 3, 3, 1.5 if waiting else 0.0)
     report = {"name": "w", "pid": pid, "device": "cpu", "ready": True, "models": {"m": "1"}, "in_memory": 3}
+    report["in_memory_bytes"] = 2_500_000
     return Snapshot(at, {"m": depths}, {"m": committed}, frozenset(), [report], {("w", pid, "m"): load} if load else {})
 
 
@@ -63,6 +64,7 @@ def test_figures_are_those_of_the_interval():
         "latency_ms": {"queue": 1.0, "batch": 0.0, "compute": 5.0, "commit": 1.0},
     }
     assert [(worker["jobs_per_s"], worker["rows_per_batch"]) for worker in state["workers"]] == [(300.0, 16.0)]
+    assert [(worker["in_memory"], worker["in_memory_bytes"]) for worker in state["workers"]] == [(3, 2_500_000)]
     shown = line(state)
     assert "300 jobs/s  waiting 7  running 3  oldest 1.5 s" in shown
     assert "m: 16.0 rows/batch, queue 1.0 batch 0.0 compute 5.0 commit 1.0 ms  workers 1 of 1 ready" in shown

@@ -1,0 +1,62 @@
+"""`penstock serve`: the HTTP gateway in the foreground."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from penstock.compose.terminal import connected
+
+__all__ = ["serve"]
+
+_file = click.Path(path_type=Path, exists=True, dir_okay=False, readable=True)
+
+
+@click.command()
+@click.option("--host", help="Address to bind (default: the setting, 127.0.0.1).")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port; 0 takes any free one (default: the setting, 8000).")
+@click.option("--workers", type=click.IntRange(1), help="Processes (default: the setting, 1).")
+@click.option("--uds", type=click.Path(path_type=Path), help="A socket in the file system, in place of host and port.")
+@click.option("--tls-certificate", type=_file, help="A PEM file with the certificate and its chain.")
+@click.option("--tls-key", type=_file, help="A PEM file with its key.")
+@click.pass_obj
+def serve(
+    environ: Mapping[str, str],
+    host: str | None,
+    port: int | None,
+    workers: int | None,
+    uds: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+) -> None:
+    """Run the HTTP gateway until Ctrl-C: jobs, predictions, OpenAI's embeddings and the Open Inference Protocol.
+
+    It needs a broker: PENSTOCK_REDIS_URL, or a stack that `penstock up` runs. /docs describes the routes. The gateway
+    asks its clients for no key: bind it to the loopback, or put a server in front of it that asks.
+
+    \b
+    penstock serve
+    penstock serve --port 8080 --workers 2
+    penstock serve --uds gateway.sock
+    """
+    from penstock.producers.gateway import server as gateway
+
+    if (tls_certificate is None) != (tls_key is None):
+        raise click.UsageError("Found one of --tls-certificate and --tls-key. Expected both, or none")
+    settings = connected(environ, {"server.host": host, "server.port": port, "server.workers": workers})
+    server = settings.inference.server
+    # The processes of the gateway read their settings again.
+    os.environ.update(environ)
+    # uvicorn repeats the signal that stopped it, when it has ended in order.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    with suppress(KeyboardInterrupt):
+        gateway.serve(
+            settings.inference,
+            gateway.Binding(server.host, server.port, uds, tls_certificate, tls_key),
+            lambda url: click.echo(f"Gateway  {url}"),
+        )
