@@ -1,6 +1,7 @@
 """The whole system in one thread, under a seeded scheduler: real drains, real job builders, the broker in memory.
 
     plan.py          seed -> what is published, and which faults strike when
+    packages.py      the models, without files
     virtual_time.py  the clock, the queue of what happens next, the trace; time passes nowhere else
     broker.py        an end of the broker whose calls may fail, be late, be answered twice or not at all
     worker.py        a real Drain, its three kinds of threads stepped in turn; crashes, freezes, drains

@@ -1,20 +1,23 @@
-"""Runs schedules: `python -m tests.simulation [--from SEED] [--seeds N] [--minutes M] [--trace] [--digests]`."""
+"""Runs schedules: `python -m tests.simulation [--from SEED] [--seeds N] [--minutes M] [--mutant NAME] [--trace]`."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from tests.simulation.checker import Outcome
-from tests.simulation.runs import command_for, outcomes
+from tests.simulation.checker import SOUND, Outcome
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.runs import command_for, outcomes, outcomes_on
 
 _PROGRESS_EVERY_S: Final = 5.0
 _MOST_SHOWN: Final = 20
+_MUTATIONS: Final = {mutation.name: mutation for mutation in (SOUND, *(mutant.mutation for mutant in MUTANTS))}
 
 
 class _Tally:
@@ -62,11 +65,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, metavar="M", help="for how long at most")
     parser.add_argument("--trace", action="store_true", help="show everything that happens")
     parser.add_argument("--digests", action="store_true", help="show each trace in one word")
+    parser.add_argument("--mutant", choices=_MUTATIONS, default=SOUND.name, metavar="NAME", help="see mutants.py")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="one for each core")
     options = parser.parse_args()
     count = options.seeds or (5000 if options.minutes is None else None)
     tally = _Tally()
     tell_at = _PROGRESS_EVERY_S
-    for outcome in _shown(outcomes(_seeds(options.first, count)), trace=options.trace, digests=options.digests):
+    seeds, mutation = _seeds(options.first, count), _MUTATIONS[options.mutant]
+    # Traces stay in the process that made them, and a mutation cannot be sent to another one.
+    is_alone = options.trace or options.processes == 1 or mutation is not SOUND
+    runs = outcomes(seeds, mutation) if is_alone else outcomes_on(options.processes, seeds)
+    for outcome in _shown(runs, trace=options.trace, digests=options.digests):
         tally.add(outcome)
         if outcome.violations and len(tally.failed) <= _MOST_SHOWN:
             _say(f"seed {outcome.seed}: {'; '.join(outcome.violations)}\n  {command_for(outcome.seed)}")

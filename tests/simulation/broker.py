@@ -9,10 +9,11 @@ The `serve_*` methods are the broker's side of each call; mutants.py breaks them
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from functools import lru_cache
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 from penstock.registry.broker.base import (
     CancelOutcome,
@@ -20,6 +21,7 @@ from penstock.registry.broker.base import (
     Commit,
     CommitStatus,
     Delivery,
+    Depth,
     Held,
     JobRecord,
     Limits,
@@ -27,27 +29,40 @@ from penstock.registry.broker.base import (
     Receipt,
     Renewal,
     Replay,
+    State,
     StreamEntry,
     WaitingEntry,
     Withdrawal,
 )
 from penstock.registry.broker.memory import MemoryBroker
-from penstock.registry.envelope import Keyring, open_job
+from penstock.registry.envelope import Keyring, ResultHeader, open_job, open_result
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.queues import Priority, slot_of
 from tests.simulation.plan import LEASE_S, Plan
-from tests.simulation.virtual_time import Schedule
+from tests.simulation.virtual_time import EPOCH_S, Schedule
 
-__all__ = ["TTL_MS", "UNSIGNED", "Bystander", "Caller", "Entry", "Truth", "UnreliableEnd"]
+__all__ = ["TTL_MS", "UNSIGNED", "Bystander", "Caller", "Entry", "Truth", "UnreliableEnd", "opened"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Entry = tuple[str, Priority, bytes]
 """A queue entry: slot, priority, entry id."""
 
 TTL_MS: Final = 7 * 86_400_000
 """How long jobs and results are kept: longer than the clock can jump in one schedule."""
 UNSIGNED: Final = Keyring.parse(None)
+_BANDS: Final = tuple(Priority)
+_ONCE: Final = frozenset(
+    (*("job_record", "job_records", "waiting", "read"), *("arm", "collect", "disarm", "workers", "paused"))
+)
+"""Calls whose effect does not come twice, nor after the caller has left."""
 _FAILURES: Final = ("refused", "refused", "unheard", "unheard", "repeated", "late")
+
+
+@lru_cache(maxsize=256)
+def opened(sealed: bytes) -> tuple[ResultHeader, memoryview | bytes]:
+    """A result as `open_result` returns it. It is checked when it is committed, and again when its client has it."""
+    return open_result(sealed, UNSIGNED)
 
 
 class Caller(Protocol):
@@ -117,6 +132,18 @@ class Truth:
     """Workers by consumer."""
     answering: dict[str, list[tuple[float, int, str]]] = field(default_factory=dict)
     """By slot: since when, in virtual time, by which epoch, which version has answered."""
+    lost: set[str] = field(default_factory=set)
+    """Ids of jobs that the broker lost with all its data, and that were not accepted again."""
+
+    def lose_everything(self) -> None:
+        """The broker knows of nothing any more that it had accepted or was told."""
+        self.lost.update(self.accepted_at)
+        for known in (self.accepted_at, self.withdrawn, self.crashes, self.replayed):
+            known.clear()
+
+    def has_lost(self, job_ids: Sequence[str]) -> bool:
+        """Whether the broker lost a job with one of these ids, and has not accepted it again under the other one."""
+        return not self.lost.isdisjoint(job_ids) and not any(job_id in self.accepted_at for job_id in job_ids)
 
 
 class UnreliableEnd(MemoryBroker):
@@ -125,13 +152,14 @@ class UnreliableEnd(MemoryBroker):
     def __init__(
         self, schedule: Schedule, plan: Plan, truth: Truth, caller: Caller, shared: UnreliableEnd | None
     ) -> None:
-        super().__init__(schedule.broker_clock, result_ttl_ms=TTL_MS)
-        if shared is not None:
-            self._state, self._changed = shared._state, shared._changed
+        super().__init__(schedule.broker_clock, result_ttl_ms=TTL_MS, shared=shared)
         self.schedule = schedule
         self.truth = truth
         self._plan = plan
+        self._is_lossy = bool(plan.loss or plan.delay)
         self._caller = caller
+        self._attempts: defaultdict[Entry, set[int]] = defaultdict(set)
+        """By entry: the deliveries that this process got."""
         self.rouse: Callable[[], None] = lambda: None
         """Called when an armed claim has an answer."""
 
@@ -139,50 +167,67 @@ class UnreliableEnd(MemoryBroker):
         super()._wake()
         self.rouse()
 
-    def _call(self, name: str, serve: Callable[[], T], *, may_recur: bool = True) -> T:
-        """One call, as the network lets it pass. `may_recur`: its effect may come twice, or after the caller left."""
+    def fileno(self) -> int:
+        """A schedule has no descriptors: the worker's wake-up asks `has_answer`."""
+        return 0
+
+    def has_answer(self) -> bool:
+        """Whether the armed claim has one."""
+        return self._armed is not None and bool(self._armed.claimed)
+
+    def now_ms(self) -> float:
+        """See WorkerEnd.now_ms."""
+        schedule = self.schedule
+        return (EPOCH_S + schedule.now + schedule.skew_s) * 1000
+
+    def _call(self, name: str, serve: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """One call of `serve` with these arguments, as the network lets it pass."""
         schedule, caller = self.schedule, self._caller
-        is_down = schedule.now < schedule.down_until or schedule.now < caller.cut_until
-        is_bad = schedule.now < self._plan.until and bool(self._plan.loss or self._plan.delay)
-        if schedule.is_over or not (is_down or is_bad):
-            return serve()
+        now = schedule.now
+        is_down = now < schedule.down_until or now < caller.cut_until
+        if schedule.is_over or not (is_down or (self._is_lossy and now < self._plan.until)):
+            return serve(*args, **kwargs)
         if is_down:
-            fate = "late" if may_recur and schedule.rng.random() < 0.2 else "refused"
+            fate = "late" if name not in _ONCE and schedule.rng.random() < 0.2 else "refused"
         elif schedule.rng.random() < self._plan.loss:
-            fate = schedule.rng.choice(_FAILURES if may_recur else _FAILURES[:4])
+            fate = schedule.rng.choice(_FAILURES[:4] if name in _ONCE else _FAILURES)
             schedule.inject(f"call {fate}", f"{caller.label} {name}")
         elif schedule.rng.random() < self._plan.delay:
             schedule.injected["call slow"] += 1
             caller.wait(schedule.rng.uniform(0.0, 0.02))
-            served = serve()
+            served = serve(*args, **kwargs)
             caller.wait(schedule.rng.uniform(0.0, 0.02))
             return served
         else:
-            return serve()
+            return serve(*args, **kwargs)
         if schedule.now >= schedule.down_until:
             # A pause of the broker keeps all callers from renewing; any other fault disturbs this caller only.
             caller.disturbed_at = schedule.now
         if fate == "repeated":
-            serve()
-            return serve()
+            serve(*args, **kwargs)
+            return serve(*args, **kwargs)
         if fate == "unheard":
-            serve()
+            serve(*args, **kwargs)
         elif fate == "late":
             # A broker that wakes serves what lies in its sockets before anything else.
             later = schedule.rng.choice((0.0, schedule.rng.uniform(0.0, 0.5)))
-            schedule.after(max(0.0, schedule.down_until - schedule.now) + later, lambda: _served(serve()))
+            schedule.after(
+                max(0.0, schedule.down_until - schedule.now) + later, lambda: _served(serve(*args, **kwargs))
+            )
         raise BrokerUnavailable(f"{name}: {fate}")
 
     # Producers' end
 
     def publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """See ProducerEnd.publish."""
-        return self._call("publish", lambda: self.serve_publish(slot, jobs, limits))
+        return self._call("publish", self.serve_publish, slot, jobs, limits)
 
     def serve_publish(self, slot: str, jobs: Sequence[Publication], limits: Limits) -> list[Receipt]:
         """The broker's side of `publish`."""
         receipts = super().publish(slot, jobs, limits)
         for receipt in receipts:
+            if receipt.outcome in ("accepted", "known"):
+                self.truth.lost.discard(receipt.job_id)
             self._note_acceptance(receipt.job_id)
         self.schedule.note(f"publish {[(receipt.job_id[-4:], receipt.outcome) for receipt in receipts]}")
         return receipts
@@ -197,7 +242,7 @@ class UnreliableEnd(MemoryBroker):
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
-        return self._call("cancel", lambda: self.serve_cancel(job_id, tenant, sealed))
+        return self._call("cancel", self.serve_cancel, job_id, tenant, sealed)
 
     def serve_cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """The broker's side of `cancel`."""
@@ -211,11 +256,11 @@ class UnreliableEnd(MemoryBroker):
     def job_record(self, job_id: str, *, subscribe: bool = False) -> JobRecord | None:
         """See ProducerEnd.job_record."""
         look = super().job_record
-        return self._call("job_record", lambda: look(job_id, subscribe=subscribe), may_recur=False)
+        return self._call("job_record", look, job_id, subscribe=subscribe)
 
     def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""
-        return self._call("expire", lambda: self.serve_expire(job_id, tenant, sealed))
+        return self._call("expire", self.serve_expire, job_id, tenant, sealed)
 
     def serve_expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """The broker's side of `expire`. No job ends before its time, and none that a live worker holds."""
@@ -232,31 +277,21 @@ class UnreliableEnd(MemoryBroker):
         return is_ended
 
     def _check_holder(self, entry: Entry, consumer: str) -> None:
-        """No client ends a job of a worker that lives and could renew its leases all the time.
-
-        After a pause of the broker of two leases or more, a client's call may be served before the renewal.
-        """
+        """No client ends a job of a worker that lives and could renew its leases whenever the broker was there."""
         owner = self.truth.callers.get(consumer)
-        since = self.schedule.now - 4 * LEASE_S
-        if (
-            owner is None
-            or not owner.holds(entry)
-            or max(self.schedule.disturbed_at, self.schedule.down_until) >= since
-        ):
-            return
-        if owner.disturbed_at < since:
+        if owner is not None and owner.holds(entry) and owner.disturbed_at < self.schedule.now - 2 * LEASE_S:
             self.schedule.violate(f"expired under the living: {owner.label} by {self._caller.label}")
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """See OperatorEnd.waiting."""
         look = super().waiting
-        return self._call("waiting", lambda: look(slot, priority, after, count, head_bytes), may_recur=False)
+        return self._call("waiting", look, slot, priority, after, count, head_bytes)
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """See OperatorEnd.withdraw."""
         if not jobs:
             return 0
-        return self._call("withdraw", lambda: self.serve_withdraw(slot, priority, jobs, result_ttl_ms))
+        return self._call("withdraw", self.serve_withdraw, slot, priority, jobs, result_ttl_ms)
 
     def serve_withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """The broker's side of `withdraw`."""
@@ -265,11 +300,11 @@ class UnreliableEnd(MemoryBroker):
 
     def read(self, cursors: Mapping[str, str], block_ms: int, count: int = 256) -> list[StreamEntry]:
         """See ProducerEnd.read."""
-        return self._call("read", lambda: super(UnreliableEnd, self).read(cursors, 0, count), may_recur=False)
+        return self._call("read", super().read, cursors, 0, count)
 
     def job_records(self, job_ids: Sequence[str]) -> list[JobRecord | None]:
         """See ProducerEnd.job_records."""
-        return self._call("job_records", lambda: super(UnreliableEnd, self).job_records(job_ids), may_recur=False)
+        return self._call("job_records", super().job_records, job_ids)
 
     def activate(self, slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> bool:
         """See FleetEnd.activate."""
@@ -290,7 +325,7 @@ class UnreliableEnd(MemoryBroker):
         """See WorkerEnd.exchange."""
         if claims and self._caller.is_winding_up():
             self.schedule.violate(f"claimed after its stop: {self._caller.label}")
-        return self._call("exchange", lambda: self.serve_exchange(consumer, commits, claims, result_ttl_ms))
+        return self._call("exchange", self.serve_exchange, consumer, commits, claims, result_ttl_ms)
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
@@ -298,6 +333,8 @@ class UnreliableEnd(MemoryBroker):
         """The broker's side of `exchange`."""
         statuses, deliveries = super().exchange(consumer, commits, claims, result_ttl_ms)
         self._check_order(claims, deliveries)
+        self._check_ends(commits, statuses)
+        self._note_attempts(deliveries)
         if statuses:
             ended = [(commit.job_id[-4:], verdict.value) for commit, verdict in zip(commits, statuses, strict=True)]
             self.schedule.note(f"commit {self._caller.label} {ended}")
@@ -307,29 +344,48 @@ class UnreliableEnd(MemoryBroker):
 
     def _check_order(self, claims: Sequence[Claim], deliveries: Sequence[Delivery]) -> None:
         """No job is handed out while a more urgent one of its model waits; ageing is off in simulations."""
-        for wish in claims:
+        for wish in claims if deliveries else ():
             least = max((each.priority for each in deliveries if each.slot == wish.slot), default=Priority.CRITICAL)
-            if any(self._state.queue(wish.slot, band).waiting for band in Priority if band < least):
+            if any(self._state.queue(wish.slot, band).waiting for band in _BANDS if band < least):
                 self.schedule.violate(f"claimed a less urgent job first: {self._caller.label} {_shown(deliveries)}")
+
+    def _note_attempts(self, deliveries: Sequence[Delivery]) -> None:
+        for each in deliveries:
+            self._attempts[each.slot, each.priority, each.entry_id].add(each.attempt)
+
+    def _check_ends(self, commits: Sequence[Commit], statuses: Sequence[CommitStatus]) -> None:
+        """A result tells in which delivery its job was answered, one of those to this worker; none expires early."""
+        for commit, verdict in zip(commits, statuses, strict=True):
+            if verdict is not CommitStatus.COMMITTED:
+                continue
+            told = opened(commit.sealed)[0].attempt
+            had = self._attempts[commit.slot, commit.priority, commit.entry_id]
+            if told not in had:
+                self.schedule.violate(f"told of attempt {told}: {commit.job_id[-4:]} had {sorted(had)}")
+            is_early = commit.state is State.EXPIRED and self.now_ms() < self.truth.expires_ms[commit.job_id]
+            # The clock may have gone back since the worker looked at it.
+            if is_early and not self.schedule.injected["jump"]:
+                self.schedule.violate(f"expired before its deadline: {commit.job_id[-4:]}")
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""
         if self._caller.is_winding_up():
             self.schedule.violate(f"claimed after its stop: {self._caller.label}")
-        self._call("arm", lambda: super(UnreliableEnd, self).arm(consumer, slots, count, block_ms), may_recur=False)
+        self._call("arm", super().arm, consumer, slots, count, block_ms)
 
     def collect(self) -> list[Delivery]:
         """See WorkerEnd.collect."""
-        return self._call("collect", self._collected, may_recur=False)
+        return self._call("collect", self._collected)
 
     def disarm(self) -> list[Delivery]:
         """See WorkerEnd.disarm."""
-        return self._call("disarm", self._collected, may_recur=False)
+        return self._call("disarm", self._collected)
 
     def _collected(self) -> list[Delivery]:
         deliveries = super().collect()
         if deliveries:
             self.schedule.note(f"collect {self._caller.label} {_shown(deliveries)}")
+            self._note_attempts(deliveries)
         return deliveries
 
     def drop_armed(self) -> None:
@@ -338,7 +394,7 @@ class UnreliableEnd(MemoryBroker):
 
     def renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
         """See WorkerEnd.renew."""
-        return self._call("renew", lambda: self.serve_renew(consumer, held))
+        return self._call("renew", self.serve_renew, consumer, held)
 
     def serve_renew(self, consumer: str, held: Sequence[Held]) -> Renewal:
         """The broker's side of `renew`."""
@@ -352,7 +408,7 @@ class UnreliableEnd(MemoryBroker):
     def take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """See WorkerEnd.take_over."""
         asked_ms = self.now_ms()
-        return self._call("take_over", lambda: self.serve_asked(asked_ms, consumer, slot, lease_ms, count))
+        return self._call("take_over", self.serve_asked, asked_ms, consumer, slot, lease_ms, count)
 
     def serve_asked(self, asked_ms: float, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """Nothing is taken over for a call that was long on its way, as registry/broker/lua/take_over.lua has it.
@@ -365,11 +421,13 @@ class UnreliableEnd(MemoryBroker):
 
     def serve_take_over(self, consumer: str, slot: str, lease_ms: int, count: int) -> list[Delivery]:
         """The broker's side of `take_over`."""
-        owners = {
-            (slot, priority, entry_id): lease.owner
-            for priority in Priority
-            for entry_id, lease in self._state.queue(slot, priority).leases.items()
-        }
+        place = self._state.slots[slot]
+        if not place.has_leases:
+            return super().take_over(consumer, slot, lease_ms, count)
+        owners: dict[Entry, str] = {}
+        for priority, queue in zip(_BANDS, place.queues, strict=True):
+            if queue.leases:
+                owners.update({(slot, priority, entry_id): lease.owner for entry_id, lease in queue.leases.items()})
         deliveries = self.hand_over(super().take_over(consumer, slot, lease_ms, count))
         if deliveries:
             self.schedule.note(f"take over {self._caller.label} {_shown(deliveries)}")
@@ -379,6 +437,7 @@ class UnreliableEnd(MemoryBroker):
 
     def hand_over(self, deliveries: list[Delivery]) -> list[Delivery]:
         """What `take_over` found; no crash may be counted that did not happen."""
+        self._note_attempts(deliveries)
         for delivery in deliveries:
             job_id = open_job(delivery.sealed, UNSIGNED)[0].id
             if delivery.crashes > self.truth.crashes[job_id]:
@@ -400,7 +459,7 @@ class UnreliableEnd(MemoryBroker):
     def release(self, consumer: str, held: Sequence[Held], *, version: str = "") -> None:
         """See WorkerEnd.release."""
         if held:
-            self._call("release", lambda: self._released(consumer, held, version))
+            self._call("release", self._released, consumer, held, version)
 
     def _released(self, consumer: str, held: Sequence[Held], version: str) -> None:
         """Whatever is given back, and to whom, that it was handed out is not counted."""
@@ -431,26 +490,37 @@ class UnreliableEnd(MemoryBroker):
 
     def adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
         """See WorkerEnd.adopt."""
-        return self._call("adopt", lambda: self.serve_adopt(consumer, slot, versions, count))
+        return self._call("adopt", self.serve_adopt, consumer, slot, versions, count)
 
     def serve_adopt(self, consumer: str, slot: str, versions: Sequence[str], count: int) -> list[Delivery]:
         """The broker's side of `adopt`."""
+        if not self._state.slots[slot].has_leases:
+            return []
         deliveries = self.hand_over(super().adopt(consumer, slot, versions, count))
         if deliveries:
             self.schedule.note(f"adopt {self._caller.label} {_shown(deliveries)}")
         return deliveries
 
+    def depths(self, slot: str) -> list[Depth]:
+        """No check reads the gauges that a worker sets once a second."""
+        return []
+
     def workers(self) -> list[bytes]:
         """See FleetEnd.workers."""
-        return self._call("workers", lambda: super(UnreliableEnd, self).workers(), may_recur=False)
+        return self._call("workers", super().workers)
 
-    def report(self, worker: str, report: bytes, ttl_ms: int) -> None:
+    def report(self, worker: str, report: bytes, ttl_ms: int) -> bool:
         """See WorkerEnd.report."""
-        self._call("report", lambda: super(UnreliableEnd, self).report(worker, report, ttl_ms))
+        return self._call("report", super().report, worker, report, ttl_ms)
+
+    def announce(self, slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces: bool) -> None:
+        """See WorkerEnd.announce."""
+        announce = super().announce
+        self._call("announce", announce, slot, spec, versions, replaces=replaces)
 
     def suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """See WorkerEnd.suspect."""
-        self._call("suspect", lambda: self.serve_suspect(slot, jobs, incident, ttl_ms))
+        self._call("suspect", self.serve_suspect, slot, jobs, incident, ttl_ms)
 
     def serve_suspect(self, slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> None:
         """The broker's side of `suspect`."""
@@ -461,7 +531,7 @@ class UnreliableEnd(MemoryBroker):
         self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
     ) -> bool:
         """See WorkerEnd.dead_letter."""
-        return self._call("dead_letter", lambda: self.serve_dead_letter(consumer, delivery, reason, job_id, sealed))
+        return self._call("dead_letter", self.serve_dead_letter, consumer, delivery, reason, job_id, sealed)
 
     def serve_dead_letter(self, consumer: str, delivery: Delivery, reason: str, job_id: str, sealed: bytes) -> bool:
         """The broker's side of `dead_letter`."""
@@ -475,7 +545,7 @@ class UnreliableEnd(MemoryBroker):
         self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
     ) -> Replay:
         """See OperatorEnd.replay."""
-        return self._call("replay", lambda: self.serve_replay(slot, entry, job, job_ttl_ms, keeps_acceptance))
+        return self._call("replay", self.serve_replay, slot, entry, job, job_ttl_ms, keeps_acceptance)
 
     def serve_replay(self, slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Replay:
         """The broker's side of `replay`."""
@@ -492,7 +562,7 @@ class UnreliableEnd(MemoryBroker):
 
     def paused(self, slots: Sequence[str]) -> frozenset[str]:
         """See WorkerEnd.paused."""
-        return self._call("paused", lambda: super(UnreliableEnd, self).paused(slots), may_recur=False)
+        return self._call("paused", super().paused, slots)
 
     # The truth
 
@@ -501,8 +571,8 @@ class UnreliableEnd(MemoryBroker):
         return [
             (slot, priority, entry_id)
             for slot, place in self._state.slots.items()
-            for priority in Priority
-            for entry_id, lease in place.queues[priority].leases.items()
+            for priority, queue in zip(_BANDS, place.queues, strict=True)
+            for entry_id, lease in queue.leases.items()
             if lease.owner == consumer
         ]
 
@@ -510,9 +580,22 @@ class UnreliableEnd(MemoryBroker):
         """A client that may write to the broker can replace the record that is there."""
         self._state.activated[slot] = (epoch, record)
 
+    def lose_everything(self) -> None:
+        """The broker comes back empty."""
+        super().lose_everything()
+        self.truth.lose_everything()
+
     def unfinished(self) -> int:
         """Entries that are still in a queue."""
         return sum(len(queue) for place in self._state.slots.values() for queue in place.queues)
+
+    def has_unfinished(self) -> bool:
+        """Whether there are any."""
+        for place in self._state.slots.values():
+            for queue in place.queues:
+                if queue.waiting or queue.leases:
+                    return True
+        return False
 
 
 def _entry_of(job: Held) -> Entry:

@@ -13,35 +13,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
-from pathlib import Path
 from random import Random
 from typing import Final
 
 from penstock.registry.broker.base import Limits, State
 from penstock.registry.broker.limits import REPLY_TTL_MS
-from penstock.registry.deployment import Deployment
-from penstock.registry.envelope import ResultHeader, open_result
-from penstock.registry.package import ModelSpec, Package
+from penstock.registry.deployment import DeployedArm, Deployment, Routing
+from penstock.registry.envelope import ResultHeader
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.assembly import PartTypes
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
+from penstock.workers.versions.version import routing_table
 from tests.faults.history import Effect, History, check
-from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd
+from tests.simulation.broker import TTL_MS, Caller, Entry, Truth, UnreliableEnd, opened
 from tests.simulation.client import Client, Job
 from tests.simulation.operators import Operator
+from tests.simulation.packages import packages_of
 from tests.simulation.plan import (
     LEASE_S,
     Fault,
     Making,
     Plan,
     Promotion,
-    draw,
+    draw_experiment,
     draw_promotions,
     draw_replay,
-    draw_versions,
+    plan_of,
 )
+from tests.simulation.tiers import SharedStore
 from tests.simulation.virtual_time import Schedule
 from tests.simulation.worker import STEPPED, Machine, Seat, Supervisor, Worker, content_hash_of
 
@@ -53,15 +54,17 @@ _ENDS: Final[dict[Making, State]] = {
     "flaky": State.COMPLETED,
     "poison": State.DEAD,
     "hung": State.FAILED,
+    "rude": State.FAILED,
 }
 _PATIENCE_S: Final = 60.0
 """Quiet must come so long after the last fault; the longest lease, freeze and retry need less."""
-_FORWARD_LIMIT_S: Final = 3.0
 _PAUSE_S: Final = 1.5
 """A worker learns once a second that a model is paused."""
 _REDELIVERY_S: Final = LEASE_S + 1.0
 _ADOPTION_S: Final = 0.8
 """A worker looks four times in a lease for what was handed over."""
+_ANNOUNCED_S: Final = 6.2
+"""A worker renews its announcements with every fifth report, and reports once a second."""
 _HEARD_OF_S: Final = 2.6
 """A worker reports once a second, and another reads that within a second and a quarter."""
 
@@ -100,31 +103,48 @@ class Simulation:
     def __init__(self, seed: int, mutation: Mutation) -> None:
         rng = Random(seed)
         self.seed = seed
-        # Numbers of their own, here and below: the schedules of before they were drawn stay as they are.
-        self.plan = draw_versions(Random(f"versions of {seed}"), draw(rng))
+        self.plan = plan_of(seed, rng)
         self.schedule = Schedule(rng)
         self.mutation = mutation
         self.truth = Truth()
-        self.packages = _packages(self.plan.models, self.plan.max_rows, self.plan.concurrency)
+        self.packages = packages_of(self.plan.models, self.plan.max_rows, self.plan.concurrency)
         self.history = History()
         self.machine = Machine()
-        self._promotions = draw_promotions(Random(f"promotions of {seed}"), self.plan)
+        self.store = SharedStore(self.schedule)
+        # Numbers of their own: the schedules of before they were drawn stay as they are.
+        promotions = draw_promotions(Random(f"promotions of {seed}"), self.plan)
+        self._promotions = draw_experiment(Random(f"arms of {seed}"), self.plan, promotions)
+        self._records = {
+            (name, each.epoch): _record(name, each)
+            for each in self._promotions
+            for name in [self.packages[each.model].spec.name]
+        }
+        self._tables = {
+            (self.packages[each.model].spec.name, each.epoch): routing_table(_routing(each.arms))
+            for each in self._promotions
+            if each.arms
+        }
+        """By slot and epoch: the shares of an experiment."""
         self.truth.answering = {package.spec.name: [(-1.0, 0, "1")] for package in self.packages}
         self._replay_at = draw_replay(Random(f"replay of {seed}"), self.plan) if self._promotions else None
         self.truth.when_handed_over = self._expect_adoption
-        self._settings = _settings(self.plan.single_flight, self.plan.keeps_answers)
+        plan = self.plan
+        self._settings = _settings(plan.single_flight, plan.keeps_answers, plan.has_tier, plan.credit_bytes)
         self._max_crashes = self._settings.inference.queue.max_crashes
         self._ends: list[UnreliableEnd] = []
         self._jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
         self._labels = itertools.count(1)
-        self._faults_left = len(self.plan.faults)
-        self._promotions_left = len(self._promotions)
+        self.schedule.awaited = len(self.plan.faults) + len(self._promotions)
         self.workers: list[Worker] = []
+        self._booted: list[Worker] = []
+        """Those that are gone, too."""
         self._flaked: set[float] = set()
         self._timed_out: set[int] = set()
         self._mended: set[float] = set()
         self._paused_since: dict[str, float] = {}
+        self.reported_ends: Counter[str] = Counter()
+        """By job id: how often a worker told monitors that the job has ended."""
         self._handed_over: dict[Entry, float] = {}
         """When each was, for the last time."""
         limits = Limits(self.plan.max_depth, 0, TTL_MS)
@@ -153,9 +173,18 @@ class Simulation:
         return is_quiet
 
     def close(self) -> None:
-        """Gives the descriptors back."""
+        """Gives the descriptors back, and takes everything apart: a tenth of the time went into finding the cycles."""
+        self.schedule.close()
+        for worker in self._booted:
+            worker.take_apart()
+        state = self._ends[0]._state
         for end in self._ends:
             end.close()
+            vars(end).clear()
+        vars(state).clear()
+        for client in self._clients:
+            vars(client).clear()
+        vars(self).clear()
 
     # What the processes ask
 
@@ -173,6 +202,10 @@ class Simulation:
         """A client is about to offer it."""
         for job_id in job.job_ids:
             self._jobs[job_id] = job
+
+    def has_lost(self, job: Job) -> bool:
+        """Whether the broker came back without the job, and has not accepted it again."""
+        return self.truth.has_lost(job.job_ids)
 
     def mend(self, job_id: str) -> None:
         """From now on the model takes the job's question like any other."""
@@ -202,9 +235,11 @@ class Simulation:
         makings: set[Making] = set()
         if len(seat.versions()) > 1:
             self.schedule.violate(f"a batch of two versions: {questions}")
+        asking = Counter(self._jobs[claimed.header.id].question for claimed in jobs) if self.plan.has_tier else {}
         for claimed in jobs:
             job = self._jobs[claimed.header.id]
-            if job.question not in asked:
+            # Of several jobs with one question it is not known which one was left out as too late.
+            if job.question not in asked or (job.question < 0 and asking.get(job.question, 1) > 1):
                 continue
             if job.number in self._timed_out and self._reports_arrive:
                 self.schedule.violate(f"ran after its time-out: {job.number}")
@@ -218,6 +253,8 @@ class Simulation:
             if (
                 self._paused_since.get(claimed.header.model, began) < began - _PAUSE_S
                 and worker.disturbed_at < began - 3
+                # While the broker is away no worker learns of a pause.
+                and self.schedule.down_until < began - _PAUSE_S
             ):
                 self.schedule.violate(f"ran while its model was paused: {job.number}")
             if job.order.making == "flaky":
@@ -234,7 +271,7 @@ class Simulation:
         """Its jobs must go to another within a lease and a second, if another lives in peace all that time."""
         since = self.schedule.now
         peers = [worker for worker in self.workers if worker.may_take_over(since)]
-        if not leased or not peers or self._is_troubled(since):
+        if not leased or not peers or self._is_troubled(since) or self.plan.credit_bytes:
             return
 
         def check_in_time() -> None:
@@ -266,7 +303,8 @@ class Simulation:
         """A worker that has had the version undisturbed must adopt the jobs that were handed over for it."""
         since, (slot, _, _) = self.schedule.now, entries[0]
         self._handed_over.update(dict.fromkeys(entries, since))
-        if self._is_lossy or self._is_troubled(since):
+        # A worker that holds as many bytes as it may adopts nothing.
+        if self._is_lossy or self._is_troubled(since) or self.plan.credit_bytes:
             return
 
         def check_in_time() -> None:
@@ -293,9 +331,9 @@ class Simulation:
             living = [worker for worker in self.workers if not worker.is_gone]
             known = [epoch_of(self.machine.last(slot)), *(worker.drain.epoch_of(slot) for worker in living)]
             if len(history) > 2 and set(known) == {newest}:
-                _, epoch, version = history[1]
+                _, epoch, _ = history[1]
                 self.schedule.inject("replay", f"{slot} epoch {epoch}")
-                self._ends[0].put_back(slot, epoch, _record(epoch, slot, version))
+                self._ends[0].put_back(slot, epoch, self._records[slot, epoch])
 
     def _is_troubled(self, since: float) -> bool:
         return self.schedule.down_until >= since or self.schedule.disturbed_at >= since
@@ -314,17 +352,20 @@ class Simulation:
         """Another worker."""
         self.workers = [worker for worker in self.workers if not worker.is_gone]
         self.workers.append(Worker(self, f"w{next(self._labels)}", self._settings))
+        self._booted.append(self.workers[-1])
 
     def _strike(self, fault: Fault) -> None:
         schedule = self.schedule
         if fault.kind == "pause":
             self._pause(self.packages[fault.worker % len(self.packages)].spec.name, fault.seconds)
             return
-        self._faults_left -= 1
+        self.schedule.awaited -= 1
         if fault.kind == "outage":
             schedule.inject("outage")
             schedule.down_until = max(schedule.down_until, schedule.now + fault.seconds)
             self._outlast_jump()
+        elif fault.kind == "loss":
+            self._lose_everything(fault.seconds)
         elif fault.kind == "jump":
             schedule.inject("jump", f"{fault.seconds:g} s")
             schedule.skew_s += fault.seconds
@@ -338,12 +379,44 @@ class Simulation:
             else:
                 self._strike_worker(fault, living[fault.worker % len(living)])
 
+    def _lose_everything(self, seconds: float) -> None:
+        """The broker comes back after so many seconds, empty. No promise holds for what it had accepted."""
+        schedule = self.schedule
+        schedule.inject("loss")
+        schedule.down_until = max(schedule.down_until, schedule.now + seconds)
+        schedule.disturbed_at = schedule.now
+        self._outlast_jump()
+        self._ends[0].lose_everything()
+        self._paused_since.clear()
+        self._timed_out.clear()
+        for client in self._clients:
+            client.look_at_all()
+        schedule.awaited += 1
+        schedule.after(seconds + 0.01, self._expect_announcements)
+
+    def _expect_announcements(self) -> None:
+        """A worker that lives undisturbed must announce its models again."""
+        since = self.schedule.now
+
+        def check_in_time() -> None:
+            self.schedule.awaited -= 1
+            if self._is_lossy or self._is_troubled(since):
+                return
+            if not any(worker.has_lived(since) for worker in self.workers):
+                return
+            for package in self.packages:
+                if self._ends[0].spec(package.spec.name) is None:
+                    self.schedule.violate(f"not announced within {_ANNOUNCED_S:g} s: {package.spec.name}")
+
+        self.schedule.after(_ANNOUNCED_S, check_in_time)
+
     def _promote(self, promotion: Promotion) -> None:
         name, version = self.packages[promotion.model].spec.name, promotion.version
-        self.schedule.inject("promotion", f"{name}/{version}")
-        record = _record(promotion.epoch, name, version)
-        self._ends[0].activate(name, promotion.epoch, record, version, b"{}")
-        self._promotions_left -= 1
+        self.schedule.inject(
+            "arms" if promotion.arms else "promotion", f"{name}/{version} {promotion.arms or ''}".strip()
+        )
+        self._ends[0].activate(name, promotion.epoch, self._records[name, promotion.epoch], version, b"{}")
+        self.schedule.awaited -= 1
 
     def _outlast_jump(self) -> None:
         """Leases that lapsed by a jump of the clock are not renewed before the broker is back."""
@@ -359,7 +432,7 @@ class Simulation:
         self._paused_since.setdefault(slot, schedule.now)
 
         def resume() -> None:
-            self._faults_left -= 1
+            self.schedule.awaited -= 1
             schedule.disturbed_at = max(schedule.disturbed_at, schedule.now)
             self._paused_since.pop(slot, None)
             end.resume(slot)
@@ -383,14 +456,9 @@ class Simulation:
             worker.freeze(fault.seconds)
 
     def _is_quiet(self) -> bool:
-        return (
-            not self._faults_left
-            and not self._promotions_left
-            and not any(client.busy for client in self._clients)
-            and not (self._operator and self._operator.busy)
-            and not self._ends[0].unfinished()
-            and not any(worker.is_engaged() for worker in self.workers)
-        )
+        if self._ends[0].has_unfinished():
+            return False
+        return not any(worker.is_engaged() for worker in self.workers)
 
     # The verdict
 
@@ -402,11 +470,13 @@ class Simulation:
         jobs = [job for client in self._clients for job in client.jobs]
         self._note_effects(jobs)
         findings = check(self.history)
+        self._check_reports()
         for name, numbers in findings.violations.items():
             violate(f"{name}: {[int(number) for number in numbers]}")
         if self.plan.is_calm:
             twins = {job.question for job in jobs if job.order.is_twin}
-            if again := findings.re_executed - twins:
+            several = {question for question, count in Counter(job.question for job in jobs).items() if count > 1}
+            if again := findings.re_executed - twins - several:
                 violate(f"ran twice, and nothing had gone wrong: {sorted(again)}")
         return Outcome(
             self.seed,
@@ -423,15 +493,20 @@ class Simulation:
     def _note_effects(self, jobs: list[Job]) -> None:
         history, violate = self.history, self.schedule.violate
         by_local_id = {job_id.rpartition(".")[2]: job for job_id, job in self._jobs.items()}
+        records = dict(zip(self._jobs, self._ends[0].job_records(list(self._jobs)), strict=True))
         for job in jobs:
             history.questions[job.number] = job.question
             if job.is_accepted or job.is_doubtful:
                 history.offered.add(job.number)
-            if job.is_accepted:
+            if job.is_accepted and self.has_lost(job):
+                if not job.is_told and not job.is_known_lost:
+                    violate(f"its waiter was not told that it is lost: {job.number}")
+            elif job.is_accepted:
                 history.accepted.add(job.number)
                 if not job.is_told and not self._replies_expired:
                     violate(f"its waiter was not told: {job.number}")
-            for job_id, job_record in zip(job.job_ids, self._ends[0].job_records(job.job_ids), strict=True):
+            for job_id in job.job_ids:
+                job_record = records.get(job_id)
                 if job_record is not None and job_record.result:
                     if job.number in history.records:
                         violate(f"two records of one idempotency key: {job.number}")
@@ -448,8 +523,18 @@ class Simulation:
                 if job.number in history.records and job.number not in told:
                     self._note_effect(job, b"C-" + history.records[job.number])
 
+    def _check_reports(self) -> None:
+        """An end is reported by the worker that the broker believed, and once more for each time that it was undone."""
+        if self.schedule.injected["loss"]:
+            return
+        for job_id, count in self.reported_ends.items():
+            if count > 1 + self.truth.replayed[job_id]:
+                self.schedule.violate(f"reported {count} ends: {job_id[-4:]}")
+
     def _forget_replayed(self, jobs: list[Job]) -> None:
         """An end that an operator took back was told, and then once more for each time that he did."""
+        if not self.truth.replayed:
+            return
         told = Counter(effect.job for effect in self.history.effects)
         for job in jobs:
             superseded = sum(self.truth.replayed[job_id] for job_id in job.job_ids)
@@ -462,7 +547,7 @@ class Simulation:
     def _reports_arrive(self) -> bool:
         """Whether every death was reported long before its jobs' leases ran out."""
         kinds = {fault.kind for fault in self.plan.faults}
-        return not (self.plan.loss or self.plan.delay or kinds & {"outage", "partition", "jump"})
+        return not (self.plan.loss or self.plan.delay or kinds & {"outage", "partition", "jump", "loss", "instance"})
 
     @property
     def _replies_expired(self) -> bool:
@@ -470,7 +555,7 @@ class Simulation:
         return self.schedule.skew_s * 1000 > REPLY_TTL_MS / 2
 
     def _note_effect(self, job: Job, record: bytes) -> None:
-        header, body = open_result(record[2:], UNSIGNED)
+        header, body = opened(record[2:])
         is_answer = header.error is None
         if is_answer:
             self._check_version(job, header)
@@ -489,22 +574,42 @@ class Simulation:
             if header.version != job.order.version:
                 self.schedule.violate(f"answered by another version than it named: {job.number}")
             return
-        history = self.truth.answering[job.publication.job_id.rpartition(".")[0]]
-        ends = [since for since, _, _ in history[1:]] + [inf]
-        accepted = min(self.truth.accepted_at[job_id] for job_id in job.job_ids if job_id in self.truth.accepted_at)
-        answering = {version for (_, _, version), end in zip(history, ends, strict=True) if end >= accepted}
-        if header.version not in answering:
-            self.schedule.violate(f"answered by a version of before: {job.number}")
+        slot = job.publication.job_id.rpartition(".")[0]
+        history = self.truth.answering[slot]
+        if len(history) == 1:
+            answering = {history[0][2]}
+        else:
+            ends = [since for since, _, _ in history[1:]] + [inf]
+            accepted = min(self.truth.accepted_at[job_id] for job_id in job.job_ids if job_id in self.truth.accepted_at)
+            answering = {
+                self._answering(slot, epoch, version, header.id)
+                for (_, epoch, version), end in zip(history, ends, strict=True)
+                if end >= accepted
+            }
+        # A decision that no worker has heard of is lost with the broker's data.
+        if header.version not in answering and not self.schedule.injected["loss"]:
+            is_of_arms = any((slot, epoch) in self._tables for _, epoch, _ in history)
+            what = "an arm that it did not have" if is_of_arms else "a version of before"
+            self.schedule.violate(f"answered by {what}: {job.number}")
         if self._promotions and header.content_hash != content_hash_of(header.version):
             self.schedule.violate(f"content of another version: {job.number}")
+
+    def _answering(self, slot: str, epoch: int, version: str, job_id: str) -> str:
+        """The version that answers this job under the decision of this epoch."""
+        table = self._tables.get((slot, epoch))
+        return version if table is None else table.version_for(job_id)
 
     def _check_state(self, job: Job, job_id: str, state: State) -> None:
         """Whether it could end like this."""
         allowed = {State.COMPLETED if job.question in self._mended else _ENDS[job.order.making]}
         if (crashes := self.truth.crashes[job_id]) >= self._max_crashes:
             allowed.add(State.DEAD)
-            if crashes > self._max_crashes and self._reports_arrive:
+            # A worker that thaws may run what it held, before it learns that the job went on elsewhere.
+            if crashes > self._max_crashes + self.schedule.injected["freeze"] and self._reports_arrive:
                 self.schedule.violate(f"outlived {crashes} processes: {job.number}")
+        if job.number in self._timed_out and self.schedule.injected["freeze"]:
+            # While one worker is frozen, a thread of another one can wait below it: its forward takes as long.
+            allowed.add(State.FAILED)
         if job.cancel_asked:
             allowed.add(State.CANCELLED)
         if job.order.deadline_s is not None:
@@ -521,42 +626,32 @@ class Simulation:
             self.schedule.violate(f"ended {state.name.lower()}: {job.number}")
 
 
-def _record(epoch: int, name: str, version: str) -> bytes:
-    return Deployment(epoch, name, version, content_hash_of(version)).seal()
+def _record(name: str, decision: Promotion) -> bytes:
+    version = decision.version
+    routing = _routing(decision.arms) if decision.arms else None
+    return Deployment(decision.epoch, name, version, content_hash_of(version), routing).seal()
+
+
+def _routing(arms: tuple[tuple[str, float], ...]) -> Routing:
+    deployed = tuple(DeployedArm(label, content_hash_of(label), share) for label, share in arms)
+    return Routing("experiment", "rollout", deployed)
 
 
 @cache
-def _packages(models: int, max_rows: int, concurrency: int) -> list[Package]:
-    return [Package(_spec(f"model-{index}", max_rows, concurrency), Path(f"model-{index}")) for index in range(models)]
-
-
-def _spec(name: str, max_rows: int, concurrency: int) -> ModelSpec:
-    tensor = {"dtype": "float32", "shape": ["batch", 4]}
-    return ModelSpec.model_validate(
-        {
-            "name": name,
-            "version": "1",
-            "format": "python",
-            "entrypoint": "model:build",
-            "inputs": [{"name": "x", **tensor}],
-            "outputs": [{"name": "y", **tensor}],
-            "batching": {"max_batch_size": max_rows},
-            "concurrency": concurrency,
-            "timeout_s": _FORWARD_LIMIT_S,
-        }
-    )
-
-
-@cache
-def _settings(single_flight: bool, keeps_answers: bool) -> Settings:
-    return Settings.load(
+def _settings(single_flight: bool, keeps_answers: bool, has_tier: bool, credit_bytes: int) -> Settings:
+    settings = Settings.load(
         overrides={
             # Ageing would let a less urgent job go first, and the order could not be checked as simply.
             "queue": {"lease_s": LEASE_S, "ageing_s": 86_400.0, "result_ttl_s": TTL_MS / 1000},
             "batching": {"single_flight": single_flight},
-            "cache": {"enabled": keeps_answers},
+            # With a tier behind it, the memory has next to nothing: else hardly a job would find its answer there.
+            "cache": {"enabled": keeps_answers, "l1_size": 1 if has_tier else 10_000},
         }
     )
+    if credit_bytes:
+        # Less than the settings accept.
+        object.__setattr__(settings.inference.batching, "max_queue_bytes", credit_bytes)
+    return settings
 
 
 def simulate(seed: int, mutation: Mutation = SOUND) -> Outcome:

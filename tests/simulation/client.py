@@ -6,20 +6,25 @@ and gave up tries once more with a job of its own. Whatever is offered, answered
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from penstock.producers.job_state import JobState, ResultPolicy
 from penstock.producers.replies import ReplyRouter
 from penstock.producers.submission import accepted, cancellation, expiry
 from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import CancelOutcome, JobRecord, Limits, Publication, State, StreamEntry
 from penstock.registry.envelope import Retry
-from penstock.registry.errors import BrokerUnavailable, QueueFull
+from penstock.registry.errors import BrokerUnavailable, JobLost, QueueFull
 from penstock.registry.package import ModelSpec
-from tests.simulation.broker import UNSIGNED, Bystander
+from tests.simulation.broker import TTL_MS, UNSIGNED, Bystander
+from tests.simulation.packages import further_version
 from tests.simulation.plan import Order
 
 if TYPE_CHECKING:
@@ -28,7 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["Client", "Job"]
 
 _ATTEMPTS: Final = 5
+_QUESTIONS: Final = 3
 _READ_EVERY_S: Final = 0.5
+_SILENCE_S: Final = 1.0
+_POLICY: Final = ResultPolicy(UNSIGNED, TTL_MS / 1000)
 _AGAIN: Final = 0x800000
 """Added to a job's number for the id of its second submission."""
 
@@ -50,11 +58,15 @@ class Job:
     cancel_asked: bool = False
     is_told: bool = False
     """Its result has reached the client that waits for it."""
+    is_known_lost: bool = False
+    """The client that waits for it knows that the broker has lost it."""
 
     @property
     def job_ids(self) -> list[str]:
         """Under which it may be known."""
-        return [each.job_id for each in (self.publication, self.second) if each is not None]
+        if self.second is None:
+            return [self.publication.job_id]
+        return [self.publication.job_id, self.second.job_id]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -76,8 +88,6 @@ class Client(Bystander):
         super().__init__(simulation.schedule, f"c{index}")
         self.tenant = f"tenant-{index}"
         self.jobs: list[Job] = []
-        self.busy = 0
-        """Things that it has yet to do."""
         self._simulation = simulation
         self._limits = limits
         self._builder = JobBuilder(tenant=self.tenant, keyring=UNSIGNED, max_bytes=1 << 20)
@@ -113,13 +123,14 @@ class Client(Bystander):
 
     def _later(self, delay: float, action: Callable[[], None]) -> None:
         """A thing to do, which the schedule does not end without."""
-        self.busy += 1
+        schedule = self.schedule
+        schedule.awaited += 1
 
         def act() -> None:
             action()
-            self.busy -= 1
+            schedule.awaited -= 1
 
-        self.schedule.after(delay, act)
+        schedule.after(delay, act)
 
     def _place(self, order: Order, spec: ModelSpec) -> None:
         first = self._simulation.next_number()
@@ -127,7 +138,11 @@ class Client(Bystander):
         for count in range(order.count):
             number = first if count == 0 else self._simulation.next_number()
             question = float(first if order.is_twin else number)
-            job = Job(number, question, order, self, self._publication(order, spec, number, question))
+            if self._simulation.plan.has_tier and order.making == "good":
+                # The same few questions again and again, so that some are found in the tier.
+                question = -1.0 - number % _QUESTIONS
+            its = replace(order, version="") if order.is_mixed and count % 2 else order
+            job = Job(number, question, its, self, self._publication(its, spec, number, question))
             if order.has_key and order.again_after is not None:
                 job.second = self._publication(order, spec, number + _AGAIN, question, key=number)
             jobs.append(job)
@@ -148,6 +163,8 @@ class Client(Bystander):
     def _publication(
         self, order: Order, spec: ModelSpec, number: int, question: float, *, key: int | None = None
     ) -> Publication:
+        inputs = np.zeros((order.rows, 4), np.float32)
+        inputs[:, 0] = question
         options = SubmitOptions(
             priority=order.priority,
             version=order.version,
@@ -155,8 +172,8 @@ class Client(Bystander):
             retry=Retry(attempts=2, backoff_s=0.1, longest_s=0.1) if order.making == "flaky" else None,
         )
         publication = self._builder.build(
-            spec.model_copy(update={"version": order.version}) if order.version else spec,
-            {"x": [[question, 0, 0, 0]] * order.rows},
+            further_version(spec, order.version) if order.version else spec,
+            {"x": inputs},
             options,
             idempotency_key=f"key-{key or number}" if order.has_key else None,
             reply=self._router.address(spec.name),
@@ -185,6 +202,8 @@ class Client(Bystander):
             except QueueFull:
                 continue
             job.is_accepted = True
+            if self._simulation.has_lost(job):
+                self._later(_SILENCE_S, partial(self._look_for, job))
             if job_id not in job.job_ids:
                 self.schedule.violate(f"job {job.number} is answered for by {job_id[-4:]}")
 
@@ -202,7 +221,26 @@ class Client(Bystander):
             except BrokerUnavailable:
                 is_live = True
         if is_live:
-            self._later(self._pauses.uniform(0.2, 1.0), partial(self._look, job))
+            pause_s = self._pauses.uniform(0.2, 1.0) / (20 if self._simulation.plan.looks_often else 1)
+            self._later(pause_s, partial(self._look, job))
+
+    def look_at_all(self) -> None:
+        """Look at each job of which nothing was heard, after a silence."""
+        for job in self.jobs:
+            if job.is_accepted and not job.is_told:
+                self._later(_SILENCE_S, partial(self._look_for, job))
+
+    def _look_for(self, job: Job) -> None:
+        """What a client that waits does after a silence: it reads the record, and may find that there is none."""
+        try:
+            records = self.end.job_records(job.job_ids)
+        except BrokerUnavailable:
+            self._later(_SILENCE_S, partial(self._look_for, job))
+            return
+        if not job.is_told and not any(records):
+            seen_at = time.monotonic()
+            state = JobState(job.job_ids[0], self.tenant, _POLICY, awaits_reply=True, seen_at=seen_at)
+            job.is_known_lost = isinstance(state.missing(), JobLost)
 
     def _cancel(self, job: Job, attempt: int) -> None:
         if not job.is_accepted:
@@ -216,5 +254,5 @@ class Client(Bystander):
                 if attempt < _ATTEMPTS:
                     self._later(self.schedule.rng.uniform(0.05, 0.5), lambda: self._cancel(job, attempt + 1))
                 return
-        if all(outcome is CancelOutcome.UNKNOWN for outcome in outcomes):
+        if all(outcome is CancelOutcome.UNKNOWN for outcome in outcomes) and not self._simulation.has_lost(job):
             self.schedule.violate(f"job {job.number} was accepted and is unknown")

@@ -27,24 +27,27 @@ from penstock.registry.broker.base import (
     Replay,
     State,
 )
-from penstock.registry.broker.memory_state import Lease
+from penstock.registry.broker.memory_queue import Lease
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import Priority, slot_of
+from penstock.safety.cache_entry import key_of
 from penstock.workers.backlog import Waiting
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.batching.batcher import Batcher, Pending, _SubQueue
-from penstock.workers.cache import AnswerCache, L1Cache, SingleFlight, key_of
+from penstock.workers.cache import AnswerCache, L1Cache, SingleFlight
+from penstock.workers.claims import Claimer
 from penstock.workers.completer import Completer
 from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
-from penstock.workers.results import EncodedOutputs
+from penstock.workers.results import EncodedOutputs, JobOutcome
 from penstock.workers.runtime.tracebacks import ModelTrace
 from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
 from tests.simulation.checker import Mutation
+from tests.simulation.plan import LEASE_S
 from tests.simulation.worker import STEPPED, SteppedDrain, SteppedRouter, SteppedScheduler
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -170,8 +173,7 @@ class LateTakeOver(UnreliableEnd):
 class _GapUnseen(LeaseKeeper):
     """However long the broker was away, others' leases count as theirs to renew."""
 
-    @property
-    def _is_after_gap(self) -> bool:
+    def _is_after_gap(self, now: float) -> bool:
         return False
 
 
@@ -179,7 +181,7 @@ class _GapSeenLate(LeaseKeeper):
     """The first take-over after a gap is asked for before the gap is noticed."""
 
     def _take_over(self) -> None:
-        is_after_gap, self._last_contact = self._is_after_gap, self._clock()
+        is_after_gap, self._last_contact = self._is_after_gap(self._clock()), self._clock()
         super()._take_over()
         if is_after_gap:
             self._may_take_over_at = self._clock() + self._lease_s
@@ -188,9 +190,8 @@ class _GapSeenLate(LeaseKeeper):
 class _ShortGapUnseen(LeaseKeeper):
     """Gaps of less than a second are none, however short the leases are."""
 
-    @property
-    def _is_after_gap(self) -> bool:
-        return self._clock() - self._last_contact > max(1.0, self._lease_s / 2)
+    def _is_after_gap(self, now: float) -> bool:
+        return now - self._last_contact > max(1.0, self._lease_s / 2)
 
 
 class TakeOverAfterAPause(SteppedDrain):
@@ -389,6 +390,40 @@ class ExpiredUnderTheLiving(UnreliableEnd):
         return is_ended
 
 
+class _OtherCount(UnreliableEnd):
+    """A client ends the job under a lapsed lease by another rule."""
+
+    def count(self, lease: Lease) -> None:
+        """Changes what was counted before the call."""
+
+    def serve_expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
+        record = self._state.records.get(job_id)
+        lease = (
+            self._state.queue(slot_of(job_id), record.priority).leases.get(record.entry_id)
+            if record is not None and record.state is State.QUEUED
+            else None
+        )
+        if lease is not None:
+            self.count(lease)
+        return super().serve_expire(job_id, tenant, sealed)
+
+
+class ExpiredAfterAPause(_OtherCount):
+    """A lease that was not renewed for twice its length is enough, also after a pause of the broker."""
+
+    def count(self, lease: Lease) -> None:
+        if self.now_ms() - lease.since_ms >= 2 * LEASE_S * 1000:
+            lease.asked_ms, lease.counted_ms = self.now_ms(), LEASE_S * 1000
+
+
+class ExpiredAfterASecondPause(_OtherCount):
+    """The time between two calls counts in full, also when the broker was paused in between."""
+
+    def count(self, lease: Lease) -> None:
+        if lease.asked_ms >= lease.since_ms:
+            lease.counted_ms += self.now_ms() - lease.asked_ms
+
+
 class ExpiredAndKept(UnreliableEnd):
     """An expired job stays in its queue."""
 
@@ -414,11 +449,10 @@ class LateJobsRun(SteppedScheduler):
 class FollowerDropped(SingleFlight):
     """A job that joined an equal one is forgotten."""
 
-    def join(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        joins = super().join(job, version)
-        if joins:
-            self._followers.pop(job.digest)
-        return joins
+    def join_all(self, jobs: Iterable[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
+        joined = super().join_all(jobs, version)
+        self._followers.clear()
+        return joined
 
 
 class _UpsideDown(Batcher[ClaimedJob]):
@@ -449,7 +483,7 @@ class ClaimsWhileStopping(SteppedDrain):
     """SIGTERM does not end the claims."""
 
     def _wind_up(self) -> bool:
-        self._exchange([self.parts.claimer.claim_of(model, 1) for model in self.lifecycle.models])
+        self._exchange([self.parts.claimer.claim_of(model, 1, 1) for model in self.lifecycle.models])
         return super()._wind_up()
 
 
@@ -469,7 +503,7 @@ class AnswersSwapped(Completer):
 
     def collect(self, runs: Iterable[BatchRun]) -> None:
         for run in (runs := list(runs)):
-            run.answers = run.answers[1:] + run.answers[:1]
+            run.answers = [*run.answers[1:], *run.answers[:1]]
         super().collect(runs)
 
 
@@ -509,9 +543,10 @@ class StaleVersion(SteppedDrain):
 class VersionsShareAFlight(SteppedRouter):
     """Equal jobs join each other, whichever version answers them."""
 
-    def _joins(self, job: ClaimedJob, version: ServedVersion) -> bool:
-        job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
-        return super()._joins(job, version)
+    def _join(self, jobs: list[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
+        for job in jobs:
+            job.digest = key_of(job.header, job.body, "", tenant=job.header.tenant)
+        return super()._join(jobs, version)
 
 
 class _NeverForgetting(L1Cache):
@@ -528,17 +563,19 @@ class VersionsShareAnswers(AnswerCache):
         super().__init__(*args, **kwargs)
         self.memory.__class__ = _NeverForgetting
 
-    def find(self, job: ClaimedJob, version: ServedVersion) -> EncodedOutputs | None:
-        job.digest = key_of(job.header, job.delivery.sealed, "", tenant=job.header.tenant)
-        return self.memory.get(job.digest)
+    def find_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> list[EncodedOutputs | None]:
+        for job in jobs:
+            job.digest = key_of(job.header, job.body, "", tenant=job.header.tenant)
+        return self.memory.get_all([job.digest for job in jobs])
 
 
 class CachedAnswersSwapped(AnswerCache):
     """Jobs that are alike but for their numbers share one cached answer."""
 
-    def find(self, job: ClaimedJob, version: ServedVersion) -> EncodedOutputs | None:
-        job.digest = f"{job.header.tenant} {version.name} {version.label}".encode()
-        return super().find(job, version)
+    def find_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> list[EncodedOutputs | None]:
+        for job in jobs:
+            job.digest = f"{job.header.tenant} {version.name} {version.label}".encode()
+        return super().find_all(jobs, version)
 
 
 class OlderDecisionStands(UnreliableEnd):
@@ -657,6 +694,67 @@ class HangsForgiven(Executor):
         return ModelTrace("", "")
 
 
+class KeysOutliveTheData(UnreliableEnd):
+    """A broker that comes back without its jobs still knows their idempotency keys."""
+
+    def lose_everything(self) -> None:
+        known = self._state.idempotency
+        super().lose_everything()
+        self._state.idempotency = known
+
+
+class AnnouncedOnce(SteppedDrain):
+    """Models are announced when they are loaded, and not again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self.lifecycle, "announce_again", lambda *, replaces: None)
+
+
+class OnlyExceptionsCaught(Executor):
+    """What a model raises fails its job if it is an Exception, and ends the model thread otherwise."""
+
+    def run(self, run: BatchRun) -> None:
+        super().run(run)
+        if any(isinstance(answer, Failure) and "GeneratorExit" in answer.message for answer in run.answers):
+            raise GeneratorExit
+
+
+class ReportedOutsideTheGuard(Completer):
+    """The text of an error is sent as the model made it, and a failure to send it ends the I/O thread."""
+
+    def _sealed(self, outcome: JobOutcome) -> tuple[JobOutcome, Commit]:
+        if outcome.failure is not None and "\\ud800" in outcome.failure.message:
+            failure = structs.replace(outcome.failure, message="\ud800")
+            return self._commit_of(structs.replace(outcome, answer=failure))
+        return super()._sealed(outcome)
+
+
+class ClaimsIgnoreBytes(Claimer):
+    """A worker claims as many jobs as it has room for, whatever their size."""
+
+    def claim_of(self, model: str, credit: int, nbytes: int) -> Claim:
+        return super().claim_of(model, credit, 1 << 50)
+
+
+class CreditIgnored(UnreliableEnd):
+    """The broker hands out as many jobs as a claim asks for, whatever their size."""
+
+    def serve_exchange(
+        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
+        boundless = [claim._replace(credit_bytes=1 << 50) for claim in claims]
+        return super().serve_exchange(consumer, commits, boundless, result_ttl_ms)
+
+
+class InterruptedForgotten(SteppedDrain):
+    """The jobs of an instance that died are never given back."""
+
+    def _serve(self) -> None:
+        self.parts.executor.take_interrupted()
+        super()._serve()
+
+
 def _entry(delivery: Delivery) -> Entry:
     return delivery.slot, delivery.priority, delivery.entry_id
 
@@ -674,6 +772,7 @@ _PARTS: Final[tuple[tuple[type[Any], str], ...]] = (
     (Completer, "completer"),
     (Intake, "intake"),
     (Executor, "executor"),
+    (Claimer, "claimer"),
 )
 """What a mutant may be, and its place among the parts of a drain."""
 
@@ -713,6 +812,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(LateJobsRun, "ran after its deadline"),
     _broken(ExpiredEarly, "expired before its deadline"),
     _broken(ExpiredUnderTheLiving, "expired under the living"),
+    _broken(ExpiredAfterAPause, "expired under the living"),
+    _broken(ExpiredAfterASecondPause, "expired under the living"),
     _broken(ExpiredAndKept, "duplicated"),
     _misled(FollowerDropped, "no end"),
     _broken(NothingReleased, "left with"),
@@ -737,5 +838,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled(UnplacedForgotten, "left with"),
     _misled(TooFewThreads, "fewer model threads"),
     _misled(HangsForgiven, "ran after its time-out"),
+    _broken(KeysOutliveTheData, "lost"),
+    _misled(AnnouncedOnce, "not announced"),
+    _misled(OnlyExceptionsCaught, "raised GeneratorExit"),
+    _misled(ReportedOutsideTheGuard, "raised UnicodeEncodeError"),
+    _misled(ClaimsIgnoreBytes, "asked for more bytes"),
+    _broken(CreditIgnored, "more bytes than its credit"),
+    _misled(InterruptedForgotten, "no end"),
     Mutant(Mutation("DecisionsForgotten", deployments=_ForgetfulMachine), "answered by a version of before"),
 )

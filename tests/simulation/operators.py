@@ -20,8 +20,6 @@ class Operator(Bystander):
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation.schedule, "operator")
-        self.busy = 0
-        """Letters that it has yet to look at."""
         self._simulation = simulation
         self._seen: set[str] = set()
         self.end: UnreliableEnd = simulation.connect(self)
@@ -31,7 +29,7 @@ class Operator(Bystander):
         """A letter has come in."""
         if job_id not in self._seen:
             self._seen.add(job_id)
-            self.busy += 1
+            self.schedule.awaited += 1
             self.schedule.after(self.schedule.rng.uniform(0.1, 2.0), partial(self._put_back, slot, job_id))
 
     def _put_back(self, slot: str, job_id: str) -> None:
@@ -46,4 +44,4 @@ class Operator(Bystander):
         except BrokerUnavailable:
             self.schedule.after(self.schedule.rng.uniform(0.1, 0.5), partial(self._put_back, slot, job_id))
             return
-        self.busy -= 1
+        self.schedule.awaited -= 1

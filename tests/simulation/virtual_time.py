@@ -39,10 +39,13 @@ class Schedule:
         """When something last happened that touches every worker's leases."""
         self.is_over = False
         """Whether it is only looked at any more: calls are answered, whatever the plan says."""
+        self.awaited = 0
+        """Things yet to come that it does not end without."""
         self.steps = 0
         self.injected: Counter[str] = Counter()
         self.violations: list[str] = []
         self.trace: list[str] = []
+        self._random = rng.random
         self._heap: list[tuple[float, float, int, Action]] = []
         self._pushed = 0
 
@@ -53,15 +56,20 @@ class Schedule:
     def after(self, delay: float, action: Action) -> None:
         """`action` happens in `delay` seconds; of several at one time, any may come first."""
         self._pushed += 1
-        heapq.heappush(self._heap, (self.now + delay, self.rng.random(), self._pushed, action))
+        heapq.heappush(self._heap, (self.now + delay, self._random(), self._pushed, action))
 
     def run(self, is_over: Callable[[], bool], until: float) -> bool:
-        """Lets everything happen until `is_over`, asked after each step. False when `until` comes first."""
-        heap = self._heap
-        while not is_over():
+        """Lets everything happen until nothing is awaited and it `is_over`. False when `until` comes first."""
+        heap, pop = self._heap, heapq.heappop
+        while self.awaited or not is_over():
             if not heap or heap[0][0] > until:
                 return False
-            self._step()
+            # As in `_step`: a call for each step would take a fiftieth of the time.
+            due, _, _, action = pop(heap)
+            if due > self.now:
+                self.now = due
+            self.steps += 1
+            action()
         return True
 
     def elapse(self, delay: float) -> float:
@@ -73,9 +81,14 @@ class Schedule:
         self.now = max(self.now, until)
         return self.now - until
 
+    def close(self) -> None:
+        """Nothing happens any more."""
+        self._heap.clear()
+
     def _step(self) -> None:
         at, _, _, action = heapq.heappop(self._heap)
-        self.now = max(self.now, at)
+        if at > self.now:
+            self.now = at
         self.steps += 1
         action()
 

@@ -12,14 +12,14 @@ one that died, and reports what its journal had on the model.
 from __future__ import annotations
 
 import traceback
+from asyncio import CancelledError
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from penstock.registry.broker.base import Held
+from penstock.registry.broker.base import Claim, Held
 from penstock.registry.broker.incidents import timeout_incident
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
@@ -32,18 +32,20 @@ from penstock.workers.claims import WakeUp
 from penstock.workers.drain import Drain
 from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.job import ClaimedJob
-from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
 from penstock.workers.router import JobRouter
-from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.base import InstanceLost, Runtime
 from penstock.workers.runtime.python_entrypoint import PythonRuntime
 from penstock.workers.scheduler import Scheduler
 from penstock.workers.versions.deployment_store import epoch_of
 from penstock.workers.versions.loader import Loader
-from penstock.workers.versions.version import ServedVersion
+from penstock.workers.versions.version import ServedVersion, VersionState
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
-from tests.simulation.plan import LEASE_S, Fault
+from tests.simulation.packages import further_version
+from tests.simulation.plan import LEASE_S, MOST_AT_ONCE, Fault
+from tests.simulation.reports import CountedEnds
+from tests.simulation.tiers import SimulatedTiers
 from tests.simulation.virtual_time import Schedule
 
 if TYPE_CHECKING:
@@ -51,11 +53,52 @@ if TYPE_CHECKING:
 
 __all__ = ["Crash", "Machine", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
 
-_METRICS: Final = InferenceMetrics((0.1, 1.0))
-"""Shared by all workers, which report to it; no check reads it."""
+
+class _SilentMetrics(InferenceMetrics):
+    """No check reads them: what a worker does once a second takes no time."""
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Nothing."""
+        return {}
+
+    def queue(self, model: str, priority: str, depth: int, oldest_s: float) -> None:
+        """Keeps nothing."""
+
+    def cache_size(self, tier: str, entries: int, nbytes: int, evicted: int) -> None:
+        """Keeps nothing."""
+
+
+_METRICS: Final = _SilentMetrics((0.1, 1.0))
+"""Shared by all workers, which report to it."""
+_JOBS_BEYOND: Final = 2 + MOST_AT_ONCE
+"""The last job of a claim and of a take-over, and the jobs of one call that publishes, for a blocking claim."""
 _LATE_S: Final = 0.05
 """A wait that takes so much longer than meant may have cost a renewal."""
 
+
+class _Unprintable(Exception):
+    """Its text cannot be made."""
+
+    def __str__(self) -> str:
+        raise GeneratorExit
+
+    __repr__ = __str__
+
+
+class _NoException(BaseException):
+    """One of the model's own."""
+
+
+_RUDE: Final = (
+    GeneratorExit(),
+    SystemExit(1),
+    CancelledError(),
+    _NoException("a question"),
+    BaseExceptionGroup("a group", [_NoException("a question")]),
+    _Unprintable(),
+    ValueError("a lone surrogate: \ud800"),
+)
+"""What models raise that are rude: it is no Exception, or cannot be told as it is."""
 
 Double: TypeAlias = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 """Version and inputs -> outputs."""
@@ -66,14 +109,34 @@ class Crash(BaseException):
 
 
 class SteppedWakeUp(WakeUp):
-    """A bell that the scheduler of the schedule hears, too."""
+    """A bell without a descriptor, which the scheduler of the schedule hears, too. Nobody sleeps."""
 
     hear_bell: Callable[[], None] = staticmethod(lambda: None)
+    has_answer: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the blocking claim has one."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.is_lost = False
+        self.has_rung = False
+        """Since the I/O thread was last awake."""
 
     def ring(self) -> None:
         """As ever."""
-        super().ring()
+        self.has_rung = True
         self.hear_bell()
+
+    def clear(self) -> None:
+        """As ever."""
+        self.has_rung = False
+
+    def sleep(self, answer_fd: int, timeout_s: float) -> bool:
+        """As ever, for no time."""
+        self.has_rung = False
+        return answer_fd >= 0 and self.has_answer()
+
+    def forget_descriptors(self) -> None:
+        """There are none."""
 
 
 class SteppedRouter(JobRouter):
@@ -135,10 +198,12 @@ class SteppedDrain(Drain):
         super().__init__(*args, **kwargs)
         self._schedule: Schedule
         self._double: Double
+        self._end: UnreliableEnd
         self._offered_since: dict[ServedVersion, float] = {}
         """Versions that jobs which name them may wait for here, and since when, in virtual time."""
-        self.unable_at = -inf
-        """When it last had something to load before it could serve all."""
+        self._offers: list[ServedVersion] = []
+        self._is_turning = False
+        self._unable_at = -inf
 
     def take_part(
         self,
@@ -150,7 +215,7 @@ class SteppedDrain(Drain):
         when_nowhere: Callable[[str, str], None],
     ) -> None:
         """Join a schedule. when_nowhere: called with a version that no worker is said to have."""
-        self._schedule, self._double = schedule, double
+        self._schedule, self._double, self._end = schedule, double, end
         parts = self.parts
         wake_up, router, scheduler, loader = (
             parts.claimer.wake_up,
@@ -162,7 +227,7 @@ class SteppedDrain(Drain):
         assert isinstance(router, SteppedRouter)
         assert isinstance(scheduler, SteppedScheduler)
         assert isinstance(loader, SteppedLoader)
-        wake_up.hear_bell = hear_bell
+        wake_up.hear_bell, wake_up.has_answer = hear_bell, end.has_answer
         router.when_nowhere = when_nowhere
         scheduler.violate, scheduler.worker, scheduler.end = schedule.violate, self.name, end
         loader.schedule, loader.double = schedule, double
@@ -183,16 +248,53 @@ class SteppedDrain(Drain):
 
     def step(self, longest_wait_s: float = 0.0) -> float | None:
         """As ever."""
+        self._is_turning = True
         pause_s = super().step(longest_wait_s)
+        self._is_turning = False
+        self._check_bytes()
         self._note_offered()
         if not self.serves_all:
-            self.unable_at = self._schedule.now
+            self._unable_at = self._schedule.now
         return pause_s
 
+    @property
+    def unable_at(self) -> float:
+        """When it last had something to load before it could serve all."""
+        return self._unable_at if self.serves_all else self._schedule.now
+
+    def sleep_s(self) -> float:
+        """As ever; a turn here does not sleep."""
+        return 0.0 if self._is_turning else super().sleep_s()
+
+    def _exchange(self, claims: Sequence[Claim]) -> bool:
+        """As ever."""
+        if claims:
+            # A model may have its share of the credit, however much the others hold.
+            most, asked = self._limits.most_bytes, sum([claim.credit_bytes for claim in claims])
+            if asked > max(most - self.parts.leased.nbytes, most // 2):
+                self._schedule.violate(f"asked for more bytes than its credit: {self.name} for {asked}")
+        return super()._exchange(claims)
+
+    def _check_bytes(self) -> None:
+        """The jobs in memory stay within the credit, but for those of the last calls."""
+        beyond = self.parts.leased.nbytes - self._limits.most_bytes
+        if beyond > 0:
+            sizes = [len(job.delivery.sealed) for job in self.parts.leased._held.values()]
+            if beyond > _JOBS_BEYOND * max(sizes):
+                self._schedule.violate(f"more bytes than its credit: {self.name} by {beyond}")
+
     def _note_offered(self) -> None:
-        lifecycle, now = self.lifecycle, self._schedule.now
-        offered = [version for version in lifecycle.turns if version.room and lifecycle.is_offered(version)]
-        self._offered_since = {version: self._offered_since.get(version, now) for version in offered}
+        # After each turn: no properties. What is not ready has the room of its queue.
+        lifecycle = self.parts.lifecycle
+        offered = [
+            version
+            for version in lifecycle.turns
+            if version.state is VersionState.READY or (version.queue.free and lifecycle.is_offered(version))
+        ]
+        if offered != self._offers:
+            now = self._schedule.now
+            self._offered_since = {version: self._offered_since.get(version, now) for version in offered}
+            self._offers = offered
 
     def epoch_of(self, slot: str) -> int:
         """Of the decision that it obeys."""
@@ -217,7 +319,7 @@ class SteppedDrain(Drain):
     @property
     def serves_all(self) -> bool:
         """Whether every active version can be loaded here."""
-        return len(self.lifecycle.claimable()) == len(self.lifecycle.models)
+        return all([model.is_claimable for model in self.lifecycle.models.values()])
 
     def holds(self, entry: Entry) -> bool:
         """Whether the job is in memory."""
@@ -235,6 +337,7 @@ STEPPED: Final = PartTypes(
     scheduler=SteppedScheduler,
     loader=SteppedLoader,
     wake_up=SteppedWakeUp,
+    tiers=SimulatedTiers,
 )
 """The parts of a worker in a schedule."""
 
@@ -255,7 +358,12 @@ def content_hash_of(version: str) -> str:
 class SimulatedRepository:
     """The other versions of the models; `labels` are those of all of them."""
 
-    def __init__(self, packages: Sequence[Package], labels: Sequence[str], further_threads: int) -> None:
+    def __init__(
+        self,
+        packages: Sequence[Package],
+        labels: Sequence[str],
+        further_threads: int,
+    ) -> None:
         self._packages = {package.spec.name: package for package in packages}
         self._labels = labels
         self._further_threads = further_threads
@@ -265,8 +373,8 @@ class SimulatedRepository:
         if label not in self._labels:
             raise UnknownModel(f"{name}/{label}")
         package = self._packages[name]
-        concurrency = package.spec.concurrency + (self._further_threads if label == "2" else 0)
-        return replace(package, spec=package.spec.model_copy(update={"version": label, "concurrency": concurrency}))
+        spec = further_version(package.spec, label, further_threads=self._further_threads if label == "2" else 0)
+        return Package(spec, package.folder)
 
     def labels(self, name: str) -> list[str]:
         """See ModelRepository.labels."""
@@ -310,7 +418,7 @@ class Strand:
         if self.is_busy:
             self._is_roused = True
         else:
-            self.due(self._worker.schedule.rng.uniform(0.0, 0.0005))
+            self.due(0.0005 * self._worker.schedule.rng.random())
 
     def _fire(self, turn: int) -> None:
         worker, schedule = self._worker, self._worker.schedule
@@ -325,7 +433,9 @@ class Strand:
         except Crash:
             worker.die()
             return
-        except Exception as error:  # the process would end here, which is not expected
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the process would end here, which is not expected
             schedule.violate(f"raised {error!r} at {_place_of(error)}")
             worker.die()
             return
@@ -336,7 +446,7 @@ class Strand:
         if delay is None:
             self.is_asleep = True
         else:
-            self.due(delay + schedule.rng.uniform(0.0, 0.002))
+            self.due(delay + 0.002 * schedule.rng.random())
 
 
 class Seat:
@@ -354,6 +464,8 @@ class Seat:
         self._simulation = simulation
         self._number = number
         self._work: BatchRun | None = None
+        self._jobs: list[ClaimedJob] = []
+        self._versions: set[str] = set()
 
     @property
     def is_free(self) -> bool:
@@ -362,11 +474,11 @@ class Seat:
 
     def versions(self) -> set[str]:
         """The versions that the jobs of the batch wait for."""
-        return {item.key.version for item in self._work.batch.items} if self._work is not None else set()
+        return self._versions
 
     def jobs(self) -> list[ClaimedJob]:
         """The jobs of the batch."""
-        return [item.job for item in self._work.batch.items] if self._work is not None else []
+        return self._jobs
 
     def timed_out(self) -> list[ClaimedJob]:
         """The jobs that get no further forward, because this one is over its limit and was their last."""
@@ -378,11 +490,13 @@ class Seat:
         worker, executor = self._worker, self._worker.drain.parts.executor
         if self._work is not None:
             executor.finish(self._number, self._work)
-            self._work = None
+            self._work, self._jobs, self._versions = None, [], set()
         work = executor.begin(self._number)
         if work is None:
             return None
         self._work = work
+        self._jobs = [item.job for item in work.batch.items]
+        self._versions = {item.key.version for item in work.batch.items}
         self.asked = set()
         self.forward_s = self._simulation.forward_s()
         self.began = (worker.schedule.now, worker.end.now_ms())
@@ -392,10 +506,12 @@ class Seat:
             executor.run(work)
         finally:
             worker.seat = outer
+        # The executor takes whatever is raised in a forward for the model's failure.
+        worker.check_alive()
         return None if self.forward_s == inf else self.forward_s
 
 
-def _place_of(error: Exception) -> str:
+def _place_of(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.name}:{frame.lineno}"
 
@@ -501,6 +617,7 @@ class Worker:
         """The one whose forward is under way."""
         self._io: Strand
         self._is_given_up = False
+        self._is_dying = False
         self.journal = KeptJournal()
         self.end: UnreliableEnd = simulation.connect(self)
         drain = build_drain(
@@ -511,16 +628,19 @@ class Worker:
                 name=label,
                 device="cpu",
                 threads=1,
-                listener=NullListener(),
+                listener=CountedEnds(simulation.reported_ends),
                 metrics=_METRICS,
                 checkpoint=self._checkpoint,
                 clock=lambda: schedule.now,
                 jitter=schedule.rng.random,
                 journal=lambda _consumer, _seats: self.journal,
                 repository=SimulatedRepository(
-                    simulation.packages, simulation.labels_of(label), simulation.plan.further_threads
+                    simulation.packages,
+                    simulation.labels_of(label),
+                    simulation.plan.further_threads,
                 ),
                 deployments=simulation.mutation.deployments(simulation.machine),
+                tiers=[simulation.store] if simulation.plan.has_tier else (),
                 types=simulation.mutation.types,
             ),
         )
@@ -595,8 +715,23 @@ class Worker:
         self._waits -= 1
         if overran_s > _LATE_S:
             self.disturbed_at = self.schedule.now
-        if self.is_gone:
+        self.check_alive()
+
+    def check_alive(self) -> None:
+        """Raises Crash if it died meanwhile, or dies now."""
+        if self.is_gone or self._is_dying:
             raise Crash
+
+    def _crash(self) -> None:
+        self._is_dying = True
+        raise Crash
+
+    def _lose_instance(self) -> None:
+        """The process of the model's instance ends in the forward."""
+        assert self.seat is not None
+        self.schedule.inject("instance", self.label)
+        self._simulation.truth.crashes.update(job.header.id for job in self.seat.jobs())
+        raise InstanceLost("an instance ended", f"instance {self._simulation.next_number()}")
 
     def holds(self, entry: Entry) -> bool:
         """See Caller.holds."""
@@ -614,7 +749,9 @@ class Worker:
                     self._fail_points.append(Fault(fault.kind, 0.0, 0, fault.seconds, point, fault.nth - 1))
                 elif fault.kind == "crash":
                     self.schedule.inject(f"crash {point}", self.label)
-                    raise Crash
+                    self._crash()
+                elif fault.kind == "instance":
+                    self._lose_instance()
                 else:
                     self.schedule.inject(f"freeze {point}", self.label)
                     self.freeze(fault.seconds)
@@ -633,27 +770,32 @@ class Worker:
             for seat in self._seats:
                 self._simulation.have_timed_out(seat.timed_out())
             self.schedule.after(self.schedule.rng.uniform(0.3, 1.5), self.die)
-        for number in range(len(self._seats), self.drain.parts.executor.threads):
+        executor = self.drain.parts.executor
+        for number in range(len(self._seats), executor.threads):
             self._seats.append(Seat(self, self._simulation, number))
-        for seat, _ in zip(
-            (each for each in self._seats if each.is_free), self.drain.parts.executor.waiting(), strict=False
-        ):
-            seat.strand.due(self.schedule.rng.uniform(0.0, 0.001))
+        if waiting := executor.waiting():
+            for seat, _ in zip((each for each in self._seats if each.is_free), waiting, strict=False):
+                seat.strand.due(self.schedule.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.sleep_s())
 
     def _forward(self, version: str, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model double: answers twice the question and which version it is, unless its job's making is another."""
+        self.check_alive()
         questions = inputs["x"][:, 0].tolist()
         assert self.seat is not None
         makings = self._simulation.forward_begins(self, self.seat, questions)
         if "poison" in makings:
             self.schedule.inject("poison", self.label)
-            raise Crash
+            if self._simulation.plan.has_instances:
+                self._lose_instance()
+            self._crash()
         if "hung" in makings:
             self.schedule.inject("hung", self.label)
             self.seat.forward_s = inf
         if 0 < self._simulation.plan.device_rows < len(questions):
             raise OutOfMemory(f"{len(questions)} rows")
+        if "rude" in makings:
+            raise _RUDE[int(questions[0]) % len(_RUDE)]
         if "bad" in makings or "flaky" in makings:
             raise ValueError("a bad question")
         answer = inputs["x"] * 2
@@ -667,6 +809,16 @@ class Worker:
         self._simulation.has_left(self)
         self._simulation.supervisor.replace()
 
+    def take_apart(self) -> None:
+        """It is looked at no more: its parts no longer hold each other."""
+        parts = self.drain.parts
+        for part in (
+            *(parts.lifecycle, parts.placement, parts.intake, parts.router, parts.backlog, parts.scheduler),
+            *(parts.executor, parts.completer, parts.claimer, parts.releaser, parts.telemetry, parts.status),
+            *(parts.events, self.drain.leases, self.drain, self._io, self._leases, *self._seats, self),
+        ):
+            vars(part).clear()
+
     def is_engaged(self) -> bool:
         """Whether it has jobs in memory, or may turn out to have had some once it thaws."""
         return not self.is_gone and (self.frozen_until > self.schedule.now or self.drain.has_jobs())
@@ -675,6 +827,11 @@ class Worker:
         """Whether it has had a version since then, in peace, and could have said so."""
         lives = not self.is_gone and self.stopped_at is None and not self.drain.ails
         return lives and self.disturbed_at < since and self.drain.has_had(slot, label, since)
+
+    def has_lived(self, since: float) -> bool:
+        """Whether it has served in peace since then."""
+        lives = not self.is_gone and self.stopped_at is None and not self.drain.ails and self.frozen_until < since
+        return lives and self.born < since and self.disturbed_at < since
 
     def may_take_over(self, since: float) -> bool:
         """Whether it has lived and been in touch for long enough, at `since`, to take over from others."""
