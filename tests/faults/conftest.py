@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +13,7 @@ from uuid import uuid4
 import pytest
 import yaml
 
+from penstock import Client
 from tests.faults.history import Findings, History, check
 from tests.faults.load import Load
 from tests.packages import write_recorder
@@ -106,14 +105,11 @@ def open_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenStage]:
         yield open_
 
 
-@pytest.fixture(scope="session")
-def clock_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What gives one process a clock of its own, when LD_PRELOAD names it and CLOCK_FILE the file of that clock."""
-    compiler = require(shutil.which("cc"), "a C compiler, to give one process a clock of its own")
-    library = tmp_path_factory.mktemp("clock") / "clock.so"
-    source = Path(__file__).with_name("clock.c")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
+@pytest.fixture
+def client(stage: Stage) -> Iterator[Client]:
+    """A client of the module's stage."""
+    with Client(stage.server.url) as client:
+        yield client
 
 
 class Trial:

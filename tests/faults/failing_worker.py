@@ -1,7 +1,8 @@
 """A worker as users run it, but for one fail point: `python -m tests.faults.failing_worker HOW POINT NTH NAME`.
 
-At the NTH time that the drain passes POINT, the process kills (`kill`) or stops (`stop`) itself. Passes are counted
-from the first claimed job on: before that nothing is at stake.
+At the NTH time that the drain passes POINT, the process kills (`kill`) or stops (`stop`) itself, or the thread that
+passes goes no further while all others run on (`hang`). Passes are counted from the first claimed job on: before that
+nothing is at stake.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class FailPoint:
-    """A drain's `checkpoint` that ends or stops its own process, once."""
+    """A drain's `checkpoint` that ends or stops its own process, or one of its threads, once."""
 
     def __init__(self, how: str, point: str, nth: int) -> None:
         if point not in POINTS:
             raise ValueError(f"Unknown point {point!r}. Expected one of: {', '.join(POINTS)}")
-        self._signal = _SIGNALS[how]
+        self._signal = None if how == "hang" else _SIGNALS[how]
         self._point = point
         self._passes_left = nth
         self._has_claimed = False
@@ -39,7 +40,9 @@ class FailPoint:
         if point != self._point or not self._has_claimed:
             return
         self._passes_left -= 1
-        if self._passes_left == 0:
+        if self._passes_left == 0 and self._signal is None:
+            threading.Event().wait()
+        elif self._passes_left == 0 and self._signal is not None:
             # To this thread: it goes no further, whichever thread is next to run.
             signal.pthread_kill(threading.get_ident(), self._signal)
 

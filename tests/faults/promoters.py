@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import create_engine, func, select
+from sqlalchemy import create_engine, func, make_url, select
 
 from penstock.registry.catalog import ModelRegistryClient, ModelStage, Transition
 from penstock.registry.catalog.tables import versions
@@ -218,6 +218,8 @@ def _change(client: ModelRegistryClient, chance: random.Random) -> Transition:
 def _main(url: str, folder: str, processes: str, times: str, seed: str, *victims: str) -> None:
     """Forks the operators, says who they are, lets them begin at once, and says how many were killed."""
     dying = {int(operator): int(change) for operator, change in (victim.split(":") for victim in victims)}
+    # Here, and not in each of the forks.
+    make_url(url).get_dialect().import_dbapi()
     gate, opened = os.pipe()
     pids = []
     for operator in range(int(processes)):

@@ -18,8 +18,8 @@ from tests.faults.rounds import is_full, seeds
 from tests.servers import PostgresDatabase, let_pass, wait_until
 
 PROCESSES = 20
-TIMES = 20 if is_full() else 4
-"""Changes that each process tries in one round; `make bench` lets each try 200."""
+"""In each round; `make bench` lets each of them try 200 changes."""
+FIRST, *_ = seeds()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -39,6 +39,7 @@ def own_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_racing_operators_leave_one_version_in_production(seed: int, own_url: str, tmp_path: Path, record_property):
     """AR-021: one version in production at every moment, though four die inside a change; every loser is told."""
     chance = random.Random(seed)
+    times = 20 if is_full() else 2 if seed == FIRST else 4
     victims = dict.fromkeys(chance.sample(range(PROCESSES), 3), 1)
 
     def kill_another(pids: list[int]) -> None:
@@ -47,9 +48,9 @@ def test_racing_operators_leave_one_version_in_production(seed: int, own_url: st
             os.kill(pids[chance.choice(sorted(set(range(PROCESSES)) - victims.keys()))], signal.SIGKILL)
 
     found = race(
-        own_url, tmp_path, processes=PROCESSES, times=TIMES, seed=seed, victims=victims, meanwhile=kill_another
+        own_url, tmp_path, processes=PROCESSES, times=times, seed=seed, victims=victims, meanwhile=kill_another
     )
-    record_property("times", PROCESSES * TIMES)
+    record_property("times", PROCESSES * times)
     record_property("lost", found.others)
     assert found.unexpected == []
     assert found.others == 0
@@ -59,7 +60,7 @@ def test_racing_operators_leave_one_version_in_production(seed: int, own_url: st
     # Who was killed from outside may have been so between the commit and the note of it.
     assert 0 <= found.changes - found.outcomes["done"] <= 1
     assert len(victims) <= found.killed <= len(victims) + 1
-    assert found.outcomes.total() >= (PROCESSES - len(victims) - 1) * TIMES
+    assert found.outcomes.total() >= (PROCESSES - len(victims) - 1) * times
     _promote_another(ModelRegistryClient(own_url))
 
 

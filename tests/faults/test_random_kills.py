@@ -30,6 +30,7 @@ def stage(open_stage: OpenStage) -> Stage:
     return stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds())
 def test_random_kills_lose_and_double_nothing(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Every job ends once and in no dead letter, and no kill makes more than a batch run again."""

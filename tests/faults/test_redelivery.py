@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.registry.settings import QueueConfig
+from penstock.registry.settings_sections import QueueConfig
 from tests.faults.conftest import OpenStage, Stage, StartLoad, Trial
 from tests.faults.rounds import seeds
 from tests.servers import wait_until

@@ -1,4 +1,4 @@
-"""F1: a worker is killed (kill -9) at each of the eight points of a job's way, or told to stop (CX-045)."""
+"""F1: a worker is killed (kill -9) at each of the eight checkpoints of the job path, or told to stop."""
 
 from __future__ import annotations
 
