@@ -80,9 +80,13 @@ def test_a_tenant_is_limited(worker: WorkerProcess):
     """5. Beyond its share of jobs a tenant is told when to try again."""
     settings = Settings.load(environ={}, overrides={"queue.tenant_max_in_flight": 1})
     with Client(worker.server.url, tenant="eager", settings=settings) as client:
-        job = client.submit("napper", ROW)
-        with pytest.raises(QueueFull) as refused:
-            client.submit("napper", ROW)
+        worker.freeze()
+        try:
+            job = client.submit("napper", ROW)
+            with pytest.raises(QueueFull) as refused:
+                client.submit("napper", ROW)
+        finally:
+            worker.thaw()
         assert refused.value.retry_after_s > 0
         job.result(60)
 

@@ -149,7 +149,7 @@ def test_results_of_tasks_survive_the_worker(redis_server: RedisServer, models_r
     outcome(app, sent[0])
     first.kill()
     start_worker(redis_server, models_root)
-    answers = [outcome(app, task_id, 30) for task_id in sent]
+    answers = [outcome(app, task_id, 90) for task_id in sent]
     assert [answer["outputs"]["y"][0][0] for answer in answers] == [2.0 * n for n in range(12)]
     with redis_server.client() as client:
         wait_until(lambda: client.xlen(lane_key("task-sleeper")) == 0, 15, "the stream is empty")
@@ -338,6 +338,9 @@ def test_followers_survive_the_worker(redis_server: RedisServer, models_root: Pa
             for task_id in ids
         ]
         outcome(app, ids[0])
+        # Celery's side of the worker holds this one when the worker dies.
+        delayed = chain(infer(sender, "task-sleeper"), sender.signature("after"), app=sender)
+        steps.append(started(delayed, countdown=5))
         first.kill()
         start_worker(redis_server, models_root)
         with redis_server.client() as client:
@@ -346,7 +349,8 @@ def test_followers_survive_the_worker(redis_server: RedisServer, models_root: Pa
                 # A step may be there twice.
                 return {json.loads(message)["headers"]["id"] for message in client.lrange("celery", 0, -1)}
 
-            wait_until(lambda: sent() == set(steps), 60, "every next step is sent")
+            # A message that the killed worker held comes back after Celery's visibility time-out of 60 s.
+            wait_until(lambda: sent() == set(steps), 240, "every next step is sent")
         assert [outcome(app, task_id)["outputs"] for task_id in ids] == [{"y": TWICE}] * 12
 
 
@@ -377,6 +381,8 @@ class FlowerProcess(Process):
         """Start it and wait until it answers."""
         arguments = ["-A", "penstock.workers.app", "flower", "--address=127.0.0.1", f"--port={self._port}"]
         arguments += [f"--basic-auth={self._access}", "--inspect_timeout=2000"]
+        # In milliseconds.
+        arguments += ["--persistent=True", f"--db={self.folder / 'flower.db'}", "--state_save_interval=1000"]
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -403,6 +409,10 @@ class FlowerProcess(Process):
         except (urllib.error.URLError, TimeoutError):
             return None
 
+    def database(self) -> bytes:
+        """The file in which Flower keeps what it has heard."""
+        return b"".join(file.read_bytes() for file in self.folder.glob("flower.db*"))
+
     def stop(self) -> None:
         """Kill it."""
         if self._child is not None:
@@ -411,6 +421,7 @@ class FlowerProcess(Process):
 
 @contextmanager
 def flower_on(server: RedisServer, folder: Path) -> Iterator[FlowerProcess]:
+    """Inside the block, Flower runs."""
     require(_flower_version(), "Flower")
     folder.mkdir()
     flower = FlowerProcess(server, folder)
@@ -592,6 +603,28 @@ def test_events_are_switched_over_the_wire(redis_server: RedisServer, models_roo
         wait_until(lambda: not hears(), 10, "silence")
         app.control.enable_events(destination=[worker.name])
         wait_until(hears, 10, "task events again")
+        subscription.close()
+
+
+def test_events_wait_for_others_as_long_as_the_setting_says(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker
+):
+    """celery.events_interval_ms: within an hour the events of a job are on no channel; the worker's end sends them."""
+    write_double(models_root)
+    slow = {"PENSTOCK_INFERENCE_CELERY_EVENTS_INTERVAL_MS": "3600000"}
+    worker = start_worker(redis_server, models_root, environment=slow)
+    with redis_server.client() as listener, Client(redis_server.url) as client:
+        subscription = listener.pubsub()
+        subscription.psubscribe("*celeryev*task.*")
+        client.submit("double", {"x": ROW}).result(timeout=30)
+
+        def heard() -> bool:
+            return subscription.get_message(ignore_subscribe_messages=True, timeout=0.5) is not None
+
+        # The default is 50 ms.
+        assert not any(heard() for _ in range(4))
+        worker.terminate()
+        wait_until(heard, 30, "the events of the job are sent at the end")
         subscription.close()
 
 

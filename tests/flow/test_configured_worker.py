@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from celery import Celery
 
+from penstock import Client
 from tests.conftest import StartWorker
 from tests.flow.conftest import probe
 from tests.packages import write_double
 from tests.servers import RedisServer, WorkerProcess, free_port, wait_until
 
 EXIT_CONFIGURATION = 78
+ENCRYPTED = {"PENSTOCK_INFERENCE_PRIVACY_MODE": "persisted_encrypted"}
 
 
 @pytest.fixture
@@ -71,17 +74,90 @@ def test_settings_of_the_folder_reach_the_worker(
             {"PENSTOCK_WORKER_MODELS": "double,triple"},
             "penstock: Unknown model 'triple'. It has no package. Expected a package under the models root",
         ),
+        (
+            ENCRYPTED,
+            "penstock: The worker does not start, because of a security check. privacy configuration: there is no key "
+            "for data at rest; no redact_patterns and no redact_detectors: answers with personal data are stored, too. "
+            "Expected PENSTOCK_L2_ENCRYPTION_KEY=<32 random bytes, hex or base64>",
+        ),
+        (
+            {**ENCRYPTED, "PENSTOCK_L2_ENCRYPTION_KEY": "c2hvcnQ="},
+            "penstock: Bad value of PENSTOCK_L2_ENCRYPTION_KEY: Data key 1 has 5 bytes as base64. Expected 32 random "
+            "bytes as 64 hex digits or as base64; `penstock keys generate` makes such a key",
+        ),
     ],
-    ids=["misspelt setting", "missing package"],
+    ids=["misspelt setting", "missing package", "missing data key", "short data key"],
 )
 def test_worker_that_cannot_work_says_so_in_one_line(
     environment: dict[str, str], line: str, shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """A misspelt setting or a model without a package: one clear line, and an exit status that is not 0."""
+    """A misspelt setting, a model without a package, no usable key: one clear line, and a status that is not 0."""
     write_double(models_root)
     worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
     assert worker.wait(60) == EXIT_CONFIGURATION
     assert worker.tail(1) == line
+
+
+class WorkerWithoutCryptography(WorkerProcess):
+    """A worker of an installation that lacks the library cryptography."""
+
+    def launch(self) -> None:
+        """Start it as a process of its own: the tests' other workers are forks that have imported the library."""
+        program = (
+            "import sys; sys.modules['cryptography'] = None\n"
+            f"from penstock.workers.__main__ import main; main(['-n', {self.name!r}])"
+        )
+        self._spawn([sys.executable, "-c", program], self._environment)
+
+
+def test_worker_without_cryptography_encrypts_or_refuses(
+    shared_redis: RedisServer, models_root: Path, folder: Path, slot: str
+):
+    """CF-046: it refuses persisted_encrypted, with the extra to install; without encryption at rest it serves."""
+    write_double(models_root, slot)
+    keys = {**ENCRYPTED, "PENSTOCK_L2_ENCRYPTION_KEY": "0" * 64}
+    refused = WorkerWithoutCryptography(shared_redis, models_root, folder, name=f"a@{slot}", environment=keys)
+    opted_out = {
+        **ENCRYPTED,
+        "PENSTOCK_INFERENCE_PRIVACY_ENCRYPT_AT_REST": "false",
+        "PENSTOCK_INFERENCE_PRIVACY_SEAL_PAYLOADS": "off",
+        "PENSTOCK_INFERENCE_PRIVACY_REDACT_DETECTORS": "ssn",
+    }
+    serving = WorkerWithoutCryptography(shared_redis, models_root, folder, name=f"b@{slot}", environment=opted_out)
+    try:
+        refused.launch()
+        assert refused.wait(60) == EXIT_CONFIGURATION
+        assert refused.tail(1) == (
+            "penstock: The library cryptography cannot be imported, and it encrypts data. Expected: pip install "
+            "'.[cli]' in the checkout of Penstock"
+        )
+        assert serving.start().report()["ready"]
+    finally:
+        refused.stop()
+        serving.stop()
+
+
+def test_worker_reads_its_data_keys(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path, slot: str
+):
+    """With a key file of its own the worker serves; one that other users can read ends it before it takes a job."""
+    write_double(models_root, slot)
+    file = tmp_path / "data.key"
+    file.write_text(f"{'0' * 64}\n")
+    file.chmod(0o600)
+    environment = {
+        **ENCRYPTED,
+        "PENSTOCK_INFERENCE_PRIVACY_ENCRYPTION_KEY_SOURCE": "file",
+        "PENSTOCK_INFERENCE_PRIVACY_ENCRYPTION_KEY_FILE": str(file),
+    }
+    start_worker(shared_redis, models_root, environment=environment).stop()
+    file.chmod(0o640)
+    with Client(shared_redis.url) as client:
+        job = client.submit(slot, {"x": [[1.0, 2.0, 3.0, 4.0]]})
+        worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
+        assert worker.wait(60) == EXIT_CONFIGURATION
+        assert "data.key has mode -rw-r-----. Expected a file that only its owner can read" in worker.tail(1)
+        assert job.status() == "queued"
 
 
 def test_metrics_port_in_use_is_one_line(shared_redis: RedisServer, models_root: Path, start_worker: StartWorker):

@@ -44,7 +44,7 @@ class TlsServer(Process):
 
     def client(self) -> redis.Redis:
         """See RedisServer.client."""
-        return redis.Redis.from_url(self.url, socket_timeout=5)
+        return redis.Redis.from_url(self.url, socket_timeout=30)
 
     def start(self) -> TlsServer:
         """Makes the certificate, and waits until the server answers."""

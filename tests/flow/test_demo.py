@@ -14,6 +14,7 @@ import pytest
 from tests.servers import ROOT
 
 COMMAND = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "demo"]
+pytestmark = pytest.mark.timeout(420)
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +27,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "COLUMNS": "200",
     }
     return subprocess.run(
-        [*COMMAND, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        [*COMMAND, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
     )
 
 
@@ -49,12 +50,12 @@ def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_demo_answers(short_tmp):
     """Without any setting: every passage is embedded, every question is answered, and nothing is left behind."""
-    shown = data_of(run(short_tmp, "--count", "300", "--ask", "How do I sort a list?", "--json"))
+    shown = data_of(run(short_tmp, "--count", "200", "--ask", "How do I sort a list?", "--json"))
     hits = hits_of(shown)
     assert len(hits) >= 3
     assert all(hits.values())
     assert "builtins.list.sort" in hits["How do I sort a list?"]
-    assert sum(int(rows) * batches for rows, batches in shown["batch_sizes"].items()) >= 300
+    assert sum(int(rows) * batches for rows, batches in shown["batch_sizes"].items()) >= 200
     assert set(shown["latency_ms"]) >= {"queue", "batch", "compute", "commit"}
     assert shown["jobs_per_s"] > 0
     assert list(short_tmp.iterdir()) == []

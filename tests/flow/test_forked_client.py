@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tests.flow.conftest import Fleet
 from tests.servers import ROOT
@@ -73,4 +76,38 @@ def test_asyncio_client_made_before_a_fork_serves_every_child(fleet: Fleet):
     done = subprocess.run(
         [sys.executable, "-c", ASYNC_PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
+    assert (done.returncode, done.stdout) == (0, "all answered\n"), done.stderr
+
+
+POOL_PROGRAM = """
+import sys
+from multiprocessing import get_context
+from penstock import Client
+
+client = Client(sys.argv[1])  # a spawned child runs this line again
+
+def ask(number):
+    return float(client.submit("double", {"x": [[number, 0, 0, 0]]}).result(60)["y"][0, 0])
+
+def read(job):
+    return float(client.job(job).result(60)["y"][0, 0])
+
+if __name__ == "__main__":
+    assert ask(1000) == 2000
+    with get_context(sys.argv[2]).Pool(3) as pool:
+        assert pool.map(ask, range(30)) == [2.0 * number for number in range(30)]
+        jobs = [client.submit("double", {"x": [[number, 0, 0, 0]]}) for number in range(30, 40)]
+        assert pool.map(read, jobs) == [2.0 * number for number in range(30, 40)]
+    assert ask(1001) == 2002
+    print("all answered")
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_children_of_a_pool_ask_and_read(start: str, fleet: Fleet, tmp_path: Path):
+    """A client of the module serves the parent and each child of the pool; handles travel as arguments."""
+    program = tmp_path / "program.py"
+    program.write_text(POOL_PROGRAM)
+    command = [sys.executable, str(program), fleet.server.url, start]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "all answered\n"), done.stderr

@@ -13,7 +13,7 @@ import pytest
 from penstock.compose.deploy import Deployer, Rollout
 from penstock.registry.errors import TransitionRefused
 from penstock.registry.settings import Settings
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from tests.flow.hot_swap import Answer, SwapLoad, _allowed, check, release, write_multiplier
 from tests.packages import write_package
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until

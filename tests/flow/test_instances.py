@@ -56,7 +56,12 @@ def test_a_job_survives_the_death_of_its_instance(
         """The processes that began this job."""
         return {int(path.name.partition("-")[2]) for path in gate.glob(f"{number}-*")}
 
+    def lost() -> dict[tuple[str, ...], float]:
+        """Instances that were lost, by endpoint."""
+        return Samples(worker).of("penstock_instances_lost_total", model_name="pair", model_version="1")
+
     with Client(redis_server.url) as client:
+        assert wait_until(lost, 60, "the count is reported") == {("",): 0}
         jobs = [client.submit("pair", {"x": np.full((1, 4), number, np.float32)}) for number in (1, 2)]
         wait_until(lambda: begun(1) and begun(2), 60, "both jobs are on the model")
         (first,), (second,) = begun(1), begun(2)
@@ -72,6 +77,7 @@ def test_a_job_survives_the_death_of_its_instance(
         wait_until(lambda: len(begun(0)) == 3, 60, "the instance that died is replaced")
         started = begun(0)
     assert worker.is_running
+    wait_until(lambda: lost() == {("",): 1}, 60, "one instance counts as lost")
     wait_until(lambda: Samples(worker).total("penstock_jobs_total", outcome="completed") == 2, 60, "both count once")
     worker.terminate()
     worker.wait(60)

@@ -44,14 +44,15 @@ def test_batches_fall_while_urgent_jobs_would_miss_the_target(
     """A full batch of the backlog takes 128 ms: with a target of 100 ms batches get smaller once urgent jobs have
     come for a while, and with one that is never missed they stay as they are."""
     write_package(models_root, slot, _ROWWISE, max_batch_size=_MAX_ROWS)
-    worker = start_worker(
-        shared_redis,
-        models_root,
-        models=[slot],
-        environment={"PENSTOCK_INFERENCE_BATCHING_TARGET_LATENCY_MS": str(target_ms)},
-    )
     with Client(shared_redis.url, models_root=models_root) as client:
-        client.submit_many(slot, [_row(number) for number in range(2_000)], priority="low")
+        # Before the worker, and for 12 s of it: the backlog neither begins nor ends while urgent jobs come.
+        client.submit_many(slot, [_row(number) for number in range(6_000)], priority="low")
+        worker = start_worker(
+            shared_redis,
+            models_root,
+            models=[slot],
+            environment={"PENSTOCK_INFERENCE_BATCHING_TARGET_LATENCY_MS": str(target_ms)},
+        )
         urgent = []
         for number in range(_URGENT):
             urgent.append(client.submit(slot, _row(-number), priority="high"))

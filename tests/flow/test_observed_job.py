@@ -29,15 +29,21 @@ job = Client(sys.argv[1]).submit("double", {"x": [[float(sys.argv[2]), 2, 3, 4]]
 job.result(60)
 print(job.id)
 """
-SLOW_TO_LOAD = """
+HEAVY = """
 import time
+from pathlib import Path
+
+def wait_for(name):
+    while not Path({folder!r}, name).exists():
+        time.sleep(0.01)
 
 def build():
-    time.sleep(0.8)
+    wait_for("may load")
 
     def forward(inputs):
-        time.sleep(float(inputs["x"][0, 0]))
-        return {"y": inputs["x"]}
+        if inputs["x"].any():
+            wait_for("may answer")
+        return {{"y": inputs["x"]}}
 
     return forward
 """
@@ -60,6 +66,7 @@ def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
     with fleet.server.client() as redis:
         header, _ = open_result(redis.get(record_key(job_id))[2:], Keyring.parse(None))
     assert header.id == job_id
+    wait_until(lambda: Samples(fleet.worker).total("infer_requests_total", model="double") > before, 30, "a count")
     assert Samples(fleet.worker).total("infer_requests_total", model="double") - before == 1
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     wait_until(
@@ -88,9 +95,11 @@ def test_every_log_line_is_json(client: Client, fleet: Fleet):
     assert 'raise ValueError("a negative row")' in failed["exception"]
 
 
-def test_probes_tell_what_the_worker_can_do(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+def test_probes_tell_what_the_worker_can_do(
+    redis_server: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
+):
     """Ready: not before the models are loaded, while the broker is away or while draining. Live: all the time."""
-    write_package(models_root, "heavy", SLOW_TO_LOAD, max_batch_size=1)
+    write_package(models_root, "heavy", HEAVY.format(folder=str(tmp_path)), max_batch_size=1)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     environment = {"PENSTOCK_METRICS_PORT": str(port)}
@@ -112,6 +121,7 @@ def test_probes_tell_what_the_worker_can_do(redis_server: RedisServer, models_ro
     wait_until(is_up, 20, "the probe answers")
     assert not is_ready()
     assert gauge("READY") == 0
+    (tmp_path / "may load").touch()
     wait_until(is_ready, 20, "the worker is ready")
     assert gauge("READY") == 1
     assert gauge("model_loaded") == 1
@@ -129,5 +139,6 @@ def test_probes_tell_what_the_worker_can_do(redis_server: RedisServer, models_ro
         wait_until(lambda: not is_ready(), 5, "the worker drains")
         assert is_up()
         assert gauge("READY") == 0
+        (tmp_path / "may answer").touch()
         assert job.result(60)["y"][0, 0] == 1.5
     assert worker.wait(60) == 0

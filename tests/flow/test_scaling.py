@@ -16,7 +16,7 @@ from penstock.registry.queues import record_key
 from tests.conftest import StartWorker
 from tests.flow.conftest import Samples
 from tests.packages import write_package, write_sleeper
-from tests.servers import RedisServer, WorkerProcess
+from tests.servers import RedisServer, WorkerProcess, wait_until
 
 SOURCE = """
 def build():
@@ -54,10 +54,13 @@ def test_second_worker_takes_half_of_the_jobs(shared_redis: RedisServer, models_
     with Client(shared_redis.url) as client:
         assert len(_workers_of(shared_redis, _answered(client, "asleep", 160, 0))) == 1
         start_worker(shared_redis, models_root)
-        jobs = _answered(client, "asleep", 160, 1000)
-    shares = _workers_of(shared_redis, jobs)
-    assert len(shares) == 2
-    assert min(shares.values()) >= 0.4 * 160
+
+        def smaller_share(attempt: int) -> int:
+            shares = _workers_of(shared_redis, _answered(client, "asleep", 160, 1000 * attempt))
+            return min(shares.values()) if len(shares) == 2 else 0
+
+        # A busy machine may hold one of them up for once; a worker that gets too little does so each time.
+        assert any(smaller_share(attempt) >= 0.4 * 160 for attempt in (1, 2, 3))
 
 
 def _total(workers: Sequence[WorkerProcess], sample: str, **labels: str) -> float:
@@ -80,6 +83,8 @@ def test_counts_of_two_workers_equal_the_jobs_sent(
             with pytest.raises(ModelError, match="on purpose"):
                 job.result(60)
     sent = len(jobs) + len(broken) + len(equal)
+    # A worker counts a batch after its commit: its clients may have the results before.
+    wait_until(lambda: _total(workers, "infer_requests_total", model="counted") >= sent, 30, "all jobs are counted")
     assert _total(workers, "penstock_jobs_total", model_name="counted") == sent
     assert _total(workers, "infer_latency_seconds_count", model="counted") == sent
     assert _total(workers, "infer_requests_total", model="counted") == sent

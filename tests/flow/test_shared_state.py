@@ -15,7 +15,7 @@ from celery import Celery
 from penstock import Client
 from penstock.registry.control import CONTROL_COMMAND, Command
 from penstock.registry.desired_state import DesiredVersion, StateStore
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from tests.conftest import StartWorker
 from tests.packages import write_package
 from tests.servers import RedisServer, WorkerProcess, wait_until

@@ -24,8 +24,9 @@ import yaml
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions
 from penstock.registry.broker.base import Limits
 from penstock.registry.broker.memory import MemoryBroker
-from penstock.registry.envelope import JobHeader, Keyring, open_event, open_job, open_result, seal
+from penstock.registry.envelope import EventHeader, JobHeader, Keyring, open_event, open_job, open_result, seal
 from penstock.registry.errors import ConfigurationError, Corrupt, Rejected
+from penstock.registry.event_body import EventPart, chunk_part, decode_parts, encode_parts
 from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.queues import new_job_id
 from penstock.registry.settings import Settings, catalogue
@@ -272,6 +273,13 @@ class Target:
         return Outcome(f"{text:.80}", seconds, cpu_seconds)
 
 
+def _read_events(body: memoryview | bytes) -> None:
+    """As a subscriber would."""
+    for part, content in decode_parts(body):
+        if part.fraction is None:
+            part.values(content)
+
+
 def _open_all(sealed: bytes) -> None:
     """As a worker and a client would: each kind, signed or not."""
     errors = []
@@ -279,7 +287,10 @@ def _open_all(sealed: bytes) -> None:
         for keyring in (SIGNING, UNSIGNED):
             try:
                 header, body = opener(sealed, keyring)
-                decode(header.content, body)
+                if isinstance(header, EventHeader):
+                    _read_events(body)
+                else:
+                    decode(header.content, body)
             except Corrupt as error:
                 errors.append(error)
     if errors:
@@ -450,11 +461,25 @@ def targets(folder: Path) -> list[Target]:
     return [
         Target("envelope", envelope, _open_all, (Corrupt,)),
         Target("tensors", _tensors, lambda offered: decode(*offered), (Corrupt,)),
+        Target("events", _events, _read_events, (Corrupt,)),
         Target("inputs", _request, _builder, (Rejected,)),
         Target("spec", _spec, SpecDoor(folder / "models").take, (ConfigurationError,)),
         Target("settings", _settings, SettingsDoor(folder).take, (ConfigurationError,)),
         Target("lane", lambda random: arguments_of(lane_message(random)), LaneTarget(folder).take, (Rejected, _NoTask)),
     ]
+
+
+def _events(random: Random) -> bytes:
+    """The body of some events: good ones, changed bytes, or chunks with wild descriptions."""
+    good = encode_parts(
+        [*(chunk_part({"t": np.array([number])}, None, 1000) for number in range(3)), EventPart(fraction=0.5)]
+    )
+    kind = random.random()
+    if kind < 0.1:
+        return good
+    if kind < 0.7:
+        return damaged(random, good, random.randbytes(30))
+    return msgspec.msgpack.encode([[random.randbytes(8), _wild_content(random), None] for _ in range(3)])
 
 
 def _tensors(random: Random) -> tuple[tuple[Tensor, ...], bytes]:

@@ -12,7 +12,7 @@ import redis
 
 from tests.servers import ROOT, RedisServer, wait_until
 
-ROLES = ("producer", "worker", "operator", "celery", "flower")
+ROLES = ("producer", "worker", "operator", "celery", "webhooks", "shadow", "flower")
 """The roles that have a password of their own; `health` has none and may PING."""
 
 
@@ -70,13 +70,13 @@ class GuardedServer(RedisServer):
         """What the container gets from outside."""
         return {f"REDIS_{role.upper()}_PASSWORD": password for role, password in passwords.items()}
 
-    def client(self, timeout_s: float = 5) -> redis.Redis:
+    def client(self, timeout_s: float = 30) -> redis.Redis:
         """The overseer's."""
         return redis.Redis.from_url(self.url_of("overseer"), socket_timeout=timeout_s)
 
     def client_of(self, role: str) -> redis.Redis:
         """A connection of a role."""
-        return redis.Redis.from_url(self.url_of(role), socket_timeout=5)
+        return redis.Redis.from_url(self.url_of(role), socket_timeout=30)
 
     def denials(self) -> list[dict[str, Any]]:
         """The calls that Redis refused since `forget_denials`: user, reason and command."""

