@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -25,18 +26,22 @@ import redis
 from celery import Celery
 from celery.result import AsyncResult
 
-from penstock import AsyncClient, Client
+from penstock import AsyncClient, Client, PriorityName
 from tests.benchmarks import meter, mlp
 from tests.benchmarks.celery_mlp import CLASSIFY
 from tests.benchmarks.mlp import Float32Array
 from tests.benchmarks.raw_worker import ECHO, JOBS, REPLIES
 
-__all__ = ["KINDS", "Answers"]
+__all__ = ["KINDS", "MODELS_OF_SHAPES", "SHAPES", "STREAMING_MODEL", "Answers", "Shape"]
 
 _TIMEOUT_S: Final = 60.0
 _PARTS: Final = 4
 """Bare Redis is sent new jobs when so large a part of those in flight has been answered."""
 _CLASSES: Final = 10
+MODELS_OF_SHAPES: Final = ("mlp", "mlp-b", "mlp-c", "mlp-d")
+"""The benchmark's model under several names; see shapes.py."""
+STREAMING_MODEL: Final = "mlp-stream"
+"""The same model, whose answer comes as a chunk, too."""
 
 
 class Answers(NamedTuple):
@@ -92,6 +97,66 @@ class PenstockAsync(TakesRows):
 
 async def _opened(url: str) -> AsyncClient:
     return AsyncClient(url)
+
+
+class Shape(NamedTuple):
+    """How jobs differ: each takes the next of these, in turn."""
+
+    title: str
+    models: tuple[str, ...] = MODELS_OF_SHAPES[:1]
+    tenants: int = 1
+    rows: tuple[int, ...] = (1,)
+    priorities: tuple[PriorityName, ...] = ("normal",)
+    is_traced: bool = False
+    """Each job has a trace of its own, so that no two headers are alike."""
+
+
+class PenstockShaped(PenstockAsync):
+    """AsyncClient, as PenstockAsync, with jobs of one shape. Job number n begins with row n."""
+
+    def __init__(self, url: str, shape: Shape) -> None:
+        super().__init__(url)
+        self._shape = shape
+
+    async def _run(self, rows: Float32Array, in_flight: int) -> Answers:
+        shape, answers = self._shape, _blank(len(rows))
+        longest = max(shape.rows)
+        inputs = np.concatenate([rows, rows[:longest]])
+        todo = iter(range(len(rows)))
+
+        async def caller() -> None:
+            for index in todo:
+                begun = time.perf_counter()
+                job = await self._client.submit(
+                    shape.models[index % len(shape.models)],
+                    {"x": inputs[index : index + shape.rows[index % len(shape.rows)]]},
+                    tenant=f"tenant-{index % shape.tenants}",
+                    priority=shape.priorities[index % len(shape.priorities)],
+                    traceparent=f"00-{index + 1:032x}-{index + 1:016x}-01" if shape.is_traced else "",
+                )
+                answers.logits[index] = (await job.result(timeout=_TIMEOUT_S))["logits"][0]
+                answers.latencies_s[index] = time.perf_counter() - begun
+
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return answers
+
+
+SHAPES: Final = {
+    "plain": Shape("one shape"),
+    "mixed": Shape(
+        "four models, eight tenants, one or two rows, two priorities",
+        MODELS_OF_SHAPES,
+        tenants=8,
+        rows=(1, 2),
+        priorities=("normal", "high", "normal", "normal", "normal"),
+    ),
+    "models": Shape("four models on one worker", MODELS_OF_SHAPES),
+    "tenants": Shape("64 tenants", tenants=64),
+    "rows": Shape("four rows a job", rows=(4,)),
+    "traced": Shape("a trace for each job", is_traced=True),
+    "streams": Shape("jobs of a model that streams one chunk", (STREAMING_MODEL,)),
+}
+"""By name: the plain one, and those that shapes.py measures against it."""
 
 
 class PenstockMany(TakesRows):
@@ -207,8 +272,14 @@ class JsonOverHttp:
 
     def prepare(self, rows: Float32Array) -> list[bytes]:
         """See ClientKind.prepare."""
-        bodies = [json.dumps({"x": row.tolist()}).encode() for row in rows]
+        bodies = [self._body_of(row) for row in rows]
         return [f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
+
+    def _body_of(self, row: Float32Array) -> bytes:
+        return json.dumps({"x": row.tolist()}).encode()
+
+    def _logits(self, body: bytes) -> Any:
+        return json.loads(body)["logits"]
 
     def run(self, jobs: list[bytes], in_flight: int) -> Answers:
         """See ClientKind.run."""
@@ -223,12 +294,40 @@ class JsonOverHttp:
             for index in todo:
                 begun = time.perf_counter()
                 writer.write(jobs[index])
-                answers.logits[index] = json.loads(await _body(reader))["logits"]
+                answers.logits[index] = self._logits(await _body(reader))
                 answers.latencies_s[index] = time.perf_counter() - begun
             writer.close()
 
         await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
+
+
+class GatewayJson(JsonOverHttp):
+    """The gateway's :predict, with one row as nested lists."""
+
+    def _body_of(self, row: Float32Array) -> bytes:
+        return json.dumps({"inputs": {"x": [row.tolist()]}}).encode()
+
+    def _logits(self, body: bytes) -> Any:
+        return json.loads(body)["outputs"]["logits"]["data"][0]
+
+
+class GatewayOip(JsonOverHttp):
+    """The gateway's Open Inference Protocol, with the bytes of one row behind the JSON, both ways."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        tensor: dict[str, Any] = {"name": "x", "shape": [1, mlp.WIDTH], "datatype": "FP32"}
+        tensor["parameters"] = {"binary_data_size": 4 * mlp.WIDTH}
+        request = {"inputs": [tensor], "parameters": {"binary_data_output": True}}
+        self._json = json.dumps(request).encode()
+        self._head += f"Inference-Header-Content-Length: {len(self._json)}\r\n"
+
+    def _body_of(self, row: Float32Array) -> bytes:
+        return self._json + row.tobytes()
+
+    def _logits(self, body: bytes) -> Any:
+        return np.frombuffer(body[-4 * _CLASSES :], "<f4")
 
 
 async def _body(reader: asyncio.StreamReader) -> bytes:
@@ -245,6 +344,9 @@ KINDS: Final[dict[str, Callable[[str], ClientKind]]] = {
     "celery": PlainCelery,
     "raw": RawRedis,
     "http": JsonOverHttp,
+    "gateway-json": GatewayJson,
+    "gateway-oip": GatewayOip,
+    **{name: partial(PenstockShaped, shape=shape) for name, shape in SHAPES.items()},
 }
 
 

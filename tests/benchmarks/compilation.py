@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.compose import docstrings
 from penstock.registry.package import find, load_package
-from penstock.registry.settings import CompilationConfig
+from penstock.registry.settings_sections import CompilationConfig
 from penstock.registry.tensors import STRING, Array
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.runtime.base import Runtime

@@ -28,8 +28,8 @@ import yaml
 from penstock.compose import docstrings
 from penstock.registry.package import load_package
 from penstock.registry.package.spec_sections import Precision
-from penstock.registry.settings import CompilationConfig
-from penstock.safety.orchestrator import Gate
+from penstock.registry.settings_sections import CompilationConfig
+from penstock.safety.orchestrator import judge
 from penstock.safety.validators import changed_precision_validators
 from penstock.workers.batching.calibrate import Calibration, calibrate
 from penstock.workers.compilation import TorchCompiler
@@ -244,10 +244,10 @@ def _precise(precision: Precision) -> Callable[[Progress], tuple[str, bool, dict
             spec = runtime.spec
             runtime.close()
         golden, reduced = outputs
-        judged = Gate().judge([reduced], [golden], changed_precision_validators(spec.outputs, golden))
-        say(f"{precision}: {dict(judged.evidence)} {judged.reasons}")
-        figures = ", ".join(f"{name} {value:.5f}" for name, value in judged.evidence.items() if name != "rows")
-        return "; ".join((figures, *judged.reasons)), judged.accepted, dict(judged.evidence)
+        judged = judge([reduced], [golden], changed_precision_validators(spec.outputs, golden))
+        say(f"{precision}: {dict(judged.figures)} {judged.reasons}")
+        figures = ", ".join(f"{name} {value:.5f}" for name, value in judged.figures.items() if name != "rows")
+        return "; ".join((figures, *judged.reasons)), judged.accepted, dict(judged.figures)
 
     return run
 
@@ -282,7 +282,7 @@ def _prepared(runtime: Runtime, texts: int) -> Prepared:
 
 
 def _check_alike(runtime: Runtime, ours: dict[str, np.ndarray], golden: dict[str, np.ndarray]) -> None:
-    judged = Gate().judge([ours], [golden], changed_precision_validators(runtime.spec.outputs, golden))
+    judged = judge([ours], [golden], changed_precision_validators(runtime.spec.outputs, golden))
     if not judged.accepted:
         raise ValueError(f"Wrong answers: {'; '.join(judged.reasons)}")
 

@@ -206,13 +206,13 @@ class Harness:
         self._ends.callback(server.stop)
         return server.start()
 
-    def worker(self, server: RedisServer, model: str, *, models_root: Path = mlp.MODELS) -> WorkerProcess:
-        """A Penstock worker for one model, ready, with all features on but those for equal jobs."""
-        return self.started(self._worker(server, model, models_root))
+    def worker(self, server: RedisServer, *models: str, models_root: Path = mlp.MODELS) -> WorkerProcess:
+        """A Penstock worker for these models, ready, with all features on but those for equal jobs."""
+        return self.started(self._worker(server, models, models_root))
 
     def workers(self, count: int, server: RedisServer, model: str, *, models_root: Path) -> list[WorkerProcess]:
         """So many of them, started side by side."""
-        workers = [self._worker(server, model, models_root) for _ in range(count)]
+        workers = [self._worker(server, [model], models_root) for _ in range(count)]
         for worker in workers:
             self._ends.callback(worker.stop)
             worker.launch()
@@ -220,13 +220,13 @@ class Harness:
             wait_until(worker.is_ready, _START_TIMEOUT_S, f"worker {worker.name} is ready")
         return workers
 
-    def _worker(self, server: RedisServer, model: str, models_root: Path) -> WorkerProcess:
+    def _worker(self, server: RedisServer, models: Sequence[str], models_root: Path) -> WorkerProcess:
         return WorkerProcess(
             server,
             models_root,
             self.folder(),
             name=f"w{next(self._numbers)}@bench",
-            models=[model],
+            models=models,
             environment=self.settings,
         )
 

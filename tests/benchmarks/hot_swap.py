@@ -15,7 +15,7 @@ from typing import Final
 from penstock.compose.deploy import Deployer, Rollout
 from penstock.registry.catalog.stages import ModelStage
 from penstock.registry.settings import Settings
-from penstock.safety.keys import OperatorKey
+from penstock.safety.operator_key import OperatorKey
 from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, verdict
 from tests.benchmarks.scale import Scale

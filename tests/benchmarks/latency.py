@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -27,6 +29,29 @@ _MARGIN: Final = 5
 """The queue is filled above the wanted depth by this part of it."""
 _FLOOD_SEED: Final = 1_000
 _TIMEOUT_S: Final = 60.0
+_BUSY: Final = "with 0.5 ms of model"
+_BARE: Final = "raw"
+_BUSY_BUILD: Final = """
+
+class Busy(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        until = time.perf_counter() + 0.0005
+        answer = self.inner(x)
+        while time.perf_counter() < until:
+            pass
+        return answer
+
+
+def build():
+    return Busy(_module())
+"""
+_REQUIRED_P50: Final = {"submit_many": 3.0, "async": 3.2}
+_AIMED_P50: Final = 2.2
+_REQUIRED_P99: Final = 3.0
 _NAMES: Final = {"async": "AsyncClient", "submit_many": "Client"}
 
 
@@ -38,25 +63,29 @@ class Percentiles(NamedTuple):
 
 
 def measure_alone(scale: Scale, say: Progress) -> list[Row]:
-    """p50 and p99 from submit to result, one job at a time."""
+    """p50 and p99 from submit to result, one job at a time; the same with a model that takes half a millisecond."""
     with Harness() as harness:
-        ours, bare = harness.redis(), harness.redis()
+        ours, busy, bare = harness.redis(), harness.redis(), harness.redis()
         worker, raw = harness.worker(ours, "mlp"), harness.raw_worker(bare)
-        clients = [harness.client(kind, ours.url, worker=worker, broker=ours) for kind in ("submit_many", "async")]
-        clients.append(harness.client("raw", bare.url, worker=raw, broker=bare))
-        for client in clients:
+        busy_worker = harness.worker(busy, "mlp", models_root=_busy_models(harness.folder()))
+        kinds = ("submit_many", "async")
+        clients = {kind: harness.client(kind, ours.url, worker=worker, broker=ours) for kind in kinds}
+        clients[_BUSY] = harness.client(kinds[0], busy.url, worker=busy_worker, broker=busy)
+        clients[_BARE] = harness.client("raw", bare.url, worker=raw, broker=bare)
+        for client in clients.values():
             client.run(scale.alone_jobs, 1)
-        taken: dict[str, list[np.ndarray]] = {client.kind: [] for client in clients}
+        taken: dict[str, list[np.ndarray]] = {name: [] for name in clients}
         for number in range(scale.rounds * _ROUNDS_PER_ROUND):
-            for client in clients:
+            for name, client in clients.items():
                 sample = client.run(scale.alone_jobs, 1)
-                taken[client.kind].append(sample.latencies_s)
+                taken[name].append(sample.latencies_s)
                 middle, tail = sample.latency_ms(50), sample.latency_ms(99)
-                say(f"alone {number + 1}: {client.kind}: p50 {middle:.2f} ms, p99 {tail:.2f} ms")
-    of = {kind: Percentiles(*np.percentile(np.concatenate(runs), [50, 99]) * 1000) for kind, runs in taken.items()}
-    bound = of.pop("raw")
+                say(f"alone {number + 1}: {name}: p50 {middle:.2f} ms, p99 {tail:.2f} ms")
+    of = {name: Percentiles(*np.percentile(np.concatenate(runs), [50, 99]) * 1000) for name, runs in taken.items()}
+    bound, busy_times = of.pop(_BARE), of.pop(_BUSY)
     return [
-        *(_alone(_NAMES[kind], percentiles, bound) for kind, percentiles in of.items()),
+        *(_alone(kind, percentiles, bound) for kind, percentiles in of.items()),
+        _alone_with_model(busy_times, bound),
         Row(
             "bound: XADD, XREADGROUP BLOCK, XADD, XREAD BLOCK and nothing else, p50 / p99",
             f"{bound.p50:.2f} / {bound.p99:.2f} ms",
@@ -65,17 +94,35 @@ def measure_alone(scale: Scale, say: Progress) -> list[Row]:
     ]
 
 
-def _alone(name: str, ours: Percentiles, bound: Percentiles) -> Row:
-    p50, p99 = ours
-    ratios = p50 / bound.p50, p99 / bound.p99
+def _alone(kind: str, ours: Percentiles, bound: Percentiles) -> Row:
+    ratio, required = ours.p50 / bound.p50, _REQUIRED_P50[kind]
     return Row(
-        f"one job at a time, idle system, {name}, p50 / p99 end to end (x bare Redis)",
-        f"{p50:.2f} / {p99:.2f} ms ({ratios[0]:.1f}x / {ratios[1]:.1f}x)",
-        "<= 1.5 / 6 ms, or <= 3x bare Redis",
-        "<= 0.6 / 3 ms",
-        verdict(required=(p50 <= 1.5 and p99 <= 6) or max(ratios) <= 3, aim=p50 <= 0.6 and p99 <= 3),
-        {"p50_ms": p50, "p99_ms": p99, "p50_x_raw": ratios[0], "p99_x_raw": ratios[1]},
+        f"one job at a time, idle system, {_NAMES[kind]}, p50 end to end against bare Redis (p99 beside it)",
+        f"{ours.p50:.2f} against {bound.p50:.2f} ms: {ratio:.1f}x ({ours.p99:.2f} ms)",
+        f"<= {required:g}x",
+        f"<= {_AIMED_P50:g}x",
+        verdict(required=ratio <= required, aim=ratio <= _AIMED_P50),
+        {"p50_ms": ours.p50, "p99_ms": ours.p99, "p50_x_raw": ratio, "p99_x_raw": ours.p99 / bound.p99},
     )
+
+
+def _alone_with_model(ours: Percentiles, bound: Percentiles) -> Row:
+    ratio = ours.p99 / bound.p99
+    return Row(
+        "the same with 0.5 ms of model, Client: p99 against bare Redis without a model (p50 beside it)",
+        f"{ours.p99:.2f} against {bound.p99:.2f} ms: {ratio:.1f}x ({ours.p50:.2f} ms)",
+        f"<= {_REQUIRED_P99:g}x",
+        ok=verdict(required=ratio <= _REQUIRED_P99),
+        figures={"p50_ms": ours.p50, "p99_ms": ours.p99, "p99_x_raw": ratio},
+    )
+
+
+def _busy_models(root: Path) -> Path:
+    """The benchmark's model, with a forward that takes half a millisecond longer."""
+    package = Path(shutil.copytree(mlp.MODELS / "mlp" / "1", root / "mlp" / "1"))
+    source = (package / "model.py").read_text().replace("import torch", "import time\n\nimport torch", 1)
+    (package / "model.py").write_text(source.replace("def build(", "def _module(") + _BUSY_BUILD)
+    return root
 
 
 class Urgent(NamedTuple):

@@ -31,6 +31,8 @@ class Scale:
     """Changes of one model that each of 20 processes tries."""
     swaps: int
     """A promotion and the way back."""
+    experiments: int
+    """Simulated A/B experiments of each kind."""
 
 
 FULL: Final = Scale(
@@ -49,6 +51,7 @@ FULL: Final = Scale(
     step_s=15.0,
     promotions=200,
     swaps=5,
+    experiments=10_000,
 )
 QUICK: Final = Scale(
     rounds=2,
@@ -66,6 +69,7 @@ QUICK: Final = Scale(
     step_s=8.0,
     promotions=20,
     swaps=2,
+    experiments=2_000,
 )
 SMOKE: Final = Scale(
     rounds=1,
@@ -83,4 +87,5 @@ SMOKE: Final = Scale(
     step_s=1.5,
     promotions=2,
     swaps=1,
+    experiments=200,
 )

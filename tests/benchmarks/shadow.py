@@ -1,0 +1,236 @@
+"""What a shadow costs the jobs: the worker at half load, with a shadow of 10 %, against the same without one.
+
+One worker, whose conditions take turns: off, a niced shadow worker, none, a slow one, a crashing one, a full queue.
+Jobs are submitted at half of the rate that the worker reaches at saturation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import yaml
+
+from penstock import AsyncClient
+from penstock.registry.broker.redis_shadow import RedisShadow
+from penstock.registry.settings import Settings
+from penstock.registry.shadow import ShadowOrder
+from tests.benchmarks import mlp
+from tests.benchmarks.harness import Harness
+from tests.benchmarks.report import Progress, Row, median, verdict
+from tests.benchmarks.scale import Scale
+from tests.servers import RedisServer, WorkerProcess, wait_until
+
+__all__ = ["measure"]
+
+_SHARE: Final = 0.1
+_ROUNDS_PER_ROUND: Final = 3
+"""9 rounds at full scale: the differences are small."""
+_BURST: Final = 8
+_RATE_RUNS: Final = 3
+_FAR_MS: Final = 10**13
+_OFF: Final = "off"
+_CONDITIONS: Final[dict[str, tuple[str, bool, Mapping[str, int]]]] = {
+    "shadow worker niced": ("1", True, {}),
+    "no shadow worker": ("1", False, {}),
+    "slow": ("0-slow", True, {}),
+    "crashing": ("0-crash", True, {}),
+    "full": ("1", False, {"max_pairs": 1}),
+}
+"""Candidate, whether a shadow worker runs, caps of the queue."""
+_SLOW: Final = """
+
+class Slow(torch.nn.Module):
+    def forward(self, x):
+        time.sleep(2)
+        return x[:, :10]
+
+
+def build():
+    return Slow()
+"""
+_CRASH: Final = """
+
+class Crash(torch.nn.Module):
+    def forward(self, x):
+        if float(x.abs().max()) > 2:
+            os._exit(3)
+        return x[:, :10]
+
+
+def build():
+    return Crash()
+"""
+_REQUIRED_CPU: Final = 1.05
+_REQUIRED_P50: Final = 1.05
+_REQUIRED_P99: Final = 1.25
+
+
+class _Taken(NamedTuple):
+    """One run: CPU of the worker in microseconds per job, latencies in ms, failed jobs, mirrored pairs."""
+
+    worker_us: float
+    p50_ms: float
+    p99_ms: float
+    failed: int
+    mirrored: int
+
+
+def measure(scale: Scale, say: Progress) -> list[Row]:
+    """See the module."""
+    with Harness({"PENSTOCK_INFERENCE_MODEL_VERSION": "2"}) as harness:
+        server, root = harness.redis(), _versions(harness.folder())
+        worker = harness.worker(server, "mlp", models_root=root)
+        rate = _half_load(harness, server, worker, scale)
+        stage = _Stage(harness, server, worker, root)
+        taken: dict[str, list[_Taken]] = {name: [] for name in (_OFF, *_CONDITIONS)}
+        stage.run(_OFF, scale.jobs // 4, rate)
+        for number in range(scale.rounds * _ROUNDS_PER_ROUND):
+            for name, runs in taken.items():
+                runs.append(stage.run(name, scale.jobs // 2, rate))
+                say(f"shadow {number + 1}: {name}: {runs[-1]}")
+    return [_row(name, runs, taken[_OFF], rate) for name, runs in taken.items() if name != _OFF]
+
+
+def _row(name: str, runs: Sequence[_Taken], off: Sequence[_Taken], rate: float) -> Row:
+    """Medians of the ratios of each round: its runs are neighbours."""
+
+    def ratio(of: Callable[[_Taken], float]) -> float:
+        return median(of(on) / of(without) for on, without in zip(runs, off, strict=True))
+
+    cpu, p50, p99 = ratio(lambda t: t.worker_us), ratio(lambda t: t.p50_ms), ratio(lambda t: t.p99_ms)
+    failed, mirrored = sum(run.failed for run in runs), sum(run.mirrored for run in runs)
+    is_met = cpu <= _REQUIRED_CPU and p50 <= _REQUIRED_P50 and p99 <= _REQUIRED_P99 and not failed
+    return Row(
+        f"shadow of {_SHARE:.0%}, {name}, at {rate:,.0f} jobs/s, against off: worker CPU per job / p50 / p99, failed",
+        f"{cpu:.3f}x / {p50:.3f}x / {p99:.3f}x, {failed} failed, {mirrored:,} mirrored",
+        f"<= {_REQUIRED_CPU}x / {_REQUIRED_P50}x / {_REQUIRED_P99}x, 0",
+        ok=verdict(required=is_met),
+        figures={"cpu_x": cpu, "p50_x": p50, "p99_x": p99, "failed": failed, "mirrored": mirrored},
+    )
+
+
+class _Stage:
+    """One worker under changing conditions."""
+
+    def __init__(self, harness: Harness, server: RedisServer, worker: WorkerProcess, root: Path) -> None:
+        self._harness, self._server, self._worker, self._root = harness, server, worker, root
+        self._settings = Settings.load(environ={**harness.settings, "PENSTOCK_REDIS_URL": server.url})
+        self._seed = 0
+
+    def run(self, name: str, jobs: int, rate: float) -> _Taken:
+        """So many jobs under one condition."""
+        with ExitStack() as ends, closing(RedisShadow.from_url(self._server.url)) as end:
+            order = self._begin(name, end, ends) if name != _OFF else None
+            self._seed += 1
+            before_us = _cpu_us(self._worker.pid)
+            latencies, failed = asyncio.run(_paced(self._settings, jobs, rate, self._seed))
+            spent_us = _cpu_us(self._worker.pid) - before_us
+            mirrored = int(end.state("mlp", series=0).flow.get("mirrored", 0)) if order else 0
+            if order is not None:
+                self._finish(end)
+        p50, p99 = np.percentile(latencies, [50, 99]) * 1000
+        return _Taken(spent_us / jobs, float(p50), float(p99), failed, mirrored)
+
+    def _begin(self, name: str, end: RedisShadow, ends: ExitStack) -> ShadowOrder:
+        candidate, has_worker, caps = _CONDITIONS[name]
+        order = ShadowOrder.new("mlp", candidate, _SHARE, until_ms=_FAR_MS, canary_pairs=0, **caps)
+        end.start(order, order.seal())
+        self._await_log("answered jobs are mirrored")
+        if has_worker:
+            environment = {
+                **self._harness.settings,
+                "PENSTOCK_REDIS_URL": self._server.url,
+                "PENSTOCK_INFERENCE_REPO_ROOT": str(self._root),
+            }
+            program = self._harness.program("penstock", ["shadow", "run", "mlp"], environment)
+            ends.callback(program.stop)
+            program.wait_for("the candidate is loaded")
+        return order
+
+    def _finish(self, end: RedisShadow) -> None:
+        end.stop("mlp")
+        self._await_log("the shadow has ended")
+
+    def _await_log(self, text: str) -> None:
+        """Each line is waited for in turn, so the last one is of the last order."""
+        lines = ("answered jobs are mirrored", "the shadow has ended")
+
+        def is_last() -> bool:
+            output = self._worker.output.read_text().splitlines()
+            told = [line for line in output if any(each in line for each in lines)]
+            return bool(told) and text in told[-1]
+
+        wait_until(is_last, 30, text)
+
+
+def _versions(root: Path) -> Path:
+    """Version 2 serves, 1 is equal to it, the others misbehave."""
+    for label, build in (("2", ""), ("1", ""), ("0-slow", _SLOW), ("0-crash", _CRASH)):
+        package = Path(shutil.copytree(mlp.MODELS / "mlp" / "1", root / "mlp" / label))
+        spec = yaml.safe_load((package / "model.yaml").read_text())
+        (package / "model.yaml").write_text(yaml.safe_dump({**spec, "version": label}))
+        if build:
+            source = (package / "model.py").read_text()
+            source = source.replace("import torch", "import os\nimport time\n\nimport torch", 1)
+            (package / "model.py").write_text(source.replace("def build(", "def _built(") + build)
+    return root
+
+
+def _half_load(harness: Harness, server: RedisServer, worker: WorkerProcess, scale: Scale) -> float:
+    """Half of the rate at saturation, in jobs per second, of the slower of worker and client of this benchmark."""
+    settings = Settings.load(environ={**harness.settings, "PENSTOCK_REDIS_URL": server.url})
+    jobs = scale.jobs // 4
+    rates: list[float] = []
+    for seed in range(_RATE_RUNS):
+        begun = time.perf_counter()
+        asyncio.run(_paced(settings, jobs, float("inf"), seed))
+        rates.append(jobs / (time.perf_counter() - begun))
+    return median(rates) / 2
+
+
+async def _paced(settings: Settings, jobs: int, rate: float, seed: int) -> tuple[list[float], int]:
+    """Bursts of jobs at this rate; seconds from submission to result of each, and how many failed or were wrong."""
+    rows = mlp.inputs(jobs, seed)
+    latencies: list[float] = []
+    answers: dict[int, Any] = {}
+    async with AsyncClient.from_env(settings=settings) as client:
+
+        async def burst(first: int) -> None:
+            begun = time.perf_counter()
+            batch = [{"x": rows[n : n + 1]} for n in range(first, min(first + _BURST, jobs))]
+            for offset, job in enumerate(await client.submit_many("mlp", batch)):
+                try:
+                    answers[first + offset] = (await job.result(60))["logits"]
+                except Exception as error:  # counted, whatever it is
+                    print(f"failed: {error}")
+                latencies.append(time.perf_counter() - begun)
+
+        begun = time.perf_counter()
+        tasks: list[asyncio.Task[None]] = []
+        limit = asyncio.Semaphore(64)
+
+        async def bounded(first: int) -> None:
+            async with limit:
+                await burst(first)
+
+        for number, first in enumerate(range(0, jobs, _BURST)):
+            if (early := begun + number * _BURST / rate - time.perf_counter()) > 0:
+                await asyncio.sleep(early)
+            tasks.append(asyncio.create_task(bounded(first)))
+        await asyncio.gather(*tasks)
+    if len(answers) == jobs:
+        mlp.check(rows, np.concatenate([answers[n] for n in range(jobs)]))
+    return latencies, jobs - len(answers)
+
+
+def _cpu_us(pid: int) -> float:
+    """CPU microseconds of all threads of a process; the ticks of /proc/PID/stat are too coarse for a short run."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1000
