@@ -15,7 +15,16 @@ from queue import SimpleQueue
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from penstock.producers.async_client import AsyncClient
-from penstock.registry.broker.base import Announced, CancelOutcome, JobRecord, Limits, Publication, Receipt, StreamEntry
+from penstock.registry.broker.base import (
+    Announced,
+    CancelOutcome,
+    JobRecord,
+    Limits,
+    Publication,
+    Rating,
+    Receipt,
+    StreamEntry,
+)
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.settings import Settings
 from penstock.testing.client import ServedSpecs
@@ -120,6 +129,10 @@ class AsyncClientEnd:
         """See ProducerEnd.expire."""
         return self._end.expire(job_id, tenant, sealed)
 
+    async def rate(self, job_id: str, experiment: str, version: str, quality: float) -> Rating:
+        """See ProducerEnd.rate."""
+        return self._end.rate(job_id, experiment, version, quality)
+
     async def read(self, cursors: Mapping[str, str], block_ms: int, count: int = _READ_COUNT) -> list[StreamEntry]:
         """See ProducerEnd.read."""
         if found := self._end.read(cursors, 0, count):
@@ -164,6 +177,10 @@ class AsyncClientEnd:
     async def announced(self, slot: str) -> Announced:
         """See ProducerEnd.announced."""
         return self._end.announced(slot)
+
+    async def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
+        """See WorkerEnd.actives."""
+        return self._end.actives(slots)
 
     def abandon_connections(self) -> None:
         """After the event loop was closed: nothing here belongs to it."""

@@ -16,7 +16,14 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from penstock.registry.errors import ConfigurationError, JobFailed, ModelError, NonFiniteOutput, UnknownModel
+from penstock.registry.errors import (
+    ConfigurationError,
+    JobFailed,
+    ModelError,
+    NonFiniteOutput,
+    UnknownModel,
+    described,
+)
 from penstock.registry.package import SPEC_FILE, ModelSpec, Package, load_package
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.package.spec import first_problem
@@ -65,7 +72,7 @@ class FunctionRuntime(PythonRuntime):
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
         self._refuse_precision("its own code decides")
-        self.model = _guarded_generator(self._function) if self.spec.streams else _guarded(self._function)
+        self.model = _guarded_generator(self._function) if self.spec.streams else self._function
         self._adapter = InferenceProxy(self.model)
         return 0
 
@@ -119,6 +126,10 @@ class ServedModels:
     @classmethod
     def of(cls, models: Mapping[str, Served], settings: Settings) -> Self:
         """Raises ConfigurationError for a name, a declaration or a package that cannot be served."""
+        if not isinstance(models, Mapping):
+            raise ConfigurationError(
+                f"The models are {described(models)}. Expected a mapping from name to function, Model or path"
+            )
         packages: list[Package] = []
         roots: dict[str, DiskRepository] = {}
         for name, served in models.items():
@@ -162,22 +173,8 @@ def _on_disk(name: str, folder: Path, settings: Settings, roots: dict[str, DiskR
     return package
 
 
-def _guarded(function: Function) -> Function:
-    """The function, which fails its job alone: pytest.fail and its like are no Exception and would end the thread."""
-
-    def call(inputs: Mapping[str, Array]) -> Any:
-        try:
-            return function(inputs)
-        except Exception:
-            raise
-        except BaseException as error:
-            raise _model_error(error) from error
-
-    return call
-
-
 def _guarded_generator(function: Function) -> Callable[..., Generator[Any, None, Any]]:
-    """The same for a generator function."""
+    """The function, which fails its job alone: pytest.fail and its like are no Exception and would end the thread."""
 
     def steps(inputs: Mapping[str, Array], context: StreamContext) -> Generator[Any, None, Any]:
         try:

@@ -95,6 +95,7 @@ class Turns:
         if self.is_abandoned and not self._executor.is_stopping:
             self._drain.ask_to_stop(0.0)
             self._drain.leases.stop(0.0)
+            self._drain.parts.events.stop()
             self._executor.stop()
         return self.is_over if until_over else self._executor.is_stopping
 

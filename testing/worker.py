@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 
 from penstock.registry.broker.base import Limits, Publication, Receipt, StreamEntry
 from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.broker.webhooks import Webhook
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError
 from penstock.registry.settings import Settings
 from penstock.testing.model import Served
@@ -42,6 +43,7 @@ _TYPES: Final = PartTypes(
 _LEASE_S: Final = 0.4
 """A running job hears of its cancellation within a third of it. No other worker waits for a lease to lapse."""
 _JOIN_S: Final = 5.0
+_MOST_WEBHOOKS: Final = 1_000_000
 CLOSED: Final = "This client was closed. Expected an open one"
 
 
@@ -97,6 +99,12 @@ class InMemoryWorker:
     def published(self, model: str) -> None:
         """Have the worker claim the model's jobs."""
         self._turns.published(model)
+
+    def webhooks(self) -> list[Webhook]:
+        """The webhooks of ended jobs, oldest first. Nothing delivers them."""
+        slots = self._broker.webhook_slots()
+        found = [each for slot in slots for each in self._broker.list_webhooks(slot, dead=False, count=_MOST_WEBHOOKS)]
+        return sorted(found, key=lambda each: each.ended_ms)
 
     @property
     def problem(self) -> str:

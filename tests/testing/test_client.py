@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import warnings
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock import (
     Expired,
     IdempotencyConflict,
     InvalidInput,
+    JobFailed,
     ModelError,
     NonFiniteOutput,
     PenstockError,
@@ -444,6 +446,85 @@ def test_a_forked_child_is_told_where_the_worker_is():
         assert os.waitpid(child, 0)[1] == 0
         assert told == "The worker in memory is in the parent process. Expected a client that the child makes 2.0"
         assert client.submit("double", row(4.0)).result(PATIENCE_S)["y"][0, 0] == 8.0
+
+
+def _forking_batch(fork: Callable[[], None]) -> Any:
+    def batch(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        fork()
+        return double(inputs)
+
+    return batch
+
+
+def _forking_step(fork: Callable[[], None]) -> Any:
+    def stream(inputs: Mapping[str, Array], ctx: Any) -> Generator[Any, None, Any]:
+        fork()
+        yield double(inputs)
+        return double(inputs)
+
+    return stream
+
+
+def _forking_at_a_refusal(fork: Callable[[], None]) -> Any:
+    def stream(inputs: Mapping[str, Array], ctx: Any) -> Generator[Any, None, Any]:
+        try:
+            yield {"y": np.full((1, 4), np.nan, np.float32)}
+        except NonFiniteOutput:
+            fork()
+        return double(inputs)
+
+    return stream
+
+
+def _forking_at_its_end(fork: Callable[[], None]) -> Any:
+    def stream(inputs: Mapping[str, Array], ctx: Any) -> Generator[Any, None, Any]:
+        try:
+            while True:
+                yield double(inputs)
+        finally:
+            fork()
+
+    return stream
+
+
+@pytest.mark.parametrize(
+    "model_of",
+    [_forking_batch, _forking_step, _forking_at_a_refusal, _forking_at_its_end],
+    ids=lambda each: each.__name__,
+)
+def test_a_fork_that_comes_back_from_a_model_ends(model_of: Callable[[Callable[[], None]], Any]):
+    """It would wait for ever, with a copy of the program, for jobs that no other thread brings."""
+    forks: list[int] = []
+
+    def fork() -> None:
+        if pid := os.fork():
+            forks.append(pid)
+
+    with warnings.catch_warnings():
+        # As above.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with Client.in_memory({"forks": declared(model_of(fork)), "double": double}) as client:
+            job = client.submit("forks", row())
+            if model_of is _forking_at_its_end:
+                next(event for event in job.stream() if event.type == "chunk")
+                job.cancel()
+            with suppress(JobFailed):
+                job.result(PATIENCE_S)
+            assert client.submit("double", row(4.0)).result(PATIENCE_S)["y"][0, 0] == 8.0
+    (pid,) = forks
+    try:
+        status = wait_until(lambda: _status_of(pid), PATIENCE_S, "the fork ends")
+        assert status is not None
+        assert os.waitstatus_to_exitcode(status) == 1
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def _status_of(pid: int) -> int | None:
+    """The status of a child that has ended without success; None while it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return status if found else None
 
 
 def test_settings_and_signatures_are_those_of_the_program():
