@@ -19,9 +19,10 @@ import click
 
 from penstock.compose.cli import main as command_line
 from penstock.registry import errors
-from penstock.registry.metrics import METRICS
+from penstock.registry.metrics import GATEWAY_METRICS, METRICS
 from penstock.registry.package.schema import schema_text
-from penstock.registry.settings import InferenceConfig, Setting, Settings, WorkerSettings, catalogue
+from penstock.registry.settings import Setting, Settings, catalogue
+from penstock.registry.settings_sections import InferenceConfig, WorkerSettings
 
 __all__ = ["commands_page", "errors_page", "main", "metrics_page", "model_page", "pages", "settings_page"]
 
@@ -108,17 +109,18 @@ def metrics_page() -> str:
     """Every metric, with its labels; histograms with their buckets."""
     rows = [
         (f"`{each.name}`", each.kind, each.unit, ", ".join(f"`{label}`" for label in each.labels), each.help)
-        for each in METRICS
+        for each in (*METRICS, *GATEWAY_METRICS)
     ]
     buckets = [
         (f"`{each.name}`", ", ".join(f"{edge:g}" for edge in each.buckets) or "those of the setting `metrics_buckets`")
-        for each in METRICS
+        for each in (*METRICS, *GATEWAY_METRICS)
         if each.kind == "histogram"
     ]
     return _page(
         "Metrics",
         [
-            "Each worker serves these at `/metrics`, on `127.0.0.1` and port 9464 plus its index.",
+            "Each worker serves these at `/metrics`, on `127.0.0.1` and port 9464 plus its index. "
+            "Those that begin with `penstock_http` are the gateway's, at `/metrics` of its own port.",
             _table(
                 ("label", "values"),
                 [
