@@ -9,13 +9,19 @@ override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-quick test-all lint bench bench-gpu chaos test-celery56 docs docs-serve clean
+.PHONY: help demo demo-safety check test test-quick test-all lint bench bench-gpu chaos soak test-celery56 docs docs-serve clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## embed your standard library's docstrings and search them; ASK="your question" adds one
 	@$(BIN)/penstock demo $(if $(ASK),--ask "$$ASK")
+
+# Its pictures, its report and its figures.
+SAFETY_OUTPUT ?= build/demo-safety
+
+demo-safety: $(VENV)/.demo-safety ## refuse a wrong candidate, promote a right one, break it; writes a report
+	@$(BIN)/penstock demo --safety --output $(SAFETY_OUTPUT)
 
 check: $(VENV)/.dev $(VENV)/.docs ## between two edits: lint, and the quick tests that need no server
 	@$(MAKE) --no-print-directory -j2 VENV=$(VENV) lint test-quick
@@ -26,7 +32,7 @@ test-quick: $(VENV)/.dev
 test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m tests
 
-test-all: $(VENV)/.dev ## run what `make test` leaves out: repeated faults, all mutants, installs of the wheel, long builds
+test-all: $(VENV)/.dev ## run what `make test` leaves out: repeated faults, all mutants, another redis-server, installs of the wheel, long builds
 	$(BIN)/python -m tests --long
 
 lint: $(VENV)/.dev docs ## ruff, ruff format, mypy, the import contracts and the documents
@@ -46,9 +52,20 @@ SIMULATED_MINUTES ?= 5
 FAULT_ROUNDS ?= 20
 CHAOS_TABLE ?=
 
-chaos: $(VENV)/.dev ## break everything, often, and print a table of what was lost; takes about 40 minutes
+chaos: $(VENV)/.dev ## break everything, often, and print a table of what was lost; takes about 80 minutes
 	$(BIN)/python -m tests.simulation --minutes $(SIMULATED_MINUTES)
 	$(BIN)/python -m tests.faults --rounds $(FAULT_ROUNDS) $(if $(CHAOS_TABLE),--output $(CHAOS_TABLE))
+
+# The jobs and kills of a soak run, its limit in minutes, and a folder for its tables, if any.
+SOAK_JOBS ?= 1000000
+SOAK_WORKER_KILLS ?= 200
+SOAK_BROKER_KILLS ?= 20
+SOAK_MINUTES ?= 60
+SOAK_OUTPUT ?=
+
+soak: $(VENV)/.dev ## run a million jobs while workers and the broker are killed; takes up to an hour
+	$(BIN)/python -m tests.soak --jobs $(SOAK_JOBS) --worker-kills $(SOAK_WORKER_KILLS) \
+	  --broker-kills $(SOAK_BROKER_KILLS) --minutes $(SOAK_MINUTES) $(if $(SOAK_OUTPUT),--output $(SOAK_OUTPUT))
 
 test-celery56: $(OLD_CELERY)/.tests ## run what Celery takes part in on the oldest Celery that is supported
 	$(OLD_CELERY)/bin/python -m pytest -p no:cacheprovider \
@@ -68,6 +85,11 @@ $(VENV)/.demo: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]'
 	@touch $@
+
+$(VENV)/.demo-safety: $(BIN)/python $(REQUIREMENTS)
+	@echo 'Installing into $(VENV); the first time takes some minutes'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo-safety]'
+	@touch $@ $(VENV)/.demo
 
 $(VENV)/.dev: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'

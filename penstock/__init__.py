@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.registry.envelope import Retry
     from penstock.registry.errors import (
         BadSignature,
+        BrokerDamaged,
         BrokerRefused,
         BrokerUnavailable,
         Cancelled,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         IdempotencyConflict,
         InvalidInput,
         JobFailed,
+        JobLost,
         MissingRequirement,
         ModelError,
         ModelNotReady,
@@ -59,11 +61,16 @@ if TYPE_CHECKING:
     )
     from penstock.registry.package.model_decorator import model
     from penstock.registry.queues import PriorityName
+    from penstock.safety.audit import AuditLogger
+    from penstock.safety.privacy import InputRedactor, TenantIsolation
+    from penstock.safety.security import SecurityValidator
 
 __all__ = [
     "AsyncClient",
     "AsyncJobHandle",
+    "AuditLogger",
     "BadSignature",
+    "BrokerDamaged",
     "BrokerRefused",
     "BrokerUnavailable",
     "CancelStatus",
@@ -80,11 +87,13 @@ __all__ = [
     "Forbidden",
     "ForwardTimeout",
     "IdempotencyConflict",
+    "InputRedactor",
     "InvalidInput",
     "JobEvent",
     "JobFailed",
     "JobHandle",
     "JobInfo",
+    "JobLost",
     "JobStatus",
     "MissingRequirement",
     "ModelError",
@@ -100,6 +109,8 @@ __all__ = [
     "ResultTimeout",
     "Retry",
     "Retryable",
+    "SecurityValidator",
+    "TenantIsolation",
     "TransitionConflict",
     "TransitionRefused",
     "Unauthorized",
@@ -114,15 +125,19 @@ _ERRORS = "penstock.registry.errors"
 _MODULES = {
     "AsyncClient": "penstock.producers.async_client",
     "AsyncJobHandle": "penstock.producers.async_client",
+    "AuditLogger": "penstock.safety.audit",
     "CancelStatus": "penstock.producers.job_state",
     "Client": "penstock.producers.client",
     "EventType": "penstock.producers.events",
+    "InputRedactor": "penstock.safety.privacy",
     "JobEvent": "penstock.producers.events",
     "JobHandle": "penstock.producers.client",
     "JobInfo": "penstock.producers.job_state",
     "JobStatus": "penstock.producers.job_state",
     "PriorityName": "penstock.registry.queues",
     "Retry": "penstock.registry.envelope",
+    "SecurityValidator": "penstock.safety.security",
+    "TenantIsolation": "penstock.safety.privacy",
     "model": "penstock.registry.package.model_decorator",
 }
 """The module of each name; a name that is missing here is an error class."""

@@ -1,16 +1,17 @@
 """Runs the tests, some processes side by side: `python -m tests [--all | --long | --no-server] [PYTEST OPTION]...`.
 
     (nothing)    `make test`: everything but what is marked `slow` or `install`
-    --long       `make test-all`: what `make test` leaves out, repeated faults among it
+    --long       `make test-all`: what `make test` leaves out: repeated faults, the second redis-server and so on
     --all        both in one run
     --no-server  `make check`: what needs no server, without whole programs and models of a framework
 
-Each unit is a pytest process of its own, and five run at a time: most tests wait, for servers, leases or
+Each unit is a pytest process of its own, and six run at a time: most tests wait, for servers, leases or
 models that sleep. The units that take longest come first. The output of a unit follows when it has ended.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,30 +24,35 @@ from typing import Final
 __all__ = ["main", "units"]
 
 _HERE: Final = Path(__file__).parent
-_AT_ONCE: Final = 5
+_AT_ONCE: Final = 6
 _NOTHING_COLLECTED: Final = 5
 _MODES: Final = {
     "": ["-m", "not slow and not install"],
-    "--long": ["-m", "slow or install"],
-    "--all": [],
+    "--long": ["-m", "slow or install", "--timeout=900"],
+    "--all": ["--timeout=900"],
     "--no-server": ["-m", "not slow and not install", "--no-server"],
 }
+_OTHER_FAULTS: Final = (
+    *("promotions", "random_kills", "redelivery", "rolling_restart", "streaming_models", "subscribers"),
+    *("version_skew", "webhooks", "worker_dies", "worker_freezes"),
+)
+"""Half of the time of all faults."""
 _UNITS: Final = (
-    "compose",
-    "flow",
-    "workers/versions",
-    "workers/versions/test_lifecycle.py workers/versions/test_named_versions.py",
     "faults",
-    "flow/test_celery.py flow/test_demo.py flow/test_formats.py flow/test_shared_state.py",
+    " ".join(f"faults/test_{name}.py" for name in _OTHER_FAULTS),
     "compose/stack compose/commands",
-    "workers/levels workers/runtime workers/compilation workers/frameworks",
+    "flow",
     "workers/cache workers/process workers/celery_bridge workers/batching workers/observe",
-    "registry producers safety",
-    "architecture",
-    "simulation",
-    "threats",
+    "compose",
+    "registry safety",
     "workers",
+    "threats",
+    "flow/test_celery.py flow/test_demo.py flow/test_formats.py flow/test_shared_state.py",
+    "producers",
+    "workers/levels workers/runtime workers/compilation workers/frameworks",
+    "workers/versions",
     "conformance",
+    "simulation architecture",
     "benchmarks",
 )
 """The longest first; what is in none of them is the last unit."""
@@ -85,7 +91,9 @@ class _Running:
 
     def __init__(self, command: list[str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `show` and `kill`
-        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        # Without bytecode each unit, and each worker that it starts, compiles every module anew.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._process = subprocess.Popen(command, env=environment, stdout=self._output, stderr=subprocess.STDOUT)
 
     @property
     def has_ended(self) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before anything imports a numeric library: two threads on a loaded machine are slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,6 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Follows --no-server, and has Hypothesis compare no times: a busy machine is slower than its 200 ms.
 
+    Garbage is not looked for while tests are collected; see `pytest_collection_finish`.
+
     A shell starts a program in the background with SIGINT ignored, and each child would inherit that.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -48,6 +53,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("untimed")
     servers.may_start_servers = not config.getoption("--no-server")
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Looks for garbage from here on only: nothing that was imported for the tests is garbage, and it is much."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,6 +106,16 @@ def redis_server() -> Iterator[RedisServer]:
         yield server.start()
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def clock_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What gives one process a clock of its own, when LD_PRELOAD names it and CLOCK_FILE the file of that clock."""
+    compiler = require(shutil.which("cc"), "a C compiler, to give one process a clock of its own")
+    library = tmp_path_factory.mktemp("clock") / "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
 
 
 @pytest.fixture(scope="session")

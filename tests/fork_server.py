@@ -36,7 +36,7 @@ _IMPORTED: Final = (
         "penstock.registry.stack_file",
         "penstock.workers.versions.reconciler",
         "penstock.safety.audit",
-        "penstock.safety.keys",
+        "penstock.safety.operator_key",
     ),
     *(
         "penstock.workers.process.exit_status",
@@ -152,6 +152,8 @@ class ForkServer:
             raise RuntimeError("The fork server has ended. Expected it to run as long as the tests do")
         pid, status = json.loads(message)
         if status is None:
+            # The kernel gives numbers anew: this one may have belonged to a process that ended long ago.
+            self._statuses.pop(pid, None)
             return int(pid)
         self._statuses[pid] = status
         return None
@@ -215,9 +217,11 @@ def main(descriptor: str, *further: str) -> None:
     """Serves the requests that come in at an inherited socket."""
     # Ctrl-C goes to the whole group, and fixtures still have to end what was started here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
     for module in (*_IMPORTED, *further):
         importlib.import_module(module)
     gc.freeze()
+    gc.enable()
     with socket.socket(fileno=int(descriptor)) as requests:
         request = _fork_on_request(requests)
     if request is not None:

@@ -76,6 +76,10 @@ def leave_out(reason: str) -> NoReturn:
 
 LEAST_PATIENCE_S: Final = 30.0
 """A test that waits for a condition waits at least so long before it fails: a busy machine is no reason to."""
+_SHORTEST_PAUSE_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 0.1
+_PAUSE_PER_COST: Final = 5
+"""Between two looks at a condition, as a multiple of the processor time of one look."""
 
 
 def check_servers_wanted() -> None:
@@ -85,13 +89,19 @@ def check_servers_wanted() -> None:
 
 
 def wait_until(condition: Callable[[], T], timeout_s: float, what: str, *, least_s: float = LEAST_PATIENCE_S) -> T:
-    """The first true value of `condition`, polled; fails the test with `what` after `timeout_s`, or `least_s`."""
+    """The first true value of `condition`, polled; fails the test with `what` after `timeout_s`, or `least_s`.
+
+    A condition that is costly is looked at less often: the processor belongs to the processes that it waits for.
+    """
     patience_s = max(timeout_s, least_s)
     deadline = time.monotonic() + patience_s
+    used_s = time.thread_time()
     while not (value := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"not within {patience_s} s: {what}")
-        time.sleep(0.005)
+        cost_s = time.thread_time() - used_s
+        time.sleep(min(max(_SHORTEST_PAUSE_S, _PAUSE_PER_COST * cost_s), _LONGEST_PAUSE_S))
+        used_s = time.thread_time()
     return value
 
 
@@ -189,8 +199,16 @@ class Process:
             self.child.send_signal(number)
 
     def freeze(self) -> None:
-        """Stop it as a whole (SIGSTOP); its connections stay open."""
+        """Stop it as a whole (SIGSTOP), and wait until it stands; its connections stay open."""
         self.signal(signal.SIGSTOP)
+        wait_until(self._stands, 10, "the process stands")
+
+    def _stands(self) -> bool:
+        """Whether each of its threads is stopped, as /proc says."""
+        if self.child.poll() is not None:
+            return True
+        stats = [(thread / "stat").read_text() for thread in Path(f"/proc/{self.pid}/task").iterdir()]
+        return all(stat.rpartition(")")[2].split()[0] in "tTZX" for stat in stats)
 
     def thaw(self) -> None:
         """Let it run on (SIGCONT)."""
@@ -222,12 +240,17 @@ class RedisServer(Process):
     """A redis-server with an append-only file (everysec), on a unix socket and, if wanted, a loopback port.
 
     environment: what its process has in its environment beyond ours.
+
+    Attributes:
+        is_persistent: whether the next start reads and writes the append-only file; without it, it reads the snapshot
+            (dump.rdb) that a SAVE has left, if there is one.
     """
 
     def __init__(self, binary: Path, *, with_port: bool = False, environment: Mapping[str, str] | None = None) -> None:
         # Not pytest's tmp_path: the path of a unix socket ends at 107 bytes.
         super().__init__(Path(tempfile.mkdtemp(prefix="penstock-")))
         self.binary = binary
+        self.is_persistent = True
         self._environment = {**os.environ, **(environment or {})}
         self.socket = self.folder / "redis.sock"
         self.port = free_port() if with_port else 0
@@ -255,14 +278,14 @@ class RedisServer(Process):
             "unixsocket": str(self.socket),
             "unixsocketperm": "700",
             "dir": str(self.folder),
-            "appendonly": "yes",
+            "appendonly": "yes" if self.is_persistent else "no",
             "appendfsync": "everysec",
             "save": "",
             "loglevel": "warning",
         }
         words = [part for name, value in options.items() for part in (f"--{name}", value)]
         self._spawn([self.binary, *words], self._environment)
-        wait_until(self._answers, 20, "redis-server answers")
+        wait_until(self._answers, 60, "redis-server answers")
         return self
 
     def _answers(self) -> bool:
@@ -274,7 +297,7 @@ class RedisServer(Process):
         except redis.RedisError:
             return False
 
-    def client(self, timeout_s: float = 5) -> redis.Redis:
+    def client(self, timeout_s: float = LEAST_PATIENCE_S) -> redis.Redis:
         """A plain client, to look and to break things with."""
         return redis.Redis.from_url(self.url, socket_timeout=timeout_s)
 
@@ -355,7 +378,7 @@ class PostgresDatabase:
     def _execute(self, statement: LiteralString) -> None:
         import psycopg.sql
 
-        with psycopg.connect(host=self._host, dbname="postgres", autocommit=True, connect_timeout=5) as connection:
+        with psycopg.connect(host=self._host, dbname="postgres", autocommit=True, connect_timeout=30) as connection:
             connection.execute(psycopg.sql.SQL(statement).format(psycopg.sql.Identifier(self.name)))
 
 

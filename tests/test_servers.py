@@ -122,3 +122,32 @@ def test_processes_of_a_fork_server_are_signalled_one_by_one(fork_server: ForkSe
     assert second.wait(60) == -signal.SIGTERM
     assert fork_server.run("broken", [], **asleep).wait(60) == 1
     assert "ValueError: no" in (tmp_path / "output").read_text()
+
+
+class Remembered(dict[int, int]):
+    """Statuses of processes that had every number before, except of those that were forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten: set[int] = set()
+
+    def get(self, pid: int, default: Any = None) -> Any:
+        return super().get(pid, default if pid in self.forgotten else -9)
+
+    def pop(self, pid: int, default: Any = None) -> Any:
+        self.forgotten.add(pid)
+        return super().pop(pid, default)
+
+
+def test_process_with_a_number_that_was_used_before_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The kernel gives numbers anew: the status of an earlier process is not that of this one."""
+    (tmp_path / "waiting.py").write_text("import time\ntime.sleep(600)\n")
+    server = ForkServer()
+    monkeypatch.setattr(server, "_statuses", Remembered())
+    child = server.run("waiting", [], environment={}, folder=tmp_path, output=tmp_path / "output")
+    try:
+        assert child.poll() is None
+    finally:
+        child.send_signal(signal.SIGKILL)
+    assert child.wait(60) == -signal.SIGKILL
+    server.close()

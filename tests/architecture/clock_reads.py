@@ -52,14 +52,16 @@ class _Known:
     """By function: its parameters whose order it asserts."""
     parameters: dict[str, list[str]] = field(default_factory=dict)
     """By function and class: the names of its parameters and fields in order."""
+    called: set[str] = field(default_factory=set)
+    """Names that are called anywhere: what another function asserts of its parameters matters to none."""
 
     def size(self) -> int:
         return len(self.functions) + len(self.fields) + sum(map(len, self.asserted.values()))
 
 
-def clock_comparisons(sources: Mapping[str, str]) -> list[Finding]:
-    """The findings in these files, given as path and text."""
-    known, trees = _Known(), {path: ast.parse(text) for path, text in sources.items()}
+def clock_comparisons(trees: Mapping[str, ast.Module]) -> list[Finding]:
+    """The findings in these files, given as path and tree."""
+    known = _Known()
     for tree in trees.values():
         _learn_parameters(tree, known)
     size = -1
@@ -79,33 +81,56 @@ def _learn_parameters(tree: ast.Module, known: _Known) -> None:
         elif isinstance(node, ast.ClassDef):
             annotated = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
             known.parameters[node.name] = [each.id for each in annotated if isinstance(each, ast.Name)]
+        elif isinstance(node, ast.Call):
+            known.called.add(_name_of(node.func))
 
 
-def _scopes(tree: ast.Module) -> Iterator[ast.Module | Function]:
+@cache
+def _scopes(tree: ast.Module) -> list[ast.Module | Function]:
     """The module and each of its functions that lies in no other; methods are such functions."""
-    yield tree
+    found: list[ast.Module | Function] = [tree]
     waiting: list[ast.AST] = [*tree.body]
     while waiting:
         node = waiting.pop()
         if isinstance(node, Function):
-            yield node
+            found.append(node)
         else:
             waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+    return found
+
+
+class _Inside(NamedTuple):
+    """What a scope holds."""
+
+    followed: list[ast.AST]
+    names: frozenset[str]
+    """Of variables, attributes and functions."""
+    reads_clock: bool
+
+    def may_hold(self, known: _Known, given: Iterable[str] = ()) -> bool:
+        """Whether there is anything by which a clock time can come into the scope."""
+        sources = (known.functions, known.fields, given)
+        return self.reads_clock or not all(map(self.names.isdisjoint, sources))
 
 
 @cache
-def _inside(scope: ast.Module | Function) -> list[ast.AST]:
+def _inside(scope: ast.Module | Function) -> _Inside:
     """What is followed in the scope: of a module outside of functions, of a function in its inner ones as well."""
-    found: list[ast.AST] = []
+    followed: list[ast.AST] = []
+    names: set[str] = set()
+    reads_clock = False
     waiting: list[ast.AST] = [*scope.body]
     while waiting:
         node = waiting.pop()
-        if isinstance(scope, ast.Module) and isinstance(node, Function):
-            continue
-        if isinstance(node, FOLLOWED):
-            found.append(node)
+        if isinstance(node, ast.Name | ast.Attribute):
+            names.add(_name_of(node))
+            reads_clock = reads_clock or _reads_clock(node)
+        elif isinstance(node, FOLLOWED):
+            if isinstance(node, Function) and isinstance(scope, ast.Module):
+                continue
+            followed.append(node)
         waiting += ast.iter_child_nodes(node)
-    return found
+    return _Inside(followed, frozenset(names), reads_clock)
 
 
 class _Taint:
@@ -115,7 +140,8 @@ class _Taint:
         self._known = known
         self.names = set(given)
         self.fields: set[str] = set()
-        nodes = _inside(scope)
+        inside = _inside(scope)
+        nodes = inside.followed if inside.may_hold(known, self.names) else []
         size = -1
         while size != len(self.names) + len(self.fields):
             size = len(self.names) + len(self.fields)
@@ -216,31 +242,35 @@ def _learn(scope: ast.Module | Function, known: _Known) -> None:
     known.fields |= taint.fields
     if isinstance(scope, ast.Module):
         return
-    for function in [scope, *(node for node in _inside(scope) if isinstance(node, Function))]:
-        if any(map(taint.holds, _returned(function))):
+    may_hold = _inside(scope).may_hold(known)
+    for function in [scope, *(node for node in _inside(scope).followed if isinstance(node, Function))]:
+        if may_hold and any(map(taint.holds, _returned(function))):
             known.functions.add(function.name)
-        if not _orders(function):
+        if function.name not in known.called or not _orders(function):
             continue
         for parameter in known.parameters[function.name]:
             if any(_compared(function, _Taint(function, known, [parameter]), known)):
                 known.asserted.setdefault(function.name, set()).add(parameter)
 
 
-def _returned(function: Function) -> Iterator[ast.expr | None]:
+@cache
+def _returned(function: Function) -> list[ast.expr | None]:
     """What the function itself returns or yields; its inner functions do so for themselves."""
+    found: list[ast.expr | None] = []
     waiting: list[ast.AST] = [*function.body]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Return | ast.Yield):
-            yield node.value
+            found.append(node.value)
         if not isinstance(node, Function | ast.Lambda):
             waiting += ast.iter_child_nodes(node)
+    return found
 
 
 @cache
 def _orders(function: Function) -> bool:
     """Whether it asserts anything itself: a helper that only calls such a function is not followed."""
-    return any(isinstance(node, ast.Assert) for node in _inside(function))
+    return any(isinstance(node, ast.Assert) for node in _inside(function).followed)
 
 
 def _findings(tree: ast.Module, known: _Known) -> Iterator[int]:
@@ -250,7 +280,7 @@ def _findings(tree: ast.Module, known: _Known) -> Iterator[int]:
 
 def _compared(scope: ast.Module | Function, taint: _Taint, known: _Known) -> Iterator[int]:
     """The lines at which the scope asserts an order of clock times, or has a function assert it."""
-    for node in _inside(scope):
+    for node in _inside(scope).followed:
         if isinstance(node, ast.Assert):
             if any(_is_comparison(each, taint) for each in ast.walk(node.test)):
                 yield node.lineno

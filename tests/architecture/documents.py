@@ -23,7 +23,7 @@ from tests.servers import ROOT
 
 __all__ = ["Block", "Document", "documents", "generated", "script", "written"]
 
-_FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>.*) -->\n)?```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
+_FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
 _TITLE = re.compile(r'title="([^"]+)"')
 _LINK = re.compile(r"\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.M)

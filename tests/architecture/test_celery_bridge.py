@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers import ROOT
+from tests.sources import nodes
 
 PACKAGES = ("compose", "producers", "registry", "safety", "testing", "workers")
 CELERY = {"billiard", "celery", "kombu", "vine"}
@@ -24,7 +25,7 @@ def users_of_celery(root: Path) -> list[str]:
 
 def _imported(source: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source.read_text())):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

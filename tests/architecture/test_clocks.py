@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from textwrap import dedent
 
 import pytest
 
 from tests.architecture.clock_reads import clock_comparisons
 from tests.servers import ROOT
+from tests.sources import parsed, without_collections
 
 PLANTED = {
     "directly": "assert time.monotonic() - begun < 5",
@@ -74,7 +76,7 @@ def lines_found(source: str) -> list[int]:
     """The lines at which the checker finds a comparison in a test of this body."""
     body = "\n".join(f"    {line}" for line in dedent(source).strip().splitlines())
     text = f"def test_planted():\n    begun = time.monotonic()\n{body}\n"
-    return [finding.line for finding in clock_comparisons({"test_planted.py": text})]
+    return [finding.line for finding in clock_comparisons({"test_planted.py": ast.parse(text)})]
 
 
 @pytest.mark.parametrize("way", PLANTED)
@@ -92,6 +94,7 @@ def test_other_uses_of_a_clock_are_left_alone(use: str):
 def test_no_test_compares_clock_times():
     """Seconds belong into tests/benchmarks and the tables of tests/faults and tests/threats."""
     paths = [path for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts]
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
-    assert len(sources) > 200
-    assert [f"{finding.path}:{finding.line}" for finding in clock_comparisons(sources)] == []
+    trees = {str(path.relative_to(ROOT)): parsed(path) for path in paths}
+    assert len(trees) > 200
+    with without_collections():
+        assert [f"{finding.path}:{finding.line}" for finding in clock_comparisons(trees)] == []

@@ -26,6 +26,7 @@ from penstock.testing import plugin
 from tests.architecture.documents import Document, documents, generated, script, written
 from tests.architecture.threads import started_threads
 from tests.servers import ROOT, require
+from tests.sources import nodes
 
 README_BYTES = 12_000
 ON_THE_HOST = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -49,7 +50,7 @@ def shipped_literals() -> str:
     texts: list[str] = []
     for room in ("compose", "producers", "registry", "safety", "testing", "workers"):
         for source in sorted((ROOT / room).rglob("*.py")):
-            for node in ast.walk(ast.parse(source.read_text())):
+            for node in nodes(source):
                 if isinstance(node, ast.JoinedStr):
                     texts.append("".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -242,8 +243,8 @@ def test_threads_of_a_worker_are_listed():
     table = page.partition("| thread | number |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `([\w-]+)[^`]*`", table, re.MULTILINE)
     assert sorted(rows) == sorted(name for name, _ in started_threads())
-    assert len(rows) == 15
-    assert "there are fifteen kinds of threads" in page
+    assert len(rows) == 22
+    assert "there are twenty-two kinds of threads" in page
 
 
 def test_states_of_a_job_are_listed():

@@ -66,6 +66,7 @@ def names(
     """What blocks find when they begin; a block may use the names of the blocks before it."""
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("PENSTOCK_REDIS_URL", worker.server.url)
+    monkeypatch.setenv("PENSTOCK_HOME", str(workspace / "home"))
     found: dict[str, Any] = {
         "__name__": "document",
         "app": app,
@@ -89,7 +90,7 @@ def run(path: str, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", [path for path in WITH_CODE if path != "README.md"])
 def test_code_of_a_document_runs(names: dict[str, Any], path: str):
-    """Nothing is changed but the broker's address; what a block asserts is true."""
+    """Nothing is changed but the broker's address and the home; what a block asserts is true."""
     run(path, names)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.servers import ROOT
+from tests.sources import nodes, parsed
 
 ROOMS = ("compose", "producers", "registry", "safety", "testing", "workers")
 
@@ -43,10 +44,10 @@ def exported(tree: ast.Module) -> frozenset[str]:
 
 def unlisted(modules: dict[str, Path]) -> Iterator[Imported]:
     """Imports of names that the imported module does not list. Submodules need no listing."""
-    trees = {name: ast.parse(file.read_text()) for name, file in modules.items()}
+    trees = {name: parsed(file) for name, file in modules.items()}
     listed = {name: exported(tree) for name, tree in trees.items()}
-    for importer, tree in trees.items():
-        for node in ast.walk(tree):
+    for importer, file in modules.items():
+        for node in nodes(file):
             if not isinstance(node, ast.ImportFrom) or node.module not in listed:
                 continue
             for alias in node.names:
@@ -62,7 +63,7 @@ def test_only_listed_names_are_imported():
 def test_no_private_name_is_listed():
     """A name with a leading underscore is in no `__all__`, so that no other module imports it."""
     for name, file in sources(ROOT).items():
-        private = {entry for entry in exported(ast.parse(file.read_text())) if entry.startswith("_")}
+        private = {entry for entry in exported(parsed(file)) if entry.startswith("_")}
         assert not private, name
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.architecture.documents import written
 from tests.servers import ROOT
+from tests.sources import nodes
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = frozenset(PROJECT["optional-dependencies"])
@@ -42,7 +43,7 @@ def _can_be_typed(argument: str) -> bool:
 
 def literals(path: Path) -> Iterator[str]:
     """The texts of a module; of an f-string with {} for its values. Parts that stand side by side are one text."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

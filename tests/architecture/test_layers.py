@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers import ROOT
+from tests.sources import nodes
 
 FRAMEWORKS = {"onnxruntime", "torch", "transformers"}
 PACKAGES = ["compose", "producers", "registry", "safety", "testing", "workers"]
@@ -25,7 +26,7 @@ def run_contracts(checkout: Path) -> subprocess.CompletedProcess[str]:
 
 def imported(source: Path) -> Iterator[str]:
     """Top-level names that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(source.read_text())):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from tests.servers import ROOT
+from tests.sources import nodes
 
 SHIPPED = ["compose", "producers", "registry", "safety", "testing", "workers"]
 OF_A_MODEL = ("infer.{", "}:job:", "}:idempotency:", "}:reply:", "}:flow", "}:spec", "}:lane")
@@ -14,21 +15,21 @@ OF_ALL = ("penstock:worker", "penstock:models")
 
 def literals(source: Path) -> list[str]:
     """The string constants of a file, f-strings joined with `{}` for what they insert; docstrings left out."""
-    tree = ast.parse(source.read_text())
+    tree = nodes(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     prose = {
         id(statement.value)
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, documented)
         for statement in node.body
         if isinstance(statement, ast.Expr)
     }
-    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    joined = [node for node in tree if isinstance(node, ast.JoinedStr)]
     inside = {id(part) for node in joined for part in node.values}
     found = ["".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values) for node in joined]
     found += [
         node.value
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose | inside
     ]
     return found
@@ -58,3 +59,20 @@ def test_a_misplaced_key_name_is_found(tmp_path: Path):
     source = tmp_path / "module.py"
     source.write_text('"""Reads infer.{minilm}.high."""\nkey = f"{{{slot}}}:job:{local}"\nother = "infer.{a}.low"\n')
     assert len(key_literals(source)) == 2
+
+
+def logger_names(source: Path) -> list[str]:
+    """The constant names of loggers that a file asks for."""
+    return [
+        node.args[0].value
+        for node in nodes(source)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "getLogger"
+        if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+    ]
+
+
+def test_loggers_are_one_family():
+    """A program sets the level of all of them by the name `penstock`, and none clashes with its own."""
+    found = {name for top in SHIPPED for source in (ROOT / top).rglob("*.py") for name in logger_names(source)}
+    assert {"penstock.client", "penstock.runtime", "penstock.server"} <= found
+    assert {name for name in found if name.partition(".")[0] != "penstock"} == set()

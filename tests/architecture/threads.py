@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from tests.servers import ROOT
+from tests.sources import nodes
 
 __all__ = ["UNNAMED", "started_threads"]
 
@@ -16,31 +17,31 @@ _NAME_OF = {
     "ThreadPoolExecutor": ("thread_name_prefix", 1),
 }
 """By class: the argument with the thread's name, and its place among positional arguments."""
-_CHILD_PROCESSES = {"compilation/build.py", "runtime/exporter.py", "runtime/instance.py"}
-"""Programs that a worker starts as processes of their own."""
+_CHILD_PROCESSES = {"compilation/build.py", "runtime/exporter.py", "runtime/instance.py", "shadow/candidate.py"}
+"""Programs that a worker starts as processes of their own, and a part of the shadow worker, which is another one."""
 
 
 def started_threads() -> set[tuple[str, str]]:
     """(Name, module) of each thread and thread pool of a worker's process; of a name with a variable end its begin."""
     folder = ROOT / "workers"
-    modules = {source.relative_to(folder).as_posix(): source.read_text() for source in folder.rglob("*.py")}
+    modules = {source.relative_to(folder).as_posix(): source for source in folder.rglob("*.py")}
     return {
         (name, module)
-        for module, text in modules.items()
+        for module, source in modules.items()
         if module not in _CHILD_PROCESSES
-        for name in _thread_names(ast.parse(text))
+        for name in _thread_names(nodes(source))
     }
 
 
-def _thread_names(tree: ast.Module) -> Iterator[str]:
+def _thread_names(tree: list[ast.AST]) -> Iterator[str]:
     assigned = {
         target.id: node.value
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    for call in ast.walk(tree):
+    for call in tree:
         if not isinstance(call, ast.Call) or (kind := ast.unparse(call.func).rpartition(".")[2]) not in _NAME_OF:
             continue
         keyword, place = _NAME_OF[kind]

@@ -25,6 +25,8 @@ def blocking(model: str, local_model: str) -> int:
         answers = [job.result(60)["y"], client.job(job.id).result(60)["y"]]
         assert job.status() == "completed"
         assert job.info().attempt == 1
+        # No experiment divides the jobs.
+        assert (job.rate(0.5), client.report_quality(job.id, 0.5)) == (False, False)
         assert [event.type for event in job.stream()][-1] == "completed"
         jobs = client.submit_many(model, [INPUTS, INPUTS])
         assert {job.id for job in client.as_completed(jobs, 60)} == {job.id for job in jobs}
@@ -44,6 +46,7 @@ async def on_a_loop(model: str, local_model: str) -> int:
         answers = [(await job.result(60))["y"], (await client.job(job.id).result(60))["y"]]
         assert await job.status() == "completed"
         assert (await job.info()).attempt == 1
+        assert (await job.rate(0.5), await client.report_quality(job.id, 0.5)) == (False, False)
         assert [event.type async for event in job.stream()][-1] == "completed"
         jobs = await client.submit_many(model, [INPUTS, INPUTS])
         assert {job.id async for job in client.as_completed(jobs, 60)} == {job.id for job in jobs}
