@@ -20,10 +20,19 @@ __all__ = ["EXTRAS", "STARTS_WORKERS", "main", "missing_package"]
 EXTRAS: Final = {
     "cli": ("alembic", "celery", "click", "cryptography", "h11", "kombu", "packaging", "re2", "rich", "sqlalchemy"),
     "worker": ("prometheus_client",),
-    "gateway": ("gunicorn", "httptools", "prometheus_client", "uvicorn", "uvloop"),
+    "gateway": (
+        *("grpc", "grpc_health", "grpc_reflection", "google.protobuf"),
+        *("gunicorn", "httptools", "prometheus_client", "uvicorn", "uvloop", "websockets"),
+    ),
 }
 """The packages that an extra adds, by the name that is imported; [worker] and [gateway] include [cli]."""
-_DISTRIBUTIONS: Final = {"re2": "google-re2"}
+_DISTRIBUTIONS: Final = {
+    "google.protobuf": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "re2": "google-re2",
+}
 """The names of those whose distribution has another name than the package."""
 STARTS_WORKERS: Final = frozenset({"canary", "demo", "up", "worker"})
 _SERVES: Final = "serve"

