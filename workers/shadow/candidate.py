@@ -24,7 +24,7 @@ from penstock.workers.runtime.instance_process import FormRequest, InstanceProce
 from penstock.workers.runtime.loading import LoadOptions, NullContext
 from penstock.workers.runtime.tracebacks import message_of, name_of
 
-__all__ = ["Candidate", "CandidateFailed"]
+__all__ = ["Candidate", "CandidateFailed", "CandidateUnwanted"]
 
 T = TypeVar("T")
 
@@ -48,12 +48,17 @@ class CandidateFailed(Exception):
         self.problem = problem
 
 
+class CandidateUnwanted(Exception):
+    """Nobody wants the outputs any more: the pause before a restart was left."""
+
+
 class Candidate:
     """One version in a child process, one forward at a time. Call load, then run, then close.
 
     form: the form that runs; empty: the version as its author built it. device, threads: see Runtime.load. timeout_s:
     of a forward; load_timeout_s: of a load. withholds_texts: whether of an exception only the class is told. on_wait:
-    called about once a second while a call waits. pause: waits for some seconds, or less. clock: monotonic seconds.
+    called about once a second while a call waits. is_wanted: asked as often in the pause before a restart. pause: waits
+    for some seconds, or less. clock: monotonic seconds.
 
     A process that ended in a forward is started again after a pause, longer each time until a forward succeeds. From
     the second loss in a row on, the pause is a multiple of the load: loads without end would take more of the machine
@@ -72,6 +77,7 @@ class Candidate:
         load_timeout_s: float,
         withholds_texts: bool,
         on_wait: Callable[[], None] = lambda: None,
+        is_wanted: Callable[[], bool] = lambda: True,
         pause: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,6 +92,7 @@ class Candidate:
         self._load_timeout_s = load_timeout_s
         self._withholds_texts = withholds_texts
         self._on_wait = on_wait
+        self._is_wanted = is_wanted
         self._pause = pause
         self._clock = clock
         self._process: InstanceProcess | None = None
@@ -122,7 +129,7 @@ class Candidate:
     def run(self, inputs: Mapping[str, Array]) -> tuple[dict[str, Array], float]:
         """One forward: the outputs, and its seconds. A process that ended is started again first.
 
-        Raises CandidateFailed, and ConfigurationError when the version cannot be loaded again.
+        Raises CandidateFailed, CandidateUnwanted, and ConfigurationError when the version cannot be loaded again.
         """
         if self._process is None or not self._process.is_alive:
             self._await_restart()
@@ -168,6 +175,8 @@ class Candidate:
             left_s = max(left_s, _LOADS_IN_A_PAUSE * self._load_s)
         while left_s > 0:
             self._on_wait()
+            if not self._is_wanted():
+                raise CandidateUnwanted
             self._pause(min(_BEAT_S, left_s))
             left_s -= _BEAT_S
 
