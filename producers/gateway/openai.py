@@ -8,11 +8,13 @@ A model answers it that has one required input, of text or of token numbers, and
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
+from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.exchange import JSON, Exchange
 from penstock.producers.gateway.problems import Problem
 from penstock.producers.gateway.request_headers import idempotency_key
@@ -75,16 +77,25 @@ class OpenAiRoutes:
     async def embed(self, exchange: Exchange) -> None:
         """POST /v1/embeddings."""
         key = idempotency_key(exchange)
-        fields = decoded(await exchange.body(), EmbeddingFields)
+        job = await self.prepare_line({}, await exchange.body())
+        request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key)
+        finished = await self._jobs.run(request, exchange)
+        await exchange.answer(200, job.write(finished.outputs, finished.info.version))
+
+    async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
+        """The job of a request, or of a line of a batch. Raises InvalidInput and UnknownModel."""
+        fields = decoded(body, EmbeddingFields)
         spec = await self._client.spec_of(fields.model)
         name, rows = _input_of(spec, fields.input)
         output = _output_of(spec, fields.dimensions)
-        request = JobRequest(spec.name, {name: rows}, outputs=(output,), idempotency_key=key)
-        finished = await self._jobs.run(request, exchange)
-        vectors = finished.outputs[output].astype(np.float32, copy=False)
-        write = _as_base64 if fields.encoding_format == "base64" else _as_numbers
-        found = [Embedding(index, write(vector)) for index, vector in enumerate(vectors)]
-        await exchange.answer(200, msgspec.json.encode(EmbeddingList(found, spec.name)))
+        as_text = _as_base64 if fields.encoding_format == "base64" else _as_numbers
+
+        def write(outputs: Mapping[str, Array], version: str) -> bytes:
+            vectors = outputs[output].astype(np.float32, copy=False)
+            found = [Embedding(index, as_text(vector)) for index, vector in enumerate(vectors)]
+            return msgspec.json.encode(EmbeddingList(found, spec.name))
+
+        return LineJob(spec.name, {name: rows}, None, (output,), write)
 
 
 def openai_error(problem: Problem) -> tuple[bytes, bytes]:

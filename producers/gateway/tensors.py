@@ -33,6 +33,7 @@ __all__ = [
     "decode_json",
     "decoded",
     "fields_of",
+    "json_document",
     "read_document",
     "read_inputs",
     "split_binary",
@@ -77,7 +78,7 @@ def read_document(exchange: Exchange, body: bytes) -> Document:
     """The document of a body by its content type. Raises InvalidInput, and RequestRefused for another type."""
     kind = exchange.media_type.encode()
     if kind == JSON or not kind:
-        return Document(_fields(_opened(body)), memoryview(b""), JSON)
+        return json_document(body)
     if kind == MSGPACK:
         try:
             return Document(_fields(msgspec.msgpack.decode(body)), memoryview(b""), MSGPACK)
@@ -89,6 +90,11 @@ def read_document(exchange: Exchange, body: bytes) -> Document:
     raise RequestRefused(
         415, "An unknown content type. Expected application/json, application/msgpack or application/octet-stream"
     )
+
+
+def json_document(body: bytes) -> Document:
+    """The document of a JSON body. Raises InvalidInput."""
+    return Document(_fields(_opened(body)), memoryview(b""), JSON)
 
 
 def fields_of(document: Document, kind: type[Fields]) -> Fields:
