@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ from penstock.producers.async_client import AsyncJobHandle
 from penstock.producers.gateway.batches.journal import EndedLine, Journal
 from penstock.producers.gateway.batches.lines import Line, LineRequest, custom_id_of, open_line
 from penstock.producers.gateway.fleet import GatewayClient
+from penstock.producers.gathering import ENDS, Gathered
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.errors import (
     BrokerUnavailable,
@@ -44,6 +46,8 @@ _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 _MOST_LOSSES: Final = 3
 _CANCELS_AT_ONCE: Final = 64
+_STOP_GRACE_S: Final = 5.0
+"""How long a stopped run waits for jobs that have begun."""
 _GONE: Final = (JobLost, ResultGone, UnknownJob)
 """The broker does not have the job or its result any more: the line is submitted again."""
 StopCode = Literal["batch_cancelled", "batch_expired"]
@@ -92,6 +96,8 @@ class BatchRun:
     stopped: StopCode | None = None
     _handles: dict[str, AsyncJobHandle] = field(default_factory=dict)
     """The jobs that have not ended."""
+    _limits: set[asyncio.Timeout] = field(default_factory=set)
+    """How long each chunk waits for its jobs: without a limit, until the run is stopped."""
 
     @property
     def is_stopped(self) -> bool:
@@ -109,8 +115,15 @@ class BatchRun:
                 tasks.create_task(self._run_chunk(chunk, places))
 
     async def stop(self, code: StopCode) -> None:
-        """Begins to end the run: nothing more is submitted, and jobs that have not begun are cancelled."""
+        """Begins to end the run: nothing more is submitted, and jobs are cancelled.
+
+        A job that a worker holds may still end, and is awaited for a while. The worker may be dead.
+        """
         self.stopped = code
+        until = asyncio.get_running_loop().time() + _STOP_GRACE_S
+        for limit in self._limits:
+            if limit.when() is None:
+                limit.reschedule(until)
         handles = iter(list(self._handles.values()))
         while part := list(islice(handles, _CANCELS_AT_ONCE)):
             # A job that cannot be cancelled now ends by itself.
@@ -183,10 +196,8 @@ class BatchRun:
             return []
         accepted = [each for place, each in enumerate(group) if place not in refused]
         self._handles |= {handle.id: handle for handle in handles}
-        if self.stopped:
-            await self.stop(self.stopped)
         try:
-            results = await self.client.gather(handles, return_exceptions=True)
+            results = await self._results(handles)
         finally:
             for handle in handles:
                 self._handles.pop(handle.id, None)
@@ -195,11 +206,12 @@ class BatchRun:
             text = InvalidInput(str(refusal).removeprefix(f"Item {place}: "))
             ended.append(self._failed(each.line.number, each.custom_id, "", text))
         lost = []
-        for each, handle, result in zip(accepted, handles, results, strict=True):
+        for each, handle in zip(accepted, handles, strict=True):
+            result = results.get(handle.id)
             if isinstance(result, _GONE) and each.losses < _MOST_LOSSES:
                 each.losses += 1
                 lost.append(each)
-            elif isinstance(result, Cancelled) and self.is_stopped:
+            elif result is None or (isinstance(result, Cancelled) and self.is_stopped):
                 ended.append(self._unrun(each.line.number, each.custom_id))
             elif isinstance(result, Exception):
                 ended.append(self._failed(each.line.number, each.custom_id, handle.id, result))
@@ -212,6 +224,24 @@ class BatchRun:
         options = SubmitOptions("low", None, self.tenant, job.version, job.outputs)
         items = [(each.job.inputs, f"{self.batch_id}:{each.line.number}") for each in group]
         return await self.client.submit_items(job.model, items, options, refused, _ROOM_TIMEOUT_S)
+
+    async def _results(self, handles: Sequence[AsyncJobHandle]) -> dict[str, Gathered]:
+        """How the jobs ended, by id; without those that a stopped run does not await any longer."""
+        found: dict[str, Gathered] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                if self.stopped is not None:
+                    await self.stop(self.stopped)
+                try:
+                    async for handle in self.client.as_completed(handles):
+                        try:
+                            found[handle.id] = await handle.result()
+                        except ENDS as error:
+                            found[handle.id] = error
+                finally:
+                    self._limits.discard(limit)
+        return found
 
     async def _answered(self, each: _Pending, handle: AsyncJobHandle, outputs: Mapping[str, Array]) -> EndedLine:
         info = await handle.info()
