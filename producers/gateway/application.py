@@ -31,6 +31,7 @@ from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
 from penstock.producers.gateway.routing import Route, Routes
+from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
@@ -124,7 +125,8 @@ class _Parts:
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.figures = GatewayFigures()
         health = HealthRoutes(self.client, self.figures)
-        store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs)
+        tokenizers = PackageTokenizers(inference.repo_root)
+        store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
         self.batches = BatchRoutes(
             store,
             self.client,
