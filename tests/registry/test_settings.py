@@ -109,7 +109,7 @@ OTHER_INFERENCE_KEYS = {
     "server.max_waiting": 1024,
     "server.client_timeout_s": 30.0,
     "server.stop_grace_s": 30.0,
-    "batches.path": Path("~/.penstock/files").expanduser(),
+    "batches.path": Path("~/.penstock/files"),
     "batches.max_file_mb": 200,
     "batches.max_stored_mb": 10_240,
     "batches.keep_s": 2_592_000.0,

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.producers.gateway.batches.file_store import FileStore, NotFound, StoreFull, new_id
 from penstock.producers.gateway.batches.records import Batch, File, StoredBatch
@@ -68,8 +69,6 @@ def test_files_expire(store: FileStore, clock: Clock, tmp_path: Path):
 
 
 def _completed(stored: StoredBatch) -> StoredBatch:
-    from msgspec.structs import replace
-
     return replace(stored, batch=replace(stored.batch, status="completed"))
 
 
@@ -80,6 +79,7 @@ def test_killed_uploads_are_removed_after_a_day(store: FileStore, clock: Clock, 
     store.add_batch(batch)
     abandoned = store.upload()
     abandoned.append(b"x")
+    abandoned.finish()
     writer = store.journal(batch.output)
     writer.close()
     for name in (file.id, abandoned.id, batch.output):
