@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ def read(body: bytes, cuts: Sequence[int] = ()) -> tuple[dict[str, str], str, by
     found: list[bytes] = []
 
     async def parts() -> AsyncIterator[bytes]:
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             yield body[start:stop]
 
     texts, name = asyncio.run(read_form(parts(), b"b", found.append))

@@ -10,10 +10,10 @@ from penstock.producers.gateway.batches.block_file import BlockWriter, FileBusy,
 from penstock.safety.sealing import DataKeys
 
 BLOCKS = [b"first\n", b"second\n" * 1000, b"third\n"]
-KEYS = {"plain": None, "sealed": DataKeys([b"k" * 32])}
+SEALING = DataKeys([b"k" * 32])
 
 
-@pytest.fixture(params=KEYS.values(), ids=KEYS)
+@pytest.fixture(params=[None, SEALING], ids=["plain", "sealed"])
 def keys(request: pytest.FixtureRequest) -> DataKeys | None:
     """Without encryption, and with."""
     found: DataKeys | None = request.param
@@ -79,7 +79,7 @@ def test_a_file_that_was_cut_is_not_read_as_a_whole(tmp_path: Path, keys: DataKe
 
 def test_sealed_blocks_stay_in_their_places(tmp_path: Path):
     """Blocks that changed places, a file under another name, and a flipped bit are refused; nothing is in plain."""
-    keys, path = KEYS["sealed"], tmp_path / "file-a"
+    keys, path = SEALING, tmp_path / "file-a"
     nbytes = written(path, keys)
     content = path.read_bytes()
     assert b"first" not in content

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.producers.gateway.batches.block_file import FileBusy, read_blocks
 from penstock.producers.gateway.batches.file_store import FileStore
@@ -41,14 +42,11 @@ def test_a_restart_finds_what_is_done(store: FileStore, tmp_path: Path):
         assert journal.done == {1, 2, 3}
         assert journal.counts(3) == Counts(3, 1, 2)
         sizes = journal.sizes
-    output, errors = (
-        [
-            json.loads(text)
-            for block in read_blocks(tmp_path / "files" / name, size, None)
-            for text in block.splitlines()
-        ]
+    contents = [
+        b"".join(read_blocks(tmp_path / "files" / name, size, None))
         for name, size in zip(("file-o", "file-e"), sizes, strict=True)
-    )
+    ]
+    output, errors = ([json.loads(text) for text in content.splitlines()] for content in contents)
     answer = {"status_code": 200, "request_id": "job", "body": {"y": 1}}
     assert output == [{"id": "batch_req_b_3", "custom_id": "three", "response": answer, "error": None}]
     assert [line["custom_id"] for line in errors] == ["one", None]
@@ -68,11 +66,7 @@ def test_lines_of_another_batch_are_refused(store: FileStore):
     """A file that was exchanged stops the run; the lock is free again."""
     with Journal(store, STORED) as journal:
         journal.write([ANSWER])
-    other = StoredBatch("a", "file-o", "file-x", Batch(**{**_fields(), "id": "batch_c"}))
+    other = StoredBatch("a", "file-o", "file-x", replace(BATCH, id="batch_c"))
     for _ in range(2):
         with pytest.raises(PenstockError, match="changed on the disk"):
             Journal(store, other)
-
-
-def _fields() -> dict[str, object]:
-    return {name: getattr(BATCH, name) for name in BATCH.__struct_fields__}

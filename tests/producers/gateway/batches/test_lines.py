@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def test_lines_do_not_depend_on_blocks(texts: list[bytes], cuts: list[int]):
     """Each line that is not empty, with its number; one of over 32 bytes without its text."""
     content = b"\n".join(texts)
     edges = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
-    blocks = [content[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    blocks = [content[start:stop] for start, stop in pairwise(edges)]
     expected = [Line(number, text if len(text) <= 32 else None) for number, text in enumerate(texts, 1) if text.strip()]
     assert list(read_lines(blocks, 32)) == expected
 
