@@ -245,6 +245,7 @@ def recorded(
         gateway.stop()
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_leaves_its_batch_to_another_one(recorded: Callable[..., GatewayProcess], tmp_path: Path):
     """SIGKILL in the middle: the other gateway goes on. Each line ran once and has one answer."""
     count = 600
@@ -265,6 +266,7 @@ def test_a_killed_gateway_leaves_its_batch_to_another_one(recorded: Callable[...
     assert sorted(row for row in ran if row) == [float(number) for number in range(1, count)]
 
 
+@pytest.mark.slow
 def test_outstanding_jobs_of_a_batch_are_bounded(recorded: Callable[..., GatewayProcess], redis_server: RedisServer):
     """While the batch runs, the queue never holds more jobs than the setting allows."""
     gateway = recorded(PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING="10")

@@ -13,6 +13,7 @@ from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.test_openai_batches import answers, client_of, create, ended, line
 from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, require_module
 
+pytestmark = pytest.mark.slow
 TEXTS = ["A short sentence.", "Übergrößenträger and other rare words", "word " * 400]
 MOST_TOKENS = 256
 """MiniLM cuts texts there."""
