@@ -232,7 +232,9 @@ def recorded(
 ) -> Iterator[Callable[..., GatewayProcess]]:
     """Starts gateways of one folder on a server with the model `recorder`; they end with the test."""
     write_recorder(models_root, tmp_path / "forwards", forward_s=0.05)
-    start_worker(redis_server, models_root)
+    # Equal jobs would share a forward, and a line that is submitted twice would not show.
+    alone = {"PENSTOCK_INFERENCE_CACHE_ENABLED": "false", "PENSTOCK_INFERENCE_BATCHING_SINGLE_FLIGHT": "false"}
+    start_worker(redis_server, models_root, environment=alone)
     started: list[GatewayProcess] = []
 
     def start(**environment: str) -> GatewayProcess:
