@@ -39,7 +39,7 @@ from penstock.registry.tensors import Array
 
 __all__ = ["BatchRun", "Endpoint", "LineJob", "StopCode", "WriteError"]
 
-CHUNK_LINES: Final = 64
+_CHUNK_LINES: Final = 128
 """Of one submit: enough that a line costs a small part of a round trip, few enough that requests need not wait."""
 _ROOM_TIMEOUT_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.2
@@ -111,7 +111,7 @@ class BatchRun:
     async def run(self, lines: Iterable[Line]) -> None:
         """Runs all lines that are not done. Ends when each line has ended. Raises OSError of the disk."""
         left = (line for line in lines if line.number not in self.journal.done)
-        chunk_lines = min(CHUNK_LINES, self.max_outstanding)
+        chunk_lines = min(_CHUNK_LINES, self.max_outstanding)
         places = asyncio.Semaphore(max(1, self.max_outstanding // chunk_lines))
         async with asyncio.TaskGroup() as tasks:
             for chunk in _chunks(left, chunk_lines):
@@ -201,7 +201,7 @@ class BatchRun:
         accepted = [each for place, each in enumerate(group) if place not in refused]
         self._handles |= {handle.id: handle for handle in handles}
         try:
-            results = await self._results(handles)
+            results = await self._results(handles, tells_version=group[0].job.tells_version)
         finally:
             for handle in handles:
                 self._handles.pop(handle.id, None)
@@ -229,7 +229,7 @@ class BatchRun:
         items = [(each.job.inputs, f"{self.batch_id}:{each.line.number}") for each in group]
         return await self.client.submit_items(job.model, items, options, refused, _ROOM_TIMEOUT_S)
 
-    async def _results(self, handles: Sequence[AsyncJobHandle]) -> dict[str, Gathered]:
+    async def _results(self, handles: Sequence[AsyncJobHandle], *, tells_version: bool) -> dict[str, Gathered]:
         """How the jobs ended, by id; without those that a stopped run does not await any longer."""
         found: dict[str, Gathered] = {}
         with suppress(TimeoutError):
@@ -240,6 +240,9 @@ class BatchRun:
                 try:
                     async for handle in self.client.as_completed(handles):
                         try:
+                            if tells_version:
+                                # First: then the result is opened once for both.
+                                await handle.info()
                             found[handle.id] = await handle.result()
                         except ENDS as error:
                             found[handle.id] = error
@@ -278,7 +281,8 @@ def _chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
 
 def _groups(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
     """Lines of one model, version and outputs: they are submitted together."""
-    groups: dict[tuple[str, str | None, tuple[str, ...]], list[_Pending]] = {}
+    groups: dict[tuple[object, ...], list[_Pending]] = {}
     for each in pending:
-        groups.setdefault((each.job.model, each.job.version, each.job.outputs), []).append(each)
+        job = each.job
+        groups.setdefault((job.model, job.version, job.outputs, job.tells_version), []).append(each)
     yield from groups.values()
