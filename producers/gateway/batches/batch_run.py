@@ -25,14 +25,14 @@ from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gathering import ENDS, Gathered
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.errors import (
-    BrokerUnavailable,
     Cancelled,
     InvalidInput,
     JobLost,
-    ModelNotReady,
     PenstockError,
     QueueFull,
     ResultGone,
+    Retryable,
+    Unauthorized,
     UnknownJob,
 )
 from penstock.registry.tensors import Array
@@ -48,6 +48,8 @@ _MOST_LOSSES: Final = 3
 _CANCELS_AT_ONCE: Final = 64
 _STOP_GRACE_S: Final = 5.0
 """How long a stopped run waits for jobs that have begun."""
+_WAITS: Final = (Retryable, Unauthorized)
+"""The broker is away, no worker has the model or the keys: the line waits, until the batch expires."""
 _GONE: Final = (JobLost, ResultGone, UnknownJob)
 """The broker does not have the job or its result any more: the line is submitted again."""
 StopCode = Literal["batch_cancelled", "batch_expired"]
@@ -160,7 +162,7 @@ class BatchRun:
         while not self.is_stopped:
             try:
                 return _Pending(line, request.custom_id, await self.endpoint(bytes(request.body)))
-            except (BrokerUnavailable, ModelNotReady):
+            except _WAITS:
                 pause_s = await _pause(pause_s)
             except PenstockError as error:
                 ended.append(self._failed(line.number, request.custom_id, "", error))
@@ -181,19 +183,19 @@ class BatchRun:
                 self._handles |= {handle.id: handle for handle in accepted}
                 if self.stopped:
                     await self.stop(self.stopped)
-            except BrokerUnavailable:
+            except _WAITS:
                 pause_s = await _pause(pause_s)
         return [*ended, *(self._unrun(each.line.number, each.custom_id) for each in group)]
 
     async def _turn(self, group: Sequence[_Pending], ended: list[EndedLine]) -> list[_Pending]:
         """Submits lines and waits for their ends. Returns those whose jobs the broker has lost.
 
-        Raises QueueFull and BrokerUnavailable; the same call finds the accepted jobs again.
+        Raises QueueFull, Retryable and Unauthorized; the same call finds the accepted jobs again.
         """
         refused: dict[int, InvalidInput] = {}
         try:
             handles = await self._submit(group, refused)
-        except (QueueFull, BrokerUnavailable):
+        except (QueueFull, *_WAITS):
             raise
         except PenstockError as error:
             ended += [self._failed(each.line.number, each.custom_id, "", error) for each in group]

@@ -33,6 +33,7 @@ __all__ = ["BatchRunner", "RunOptions"]
 _LOOK_EVERY_S: Final = 1.0
 _MOST_AT_ONCE: Final = 4
 """Batches that one process runs at a time; further ones wait for a process."""
+_RETRY_S: Final = 30.0
 _DELETE_EVERY: Final = 60
 """Looks from one deletion of expired files to the next."""
 logger = logging.getLogger("penstock.server")
@@ -60,6 +61,8 @@ class BatchRunner:
         self._clock = clock
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._retry_at: dict[str, float] = {}
+        """When a batch that could not go on is tried again."""
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -97,8 +100,10 @@ class BatchRunner:
             await asyncio.to_thread(self._store.delete_expired)
         if len(self._running) >= _MOST_AT_ONCE:
             return
+        now = asyncio.get_running_loop().time()
         for stored in await asyncio.to_thread(self._store.open_batches):
-            if stored.batch.id not in self._running and len(self._running) < _MOST_AT_ONCE:
+            is_due = self._retry_at.get(stored.batch.id, 0.0) <= now
+            if is_due and stored.batch.id not in self._running and len(self._running) < _MOST_AT_ONCE:
                 task = asyncio.get_running_loop().create_task(self._run(stored), name=stored.batch.id)
                 self._running[stored.batch.id] = task
                 task.add_done_callback(self._end)
@@ -106,7 +111,8 @@ class BatchRunner:
     def _end(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task.get_name(), None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # It is open still, and tried again at the next look.
+            # It stays open: a full disk or a missing key may be mended.
+            self._retry_at[task.get_name()] = task.get_loop().time() + _RETRY_S
             logger.error("a batch cannot go on", exc_info=error, extra={"batch": task.get_name()})
 
     async def _run(self, stored: StoredBatch) -> None:
