@@ -269,6 +269,25 @@ def test_a_killed_gateway_leaves_its_batch_to_another_one(recorded: Callable[...
 
 
 @pytest.mark.slow
+def test_a_batch_outlives_a_restart_of_the_broker(
+    recorded: Callable[..., GatewayProcess], redis_server: RedisServer, tmp_path: Path
+):
+    """It waits while the broker is away. Each line has one answer, as if nothing had happened."""
+    count = 400
+    gateway = recorded(PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING="64")
+    with client_of(gateway) as client:
+        batch = create(client, [prediction(number) for number in range(count)], PREDICT)
+        wait_until(lambda: len(recorded_forwards(tmp_path / "forwards")) >= 8, 60, "the batch runs")
+        redis_server.await_writes()
+        redis_server.kill()
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+        redis_server.start()
+        batch = ended(client, batch.id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (count, 0)
+        assert answers(client, batch.output_file_id).keys() == {f"n{number}" for number in range(count)}
+
+
+@pytest.mark.slow
 def test_outstanding_jobs_of_a_batch_are_bounded(recorded: Callable[..., GatewayProcess], redis_server: RedisServer):
     """While the batch runs, the queue never holds more jobs than the setting allows."""
     gateway = recorded(PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING="10")
