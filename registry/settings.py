@@ -213,6 +213,7 @@ _ALIASES: Final = {
     "safeguards.max_request_size_mb": "max_request_size_mb",
 }
 _UNDER_HOME: Final = {
+    "batches.path": "files",
     "cache.l2_path": "inference_cache/cache.db",
     "compilation.cache_dir": "inference_cache",
     "privacy.audit_log_path": "audit",

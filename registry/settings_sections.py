@@ -20,6 +20,7 @@ from penstock.registry.queues import parse_name
 from penstock.registry.webhook_target import checked_url
 
 __all__ = [
+    "BatchesConfig",
     "BatchingConfig",
     "CacheConfig",
     "CeleryConfig",
@@ -332,6 +333,21 @@ class ServerConfig(Section):
     stop_grace_s: float = Field(default=30.0, gt=0, description="Time that requests have to end when the gateway stops")
 
 
+class BatchesConfig(Section):
+    """Files and batches of the HTTP gateway's OpenAI routes."""
+
+    path: Folder = Field(
+        default=Path("~/.penstock/files"),
+        description="Folder of the files, which the gateway processes of this machine share; follows `home`",
+    )
+    max_file_mb: int = Field(default=200, ge=1, le=4096, description="Largest file of an upload, in MiB")
+    max_stored_mb: int = Field(
+        default=10_240, ge=1, description="MiB of stored files, of all tenants, from which on uploads are refused"
+    )
+    keep_s: float = Field(default=30 * 86_400.0, gt=0, description="Lifetime of files")
+    max_outstanding: int = Field(default=2048, ge=1, description="Jobs of one batch in the queue at a time")
+
+
 class RateLimitConfig(Section):
     """Rate limit of one caller."""
 
@@ -432,6 +448,7 @@ class InferenceConfig(Section):
     queue: QueueConfig = QueueConfig()
     celery: CeleryConfig = CeleryConfig()
     server: ServerConfig = ServerConfig()
+    batches: BatchesConfig = BatchesConfig()
     safeguards: SafeguardsConfig = SafeguardsConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
     safety: SafetyConfig = SafetyConfig()

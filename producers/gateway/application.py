@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
+from penstock.producers.gateway.batches.opening import open_store
 from penstock.producers.gateway.event_stream import EventStreams
 from penstock.producers.gateway.exchange import ClientGone, Exchange, Limits, Receive, Scope, Send
 from penstock.producers.gateway.figures import GatewayFigures
@@ -24,10 +25,13 @@ from penstock.producers.gateway.jobs import JobRoutes
 from penstock.producers.gateway.models import ModelRoutes
 from penstock.producers.gateway.oip import OipRoutes
 from penstock.producers.gateway.openai import OpenAiRoutes
+from penstock.producers.gateway.openai_batches import BatchEndpoint, BatchRoutes
+from penstock.producers.gateway.openai_files import FileRoutes
 from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
 from penstock.producers.gateway.routing import Route, Routes
+from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
@@ -73,6 +77,7 @@ class Gateway:
     def _open(self) -> _Parts:
         """Connects. Raises ConfigurationError. A broker that is away is met by the first request."""
         self._parts = _Parts(self._settings or Settings.load(), self._heartbeat_s)
+        self._parts.batches.start()
         return self._parts
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,11 +125,26 @@ class _Parts:
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.figures = GatewayFigures()
         health = HealthRoutes(self.client, self.figures)
+        tokenizers = PackageTokenizers(inference.repo_root)
+        store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
+        self.batches = BatchRoutes(
+            store,
+            self.client,
+            (
+                BatchEndpoint("/v1/embeddings", openai.prepare_line),
+                BatchEndpoint("/v1/models/{name}:predict", predict.prepare_line),
+                BatchEndpoint("/v1/models/{name}/versions/{version}:predict", predict.prepare_line),
+            ),
+            max_outstanding=inference.batches.max_outstanding,
+            max_line_bytes=self.limits.max_bytes,
+        )
         groups = (
             JobRoutes(self.jobs, self.streams),
-            PredictRoutes(self.jobs),
+            predict,
             ModelRoutes(self.client),
-            OpenAiRoutes(self.jobs),
+            openai,
+            FileRoutes(store, self.client, inference.batches.max_file_mb * _MIB),
+            self.batches,
             OipRoutes(self.jobs, health),
             health,
         )
@@ -137,6 +157,7 @@ class _Parts:
 
     async def aclose(self) -> None:
         """Waits for jobs that are being cancelled, and disconnects."""
+        await self.batches.aclose()
         await self.jobs.aclose()
         await self.client.aclose()
 

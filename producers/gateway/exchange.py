@@ -8,7 +8,7 @@ A client that has gone is noticed while a route waits: see `watch`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
@@ -115,9 +115,37 @@ class Exchange:
             async with asyncio.timeout(self._limits.client_timeout_s):
                 return await self._read(most)
         except TimeoutError:
-            raise RequestRefused(
-                408, f"The body did not come within {self._limits.client_timeout_s:g} s. Expected a faster sender"
-            ) from None
+            raise self._too_slow() from None
+
+    async def parts(self, most: int) -> AsyncIterator[bytes]:
+        """The body in parts, for a route that keeps no whole body. Each part has the time of a body.
+
+        Raises RequestRefused for a body of over `most` bytes and for a part that comes too slowly.
+        """
+        declared = self.headers.get(b"content-length")
+        if declared is not None and (not declared.isdigit() or len(declared) > 18 or int(declared) > most):
+            raise _too_long(most)
+        left, is_last = most, False
+        while not is_last:
+            try:
+                async with asyncio.timeout(self._limits.client_timeout_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part: bytes = message.get("body", b"")
+            left -= len(part)
+            if left < 0:
+                raise _too_long(most)
+            is_last = not message.get("more_body", False)
+            if part:
+                yield part
+
+    def _too_slow(self) -> RequestRefused:
+        return RequestRefused(
+            408, f"The body did not come within {self._limits.client_timeout_s:g} s. Expected a faster sender"
+        )
 
     async def _read(self, most: int) -> bytes:
         parts: list[bytes] = []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from penstock.producers.async_client import AsyncClient
-from penstock.registry.errors import UnknownModel
+from penstock.producers.async_client import AsyncClient, AsyncJobHandle
+from penstock.producers.core import Item
+from penstock.registry.admission import SubmitOptions
+from penstock.registry.errors import InvalidInput, UnknownModel
 from penstock.registry.package import ModelSpec
 
 __all__ = ["GatewayClient", "ServedModel"]
@@ -37,6 +39,20 @@ class GatewayClient(AsyncClient):
         """The spec of the active version, or of the named one. Raises UnknownModel."""
         self._enter_loop()
         return (None if version else self._specs.fresh(model)) or await self._spec(model, version)
+
+    async def submit_items(
+        self,
+        model: str,
+        items: Sequence[Item],
+        options: SubmitOptions,
+        refused: dict[int, InvalidInput],
+        timeout_s: float,
+    ) -> list[AsyncJobHandle]:
+        """Publishes one job for each pair of inputs and idempotency key, as `submit_many` does.
+
+        refused: takes the errors of items by their place; these have no job. timeout_s: the longest wait for room.
+        """
+        return await self._submit_many(model, items, options, refused=refused, timeout_s=timeout_s)
 
     async def models(self) -> list[ServedModel]:
         """The models whose jobs are accepted, by name. Raises BrokerUnavailable."""

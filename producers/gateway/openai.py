@@ -1,6 +1,7 @@
 """OpenAI's embeddings. The `openai` client works unchanged; its list of models is that of models.py.
 
-    POST /v1/embeddings    input: a text, texts, a list of tokens, or lists of tokens of one length
+    POST /v1/embeddings    input: a text, texts, a list of tokens, or lists of tokens (of one length where the model
+                           takes numbers)
 
 A model answers it that has one required input, of text or of token numbers, and one output of floats (rows, extent).
 """
@@ -8,19 +9,23 @@ A model answers it that has one required input, of text or of token numbers, and
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
+from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.exchange import JSON, Exchange
 from penstock.producers.gateway.problems import Problem
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
+from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import JobRequest, Jobs
 from penstock.registry.errors import InvalidInput
 from penstock.registry.package import ModelSpec
+from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import STRING, Array
 
 __all__ = ["OpenAiRoutes", "openai_error"]
@@ -47,19 +52,28 @@ class Embedding(msgspec.Struct):
     object: str = "embedding"
 
 
+class Usage(msgspec.Struct):
+    """The tokens that the model reads."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
 class EmbeddingList(msgspec.Struct):
-    """The vectors, in the order of the inputs."""
+    """The vectors, in the order of the inputs. usage: null where the gateway has no tokenizer of the model."""
 
     data: list[Embedding]
     model: str
+    usage: Usage | None
     object: str = "list"
 
 
 class OpenAiRoutes:
     """The routes of OpenAI's API."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, tokenizers: PackageTokenizers) -> None:
         self._jobs = jobs
+        self._tokenizers = tokenizers
         self._client = jobs.client
 
     @property
@@ -75,16 +89,37 @@ class OpenAiRoutes:
     async def embed(self, exchange: Exchange) -> None:
         """POST /v1/embeddings."""
         key = idempotency_key(exchange)
-        fields = decoded(await exchange.body(), EmbeddingFields)
-        spec = await self._client.spec_of(fields.model)
-        name, rows = _input_of(spec, fields.input)
-        output = _output_of(spec, fields.dimensions)
-        request = JobRequest(spec.name, {name: rows}, outputs=(output,), idempotency_key=key)
+        job = await self.prepare_line({}, await exchange.body())
+        request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key)
         finished = await self._jobs.run(request, exchange)
-        vectors = finished.outputs[output].astype(np.float32, copy=False)
-        write = _as_base64 if fields.encoding_format == "base64" else _as_numbers
-        found = [Embedding(index, write(vector)) for index, vector in enumerate(vectors)]
-        await exchange.answer(200, msgspec.json.encode(EmbeddingList(found, spec.name)))
+        await exchange.answer(200, job.write(finished.outputs, finished.info.version))
+
+    async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
+        """The job of a request, or of a line of a batch. Raises InvalidInput and UnknownModel."""
+        fields = decoded(body, EmbeddingFields)
+        spec = await self._client.spec_of(fields.model)
+        tensor, rows = _input_of(spec, fields.input)
+        output = _output_of(spec, fields.dimensions)
+        rows, usage = await self._read(spec, tensor, rows)
+        as_text = _as_base64 if fields.encoding_format == "base64" else _as_numbers
+
+        def write(outputs: Mapping[str, Array], version: str) -> bytes:
+            vectors = outputs[output].astype(np.float32, copy=False)
+            found = [Embedding(index, as_text(vector)) for index, vector in enumerate(vectors)]
+            return msgspec.json.encode(EmbeddingList(found, spec.name, usage))
+
+        return LineJob(spec.name, {tensor.name: rows}, None, (output,), write, tells_version=False)
+
+    async def _read(self, spec: ModelSpec, tensor: TensorSpec, rows: list[Any]) -> tuple[list[Any], Usage | None]:
+        """The rows as the model takes them, and their tokens. Token ids of a text model become their text."""
+        if tensor.dtype != STRING:
+            return rows, _usage(sum(map(len, rows)))
+        tokenizer = await self._tokenizers.of(spec)
+        if not isinstance(rows[0], str):
+            if tokenizer is None:
+                raise InvalidInput(f"{spec.name} takes text, and its tokenizer is not here. Expected texts")
+            rows = [tokenizer.text_of(ids) for ids in rows]
+        return rows, None if tokenizer is None else _usage(await tokenizer.count(rows))
 
 
 def openai_error(problem: Problem) -> tuple[bytes, bytes]:
@@ -94,8 +129,12 @@ def openai_error(problem: Problem) -> tuple[bytes, bytes]:
     return msgspec.json.encode({"error": error}), JSON
 
 
-def _input_of(spec: ModelSpec, given: str | list[Any]) -> tuple[str, list[Any]]:
-    """(name of the input, its rows)."""
+def _usage(tokens: int) -> Usage:
+    return Usage(tokens, tokens)
+
+
+def _input_of(spec: ModelSpec, given: str | list[Any]) -> tuple[TensorSpec, list[Any]]:
+    """(the input, its rows)."""
     required = [tensor for tensor in spec.inputs if not tensor.optional]
     if len(required) != 1:
         raise InvalidInput(
@@ -109,9 +148,11 @@ def _input_of(spec: ModelSpec, given: str | list[Any]) -> tuple[str, list[Any]]:
     is_text = kinds == {str}
     if not 0 < len(rows) <= _MOST_INPUTS or not all(rows):
         raise InvalidInput(f"An empty input, or too many. Expected 1 to {_MOST_INPUTS}, none of them empty")
-    if is_text != (tensor.dtype == STRING):
-        raise InvalidInput(f"{spec.name} takes {'text' if tensor.dtype == STRING else 'token numbers'}. Expected that")
-    return tensor.name, rows
+    if is_text and tensor.dtype != STRING:
+        raise InvalidInput(f"{spec.name} takes token numbers. Expected that")
+    if not is_text and any(type(number) is not int for row in rows for number in row):
+        raise InvalidInput("A list of tokens holds something else. Expected whole numbers")
+    return tensor, rows
 
 
 def _output_of(spec: ModelSpec, dimensions: int | None) -> str:

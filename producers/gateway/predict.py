@@ -9,15 +9,24 @@ POST /predict, /predict/batch                          {"batch": [[numbers], ...
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from penstock.producers.gateway.exchange import Exchange
+from penstock.producers.gateway.batches.batch_run import LineJob
+from penstock.producers.gateway.exchange import JSON, Exchange
 from penstock.producers.gateway.request_headers import idempotency_key, wanted_type
 from penstock.producers.gateway.routing import Route
-from penstock.producers.gateway.tensors import decoded, fields_of, read_document, read_inputs, write_outputs
+from penstock.producers.gateway.tensors import (
+    decoded,
+    fields_of,
+    json_document,
+    read_document,
+    read_inputs,
+    write_outputs,
+)
 from penstock.producers.gateway.waiting import JobRequest, Jobs
 from penstock.registry.errors import InvalidInput
 from penstock.registry.package import ModelSpec
@@ -106,6 +115,21 @@ class PredictRoutes:
         facts = {"model": spec.name, "version": finished.info.version}
         body, kind, headers = write_outputs(finished.outputs, spec.codecs.default, facts, wanted_type(exchange))
         await exchange.answer(200, body, kind, headers)
+
+    async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
+        """The job of a line of a batch, which is the body of a prediction. Raises as a prediction does."""
+        document = json_document(body)
+        fields = fields_of(document, PredictFields)
+        if fields.priority != "normal" or fields.timeout_ms is not None:
+            raise InvalidInput("Found priority or timeout_ms. Expected none: a batch runs at low priority")
+        version = words.get("version", fields.version)
+        spec = await self._client.spec_of(words["name"], version)
+
+        def write(outputs: Mapping[str, Array], answered: str) -> bytes:
+            facts = {"model": spec.name, "version": answered}
+            return write_outputs(outputs, spec.codecs.default, facts, JSON)[0]
+
+        return LineJob(spec.name, read_inputs(spec, document), version, tuple(fields.outputs), write)
 
     async def predict_flat(self, exchange: Exchange) -> None:
         """POST /predict."""

@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from penstock.producers.gateway.batches.block_file import FileDamaged
+from penstock.producers.gateway.batches.file_store import NotFound, StoreFull
 from penstock.producers.gateway.exchange import RequestRefused
 from penstock.registry.errors import (
     BrokerUnavailable,
@@ -66,6 +68,7 @@ _TITLES: Final = {
     502: "the model failed",
     503: "service unavailable",
     504: "timeout",
+    507: "insufficient storage",
 }
 
 
@@ -86,6 +89,9 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (DeadlineExceeded, 422, "invalid-input", ""),
     (UnknownModel, 404, "unknown-model", ""),
     (UnknownJob, 404, "unknown-job", ""),
+    (NotFound, 404, "not-found", ""),
+    (FileDamaged, 410, "file-damaged", ""),
+    (StoreFull, 507, "store-full", ""),
     (ResultGone, 410, "result-gone", ""),
     (JobLost, 410, "job-lost", ""),
     # draft-ietf-httpapi-idempotency-key-header, 2.7: a key with another payload.

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.problems import PROBLEM_JSON, Problem, as_problem_json
 
-__all__ = ["Handler", "Method", "Route", "Routes", "WriteProblem"]
+__all__ = ["Handler", "Method", "Route", "Routes", "WriteProblem", "path_pattern"]
 
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 WriteProblem: TypeAlias = Callable[[Problem], tuple[bytes, bytes]]
@@ -52,10 +52,15 @@ class Route:
 
     def pattern(self) -> re.Pattern[str]:
         """What matches its path."""
-        parts = _WORD.split(self.path)
-        # A word ends at a slash, and at the colon of a verb.
-        texts = [re.escape(part) if index % 2 == 0 else f"(?P<{part}>[^/:]+)" for index, part in enumerate(parts)]
-        return re.compile("".join(texts) + r"\Z")
+        return path_pattern(self.path)
+
+
+def path_pattern(path: str) -> re.Pattern[str]:
+    """What matches a path with words, such as {name}."""
+    parts = _WORD.split(path)
+    # A word ends at a slash, and at the colon of a verb.
+    texts = [re.escape(part) if index % 2 == 0 else f"(?P<{part}>[^/:]+)" for index, part in enumerate(parts)]
+    return re.compile("".join(texts) + r"\Z")
 
 
 class Routes:

@@ -33,6 +33,7 @@ __all__ = [
     "decode_json",
     "decoded",
     "fields_of",
+    "json_document",
     "read_document",
     "read_inputs",
     "split_binary",
@@ -46,6 +47,8 @@ BINARY: Final = b"application/octet-stream"
 HEAD_LENGTH: Final = b"inference-header-content-length"
 """The header of the Open Inference Protocol, with the same meaning."""
 _MOST_DIMS: Final = 8
+_NAMES: Final = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+"""NumPy makes the name of a dtype anew each time, which takes longer than to write a few numbers."""
 _NUMBERS: Final = {"f": float, "i": int, "u": int, "b": bool}
 _decode_any = msgspec.json.Decoder().decode
 _decode_outer = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -77,7 +80,7 @@ def read_document(exchange: Exchange, body: bytes) -> Document:
     """The document of a body by its content type. Raises InvalidInput, and RequestRefused for another type."""
     kind = exchange.media_type.encode()
     if kind == JSON or not kind:
-        return Document(_fields(_opened(body)), memoryview(b""), JSON)
+        return json_document(body)
     if kind == MSGPACK:
         try:
             return Document(_fields(msgspec.msgpack.decode(body)), memoryview(b""), MSGPACK)
@@ -89,6 +92,11 @@ def read_document(exchange: Exchange, body: bytes) -> Document:
     raise RequestRefused(
         415, "An unknown content type. Expected application/json, application/msgpack or application/octet-stream"
     )
+
+
+def json_document(body: bytes) -> Document:
+    """The document of a JSON body. Raises InvalidInput."""
+    return Document(_fields(_opened(body)), memoryview(b""), JSON)
 
 
 def fields_of(document: Document, kind: type[Fields]) -> Fields:
@@ -166,7 +174,8 @@ def _written(values: Array, codec: Codec) -> dict[str, Any]:
     is_json = codec == "json" and (values.dtype.kind != "f" or bool(np.isfinite(values).all()))
     if is_json and values.dtype != object:
         # As codecs.written, without the bytes that it makes for both codecs.
-        return {"dtype": values.dtype.name, "shape": values.shape, "data": values.tolist()}
+        dtype = _NAMES.get(values.dtype) or values.dtype.name
+        return {"dtype": dtype, "shape": values.shape, "data": values.tolist()}
     return codecs.written(values, "json" if is_json else "base64")
 
 

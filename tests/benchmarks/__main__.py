@@ -20,6 +20,7 @@ import pytest
 
 from tests.benchmarks import (
     audit,
+    batches,
     breakdown,
     breakers,
     cached,
@@ -89,6 +90,7 @@ SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]]
     "peeking": peeking.measure,
     "peers": peers.measure,
     "gateway": gateway.measure,
+    "batches": batches.measure,
     "imports": imports.measure,
     "first": first_answer.measure,
     "breakers": breakers.measure,

@@ -9,6 +9,7 @@ Time and CPU are taken around the jobs only: inputs are made before, answers are
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import os
@@ -16,10 +17,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import redis
@@ -330,6 +335,54 @@ class GatewayOip(JsonOverHttp):
         return np.frombuffer(body[-4 * _CLASSES :], "<f4")
 
 
+class GatewayBatch:
+    """A file through /v1/batches: upload, create, wait for the end, download. A line has its row as base64."""
+
+    _ENDPOINT: Final = "/v1/models/mlp:predict"
+    _BOUNDARY: Final = b"boundary-of-the-benchmark"
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._address = (parts.hostname or "", parts.port)
+
+    def prepare(self, rows: Float32Array) -> bytes:
+        """See ClientKind.prepare."""
+        lines = []
+        for index, row in enumerate(rows):
+            tensor = {"dtype": "float32", "shape": [1, mlp.WIDTH], "base64": base64.b64encode(row.tobytes()).decode()}
+            body = {"inputs": {"x": tensor}}
+            lines.append({"custom_id": str(index), "method": "POST", "url": self._ENDPOINT, "body": body})
+        content = b"\n".join(map(msgspec.json.encode, lines))
+        field = b'--%s\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+        file = field % (self._BOUNDARY, b"file", b'; filename="rows.jsonl"', content)
+        return b"".join((field % (self._BOUNDARY, b"purpose", b"", b"batch"), file, b"--%s--\r\n" % self._BOUNDARY))
+
+    def run(self, form: bytes, in_flight: int) -> Answers:
+        """See ClientKind.run. `in_flight` is the gateway's."""
+        with closing(HTTPConnection(*self._address, timeout=_TIMEOUT_S)) as http:
+            kind = f"multipart/form-data; boundary={self._BOUNDARY.decode()}"
+            file = json.loads(_asked(http, "POST", "/v1/files", form, kind))
+            fields = {"input_file_id": file["id"], "endpoint": self._ENDPOINT, "completion_window": "24h"}
+            batch = json.loads(_asked(http, "POST", "/v1/batches", json.dumps(fields).encode()))
+            while batch["status"] not in ("completed", "failed"):
+                time.sleep(0.05)
+                batch = json.loads(_asked(http, "GET", f"/v1/batches/{batch['id']}"))
+            content = _asked(http, "GET", f"/v1/files/{batch['output_file_id']}/content")
+        answers = _blank(batch["request_counts"]["total"])
+        for line in map(msgspec.json.decode, content.splitlines()):
+            answers.logits[int(line["custom_id"])] = line["response"]["body"]["outputs"]["logits"]["data"][0]
+        return answers
+
+
+def _asked(http: HTTPConnection, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> bytes:
+    http.request(method, path, body, {"Content-Type": kind})
+    response = http.getresponse()
+    found = response.read()
+    if response.status != HTTPStatus.OK:
+        raise ConnectionError(f"The gateway answered {response.status}: {found[:200]!r}")
+    return found
+
+
 async def _body(reader: asyncio.StreamReader) -> bytes:
     status, *headers = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
     if status.split()[1] != b"200":
@@ -346,6 +399,7 @@ KINDS: Final[dict[str, Callable[[str], ClientKind]]] = {
     "http": JsonOverHttp,
     "gateway-json": GatewayJson,
     "gateway-oip": GatewayOip,
+    "gateway-batch": GatewayBatch,
     **{name: partial(PenstockShaped, shape=shape) for name, shape in SHAPES.items()},
 }
 

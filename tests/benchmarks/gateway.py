@@ -18,7 +18,7 @@ from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.servers import RedisServer, free_port, wait_until
 
-__all__ = ["measure"]
+__all__ = ["measure", "start_gateway"]
 
 _CLIENTS: Final = 64
 _START_TIMEOUT_S: Final = 60.0
@@ -37,7 +37,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     with Harness() as harness:
         server = harness.redis()
         worker = harness.worker(server, "mlp")
-        url, gateway = _gateway(harness, server)
+        url, gateway = start_gateway(harness, server)
         contenders = {
             _JSON: harness.client("gateway-json", f"{url}/v1/models/mlp:predict", worker=gateway, broker=None),
             _BINARY: harness.client("gateway-oip", f"{url}/v2/models/mlp/infer", worker=gateway, broker=None),
@@ -50,9 +50,10 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     return [*_rates(together), *_costs(together), *_added(alone)]
 
 
-def _gateway(harness: Harness, server: RedisServer) -> tuple[str, Program]:
+def start_gateway(harness: Harness, server: RedisServer) -> tuple[str, Program]:
+    """(URL, process) of `penstock serve` on a server, once it answers."""
     port = free_port()
-    environment = {**harness.settings, "PENSTOCK_REDIS_URL": server.url}
+    environment = {**harness.settings, "PENSTOCK_REDIS_URL": server.url, "PENSTOCK_HOME": str(harness.folder())}
     program = harness.program("penstock", ["serve", "--port", str(port)], environment)
     wait_until(lambda: _answers(program, port, "/health/ready"), _START_TIMEOUT_S, "the gateway answers")
     return f"http://127.0.0.1:{port}", program

@@ -16,6 +16,7 @@ class Scale:
     jobs: int
     celery_jobs: int
     http_jobs: int
+    batch_lines: int
     alone_jobs: int
     backlog_jobs: int
     urgent_jobs: int
@@ -40,6 +41,7 @@ FULL: Final = Scale(
     jobs=20_000,
     celery_jobs=2_000,
     http_jobs=4_000,
+    batch_lines=50_000,
     alone_jobs=400,
     backlog_jobs=20_000,
     urgent_jobs=20,
@@ -58,6 +60,7 @@ QUICK: Final = Scale(
     jobs=6_000,
     celery_jobs=400,
     http_jobs=1_000,
+    batch_lines=10_000,
     alone_jobs=200,
     backlog_jobs=5_000,
     urgent_jobs=10,
@@ -76,6 +79,7 @@ SMOKE: Final = Scale(
     jobs=300,
     celery_jobs=20,
     http_jobs=64,
+    batch_lines=300,
     alone_jobs=10,
     backlog_jobs=3_000,
     urgent_jobs=2,

@@ -139,6 +139,13 @@ PROOFS = {
     "server.max_waiting": f"{GATEWAY}::test_more_requests_than_may_wait_are_503",
     "server.client_timeout_s": f"{GATEWAY}::test_slow_and_silent_clients_are_disconnected",
     "server.stop_grace_s": f"{GATEWAY}::test_requests_beyond_the_grace_are_cut_off",
+    "batches.path": "producers/gateway/test_openai_files.py::test_another_tenants_files_and_batches_do_not_exist",
+    "batches.max_file_mb": "producers/gateway/test_openai_files.py::test_limits_of_files",
+    "batches.max_stored_mb": "producers/gateway/test_openai_files.py::test_limits_of_files",
+    "batches.keep_s": "producers/gateway/batches/test_opening.py::test_files_live_as_long_as_the_setting_says",
+    "batches.max_outstanding": (
+        "producers/gateway/test_openai_batches.py::test_outstanding_jobs_of_a_batch_are_bounded"
+    ),
     "uvicorn_access_log": f"{GATEWAY}::test_access_lines_are_written_where_the_setting_says",
     "webhooks.allow": "compose/test_webhooks.py::test_stack_delivers_with_the_secret_of_its_home",
     "webhooks.connect_timeout_s": (

@@ -1,0 +1,290 @@
+"""One batch in one process: lines -> jobs at low priority -> ended lines. A restart goes on where the files end.
+
+    lines not done --> chunks --> prepare --> submit_lines --> gather --> Journal
+                          |          '-- refused: that line fails
+                          '-- at most `max_outstanding` jobs at a time; a full queue makes the chunk wait
+
+Each line has the idempotency key <batch>:<line>. After a kill -9 the next process submits the lines without an answer
+again, and the broker gives the jobs that it already has. A cancelled or expired batch cancels its jobs; lines that
+have no answer then are in the error file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.gateway.batches.journal import EndedLine, Journal
+from penstock.producers.gateway.batches.lines import Line, LineRequest, custom_id_of, open_line
+from penstock.producers.gateway.fleet import GatewayClient
+from penstock.producers.gathering import ENDS, Gathered
+from penstock.registry.admission import SubmitOptions
+from penstock.registry.errors import (
+    Cancelled,
+    InvalidInput,
+    JobLost,
+    PenstockError,
+    QueueFull,
+    ResultGone,
+    Retryable,
+    Unauthorized,
+    UnknownJob,
+)
+from penstock.registry.tensors import Array
+
+__all__ = ["BatchRun", "Endpoint", "LineJob", "StopCode", "WriteError"]
+
+_CHUNK_LINES: Final = 128
+"""Of one submit: enough that a line costs a small part of a round trip, few enough that requests need not wait."""
+_ROOM_TIMEOUT_S: Final = 1.0
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
+_MOST_LOSSES: Final = 3
+_CANCELS_AT_ONCE: Final = 64
+_STOP_GRACE_S: Final = 5.0
+"""How long a stopped run waits for jobs that have begun."""
+_WAITS: Final = (Retryable, Unauthorized)
+"""The broker is away, no worker has the model or the keys: the line waits, until the batch expires."""
+_GONE: Final = (JobLost, ResultGone, UnknownJob)
+"""The broker does not have the job or its result any more: the line is submitted again."""
+StopCode = Literal["batch_cancelled", "batch_expired"]
+_STOPPED: Final[Mapping[StopCode, str]] = {
+    "batch_cancelled": "This request was not executed before the batch was cancelled",
+    "batch_expired": "This request could not be executed before the completion window expired",
+}
+
+
+class LineJob(NamedTuple):
+    """The job of a line. write: its outputs and version -> the JSON of the answer, which may tell the version.
+
+    tells_version: whether it does; else `write` gets an empty one, which saves a second look at the result.
+    """
+
+    model: str
+    inputs: Mapping[str, object]
+    version: str | None
+    outputs: tuple[str, ...]
+    write: Callable[[Mapping[str, Array], str], bytes]
+    tells_version: bool = True
+
+
+Endpoint: TypeAlias = Callable[[bytes], Awaitable[LineJob]]
+"""The body of a request -> its job. Raises as a request would."""
+WriteError: TypeAlias = Callable[[Exception], tuple[int, bytes]]
+"""An error -> the status and the body that a request would get."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    line: Line
+    custom_id: str
+    job: LineJob
+    losses: int = 0
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """The run of one batch. max_outstanding: jobs at a time. tenant: of the jobs."""
+
+    client: GatewayClient
+    batch_id: str
+    tenant: str
+    url: str
+    endpoint: Endpoint
+    write_error: WriteError
+    journal: Journal
+    max_outstanding: int
+    stopped: StopCode | None = None
+    _handles: dict[str, AsyncJobHandle] = field(default_factory=dict)
+    """The jobs that have not ended."""
+    _limits: set[asyncio.Timeout] = field(default_factory=set)
+    """How long each chunk waits for its jobs: without a limit, until the run is stopped."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing more is submitted."""
+        return self.stopped is not None
+
+    async def run(self, lines: Iterable[Line]) -> None:
+        """Runs all lines that are not done. Ends when each line has ended. Raises OSError of the disk."""
+        left = (line for line in lines if line.number not in self.journal.done)
+        chunk_lines = min(_CHUNK_LINES, self.max_outstanding)
+        places = asyncio.Semaphore(max(1, self.max_outstanding // chunk_lines))
+        async with asyncio.TaskGroup() as tasks:
+            for chunk in _chunks(left, chunk_lines):
+                await places.acquire()
+                tasks.create_task(self._run_chunk(chunk, places))
+
+    async def stop(self, code: StopCode) -> None:
+        """Begins to end the run: nothing more is submitted, and jobs are cancelled.
+
+        A job that a worker holds may still end, and is awaited for a while. The worker may be dead.
+        """
+        self.stopped = code
+        until = asyncio.get_running_loop().time() + _STOP_GRACE_S
+        for limit in self._limits:
+            if limit.when() is None:
+                limit.reschedule(until)
+        handles = iter(list(self._handles.values()))
+        while part := list(islice(handles, _CANCELS_AT_ONCE)):
+            # A job that cannot be cancelled now ends by itself.
+            await asyncio.gather(*(handle.cancel() for handle in part), return_exceptions=True)
+
+    async def _run_chunk(self, chunk: Sequence[Line], places: asyncio.Semaphore) -> None:
+        try:
+            ended: list[EndedLine] = []
+            pending = [found for line in chunk if (found := await self._prepare(line, ended)) is not None]
+            for group in _groups(pending):
+                ended += await self._answers(group)
+            self.journal.write(ended)
+        finally:
+            places.release()
+
+    async def _prepare(self, line: Line, ended: list[EndedLine]) -> _Pending | None:
+        """The job of a line; None: the line has ended without one."""
+        if self.is_stopped:
+            ended.append(self._unrun(line.number, custom_id_of(line)))
+            return None
+        try:
+            request = open_line(line, self.url)
+        except InvalidInput as error:
+            ended.append(EndedLine(line.number, custom_id_of(line), 0, "", None, "invalid_request", str(error)))
+            return None
+        return await self._prepared(line, request, ended)
+
+    async def _prepared(self, line: Line, request: LineRequest, ended: list[EndedLine]) -> _Pending | None:
+        pause_s = _FIRST_PAUSE_S
+        while not self.is_stopped:
+            try:
+                return _Pending(line, request.custom_id, await self.endpoint(bytes(request.body)))
+            except _WAITS:
+                pause_s = await _pause(pause_s)
+            except PenstockError as error:
+                ended.append(self._failed(line.number, request.custom_id, "", error))
+                return None
+        ended.append(self._unrun(line.number, request.custom_id))
+        return None
+
+    async def _answers(self, group: Sequence[_Pending]) -> list[EndedLine]:
+        """How the lines of one group ended. Waits as long as the broker is away."""
+        ended: list[EndedLine] = []
+        pause_s = _FIRST_PAUSE_S
+        while group and not self.is_stopped:
+            try:
+                group = await self._turn(group, ended)
+                pause_s = _FIRST_PAUSE_S
+            except QueueFull as full:
+                accepted = [handle for handle in full.accepted if isinstance(handle, AsyncJobHandle)]
+                self._handles |= {handle.id: handle for handle in accepted}
+                if self.stopped:
+                    await self.stop(self.stopped)
+            except _WAITS:
+                pause_s = await _pause(pause_s)
+        return [*ended, *(self._unrun(each.line.number, each.custom_id) for each in group)]
+
+    async def _turn(self, group: Sequence[_Pending], ended: list[EndedLine]) -> list[_Pending]:
+        """Submits lines and waits for their ends. Returns those whose jobs the broker has lost.
+
+        Raises QueueFull, Retryable and Unauthorized; the same call finds the accepted jobs again.
+        """
+        refused: dict[int, InvalidInput] = {}
+        try:
+            handles = await self._submit(group, refused)
+        except (QueueFull, *_WAITS):
+            raise
+        except PenstockError as error:
+            ended += [self._failed(each.line.number, each.custom_id, "", error) for each in group]
+            return []
+        accepted = [each for place, each in enumerate(group) if place not in refused]
+        self._handles |= {handle.id: handle for handle in handles}
+        try:
+            results = await self._results(handles, tells_version=group[0].job.tells_version)
+        finally:
+            for handle in handles:
+                self._handles.pop(handle.id, None)
+        for place, refusal in refused.items():
+            each = group[place]
+            text = InvalidInput(str(refusal).removeprefix(f"Item {place}: "))
+            ended.append(self._failed(each.line.number, each.custom_id, "", text))
+        lost = []
+        for each, handle in zip(accepted, handles, strict=True):
+            result = results.get(handle.id)
+            if isinstance(result, _GONE) and each.losses < _MOST_LOSSES:
+                each.losses += 1
+                lost.append(each)
+            elif result is None or (isinstance(result, Cancelled) and self.is_stopped):
+                ended.append(self._unrun(each.line.number, each.custom_id))
+            elif isinstance(result, Exception):
+                ended.append(self._failed(each.line.number, each.custom_id, handle.id, result))
+            else:
+                ended.append(await self._answered(each, handle, result))
+        return lost
+
+    async def _submit(self, group: Sequence[_Pending], refused: dict[int, InvalidInput]) -> list[AsyncJobHandle]:
+        job = group[0].job
+        options = SubmitOptions("low", None, self.tenant, job.version, job.outputs)
+        items = [(each.job.inputs, f"{self.batch_id}:{each.line.number}") for each in group]
+        return await self.client.submit_items(job.model, items, options, refused, _ROOM_TIMEOUT_S)
+
+    async def _results(self, handles: Sequence[AsyncJobHandle], *, tells_version: bool) -> dict[str, Gathered]:
+        """How the jobs ended, by id; without those that a stopped run does not await any longer."""
+        found: dict[str, Gathered] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                if self.stopped is not None:
+                    await self.stop(self.stopped)
+                try:
+                    async for handle in self.client.as_completed(handles):
+                        try:
+                            if tells_version:
+                                # First: then the result is opened once for both.
+                                await handle.info()
+                            found[handle.id] = await handle.result()
+                        except ENDS as error:
+                            found[handle.id] = error
+                finally:
+                    self._limits.discard(limit)
+        return found
+
+    async def _answered(self, each: _Pending, handle: AsyncJobHandle, outputs: Mapping[str, Array]) -> EndedLine:
+        version = (await handle.info()).version if each.job.tells_version else ""
+        try:
+            body = each.job.write(outputs, version)
+        except PenstockError as error:
+            return self._failed(each.line.number, each.custom_id, handle.id, error)
+        return EndedLine(each.line.number, each.custom_id, 200, handle.id, body)
+
+    def _failed(self, number: int, custom_id: str, job_id: str, error: Exception) -> EndedLine:
+        status, body = self.write_error(error)
+        return EndedLine(number, custom_id, status, job_id, body)
+
+    def _unrun(self, number: int, custom_id: str | None) -> EndedLine:
+        code: StopCode = self.stopped or "batch_cancelled"
+        return EndedLine(number, custom_id, 0, "", None, code, _STOPPED[code])
+
+
+async def _pause(pause_s: float) -> float:
+    """Waits, and returns the next pause."""
+    await asyncio.sleep(pause_s)
+    return min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+
+def _chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
+    rest = iter(lines)
+    while chunk := list(islice(rest, size)):
+        yield chunk
+
+
+def _groups(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
+    """Lines of one model, version and outputs: they are submitted together."""
+    groups: dict[tuple[object, ...], list[_Pending]] = {}
+    for each in pending:
+        job = each.job
+        groups.setdefault((job.model, job.version, job.outputs, job.tells_version), []).append(each)
+    yield from groups.values()
