@@ -8,11 +8,12 @@ A client that has gone is noticed while a route waits: see `watch`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote_plus
 
+from penstock.producers.gateway.callers import NOBODY, Credentials, Entry
 from penstock.registry.errors import InvalidInput
 
 __all__ = ["JSON", "ClientGone", "Exchange", "Limits", "Message", "Receive", "RequestRefused", "Scope", "Send"]
@@ -26,6 +27,7 @@ JSON: Final = b"application/json"
 _WATCH_AFTER_S: Final = 0.02
 """Most answers come sooner, and need no task that listens for the end of the connection."""
 _MOST_QUERY: Final = 32
+_QUERY_KEY: Final = "api_key"
 
 
 class Limits(NamedTuple):
@@ -52,7 +54,8 @@ class Exchange:
     """One request and its answer.
 
     words: the parts of the path that the route names. about: headers of the job that the request is about, which every
-    answer has, an error's too.
+    answer has, an error's too. entry: of its caller; none on a route that is open to everybody. limits: headers of
+    the caller's limits.
     """
 
     __slots__ = (
@@ -61,8 +64,11 @@ class Exchange:
         "_receive",
         "_send",
         "about",
+        "credentials",
+        "entry",
         "has_begun",
         "headers",
+        "limits",
         "method",
         "path",
         "scope",
@@ -77,6 +83,9 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.words: Mapping[str, str] = {}
         self.about: list[tuple[bytes, bytes]] = []
+        self.entry = Entry(NOBODY)
+        self.limits: Sequence[tuple[bytes, bytes]] = ()
+        self.credentials = Credentials(self.header(b"authorization"), self.header(b"x-api-key"), _take_query_key(scope))
         self.status = 0
         """Of the answer, once its head was sent."""
         self.has_begun = False
@@ -200,7 +209,22 @@ class Exchange:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_begun, self.status = True, status
-        await self._send({"type": "http.response.start", "status": status, "headers": [*self.about, *headers]})
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*self.about, *self.limits, *headers]}
+        )
+
+
+def _take_query_key(scope: Scope) -> str:
+    """The parameter `api_key`, which is removed: the logs of servers have the query of the scope."""
+    raw: bytes = scope.get("query_string", b"")
+    if not raw:
+        return ""
+    parts = [(unquote_plus(part.partition(b"=")[0].decode("latin-1")), part) for part in raw.split(b"&")]
+    texts = [part.partition(b"=")[2] for name, part in parts if name == _QUERY_KEY]
+    if not texts:
+        return ""
+    scope["query_string"] = b"&".join(part for name, part in parts if name != _QUERY_KEY)
+    return unquote_plus(texts[-1].decode("latin-1"))
 
 
 def _too_long(most: int) -> RequestRefused:

@@ -63,9 +63,13 @@ class OipRoutes:
         """The routes, for the table of the application."""
         return [
             _route("GET", "/v2", self.show_server, "OIP: the server and its extensions"),
-            _route("GET", "/v2/health/live", self._health.show_live, "OIP: whether the process answers"),
-            _route("GET", "/v2/health/ready", self._health.show_ready, "OIP: whether jobs are answered"),
-            _route("POST", "/v2/repository/index", self.show_index, "OIP: the models of the repository"),
+            _route(
+                "GET", "/v2/health/live", self._health.show_live, "OIP: whether the process answers", needs="nothing"
+            ),
+            _route(
+                "GET", "/v2/health/ready", self._health.show_ready, "OIP: whether jobs are answered", needs="nothing"
+            ),
+            _route("POST", "/v2/repository/index", self.show_index, "OIP: the models of the repository", needs="look"),
             *(
                 route
                 for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")

@@ -79,6 +79,8 @@ class OpenAiRoutes:
         spec = await self._client.spec_of(fields.model)
         name, rows = _input_of(spec, fields.input)
         output = _output_of(spec, fields.dimensions)
+        # The tokens of a text are counted by its model only.
+        await exchange.entry.spend(tokens=sum(len(row) for row in rows if not isinstance(row, str)))
         request = JobRequest(spec.name, {name: rows}, outputs=(output,), idempotency_key=key)
         finished = await self._jobs.run(request, exchange)
         vectors = finished.outputs[output].astype(np.float32, copy=False)
