@@ -17,7 +17,7 @@ local function minute(key)
   -- A clock that went back a little stands still until it is there again.
   if first and first > now and first - now < 120 then at = first end
   if not first or first > at or at - first > 120 then
-    if first then redis.call('DEL', key) end
+    if first then redis.call('PEXPIRE', key, 0) end
     return 0, 61, at
   end
   local begin = first
