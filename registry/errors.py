@@ -7,8 +7,10 @@
         UnknownJob               no such job, or another tenant's
         DeadlineExceeded         the deadline had passed when the job was offered
         IdempotencyConflict      the key is taken by a job with other inputs
-        Unauthorized             BadApiKey: a caller of the gateway has no valid API key
-        Forbidden                NotPermitted: the caller's API key lacks the right
+        Unauthorized
+          BadApiKey                a caller of the gateway has no valid API key
+        Forbidden
+          NotPermitted             the caller's API key lacks the right
         RateLimited              the caller has spent a limit; carries retry_after_s
         ClientUnusable           the client is closed, or serves another event loop; a handle has no client
         QueueFull                carries retry_after_s

@@ -458,7 +458,6 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("XRANGE", "infer.{double}.high", "-", "+"),
         ("DEL", "infer.{double}.high"),
         ("XADD", "infer.{double}.dead", "*", "e", "x"),
-        ("SADD", "penstock:models", "x"),
         ("LPUSH", "penstock", "x"),
         ("GET", "celery-task-meta-x"),
         ("CONFIG", "GET", "*"),
@@ -550,6 +549,7 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
 }
 FORBIDDEN_FROM_7: dict[str, tuple[tuple[str | int, ...], ...]] = {
     "gateway": (
+        ("SADD", "penstock:models", "x"),
         ("SET", "{double}:spec", "x"),
         ("XREAD", "STREAMS", "{double}:lane", "0"),
         ("SET", "penstock:worker:guarded@test", "x"),
