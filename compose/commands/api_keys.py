@@ -30,7 +30,7 @@ T = TypeVar("T")
 _count = click.IntRange(1, 10**12)
 
 
-class _Duration(click.ParamType):
+class _Duration(click.ParamType[int]):
     name = "duration"
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:

@@ -10,9 +10,10 @@ from penstock.registry.broker.base import Broker, Limits, Publication
 from tests.conformance.jobs import ROOMY, publication
 
 
-def paid(slot: str, account: str = "k1", **facts: str) -> Publication:
+def paid(slot: str, account: str = "k1", *, idempotency: str = "") -> Publication:
     """A job that an account pays for."""
-    return replace(publication(slot, **facts), account=account)
+    job = publication(slot, idempotency_digest=idempotency, fingerprint=idempotency)
+    return replace(job, account=account)
 
 
 def used(broker: Broker, slot: str) -> dict[str, int]:
@@ -39,7 +40,7 @@ def test_a_repeated_call_counts_nothing(broker: Broker, slot: str):
 def test_a_job_that_is_known_counts_nothing(broker: Broker, slot: str):
     """A second request with the same idempotency key gets the first one's job, and pays for none."""
     for _ in range(2):
-        broker.publish(slot, [paid(slot, idempotency_digest="d", fingerprint="f")], ROOMY)
+        broker.publish(slot, [paid(slot, idempotency="d")], ROOMY)
     assert used(broker, slot) == {"k1": 1}
 
 

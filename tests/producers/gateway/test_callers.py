@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import hmac
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ async def _never(requests: Any) -> Any:
     raise AssertionError("nothing limits these callers")
 
 
-def access(tmp_path: Path, keys: list[ApiKey], now: float = 500.0, **settings: object) -> Access:
+def access(
+    tmp_path: Path, keys: list[ApiKey], now: float = 500.0, settings: Mapping[str, object] | None = None
+) -> Access:
     """A door with these keys."""
     found = Settings.load(environ={}, cwd=tmp_path, overrides=settings)
     copy = KeyCopy(lambda revision: [] if revision else keys)
@@ -98,7 +102,7 @@ def test_an_expired_key_opens_no_more(tmp_path: Path):
 )
 def test_who_needs_a_key(tmp_path: Path, settings: dict[str, object], keys: list[ApiKey], is_open: bool):
     """server.api_keys: auto asks once a key exists, and wherever other machines can connect."""
-    door = access(tmp_path, keys, **settings)
+    door = access(tmp_path, keys, settings=settings)
     if is_open:
         assert opened(door) == Caller("", "default", "admin", (), MADE.key.limits)
     else:
@@ -135,8 +139,8 @@ class _Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.work: list[tuple[object, ...]] = []
-        compare, digest = api_keys.hmac.compare_digest, callers.digest_of
-        monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda *sides: self._note(compare, *sides))
+        compare, digest = hmac.compare_digest, api_keys.digest_of
+        monkeypatch.setattr(hmac, "compare_digest", lambda *sides: self._note(compare, *sides))
         monkeypatch.setattr(callers, "digest_of", lambda text: self._digest(digest, text))
 
     def _note(self, compare: Any, *sides: str) -> bool:

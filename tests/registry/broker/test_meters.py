@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 import redis
@@ -40,9 +41,10 @@ def asked(client: redis.Redis, *requests: list[Charge]) -> list[Spent]:
 
 def age(client: redis.Redis, key: str, seconds: int) -> None:
     """Makes all that a minute has counted older."""
-    fields = {name.decode(): int(value) for name, value in client.hgetall(key).items()}
+    found: Any = client.hgetall(key)
+    fields = {name.decode(): int(value) for name, value in found.items()}
     client.delete(key)
-    moved = {str(int(name) - seconds): value for name, value in fields.items() if name.isdigit()}
+    moved: dict[Any, Any] = {str(int(name) - seconds): value for name, value in fields.items() if name.isdigit()}
     client.hset(key, mapping={**moved, "sum": fields["sum"], "first": fields["first"] - seconds})
 
 
@@ -93,7 +95,8 @@ def test_a_cost_above_what_is_left_is_refused(client: redis.Redis):
 
 def test_meters_go_with_their_windows(client: redis.Redis):
     """A caller that comes no more leaves nothing behind."""
-    for kind, most_s in (("m", 62), ("d", 25 * 3600), ("M", 32 * 86_400)):
+    most: dict[WindowKind, int] = {"m": 62, "d": 25 * 3600, "M": 32 * 86_400}
+    for kind, most_s in most.items():
         one = meter(5, kind)
         asked(client, [Charge(one, 1)])
         assert 0 < client.pttl(one.key) <= most_s * 1000
@@ -101,7 +104,8 @@ def test_meters_go_with_their_windows(client: redis.Redis):
 
 def test_a_new_day_begins_at_0(client: redis.Redis):
     """The count of another day or month is not that of this one."""
-    for kind in ("d", "M"):
+    kinds: tuple[WindowKind, ...] = ("d", "M")
+    for kind in kinds:
         one = meter(1, kind)
         assert [each.is_admitted for each in asked(client, *[[Charge(one, 1)]] * 2)] == [True, False]
         client.hset(one.key, "period", "1999-12-31" if kind == "d" else "1999-12")
@@ -145,4 +149,5 @@ def test_a_clock_that_went_back_opens_nothing(client: redis.Redis):
     assert asked(client, [Charge(one, 2)])[0].is_admitted
     age(client, one.key, -30)
     assert not asked(client, [Charge(one, 1)])[0].is_admitted
-    assert time.time() < float(client.hget(one.key, "first"))
+    seen: Any = client.hget(one.key, "first")
+    assert time.time() < float(seen)
