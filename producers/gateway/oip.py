@@ -29,6 +29,8 @@ __all__ = ["OipRoutes"]
 
 _PRIORITIES: Final[dict[int, PriorityName]] = {0: "normal", 1: "critical", 2: "high", 3: "normal"}
 """Triton's: 1 is the highest, 0 the model's default. All above 3 are low."""
+# Read once: it is in a file of the installed package.
+_VERSION: Final = version_of("penstock")
 _EXTENSIONS: Final = ["binary_tensor_data", "schedule_policy", "model_repository"]
 
 
@@ -83,7 +85,7 @@ class OipRoutes:
 
     async def show_server(self, exchange: Exchange) -> None:
         """GET /v2."""
-        facts = {"name": "penstock", "version": version_of("penstock"), "extensions": _EXTENSIONS}
+        facts = {"name": "penstock", "version": _VERSION, "extensions": _EXTENSIONS}
         await exchange.answer(200, msgspec.json.encode(facts))
 
     async def show_index(self, exchange: Exchange) -> None:
