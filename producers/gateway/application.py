@@ -23,7 +23,7 @@ from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.health import HealthRoutes
 from penstock.producers.gateway.jobs import JobRoutes
 from penstock.producers.gateway.key_copy import KeyCopy
-from penstock.producers.gateway.limits import RateLimits, headers_of
+from penstock.producers.gateway.limits import RateLimits
 from penstock.producers.gateway.models import ModelRoutes
 from penstock.producers.gateway.oip import OipRoutes
 from penstock.producers.gateway.openai import OpenAiRoutes
@@ -90,7 +90,6 @@ class Gateway:
             if (right := route.right) != "nothing":
                 address = _address(scope, exchange, parts.address_header)
                 exchange.entry = await parts.access.enter(exchange.credentials, right, address, route.path)
-                exchange.limits = headers_of(exchange.entry.readings)
             await route.handler(exchange)
         except ClientGone:
             # A number that servers use for it, in their logs only.
@@ -187,8 +186,8 @@ async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> 
         return
     body, kind = (as_problem_json(problem), PROBLEM_JSON) if route is None else route.write_problem(problem)
     if problem.status == 429:
-        # The refusal has the limits as they are now.
-        exchange.limits = ()
+        # The problem has the limits as they are now.
+        exchange.entry.readings = ()
     await exchange.answer(problem.status, body, kind, problem.headers)
 
 

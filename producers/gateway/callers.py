@@ -89,7 +89,9 @@ class Entry:
     async def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
         """Charges what became known after the entry: further jobs of the request, or its tokens. Raises RateLimited."""
         if self._limits is not None:
-            self.readings = await self._limits.spend(self._charges, requests, tokens) or self.readings
+            found = await self._limits.spend(self._charges, requests, tokens)
+            latest = {reading.meter.key: reading for reading in found}
+            self.readings = tuple(latest.get(before.meter.key, before) for before in self.readings)
 
 
 _entry: ContextVar[Entry | None] = ContextVar("penstock_gateway_entry", default=None)

@@ -8,15 +8,27 @@ A client that has gone is noticed while a route waits: see `watch`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote_plus
 
 from penstock.producers.gateway.callers import NOBODY, Credentials, Entry
+from penstock.producers.gateway.limits import headers_of
 from penstock.registry.errors import InvalidInput
 
-__all__ = ["JSON", "ClientGone", "Exchange", "Limits", "Message", "Receive", "RequestRefused", "Scope", "Send"]
+__all__ = [
+    "JSON",
+    "ClientGone",
+    "Exchange",
+    "Limits",
+    "Message",
+    "Receive",
+    "RequestRefused",
+    "Scope",
+    "Send",
+    "take_query_key",
+]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -54,8 +66,8 @@ class Exchange:
     """One request and its answer.
 
     words: the parts of the path that the route names. about: headers of the job that the request is about, which every
-    answer has, an error's too. entry: of its caller; none on a route that is open to everybody. limits: headers of
-    the caller's limits.
+    answer has, an error's too. entry: of its caller, whose limits every answer tells; nobody's before the caller is
+    known, and on a route that is open to everybody.
     """
 
     __slots__ = (
@@ -68,7 +80,6 @@ class Exchange:
         "entry",
         "has_begun",
         "headers",
-        "limits",
         "method",
         "path",
         "scope",
@@ -84,8 +95,7 @@ class Exchange:
         self.words: Mapping[str, str] = {}
         self.about: list[tuple[bytes, bytes]] = []
         self.entry = Entry(NOBODY)
-        self.limits: Sequence[tuple[bytes, bytes]] = ()
-        self.credentials = Credentials(self.header(b"authorization"), self.header(b"x-api-key"), _take_query_key(scope))
+        self.credentials = Credentials(self.header(b"authorization"), self.header(b"x-api-key"), take_query_key(scope))
         self.status = 0
         """Of the answer, once its head was sent."""
         self.has_begun = False
@@ -209,12 +219,11 @@ class Exchange:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_begun, self.status = True, status
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [*self.about, *self.limits, *headers]}
-        )
+        told = [*self.about, *headers_of(self.entry.readings), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": told})
 
 
-def _take_query_key(scope: Scope) -> str:
+def take_query_key(scope: Scope) -> str:
     """The parameter `api_key`, which is removed: the logs of servers have the query of the scope."""
     raw: bytes = scope.get("query_string", b"")
     if not raw:

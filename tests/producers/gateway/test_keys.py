@@ -348,5 +348,20 @@ def test_a_batch_costs_as_many_requests_as_it_has_jobs(keyed: Keyed):
     """Many jobs in one request are no way around a limit; a refused batch submits nothing."""
     with keyed.client(keyed.key("batch", limits=KeyLimits(requests_per_minute=6))) as client:
         batch = {"model": "double", "inputs": [{"x": [ROW]}] * 4}
-        assert client.post("/v1/jobs:batch", json=batch).status_code == 202
+        accepted = client.post("/v1/jobs:batch", json=batch)
+        assert accepted.status_code == 202
+        # `key` has used one.
+        assert _left(accepted) == 1
         assert client.post("/v1/jobs:batch", json={**batch, "inputs": batch["inputs"][:2]}).status_code == 429
+
+
+def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
+    """Lists of tokens cost as many as they have; a request that exceeds what is left submits nothing."""
+    with keyed.client(keyed.key("tokens", limits=KeyLimits(tokens_per_minute=10))) as client:
+        request = {"model": "double", "input": [[1, 2, 3, 4], [5, 6, 7, 8]]}
+        accepted = client.post("/v1/embeddings", json=request)
+        assert accepted.status_code == 200, accepted.text
+        assert accepted.headers["ratelimit"].startswith('"tokens";r=2;')
+        refused = client.post("/v1/embeddings", json=request)
+    assert refused.status_code == 429
+    assert "10 per minute (tokens)" in refused.json()["error"]["message"]
