@@ -60,7 +60,9 @@ class RedisOperator(RedisSpecs):
         found = {}
         for field, count in zip(words, words, strict=True):
             account, _, month = field.decode(errors="replace").partition(":")
-            found[account, month] = int(count)
+            # Another program may have written to the field.
+            if count.isdigit():
+                found[account, month] = int(count)
         return found
 
     def committed(self, slot: str) -> int:
