@@ -11,7 +11,7 @@
     dead, queue, webhooks          dead letters, pauses and purges, webhooks of ended jobs
     audit                          entries of the audit log, and their verification
     cache                          cached answers on this machine's disk
-    keys                           the keys that encrypt data
+    keys                           API keys of the gateway, and the keys that encrypt data
 
 Frameworks, NumPy and the terminal library are imported by the commands that need them, so that --help is quick.
 A refusal is one line on stderr: exit status 1, or EXIT_CONFIGURATION for settings or a machine that cannot work;

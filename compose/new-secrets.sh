@@ -14,7 +14,7 @@ random > secrets/metrics-token
 # The users of two containers read it; the mode of the folder keeps other users of this machine out.
 chmod 0444 secrets/metrics-token
 {
-  for role in PRODUCER WORKER OPERATOR CELERY WEBHOOKS SHADOW FLOWER; do
+  for role in PRODUCER GATEWAY WORKER OPERATOR CELERY WEBHOOKS SHADOW FLOWER; do
     echo "REDIS_${role}_PASSWORD=$(random)"
   done
   echo "FLOWER_PASSWORD=$(random)"

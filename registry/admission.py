@@ -65,6 +65,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, gc=False):
     sticky_key: names the user or the session, so that a sticky experiment answers all its jobs with one version. None
     means the tenant.
     endpoint: one of the model's endpoints, whose policy the job has. None means `infer`.
+    account: the id of the API key that pays for the job. The gateway says so; empty: none.
     """
 
     priority: PriorityName = "normal"
@@ -77,6 +78,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, gc=False):
     webhook: str | None = None
     sticky_key: str | None = None
     endpoint: str | None = None
+    account: str = ""
 
 
 _DEFAULTS: Final = SubmitOptions()
@@ -188,9 +190,10 @@ class JobBuilder:
         lane: the job came as a Celery task. Its result is also stored in Celery's result backend.
         """
         template = self._template(spec, options, reply, lane=lane, is_for_one=True)
-        if idempotency_key is None and not job_id and (job := template.build(inputs)) is not None:
-            return job
-        return self._built(template, inputs, idempotency_key, job_id)
+        job = template.build(inputs) if idempotency_key is None and not job_id else None
+        if job is None:
+            job = self._built(template, inputs, idempotency_key, job_id)
+        return replace(job, account=options.account) if options.account else job
 
     def encoded(self, spec: ModelSpec, inputs: Mapping[str, object], options: SubmitOptions) -> tuple[JobHeader, bytes]:
         """(header, body) of a job as a worker will read them, but for its id and its idempotency key. Raises as
@@ -227,7 +230,7 @@ class JobBuilder:
                         raise refusal from None
                     refused[index] = refusal
                     continue
-            publications.append(job)
+            publications.append(replace(job, account=options.account) if options.account else job)
         return publications
 
     def _template(

@@ -7,7 +7,11 @@
         UnknownJob               no such job, or another tenant's
         DeadlineExceeded         the deadline had passed when the job was offered
         IdempotencyConflict      the key is taken by a job with other inputs
-        Unauthorized  Forbidden
+        Unauthorized
+          BadApiKey                a caller of the gateway has no valid API key
+        Forbidden
+          NotPermitted             the caller's API key lacks the right
+        RateLimited              the caller has spent a limit; carries retry_after_s
         ClientUnusable           the client is closed, or serves another event loop; a handle has no client
         QueueFull                carries retry_after_s
         TransitionRefused        a stage change that the rules, an approver or the gate forbid
@@ -37,11 +41,12 @@ found and the value expected, and never contains payloads, paths or secrets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 Disposition = Literal["reject", "retry", "dead-letter", "fail", "stop"]
 
 __all__ = [
+    "BadApiKey",
     "BadSeal",
     "BadSignature",
     "BrokerDamaged",
@@ -67,9 +72,11 @@ __all__ = [
     "ModelError",
     "ModelNotReady",
     "NonFiniteOutput",
+    "NotPermitted",
     "OutOfMemory",
     "PenstockError",
     "QueueFull",
+    "RateLimited",
     "RegistryUnavailable",
     "Rejected",
     "ResultGone",
@@ -133,6 +140,26 @@ class Unauthorized(Rejected):
 
 class Forbidden(Rejected):
     """The credential is known but lacks the necessary scope."""
+
+
+class BadApiKey(Unauthorized):
+    """A caller of the gateway shows no API key, or one that is unknown, revoked or expired."""
+
+
+class NotPermitted(Forbidden):
+    """The API key of the caller is valid, and its role or its models do not allow this."""
+
+
+class RateLimited(Rejected):
+    """The caller has spent a limit. Try again after `retry_after_s` seconds.
+
+    readings: what is left of each limit of the request; see registry/broker/meters.py.
+    """
+
+    def __init__(self, message: str, retry_after_s: float, readings: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.readings = readings
 
 
 class ClientUnusable(Rejected, RuntimeError):

@@ -46,6 +46,7 @@ __all__ = [
     "keyrings_key",
     "lane_key",
     "local_record_key",
+    "meter_key",
     "new_job_id",
     "overdue_key",
     "parse_name",
@@ -69,6 +70,7 @@ __all__ = [
     "stream_key",
     "stream_keys",
     "task_request_key",
+    "usage_key",
     "webhook_key",
     "webhook_keys",
     "worker_key",
@@ -292,6 +294,22 @@ def flow_key(slot: str) -> str:
     return f"{{{slot}}}:flow"
 
 
+def usage_key(slot: str) -> str:
+    """Hash: accepted jobs by `<account>:<month>`; the account is the id of the API key that pays.
+
+    publish.lua derives this key from flow_key: change them together.
+    """
+    return f"{{{slot}}}:usage"
+
+
+def meter_key(subject: str, meter: str) -> str:
+    """Hash: what one caller, tenant, address or route has spent of one limit; see spend.lua.
+
+    All have one hash tag: one call of the script charges several.
+    """
+    return f"{{gateway}}:limits:{meter}:{subject}"
+
+
 def record_key(job_id: str) -> str:
     """The key of a job: its record, and after its end its result."""
     return local_record_key(*split_job_id(job_id))
@@ -409,6 +427,8 @@ _TYPES: Final = {
     "{*}:specs": "hash",
     "{*}:breakers": "hash",
     "{*}:flow": "hash",
+    "{*}:usage": "hash",
+    "{*}:limits:*": "hash",
     "{*}:shadow": "string",
     "{*}:shadowflow": "hash",
     "{*}:shadowreport": "hash",

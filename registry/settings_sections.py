@@ -7,6 +7,7 @@ Settings (settings.py) --> InferenceConfig --> BatchingConfig, CacheConfig, Priv
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -89,6 +90,18 @@ def _webhook_url(url: str) -> str:
         return checked_url(url)
     except InvalidInput as problem:
         raise ValueError(str(problem)) from None
+
+
+def _header_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9-]*", name):
+        raise ValueError("expected the name of a header, such as x-real-ip")
+    return name.lower()
+
+
+def _route_rate(text: str) -> str:
+    if not re.fullmatch(r"/[^=\s]*=[1-9]\d{0,8}", text):
+        raise ValueError("expected PATH=REQUESTS a minute, such as /v1/jobs=100")
+    return text
 
 
 def _model(name: str) -> str:
@@ -331,6 +344,23 @@ class ServerConfig(Section):
         default=30.0, gt=0, description="Time in which a client sends a head or a body, takes an answer, or stays idle"
     )
     stop_grace_s: float = Field(default=30.0, gt=0, description="Time that requests have to end when the gateway stops")
+    api_keys: Literal["auto", "required", "off"] = Field(
+        default="auto",
+        description="Ask callers for an API key; auto: once a key exists, and wherever host is not the loopback",
+    )
+    address_header: Annotated[str, AfterValidator(_header_name)] = Field(
+        default="",
+        description="Header in which a trusted proxy names the address of the caller, such as x-real-ip; empty: the "
+        "connection's",
+    )
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether other machines can connect to the host."""
+        try:
+            return not ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
 
 
 class BatchesConfig(Section):
@@ -349,10 +379,22 @@ class BatchesConfig(Section):
 
 
 class RateLimitConfig(Section):
-    """Rate limit of one caller."""
+    """Rate limits of the gateway, over all its processes. An API key may have limits of its own."""
 
-    enabled: bool = Field(default=False, description="Refuse callers above the rate; read by the gateway")
-    requests_per_minute: int = Field(default=1000, ge=1, description="Rate of one caller; read by the gateway")
+    enabled: bool = Field(default=False, description="Refuse callers above these rates; off: only limits of keys apply")
+    requests_per_minute: int = Field(
+        default=1000, ge=1, description="Rate of an API key that has none of its own; without keys, of an address"
+    )
+    tenant_requests_per_minute: int = Field(default=0, ge=0, description="Rate of a tenant; 0: no limit")
+    address_requests_per_minute: int = Field(default=0, ge=0, description="Rate of an address; 0: no limit")
+    routes: tuple[Annotated[str, AfterValidator(_route_rate)], ...] = Field(
+        default=(), description="Rates of single routes for each caller: PATH=REQUESTS a minute, as in /v1/jobs=100"
+    )
+
+    @property
+    def by_route(self) -> dict[str, int]:
+        """The rates of single routes, by path."""
+        return {path: int(rate) for path, _, rate in (each.rpartition("=") for each in self.routes)}
 
 
 class InputValidationConfig(Section):

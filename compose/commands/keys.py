@@ -1,4 +1,9 @@
-"""`penstock keys`: make, rotate and show the keys that encrypt data."""
+"""`penstock keys`: the API keys of the gateway's callers, and the keys that encrypt data.
+
+create, list, revoke, usage   API keys: compose/commands/api_keys.py
+generate, show                data keys
+rotate                        of an API key with its id, else of the data keys
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.compose.commands.api_keys import create, list_keys, revoke, rotate_api_key, usage
 from penstock.compose.terminal import as_json_option, load_settings
 
 if TYPE_CHECKING:
@@ -18,11 +24,17 @@ __all__ = ["keys"]
 
 @click.group()
 def keys() -> None:
-    """Make, rotate and show the keys that encrypt data at rest.
+    """Make, rotate and show API keys of the gateway, and the keys that encrypt data at rest.
 
-    PENSTOCK_INFERENCE_PRIVACY_ENCRYPTION_KEY_SOURCE says where they are: env, file or hsm. The first key seals, all
-    open. Workers read them when they start.
+    API keys: create, list, revoke, usage, and rotate with the id of one. They are in the registry's database.
+
+    Data keys: generate, show, and rotate without an id. PENSTOCK_INFERENCE_PRIVACY_ENCRYPTION_KEY_SOURCE says where
+    they are: env, file or hsm. The first key seals, all open. Workers read them when they start.
     """
+
+
+for _command in (create, list_keys, revoke, usage):
+    keys.add_command(_command)
 
 
 @keys.command("generate")
@@ -48,16 +60,20 @@ def generate(environ: Mapping[str, str], make_wrapping_key: bool) -> None:
 
 
 @keys.command("rotate")
+@click.argument("api_key", metavar="[API_KEY_ID]", required=False)
 @click.option("--last", "is_last", is_flag=True, help="Add the new key behind the others: it opens, and does not seal.")
 @click.option("--to", "key_id", metavar="ID", help="Make no key; put the one with this id first.")
+@as_json_option
 @click.pass_obj
-def rotate(environ: Mapping[str, str], is_last: bool, key_id: str | None) -> None:
-    """Put a new data key first. The old ones stay, and open what they sealed.
+def rotate(environ: Mapping[str, str], api_key: str | None, is_last: bool, key_id: str | None, as_json: bool) -> None:
+    """Give the API key API_KEY_ID a new secret; the old one opens no more after a second. The id and its limits stay.
 
-    Restart the workers afterwards. Where several machines share sealed data, add the key with --last on all of them
+    Without an id: put a new data key first. The old ones stay, and open what they sealed. Restart the workers
+    afterwards. Where several machines share sealed data, add the key with --last on all of them
     first, restart, and then put it first with --to.
 
     \b
+    penstock keys rotate 3f9a0c2b7d41
     penstock keys rotate
     penstock keys rotate --last
     penstock keys rotate --to 1a2b3c4d
@@ -65,6 +81,13 @@ def rotate(environ: Mapping[str, str], is_last: bool, key_id: str | None) -> Non
     from penstock.compose.rollout.audit_log import audit_logger
     from penstock.safety.keys import key_audit, promote_key, rotate_keys
 
+    if api_key is not None:
+        if is_last or key_id is not None:
+            raise click.UsageError("--last and --to are of data keys. Expected none of them with the id of an API key")
+        rotate_api_key(environ, api_key, as_json)
+        return
+    if as_json:
+        raise click.UsageError("--json is of API keys. Expected the id of one")
     if key_id is not None and is_last:
         raise click.UsageError("--last adds a new key and --to makes none. Expected one of them")
     settings = load_settings(environ)

@@ -36,8 +36,9 @@ def serve(
 ) -> None:
     """Run the HTTP gateway until Ctrl-C: jobs, predictions, OpenAI's embeddings and the Open Inference Protocol.
 
-    It needs a broker: PENSTOCK_REDIS_URL, or a stack that `penstock up` runs. /docs describes the routes. The gateway
-    asks its clients for no key: bind it to the loopback, or put a server in front of it that asks.
+    It needs a broker: PENSTOCK_REDIS_URL, or a stack that `penstock up` runs. /docs describes the routes. Callers need
+    an API key once `penstock keys create` has made one, and always where --host is not the loopback; see the setting
+    server.api_keys.
 
     \b
     penstock serve
@@ -51,7 +52,7 @@ def serve(
     settings = connected(environ, {"server.host": host, "server.port": port, "server.workers": workers})
     server = settings.inference.server
     # The processes of the gateway read their settings again.
-    os.environ.update(environ)
+    os.environ.update({**environ, "PENSTOCK_INFERENCE_SERVER_HOST": server.host})
     # uvicorn repeats the signal that stopped it, when it has ended in order.
     signal.signal(signal.SIGTERM, lambda *_: None)
     with suppress(KeyboardInterrupt):

@@ -14,7 +14,7 @@ case $(redis-server --version) in
   *) sh "$here/users.sh" > "$users" ;;
 esac
 # The server needs no passwords, so its environment must not have them.
-for role in PRODUCER WORKER OPERATOR CELERY WEBHOOKS FLOWER; do
+for role in PRODUCER GATEWAY WORKER OPERATOR CELERY WEBHOOKS SHADOW FLOWER; do
   unset "REDIS_${role}_PASSWORD"
 done
 exec redis-server "$here/redis.conf" --aclfile "$users" --dir "${REDIS_DATA:-/data}" \

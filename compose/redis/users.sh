@@ -9,7 +9,7 @@ set -eu
 here=$(dirname "$0")
 echo 'user default off resetpass resetkeys resetchannels -@all'
 echo 'user health on nopass resetkeys resetchannels -@all +ping'
-for role in producer worker operator celery webhooks shadow flower; do
+for role in producer gateway worker operator celery webhooks shadow flower; do
   variable=REDIS_$(echo "$role" | tr a-z A-Z)_PASSWORD
   eval "password=\${$variable:-}"
   case $password in

@@ -1,6 +1,6 @@
 """The ASGI application: the table of routes, and what every request has in common.
 
-request -> Exchange -> Routes.find -> handler -> answer
+request -> Exchange -> Routes.find -> Access.enter -> handler -> answer
                            `-> any error -> problems.py -> the error's shape of that route
 startup -> GatewayClient; SIGTERM -> streams end with a retry hint, waiting requests are answered; shutdown -> closed
 """
@@ -16,12 +16,15 @@ from types import FrameType
 from typing import Any, Final
 
 from penstock.producers.gateway.batches.opening import open_store
+from penstock.producers.gateway.callers import Access
 from penstock.producers.gateway.event_stream import EventStreams
 from penstock.producers.gateway.exchange import ClientGone, Exchange, Limits, Receive, Scope, Send
 from penstock.producers.gateway.figures import GatewayFigures
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.health import HealthRoutes
 from penstock.producers.gateway.jobs import JobRoutes
+from penstock.producers.gateway.key_copy import KeyCopy
+from penstock.producers.gateway.limits import RateLimits
 from penstock.producers.gateway.models import ModelRoutes
 from penstock.producers.gateway.oip import OipRoutes
 from penstock.producers.gateway.openai import OpenAiRoutes
@@ -33,6 +36,7 @@ from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, p
 from penstock.producers.gateway.routing import Route, Routes
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
+from penstock.registry.api_keys import ApiKey
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
 
@@ -88,12 +92,17 @@ class Gateway:
         begun = now()
         try:
             route, exchange.words = parts.routes.find(exchange.method, exchange.path)
+            if (right := route.right) != "nothing":
+                address = _address(scope, exchange, parts.address_header)
+                exchange.entry = await parts.access.enter(exchange.credentials, right, address, route.path)
             await route.handler(exchange)
         except ClientGone:
             # A number that servers use for it, in their logs only.
             exchange.status = 499
         except Exception as error:  # the last place where an error can become an answer
             await _answer(error, route, exchange)
+        finally:
+            parts.access.leave()
         parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
         parts.figures.set_open(parts.jobs.waiting, parts.streams.count)
 
@@ -121,6 +130,9 @@ class _Parts:
         server = inference.server
         self.limits = Limits(inference.max_request_size_mb * _MIB, server.client_timeout_s)
         self.client = GatewayClient.from_env(settings=settings)
+        limits = RateLimits(inference.safeguards.rate_limit, self.client.spend)
+        self.access = Access(settings, KeyCopy(_RegisteredKeys(settings.registry_url).since), limits)
+        self.address_header = server.address_header.encode("ascii")
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.figures = GatewayFigures()
@@ -135,6 +147,7 @@ class _Parts:
                 BatchEndpoint("/v1/models/{name}:predict", predict.prepare_line),
                 BatchEndpoint("/v1/models/{name}/versions/{version}:predict", predict.prepare_line),
             ),
+            resume=self.access.resume,
             max_outstanding=inference.batches.max_outstanding,
             max_line_bytes=self.limits.max_bytes,
         )
@@ -162,6 +175,30 @@ class _Parts:
         await self.client.aclose()
 
 
+class _RegisteredKeys:
+    """The keys in the registry's database. The database's library is loaded at the first read, in its thread."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._since: Callable[[int], list[ApiKey]] | None = None
+
+    def since(self, revision: int) -> list[ApiKey]:
+        """See SqlApiKeys.since."""
+        if self._since is None:
+            from penstock.registry.catalog.api_keys import SqlApiKeys
+
+            self._since = SqlApiKeys(self._url).since
+        return self._since(revision)
+
+
+def _address(scope: Scope, exchange: Exchange, header: bytes) -> str:
+    """The address of the caller: the last one in the header of a trusted proxy, or that of the connection."""
+    if header:
+        return exchange.header(header).rpartition(",")[2].strip()[:64]
+    client = scope.get("client")
+    return client[0] if client else "local"
+
+
 async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> None:
     problem = problem_of(error)
     if problem.status == 500 or exchange.has_begun:
@@ -170,6 +207,9 @@ async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> 
         # Half an answer was sent. The server closes the connection, so that nobody takes it for a whole one.
         return
     body, kind = (as_problem_json(problem), PROBLEM_JSON) if route is None else route.write_problem(problem)
+    if problem.status == 429:
+        # The problem has the limits as they are now.
+        exchange.entry.readings = ()
     await exchange.answer(problem.status, body, kind, problem.headers)
 
 

@@ -1,13 +1,192 @@
-"""The one place that says for whom a request is: its tenant."""
+"""Who calls: a credential -> the Caller, what it may do, and what it may still spend. No protocol here.
+
+    Access.enter(texts that the caller sent, what the route needs, address, route)
+      -> authenticate -> Caller        BadApiKey: 401
+      -> role                          NotPermitted: 403
+      -> limits.py                     RateLimited: 429
+      -> Entry, the context of the task: GatewayClient submits and finds only jobs of the caller's tenant
+
+Every protocol enters here, before it does anything else. Without an entry GatewayClient refuses every job.
+"""
 
 from __future__ import annotations
 
-from penstock.producers.gateway.exchange import Exchange
-from penstock.producers.gateway.fleet import GatewayClient
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-__all__ = ["tenant_of"]
+from penstock.producers.gateway.key_copy import KeyCopy
+from penstock.producers.gateway.limits import Owner, RateLimits
+from penstock.registry.api_keys import UNKNOWN_DIGEST, ApiKey, KeyLimits, KeyRole, digest_of, parse_api_key
+from penstock.registry.broker.meters import Charge, Reading
+from penstock.registry.errors import BadApiKey, NotPermitted
+from penstock.registry.settings import Settings
+
+__all__ = ["NOBODY", "Access", "Caller", "Credentials", "Entry", "Needs", "caller", "entered"]
+
+Needs: TypeAlias = Literal["nothing", "look", "submit", "admin"]
+"""What a route needs. `nothing`: it is open to everybody, and has no caller."""
+
+_RANK: Final[dict[str, int]] = {"look": 0, "readonly": 0, "submit": 1, "user": 1, "admin": 2}
+_EXPECTED: Final = "Expected `Authorization: Bearer KEY` or `X-API-Key: KEY`"
+_UNKNOWN: Final = ApiKey(
+    id="", label="", digest=UNKNOWN_DIGEST, role="readonly", tenant="", models=(), limits=KeyLimits(), created_at=0
+)
 
 
-def tenant_of(exchange: Exchange, client: GatewayClient) -> str:
-    """The tenant whose files, batches and jobs a request may see: that of the gateway, where clients have no keys."""
-    return client.tenant
+class Credentials(NamedTuple):
+    """What a caller sent, as text; empty where it sent nothing. The first one that is there counts.
+
+    authorization: the whole header, such as `Bearer pk_...`. query_key: the parameter `api_key`.
+    """
+
+    authorization: str = ""
+    api_key: str = ""
+    query_key: str = ""
+
+    def text(self) -> str:
+        """The key that was sent; empty without one."""
+        if self.authorization:
+            scheme, _, text = self.authorization.partition(" ")
+            return text.strip() if scheme.lower() == "bearer" else ""
+        return self.api_key or self.query_key
+
+
+class Caller(NamedTuple):
+    """Who calls. key_id: empty where no key is asked for. models: those that the caller may use; empty: all."""
+
+    key_id: str
+    tenant: str
+    role: KeyRole
+    models: tuple[str, ...]
+    limits: KeyLimits
+
+    def may_use(self, model: str) -> bool:
+        """Whether the caller may use the model."""
+        return not self.models or model in self.models
+
+    def check_model(self, model: str) -> None:
+        """Raises NotPermitted for a model that the caller may not use, whether it exists or not."""
+        if not self.may_use(model):
+            raise NotPermitted(f"This API key may not use {model!r:.80}. Expected one of: {', '.join(self.models)}")
+
+
+NOBODY: Final = Caller("", "", "readonly", (), KeyLimits())
+"""The caller of a route that is open to everybody. It has no jobs."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One admitted request. readings: what is left of its limits."""
+
+    caller: Caller
+    readings: tuple[Reading, ...] = ()
+    _charges: tuple[Charge, ...] = ()
+    _limits: RateLimits | None = field(default=None, repr=False)
+
+    async def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
+        """Charges what became known after the entry: further jobs of the request, or its tokens. Raises RateLimited."""
+        if self._limits is not None:
+            found = await self._limits.spend(self._charges, requests, tokens)
+            latest = {reading.meter.key: reading for reading in found}
+            self.readings = tuple(latest.get(before.meter.key, before) for before in self.readings)
+
+
+_entry: ContextVar[Entry | None] = ContextVar("penstock_gateway_entry", default=None)
+
+
+def caller() -> Caller | None:
+    """The caller of the present task; None on a route that is open to everybody."""
+    entry = _entry.get()
+    return None if entry is None else entry.caller
+
+
+def entered() -> Caller:
+    """The caller of the present task. Raises BadApiKey where no request was admitted."""
+    found = caller()
+    if found is None:
+        raise BadApiKey(f"No caller. {_EXPECTED}")
+    return found
+
+
+class Access:
+    """The door of one gateway process. For its event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        keys: KeyCopy,
+        limits: RateLimits,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """clock: unix seconds, for the expiry of keys."""
+        server = settings.inference.server
+        self._mode = server.api_keys
+        self._is_exposed = server.is_exposed
+        self._keys = keys
+        self._limits = limits
+        self._clock = clock
+        self._anybody = Caller("", settings.tenant_id, "admin", (), KeyLimits())
+
+    async def authenticate(self, credentials: Credentials) -> Caller:
+        """The caller. Raises BadApiKey, and RegistryUnavailable while the keys cannot be read.
+
+        An unknown id costs the same work as a wrong secret.
+        """
+        if self._mode == "off":
+            return self._anybody
+        keys = await self._keys.fresh()
+        if self._mode == "auto" and not keys and not self._is_exposed:
+            return self._anybody
+        text = credentials.text()
+        if not text:
+            raise BadApiKey(f"No API key. {_EXPECTED}")
+        key = keys.get(parse_api_key(text) or "", _UNKNOWN)
+        if not key.opens(digest_of(text), self._clock()):
+            raise BadApiKey(f"The API key is unknown, revoked or expired. {_EXPECTED}")
+        return Caller(key.id, key.tenant, key.role, key.models, key.limits)
+
+    async def enter(self, credentials: Credentials, needs: Needs, address: str, route: str) -> Entry:
+        """Admits one request of the present task, which from now on acts for its caller.
+
+        needs: not `nothing`. address: of the caller, without its port. route: its path with names in braces.
+        Raises BadApiKey, NotPermitted, RateLimited, RegistryUnavailable and BrokerUnavailable.
+        """
+        _entry.set(None)
+        found = await self.authenticate(credentials)
+        if _RANK[found.role] < _RANK[needs]:
+            raise NotPermitted(
+                f"An API key with the role {found.role} may not do this. Expected the role {_role(needs)}"
+            )
+        owner = Owner(found.key_id, found.tenant if found.key_id else "", found.limits, address)
+        charges = self._limits.charges(owner, route)
+        entry = Entry(found)
+        if charges:
+            entry = Entry(found, await self._limits.admit(charges), charges, self._limits)
+        _entry.set(entry)
+        return entry
+
+    async def resume(self, key_id: str, tenant: str) -> None:
+        """The present task goes on for a caller whose request has ended, such as that of a batch.
+
+        key_id: of that caller; empty where no key was asked for. Raises BadApiKey for a key that was revoked or has
+        expired since, and RegistryUnavailable.
+        """
+        _entry.set(None)
+        if not key_id:
+            _entry.set(Entry(self._anybody._replace(tenant=tenant)))
+            return
+        key = (await self._keys.fresh()).get(key_id, _UNKNOWN)
+        if key.id != key_id or key.status(self._clock()) != "active":
+            raise BadApiKey("The API key of this batch was revoked, or has expired. Expected a new batch")
+        _entry.set(Entry(Caller(key.id, tenant, key.role, key.models, key.limits)))
+
+    def leave(self) -> None:
+        """Ends the entry of the present task."""
+        _entry.set(None)
+
+
+def _role(needs: Needs) -> str:
+    return "admin" if needs == "admin" else "user"

@@ -11,11 +11,24 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote_plus
 
+from penstock.producers.gateway.callers import NOBODY, Credentials, Entry
+from penstock.producers.gateway.limits import headers_of
 from penstock.registry.errors import InvalidInput
 
-__all__ = ["JSON", "ClientGone", "Exchange", "Limits", "Message", "Receive", "RequestRefused", "Scope", "Send"]
+__all__ = [
+    "JSON",
+    "ClientGone",
+    "Exchange",
+    "Limits",
+    "Message",
+    "Receive",
+    "RequestRefused",
+    "Scope",
+    "Send",
+    "take_query_key",
+]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -26,6 +39,7 @@ JSON: Final = b"application/json"
 _WATCH_AFTER_S: Final = 0.02
 """Most answers come sooner, and need no task that listens for the end of the connection."""
 _MOST_QUERY: Final = 32
+_QUERY_KEY: Final = "api_key"
 
 
 class Limits(NamedTuple):
@@ -52,7 +66,8 @@ class Exchange:
     """One request and its answer.
 
     words: the parts of the path that the route names. about: headers of the job that the request is about, which every
-    answer has, an error's too.
+    answer has, an error's too. entry: of its caller, whose limits every answer tells; nobody's before the caller is
+    known, and on a route that is open to everybody.
     """
 
     __slots__ = (
@@ -61,6 +76,8 @@ class Exchange:
         "_receive",
         "_send",
         "about",
+        "credentials",
+        "entry",
         "has_begun",
         "headers",
         "method",
@@ -77,6 +94,8 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.words: Mapping[str, str] = {}
         self.about: list[tuple[bytes, bytes]] = []
+        self.entry = Entry(NOBODY)
+        self.credentials = Credentials(self.header(b"authorization"), self.header(b"x-api-key"), take_query_key(scope))
         self.status = 0
         """Of the answer, once its head was sent."""
         self.has_begun = False
@@ -228,7 +247,21 @@ class Exchange:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_begun, self.status = True, status
-        await self._send({"type": "http.response.start", "status": status, "headers": [*self.about, *headers]})
+        told = [*self.about, *headers_of(self.entry.readings), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": told})
+
+
+def take_query_key(scope: Scope) -> str:
+    """The parameter `api_key`, which is removed: the logs of servers have the query of the scope."""
+    raw: bytes = scope.get("query_string", b"")
+    if not raw:
+        return ""
+    parts = [(unquote_plus(part.partition(b"=")[0].decode("latin-1")), part) for part in raw.split(b"&")]
+    texts = [part.partition(b"=")[2] for name, part in parts if name == _QUERY_KEY]
+    if not texts:
+        return ""
+    scope["query_string"] = b"&".join(part for name, part in parts if name != _QUERY_KEY)
+    return unquote_plus(texts[-1].decode("latin-1"))
 
 
 def _too_long(most: int) -> RequestRefused:

@@ -1,4 +1,10 @@
-"""The client of the gateway: an AsyncClient that also tells which models are served, and by which workers."""
+"""The client of the gateway: an AsyncClient that acts for the caller of the present task, and tells which models exist.
+
+callers.py -- the caller of the task --> GatewayClient -- its tenant, its key, its models --> jobs of AsyncClient
+
+A caller submits, finds and cancels jobs of its tenant only, whatever the protocol is: the job of another tenant is an
+unknown job. Without a caller there are no jobs at all.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from penstock.producers.async_client import AsyncClient, AsyncJobHandle
-from penstock.producers.core import Item
+from penstock.producers.core import Inputs, Item, Items, Refused
+from penstock.producers.gateway.callers import caller, entered
+from penstock.producers.job_state import HandleCore
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.errors import InvalidInput, UnknownModel
+from penstock.registry.broker.meters import Charge, Spent
+from penstock.registry.errors import InvalidInput, UnknownJob, UnknownModel
 from penstock.registry.package import ModelSpec
 
 __all__ = ["GatewayClient", "ServedModel"]
@@ -33,10 +44,50 @@ class ServedModel(NamedTuple):
 
 
 class GatewayClient(AsyncClient):
-    """An AsyncClient that shows models, too."""
+    """An AsyncClient that shows models, too. Its jobs are those of the tenant of the present caller."""
+
+    def job(self, job: str | HandleCore, *, tenant: str | None = None) -> AsyncJobHandle:
+        """The handle of a job of the caller. tenant: not used. Raises UnknownJob for a model of other keys."""
+        found = entered()
+        handle = super().job(job, tenant=found.tenant)
+        if not found.may_use(handle.model):
+            raise UnknownJob(f"Unknown job {handle.id!r:.120}. Expected the id of a job that this API key may see")
+        return handle
+
+    async def _submit(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
+        return await super()._submit(model, inputs, _of_caller(model, options), key)
+
+    async def _submit_many(
+        self,
+        model: str,
+        items: Items,
+        options: SubmitOptions,
+        *,
+        first_index: int = 0,
+        refused: Refused = None,
+        timeout_s: float | None = None,
+    ) -> list[AsyncJobHandle]:
+        return await super()._submit_many(
+            model,
+            items,
+            _of_caller(model, options),
+            first_index=first_index,
+            refused=refused,
+            timeout_s=timeout_s,
+        )
+
+    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+        """Charges requests on their meters; see registry/broker/meters.py. Raises BrokerUnavailable."""
+        self._enter_loop()
+        return await self._broker.spend(requests)
 
     async def spec_of(self, model: str, version: str | None = None) -> ModelSpec:
-        """The spec of the active version, or of the named one. Raises UnknownModel."""
+        """The spec of the active version, or of the named one. Raises UnknownModel, and NotPermitted."""
+        if (found := caller()) is not None:
+            found.check_model(model)
+        return await self._spec_of_any(model, version)
+
+    async def _spec_of_any(self, model: str, version: str | None = None) -> ModelSpec:
         self._enter_loop()
         return (None if version else self._specs.fresh(model)) or await self._spec(model, version)
 
@@ -58,7 +109,9 @@ class GatewayClient(AsyncClient):
         """The models whose jobs are accepted, by name. Raises BrokerUnavailable."""
         self._enter_loop()
         names, reports = await asyncio.gather(self._broker.models(), self._reports())
-        found = await asyncio.gather(*(self._served(name, reports) for name in names))
+        by = caller()
+        visible = names if by is None else filter(by.may_use, names)
+        found = await asyncio.gather(*(self._served(name, reports) for name in visible))
         return [model for model in found if model is not None]
 
     async def model(self, name: str, version: str | None = None) -> ServedModel:
@@ -76,10 +129,17 @@ class GatewayClient(AsyncClient):
 
     async def _served(self, name: str, reports: list[Mapping[str, Any]]) -> ServedModel | None:
         try:
-            return _described(await self.spec_of(name), reports)
+            return _described(await self._spec_of_any(name), reports)
         except UnknownModel:
             # A name that outlived its spec.
             return None
+
+
+def _of_caller(model: str, options: SubmitOptions) -> SubmitOptions:
+    """The options with the tenant and the key of the caller. Raises NotPermitted for a model of other keys."""
+    found = entered()
+    found.check_model(model)
+    return replace(options, tenant=found.tenant, account=found.key_id)
 
 
 def _described(spec: ModelSpec, reports: list[Mapping[str, Any]]) -> ServedModel:

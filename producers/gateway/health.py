@@ -40,10 +40,15 @@ class HealthRoutes:
         """The routes, for the table of the application."""
         ready = (self.show_ready, "Whether jobs are answered")
         return [
-            Route("GET", "/health/live", self.show_live, "Whether the process answers"),
-            *(Route("GET", path, *ready, gives=Readiness) for path in ("/health/ready", "/ready", "/health")),
-            Route("GET", "/healthz", self.show_models, "Whether models are loaded, and which versions"),
-            Route("GET", "/metrics", self.show_metrics, "Figures for Prometheus"),
+            Route("GET", "/health/live", self.show_live, "Whether the process answers", needs="nothing"),
+            *(
+                Route("GET", path, *ready, gives=Readiness, needs="nothing")
+                for path in ("/health/ready", "/ready", "/health")
+            ),
+            Route(
+                "GET", "/healthz", self.show_models, "Whether models are loaded, and which versions", needs="nothing"
+            ),
+            Route("GET", "/metrics", self.show_metrics, "Figures for Prometheus", needs="admin"),
         ]
 
     async def show_live(self, exchange: Exchange) -> None:

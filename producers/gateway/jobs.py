@@ -163,6 +163,8 @@ class JobRoutes:
             raise InvalidInput(f"inputs has {len(fields.inputs)} entries. Expected 1 to {_MOST_ITEMS}")
         spec = await self._client.spec_of(fields.model, fields.version)
         items = [read_inputs(spec, document._replace(fields={"inputs": inputs})) for inputs in fields.inputs]
+        # The request itself was charged as one.
+        await exchange.entry.spend(requests=len(items) - 1)
         refused: PenstockError | None = None
         try:
             handles = await self._client.submit_many(

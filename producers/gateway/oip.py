@@ -29,6 +29,8 @@ __all__ = ["OipRoutes"]
 
 _PRIORITIES: Final[dict[int, PriorityName]] = {0: "normal", 1: "critical", 2: "high", 3: "normal"}
 """Triton's: 1 is the highest, 0 the model's default. All above 3 are low."""
+# Read once: it is in a file of the installed package.
+_VERSION: Final = version_of("penstock")
 _EXTENSIONS: Final = ["binary_tensor_data", "schedule_policy", "model_repository"]
 
 
@@ -63,9 +65,13 @@ class OipRoutes:
         """The routes, for the table of the application."""
         return [
             _route("GET", "/v2", self.show_server, "OIP: the server and its extensions"),
-            _route("GET", "/v2/health/live", self._health.show_live, "OIP: whether the process answers"),
-            _route("GET", "/v2/health/ready", self._health.show_ready, "OIP: whether jobs are answered"),
-            _route("POST", "/v2/repository/index", self.show_index, "OIP: the models of the repository"),
+            _route(
+                "GET", "/v2/health/live", self._health.show_live, "OIP: whether the process answers", needs="nothing"
+            ),
+            _route(
+                "GET", "/v2/health/ready", self._health.show_ready, "OIP: whether jobs are answered", needs="nothing"
+            ),
+            _route("POST", "/v2/repository/index", self.show_index, "OIP: the models of the repository", needs="look"),
             *(
                 route
                 for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
@@ -79,7 +85,7 @@ class OipRoutes:
 
     async def show_server(self, exchange: Exchange) -> None:
         """GET /v2."""
-        facts = {"name": "penstock", "version": version_of("penstock"), "extensions": _EXTENSIONS}
+        facts = {"name": "penstock", "version": _VERSION, "extensions": _EXTENSIONS}
         await exchange.answer(200, msgspec.json.encode(facts))
 
     async def show_index(self, exchange: Exchange) -> None:

@@ -90,6 +90,7 @@ class OpenAiRoutes:
         """POST /v1/embeddings."""
         key = idempotency_key(exchange)
         job = await self.prepare_line({}, await exchange.body())
+        await exchange.entry.spend(tokens=job.tokens)
         request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key)
         finished = await self._jobs.run(request, exchange)
         await exchange.answer(200, job.write(finished.outputs, finished.info.version))
@@ -108,7 +109,15 @@ class OpenAiRoutes:
             found = [Embedding(index, as_text(vector)) for index, vector in enumerate(vectors)]
             return msgspec.json.encode(EmbeddingList(found, spec.name, usage))
 
-        return LineJob(spec.name, {tensor.name: rows}, None, (output,), write, tells_version=False)
+        return LineJob(
+            spec.name,
+            {tensor.name: rows},
+            None,
+            (output,),
+            write,
+            tells_version=False,
+            tokens=usage.total_tokens if usage else 0,
+        )
 
     async def _read(self, spec: ModelSpec, tensor: TensorSpec, rows: list[Any]) -> tuple[list[Any], Usage | None]:
         """The rows as the model takes them, and their tokens. Token ids of a text model become their text."""

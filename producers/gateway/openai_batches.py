@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from penstock.producers.gateway.batches.batch_run import Endpoint, LineJob
+from penstock.producers.gateway.batches.batch_run import Endpoint, LineJob, Resume
 from penstock.producers.gateway.batches.file_store import FileStore, new_id
 from penstock.producers.gateway.batches.records import ENDED, Batch, StoredBatch
 from penstock.producers.gateway.batches.runner import BatchRunner, RunOptions
-from penstock.producers.gateway.callers import tenant_of
+from penstock.producers.gateway.callers import entered
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.openai import openai_error
@@ -80,6 +80,7 @@ class BatchRoutes:
         client: GatewayClient,
         endpoints: Sequence[BatchEndpoint],
         *,
+        resume: Resume,
         max_outstanding: int,
         max_line_bytes: int,
     ) -> None:
@@ -87,7 +88,7 @@ class BatchRoutes:
         self._client = client
         self._endpoints = [(path_pattern(each.path), each.prepare) for each in endpoints]
         self._paths = ", ".join(each.path for each in endpoints)
-        options = RunOptions(self._find, _written_error, max_outstanding, max_line_bytes)
+        options = RunOptions(self._find, resume, _written_error, max_outstanding, max_line_bytes)
         self._runner = None if store is None else BatchRunner(store, client, options)
 
     @property
@@ -113,7 +114,7 @@ class BatchRoutes:
 
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/batches."""
-        store, tenant = kept(self._store), tenant_of(exchange, self._client)
+        store, tenant = kept(self._store), entered().tenant
         fields = decoded(await exchange.body(), BatchFields)
         window_s = _window_s(fields.completion_window)
         _check_metadata(fields.metadata)
@@ -132,14 +133,15 @@ class BatchRoutes:
         file = await asyncio.to_thread(store.file, tenant, fields.input_file_id)
         if file.purpose != "batch":
             raise InvalidInput("The file has another purpose. Expected a file with the purpose batch")
-        await asyncio.to_thread(store.add_batch, StoredBatch(tenant, new_id("file-"), new_id("file-"), batch))
+        new = StoredBatch(tenant, new_id("file-"), new_id("file-"), batch, entered().key_id)
+        await asyncio.to_thread(store.add_batch, new)
         if self._runner is not None:
             self._runner.wake()
         await exchange.answer(200, msgspec.json.encode(batch))
 
     async def show_batches(self, exchange: Exchange) -> None:
         """GET /v1/batches."""
-        store, tenant = kept(self._store), tenant_of(exchange, self._client)
+        store, tenant = kept(self._store), entered().tenant
         after, limit, _ = page_of(exchange, _LISTED, _MOST_LISTED)
         found = await asyncio.to_thread(store.batches, tenant, after, limit + 1)
         page = stored_page(BatchList, [stored.batch for stored in found], limit)
@@ -147,13 +149,13 @@ class BatchRoutes:
 
     async def show(self, exchange: Exchange) -> None:
         """GET /v1/batches/{id}."""
-        store, tenant = kept(self._store), tenant_of(exchange, self._client)
+        store, tenant = kept(self._store), entered().tenant
         stored = await asyncio.to_thread(store.batch, tenant, exchange.words["id"])
         await exchange.answer(200, msgspec.json.encode(stored.batch))
 
     async def cancel(self, exchange: Exchange) -> None:
         """POST /v1/batches/{id}/cancel."""
-        store, tenant = kept(self._store), tenant_of(exchange, self._client)
+        store, tenant = kept(self._store), entered().tenant
         await exchange.body()
         cancelling = partial(_cancelling, now=int(time.time()))
         stored = await asyncio.to_thread(store.change_batch, tenant, exchange.words["id"], cancelling)

@@ -16,7 +16,7 @@ import msgspec
 from penstock.producers.gateway.batches.block_file import BLOCK_BYTES
 from penstock.producers.gateway.batches.file_store import FileStore, Upload
 from penstock.producers.gateway.batches.records import File
-from penstock.producers.gateway.callers import tenant_of
+from penstock.producers.gateway.callers import entered
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.multipart import boundary_of, read_form
@@ -79,7 +79,7 @@ class FileRoutes:
 
     async def upload(self, exchange: Exchange) -> None:
         """POST /v1/files."""
-        store, tenant = kept(self._store), tenant_of(exchange, self._client)
+        store, tenant = kept(self._store), entered().tenant
         boundary = boundary_of(exchange.header(b"content-type"))
         upload = await asyncio.to_thread(store.upload)
         try:
@@ -99,7 +99,7 @@ class FileRoutes:
 
     async def show_files(self, exchange: Exchange) -> None:
         """GET /v1/files."""
-        store, tenant = kept(self._store), tenant_of(exchange, self._client)
+        store, tenant = kept(self._store), entered().tenant
         after, limit, query = page_of(exchange, _MOST_LISTED, _MOST_LISTED)
         if (order := query.get("order", "desc")) not in ("asc", "desc"):
             raise InvalidInput("Bad order. Expected asc or desc")
@@ -126,12 +126,12 @@ class FileRoutes:
     async def delete(self, exchange: Exchange) -> None:
         """DELETE /v1/files/{id}."""
         store, file_id = kept(self._store), exchange.words["id"]
-        if not await asyncio.to_thread(store.delete, tenant_of(exchange, self._client), file_id):
+        if not await asyncio.to_thread(store.delete, entered().tenant, file_id):
             raise RequestRefused(409, "A batch reads this file. Expected that it ends, or is cancelled, first")
         await exchange.answer(200, msgspec.json.encode(DeletedFile(file_id)))
 
     async def _file(self, exchange: Exchange) -> File:
-        store, tenant = kept(self._store), tenant_of(exchange, self._client)
+        store, tenant = kept(self._store), entered().tenant
         return await asyncio.to_thread(store.file, tenant, exchange.words["id"])
 
 

@@ -19,6 +19,12 @@ from penstock.producers.gateway.routing import Route
 __all__ = ["DocumentRoutes", "document"]
 
 _HTML: Final = b"text/html; charset=utf-8"
+_CREDENTIALS: Final = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    "query": {"type": "apiKey", "in": "query", "name": "api_key"},
+}
+"""The ways to send an API key. Without keys, none is needed."""
 _REFERENCE: Final = "#/components/schemas/{name}"
 _STYLE: Final = (
     "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
@@ -31,8 +37,10 @@ class DocumentRoutes:
 
     def __init__(self, others: Sequence[Route]) -> None:
         self.routes = [
-            Route("GET", "/openapi.json", self.show_document, "This description, as an OpenAPI document"),
-            Route("GET", "/docs", self.show_page, "This description, as a page"),
+            Route(
+                "GET", "/openapi.json", self.show_document, "This description, as an OpenAPI document", needs="nothing"
+            ),
+            Route("GET", "/docs", self.show_page, "This description, as a page", needs="nothing"),
         ]
         described = document([*others, *self.routes])
         self._document = msgspec.json.encode(described)
@@ -57,7 +65,13 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_type)
     info = {"title": "Penstock", "version": version("penstock"), "description": "Inference jobs over HTTP"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+    return {
+        "openapi": "3.1.0",
+        "info": info,
+        "security": [{}, *({name: []} for name in _CREDENTIALS)],
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": _CREDENTIALS},
+    }
 
 
 def _operation(route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:

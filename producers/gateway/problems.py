@@ -16,7 +16,9 @@ import msgspec
 from penstock.producers.gateway.batches.block_file import FileDamaged
 from penstock.producers.gateway.batches.file_store import NotFound, StoreFull
 from penstock.producers.gateway.exchange import RequestRefused
+from penstock.producers.gateway.limits import headers_of
 from penstock.registry.errors import (
+    BadApiKey,
     BrokerUnavailable,
     Cancelled,
     ClientUnusable,
@@ -32,8 +34,10 @@ from penstock.registry.errors import (
     JobLost,
     ModelNotReady,
     NonFiniteOutput,
+    NotPermitted,
     PenstockError,
     QueueFull,
+    RateLimited,
     ResultGone,
     ResultTimeout,
     Retryable,
@@ -46,6 +50,7 @@ __all__ = ["PROBLEM_JSON", "Problem", "as_problem_json", "problem_of"]
 
 PROBLEM_JSON: Final = b"application/problem+json"
 _RETRY_S: Final = 1
+_LONGEST_RETRY_S: Final = 3600
 _OF_BROKER: Final = "The broker does not answer. Expected a retry"
 _OF_MODEL: Final = (
     "The model failed. Expected inputs that it can compute; its operators find the reason under the job's id"
@@ -97,6 +102,9 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     # draft-ietf-httpapi-idempotency-key-header, 2.7: a key with another payload.
     (IdempotencyConflict, 422, "idempotency-conflict", ""),
     (QueueFull, 503, "queue-full", ""),
+    (BadApiKey, 401, "unauthorized", ""),
+    (NotPermitted, 403, "forbidden", ""),
+    (RateLimited, 429, "rate-limited", ""),
     # These two are about the keys of this process, and no matter of the caller.
     (Unauthorized, 503, "not-ready", "The gateway has no keys of a live worker. Expected a retry"),
     (Forbidden, 503, "not-ready", "The gateway has no right to this. Expected a retry"),
@@ -124,7 +132,7 @@ def problem_of(error: Exception) -> Problem:
     for kind, status, code, text in _BY_KIND:
         if isinstance(error, kind):
             title = _NOT_FOUND.get(code, _TITLES[status])
-            return Problem(status, code, title, text or str(error), _retry_after(error, status))
+            return Problem(status, code, title, text or str(error), _headers(error, status))
     return Problem(500, "internal-error", _TITLES[500], "The gateway failed. Its operators find the reason in its log")
 
 
@@ -140,8 +148,15 @@ def as_problem_json(problem: Problem) -> bytes:
     )
 
 
-def _retry_after(error: Exception, status: int) -> tuple[tuple[bytes, bytes], ...]:
+def _headers(error: Exception, status: int) -> tuple[tuple[bytes, bytes], ...]:
+    if isinstance(error, BadApiKey):
+        return ((b"www-authenticate", b'Bearer realm="penstock"'),)
+    if isinstance(error, RateLimited):
+        return (_retry_after(error.retry_after_s), *headers_of(error.readings))
     if status != 503:
         return ()
-    seconds = error.retry_after_s if isinstance(error, QueueFull) else _RETRY_S
-    return ((b"retry-after", b"%d" % max(1, math.ceil(min(seconds, 3600)))),)
+    return (_retry_after(min(error.retry_after_s, _LONGEST_RETRY_S) if isinstance(error, QueueFull) else _RETRY_S),)
+
+
+def _retry_after(seconds: float) -> tuple[bytes, bytes]:
+    return b"retry-after", b"%d" % max(1, math.ceil(seconds))

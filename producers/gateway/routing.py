@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from penstock.producers.gateway.callers import Needs
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.problems import PROBLEM_JSON, Problem, as_problem_json
 
@@ -31,7 +32,8 @@ def _problem_json(problem: Problem) -> tuple[bytes, bytes]:
 class Route:
     """One route. summary, takes, gives: what the OpenAPI document says of it; types are msgspec's.
 
-    write_problem: the shape of its errors.
+    write_problem: the shape of its errors. needs: what its caller must be allowed; None: to look for GET, else to
+    submit.
     """
 
     method: Method
@@ -44,6 +46,12 @@ class Route:
     parameters: Mapping[str, str] | None = None
     """Query parameters and headers, each with its description. A header's name begins with a capital letter."""
     write_problem: WriteProblem = _problem_json
+    needs: Needs | None = None
+
+    @property
+    def right(self) -> Needs:
+        """What its caller must be allowed."""
+        return self.needs or ("look" if self.method == "GET" else "submit")
 
     @property
     def words(self) -> tuple[str, ...]:

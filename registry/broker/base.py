@@ -89,7 +89,8 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     """One sealed job to publish. `idempotency_digest` is the digest of (tenant, idempotency key), empty without a key;
     `fingerprint` is the digest of its payload: two payloads under one key are a conflict. `deadline_ms` counts from
     acceptance; 0: no deadline. `webhook` is the line of the job's record that tells where to report its end, see
-    registry/webhook_target.py; empty: nowhere."""
+    registry/webhook_target.py; empty: nowhere. `account` is the id of the API key that pays for the job; empty:
+    none."""
 
     job_id: str
     priority: Priority
@@ -100,6 +101,7 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     fingerprint: str = ""
     deadline_ms: int = 0
     webhook: str = ""
+    account: str = ""
 
     def lifetime_ms(self, job_ttl_ms: int) -> int:
         """How long after its acceptance the job may start."""
@@ -544,6 +546,9 @@ class OperatorEnd(FleetEnd, Protocol):
 
     def depths(self, slot: str) -> list[Depth]:
         """The four queues of a slot, most urgent first."""
+
+    def usage(self, slot: str) -> dict[tuple[str, str], int]:
+        """How many jobs of the slot were accepted by account and month of UTC, such as `2026-11`. Each counts once."""
 
     def committed(self, slot: str) -> int:
         """How many jobs of the slot were committed so far. The difference of two readings is the throughput."""

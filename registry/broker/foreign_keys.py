@@ -35,6 +35,7 @@ from penstock.registry.queues import (
     spec_key,
     specs_key,
     stream_keys,
+    usage_key,
 )
 
 __all__ = ["call_for", "calls", "is_foreign", "parse_quarantined", "sweep"]
@@ -84,13 +85,25 @@ def call_for(types: Mapping[str, str]) -> scripts.Call:
 
 
 def _fixed_keys(slot: str) -> tuple[str, ...]:
-    own = (dead_key, spec_key, specs_key, keyrings_key, active_key, breakers_key, flow_key, paused_key, lane_key)
+    own = (
+        dead_key,
+        spec_key,
+        specs_key,
+        keyrings_key,
+        active_key,
+        breakers_key,
+        flow_key,
+        paused_key,
+        lane_key,
+        usage_key,
+    )
     return (*stream_keys(slot), *(make(slot) for make in own), shadow_key(slot), shadow_flow_key(slot))
 
 
 def _keys_of(command: Sequence[Any]) -> list[str]:
-    """The keys that a command touches, with the event streams that scripts derive from records."""
+    """The keys that a command touches, with those that scripts derive: event streams, and the usage of accounts."""
     keys = scripts.keys_of(command)
     if not scripts.script_of(command):
         return keys
-    return [*keys, *(event_stream_key(key) for key in keys if key_group(key) == _RECORD)]
+    derived = [event_stream_key(key) for key in keys if key_group(key) == _RECORD]
+    return [*keys, *derived, *(usage_key(slot_in(key)) for key in keys if key_group(key) == _FLOW)]

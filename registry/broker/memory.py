@@ -420,6 +420,11 @@ class MemoryBroker(MemoryWebhookEnd):
         with self._lock:
             return sorted({slot for slot, _ in self._state.specs})
 
+    def usage(self, slot: str) -> dict[tuple[str, str], int]:
+        """See OperatorEnd.usage."""
+        with self._lock:
+            return dict(self._state.usage[slot])
+
     def depths(self, slot: str) -> list[Depth]:
         """See OperatorEnd.depths."""
         with self._lock:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Final
 
 from penstock.registry.broker.base import (
@@ -43,6 +44,7 @@ __all__ = ["ArmedClaim", "MemoryState"]
 _DATA: Final = (
     *("slots", "records", "idempotency", "streams", "reports", "keyrings", "crashes"),
     *("specs", "activated", "paused", "lease_ms", "webhooks", "experiments", "ratings"),
+    "usage",
 )
 """The attributes of MemoryState that hold data."""
 
@@ -77,6 +79,8 @@ class MemoryState(MemoryStreams):
         """What workers have counted, by experiment_key and field."""
         self.ratings: Expiring[dict[str, bytes]] = Expiring(self.now_ms)
         """The quality that clients have reported, by ratings_key and version."""
+        self.usage: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+        """Accepted jobs by slot, account and month."""
         self.specs: dict[tuple[str, str], bytes] = {}
         """By slot and version; the empty version stands for the active one."""
         self.activated: dict[str, tuple[int, bytes]] = {}
@@ -137,6 +141,9 @@ class MemoryState(MemoryStreams):
                 limits.job_ttl_ms + OUTLIVES_MS,
             )
         flow.in_flight[job.tenant] += 1
+        if job.account:
+            month = datetime.fromtimestamp(self.now_ms() / 1000, UTC).strftime("%Y-%m")
+            self.usage[slot][job.account, month] += 1
         return Receipt("accepted", job.job_id)
 
     def claim(self, consumer: str, claim: Claim) -> list[Delivery]:

@@ -32,6 +32,7 @@ from penstock.registry.broker.base import (
     StreamEntry,
 )
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
+from penstock.registry.broker.meters import Charge, Spent, spend, spent
 from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
     REPAIRS,
@@ -153,6 +154,10 @@ class AsyncRedisStreams:
     async def actives(self, slots: Sequence[str]) -> dict[str, bytes]:
         """See WorkerEnd.actives."""
         return scripts.parse_actives(slots, await self._run(scripts.actives(slots)))
+
+    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+        """Admits or refuses requests within their limits, in order. See registry/broker/meters.py."""
+        return spent(requests, await self._run(spend(requests)))
 
     async def models(self) -> list[str]:
         """See FleetEnd.models."""

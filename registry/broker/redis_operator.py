@@ -30,6 +30,7 @@ from penstock.registry.queues import (
     ratings_key,
     record_key,
     slot_of,
+    usage_key,
     worker_key,
 )
 
@@ -52,6 +53,17 @@ class RedisOperator(RedisSpecs):
         answer = self._run(scripts.depths(slot))
         self._note_clock(answer[0], begun)
         return scripts.measured(slot, answer)
+
+    def usage(self, slot: str) -> dict[tuple[str, str], int]:
+        """See OperatorEnd.usage."""
+        words = iter(self._run(["HGETALL", usage_key(slot)]))
+        found = {}
+        for field, count in zip(words, words, strict=True):
+            account, _, month = field.decode(errors="replace").partition(":")
+            # Another program may have written to the field.
+            if count.isdigit():
+                found[account, month] = int(count)
+        return found
 
     def committed(self, slot: str) -> int:
         """See OperatorEnd.committed."""

@@ -89,14 +89,16 @@ _FILES: Final[dict[str, str]] = {
     if path.name.endswith(".lua")
 }
 _WEBHOOK: Final = _FILES.pop("webhook")
+_CALENDAR: Final = _FILES.pop("calendar")
 _BEGINNINGS: Final = {
     "commit": _WEBHOOK,
+    **dict.fromkeys(("publish", "spend"), _CALENDAR),
     **dict.fromkeys(("cancel", "dead_letter", "expire", "replay", "withdraw"), _WEBHOOK + _FILES.pop("ending")),
     **dict.fromkeys([name for name in _FILES if name.startswith("breaker_")], _FILES.pop("breaker")),
 }
 SOURCES: Final[dict[str, str]] = {name: _BEGINNINGS.get(name, "") + source for name, source in _FILES.items()}
 """Each script as Redis loads it. Scripts that end jobs begin with webhook.lua, those that end a single one with
-ending.lua, too; those of circuit breakers begin with breaker.lua."""
+ending.lua, too; those of circuit breakers begin with breaker.lua, those that count by months with calendar.lua."""
 _SHAS: Final = {
     name: hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest() for name, source in SOURCES.items()
 }
@@ -154,19 +156,20 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     prefix, cut = local_record_key(slot, ""), len(slot) + 1
     idempotency_keys: list[str] = []
     # What jobs have in common is named once for each kind of them. A job names the number of its kind.
-    numbers: dict[tuple[Priority, str, str, int], int] = {}
-    last_kind: tuple[Priority, str, str, int] | None = None
+    numbers: dict[tuple[Priority, str, str, int, str], int] = {}
+    last_kind: tuple[Priority, str, str, int, str] | None = None
     number = 0
     kinds: list[Any] = []
     idempotent: list[Any] = []
     words: list[Any] = []
     targets: list[Any] = []
     for index, job in enumerate(jobs, 1):
-        kind = job.priority, job.tenant, job.reply, job.deadline_ms
+        kind = job.priority, job.tenant, job.reply, job.deadline_ms, job.account
         if kind != last_kind:
             if kind not in numbers:
                 numbers[kind] = len(numbers) + 1
-                kinds += (int(job.priority), job.tenant, job.reply, job.lifetime_ms(limits.job_ttl_ms))
+                lifetime_ms = job.lifetime_ms(limits.job_ttl_ms)
+                kinds += (int(job.priority), job.tenant, job.reply, lifetime_ms, job.account)
             last_kind, number = kind, numbers[kind]
         words += (job.sealed, number)
         if job.idempotency_digest:

@@ -28,7 +28,7 @@ from penstock.registry.errors import ConfigurationError, RegistryUnavailable, Tr
 
 __all__ = ["REVISION", "Database"]
 
-REVISION: Final = "0005"
+REVISION: Final = "0006"
 """The schema that this code reads and writes: the head of registry/catalog/migrations."""
 
 _LOCK_WAIT_S: Final = 30
@@ -62,6 +62,11 @@ class Database:
     def __init__(self, url: str) -> None:
         self._url = _parse(url)
         self._is_ready = False
+
+    @property
+    def exists(self) -> bool:
+        """False for a database file that the first transaction will make."""
+        return not self._is_sqlite or Path(self._url.database or "").exists()
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

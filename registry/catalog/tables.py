@@ -4,7 +4,7 @@
                 the record <- open_version, open_transition, open_experiment, open_policy
 
 The heads of audit chains need no signature: each one is a MAC with the key of the audit log. Goldens are sealed by
-data keys instead.
+data keys instead, and API keys are there as digests.
 
 penstock_models has one row per model, which a change of the model locks. A unique index allows one PRODUCTION per
 model, and another one open experiment. registry/catalog/migrations makes the schema; a test compares the two.
@@ -47,6 +47,7 @@ __all__ = [
     "PolicyRecord",
     "RegisteredVersion",
     "Transition",
+    "api_keys",
     "audit_heads",
     "goldens",
     "experiments",
@@ -174,6 +175,28 @@ goldens: Final = Table(
     Column("sample", LargeBinary, nullable=False),
 )
 """See registry/catalog/goldens.py."""
+
+api_keys: Final = Table(
+    "penstock_api_keys",
+    metadata,
+    Column("id", String(12), primary_key=True),
+    Column("label", String(100), nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("tenant", String(64), nullable=False),
+    Column("models", Text, nullable=False),
+    Column("requests_per_minute", BigInteger, nullable=False),
+    Column("tokens_per_minute", BigInteger, nullable=False),
+    Column("requests_per_day", BigInteger, nullable=False),
+    Column("requests_per_month", BigInteger, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger),
+    Column("revoked_at", BigInteger),
+    Column("revision", BigInteger, nullable=False),
+    CheckConstraint("role IN ('admin', 'user', 'readonly')", name="ck_api_keys_role"),
+    Index("ix_api_keys_revision", "revision", unique=True),
+)
+"""See registry/catalog/api_keys.py."""
 
 
 @dataclass(frozen=True, slots=True)

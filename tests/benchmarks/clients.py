@@ -266,13 +266,17 @@ class RawRedis(TakesRows):
 class JsonOverHttp:
     """One kept-alive connection per job in flight, JSON lists in and out: what a model server's clients do.
 
-    The requests are made before the clock starts, so that the load generator is not what is measured.
+    The requests are made before the clock starts, so that the load generator is not what is measured. The user in the
+    URL is the API key.
     """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._address = (parts.hostname, parts.port)
-        self._head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        host = parts.netloc.rpartition("@")[2]
+        self._head = f"POST {parts.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        if parts.username:
+            self._head += f"Authorization: Bearer {parts.username}\r\n"
         self._runner = asyncio.Runner()
 
     def prepare(self, rows: Float32Array) -> list[bytes]:

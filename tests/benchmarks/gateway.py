@@ -13,6 +13,8 @@ from http import HTTPStatus
 from http.client import HTTPConnection
 from typing import Final
 
+from penstock.registry.api_keys import KeyLimits, new_api_key
+from penstock.registry.catalog.api_keys import SqlApiKeys
 from tests.benchmarks.harness import Client, Harness, Program, Sample
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
@@ -25,7 +27,9 @@ _START_TIMEOUT_S: Final = 60.0
 _PEER: Final = "FastAPI"
 _JSON: Final = "JSON"
 _BINARY: Final = "OIP binary"
+_KEYED: Final = "JSON, a key with four limits"
 _PYTHON: Final = "AsyncClient"
+_MANY: Final = 10**9
 _REQUIRED_RATIO: Final = 1.2
 _AIMED_RATIO: Final = 2.0
 _CPU_US: Final = {_JSON: (220, 120), _BINARY: (150, 80)}
@@ -38,8 +42,13 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
         server = harness.redis()
         worker = harness.worker(server, "mlp")
         url, gateway = start_gateway(harness, server)
+        registry, key = _key(harness)
+        keyed_url, keyed = start_gateway(harness, server, registry)
+        keyed_url = keyed_url.replace("://", f"://{key}@")
+        predict = "/v1/models/mlp:predict"
         contenders = {
-            _JSON: harness.client("gateway-json", f"{url}/v1/models/mlp:predict", worker=gateway, broker=None),
+            _JSON: harness.client("gateway-json", f"{url}{predict}", worker=gateway, broker=None),
+            _KEYED: harness.client("gateway-json", f"{keyed_url}{predict}", worker=keyed, broker=None),
             _BINARY: harness.client("gateway-oip", f"{url}/v2/models/mlp/infer", worker=gateway, broker=None),
             _PYTHON: harness.client("async", server.url, worker=worker, broker=server),
         }
@@ -47,13 +56,29 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
             contenders[_PEER] = _peer(harness)
         together = _turns(contenders, scale.rounds, scale.http_jobs, _CLIENTS, say)
         alone = _turns(contenders, scale.rounds, scale.alone_jobs, 1, say)
-    return [*_rates(together), *_costs(together), *_added(alone)]
+    return [*_rates(together), *_costs(together), _cost_of_key(together), *_added(alone)]
 
 
-def start_gateway(harness: Harness, server: RedisServer) -> tuple[str, Program]:
-    """(URL, process) of `penstock serve` on a server, once it answers."""
+def _key(harness: Harness) -> tuple[str, str]:
+    """(the URL of a registry, the text of its only key)."""
+    registry = f"sqlite:///{harness.folder() / 'keys.db'}"
+    made = new_api_key(
+        "benchmark",
+        now=0,
+        limits=KeyLimits(
+            requests_per_minute=_MANY, tokens_per_minute=_MANY, requests_per_day=_MANY, requests_per_month=_MANY
+        ),
+    )
+    SqlApiKeys(registry).add(made.key)
+    return registry, made.text
+
+
+def start_gateway(harness: Harness, server: RedisServer, registry: str | None = None) -> tuple[str, Program]:
+    """(URL, process) of `penstock serve` on a server, once it answers. registry: its URL, for one that asks for keys."""
     port = free_port()
     environment = {**harness.settings, "PENSTOCK_REDIS_URL": server.url, "PENSTOCK_HOME": str(harness.folder())}
+    if registry is not None:
+        environment |= {"PENSTOCK_REGISTRY_URL": registry, "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required"}
     program = harness.program("penstock", ["serve", "--port", str(port)], environment)
     wait_until(lambda: _answers(program, port, "/health/ready"), _START_TIMEOUT_S, "the gateway answers")
     return f"http://127.0.0.1:{port}", program
@@ -134,6 +159,15 @@ def _costs(taken: Mapping[str, list[Sample]]) -> list[Row]:
             )
         )
     return rows
+
+
+def _cost_of_key(taken: Mapping[str, list[Sample]]) -> Row:
+    without, with_key = (median(run.worker_us for run in taken[name]) for name in (_JSON, _KEYED))
+    return Row(
+        "what a key with four limits adds to the gateway's CPU per request",
+        f"{with_key - without:,.0f} us ({with_key:,.0f} us)",
+        figures={"added_us": with_key - without},
+    )
 
 
 def _added(alone: Mapping[str, list[Sample]]) -> list[Row]:

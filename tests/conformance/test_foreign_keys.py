@@ -189,6 +189,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "models": lambda w: w.broker.models(),
     "depths": lambda w: w.broker.depths(w.slot),
     "read audit heads": lambda w: _with_heads(w, lambda heads: heads.all()),
+    "usage": lambda w: w.broker.usage(w.slot),
     "committed": lambda w: w.broker.committed(w.slot),
     "workers": lambda w: w.broker.workers(),
     "waiting": lambda w: w.broker.waiting(w.slot, Priority.NORMAL, b"", 8, 8),
@@ -243,6 +244,7 @@ KEYS: dict[str, Callable[[World], list[str]]] = {
     "specs_key": lambda w: [queues.specs_key(w.slot)],
     "stream_key": lambda w: [queues.stream_key(w.slot, Priority.NORMAL), queues.stream_key(w.slot, Priority.LOW)],
     "task_request_key": lambda w: [queues.task_request_key(w.waiting.job_id)],
+    "usage_key": lambda w: [queues.usage_key(w.slot)],
     "webhook_key": lambda w: [queues.webhook_key(w.slot, w.webhook.id)],
     "webhook_keys": lambda w: list(queues.webhook_keys(w.slot)),
     "worker_key": lambda w: [queues.worker_key(w.worker)],
@@ -251,8 +253,11 @@ KEYS: dict[str, Callable[[World], list[str]]] = {
     "WEBHOOKS_KEY": lambda w: [queues.WEBHOOKS_KEY],
     "WORKERS_KEY": lambda w: [queues.WORKERS_KEY],
 }
-_OTHER_NAMES: Final = {"event_stream_key", "is_reply_key", "local_record_key", "overdue_key", "stream_keys"}
-"""Names in queues.py that make no further key; `overdue_key` has a test of its own below."""
+_OTHER_NAMES: Final = {
+    *("event_stream_key", "is_reply_key", "local_record_key", "meter_key", "overdue_key", "stream_keys"),
+}
+"""Names in queues.py that make no further key; `overdue_key` has a test of its own below. Meters are no part of a
+broker: tests/registry/broker/test_meters.py has them."""
 
 
 def test_every_key_has_a_type_and_a_row_here():

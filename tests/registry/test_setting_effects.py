@@ -27,13 +27,9 @@ from tests.workers.stepped import SteppedHarness, open_harness
 KEYS = [setting.key for setting in catalogue()]
 HERE = "registry/test_setting_effects.py"
 GATEWAY = "producers/gateway/test_server.py"
+LIMITS = "producers/gateway/test_limits.py"
 OPENING = "workers/cache/test_opening.py"
 
-OF_THE_GATEWAY = {
-    "safeguards.rate_limit.enabled",
-    "safeguards.rate_limit.requests_per_minute",
-}
-"""Read by the gateway. Their descriptions say so until it limits rates."""
 OF_THE_CHECKS = {"privacy.accept_shared_cache"}
 """Read by the checks at the start of a worker only: that is their whole effect."""
 PROOFS = {
@@ -127,6 +123,13 @@ PROOFS = {
     "celery.events": "flow/test_configured_worker.py::test_settings_of_the_folder_reach_the_worker",
     "celery.events_interval_ms": "flow/test_celery.py::test_events_wait_for_others_as_long_as_the_setting_says",
     "celery.remote_control": "flow/test_celery.py::test_commands_that_stop_or_change_a_worker_are_refused",
+    "safeguards.rate_limit.enabled": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
+    "safeguards.rate_limit.requests_per_minute": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
+    "safeguards.rate_limit.tenant_requests_per_minute": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
+    "safeguards.rate_limit.address_requests_per_minute": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
+    "safeguards.rate_limit.routes": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
+    "server.api_keys": "producers/gateway/test_callers.py::test_who_needs_a_key",
+    "server.address_header": f"{LIMITS}::test_an_address_has_a_limit_of_its_own",
     "safeguards.input_validation.enabled": (
         "workers/versions/test_repository.py::test_no_input_is_longer_than_the_setting_allows"
     ),
@@ -183,10 +186,8 @@ PROOFS = {
 
 
 def test_every_setting_has_a_proof():
-    """A new setting needs a test of its effect; a setting that is read by nobody yet is named with its reader."""
-    expected = PROOFS.keys() | OF_THE_GATEWAY
-    assert set(KEYS) == expected
-    assert sum(map(len, (PROOFS, OF_THE_GATEWAY))) == len(KEYS)
+    """A new setting needs a test of its effect."""
+    assert set(KEYS) == PROOFS.keys()
 
 
 @pytest.mark.parametrize("key", PROOFS)
@@ -228,17 +229,12 @@ def _reached(parts: dict[str, str], name: str) -> Iterator[str]:
 
 def test_every_setting_is_read():
     """A setting that nothing reads is a promise without effect. Comparing it or showing it is no effect."""
-    assert set(KEYS) - keys_that_are_read() == OF_THE_GATEWAY | OF_THE_CHECKS
+    assert set(KEYS) - keys_that_are_read() == OF_THE_CHECKS
 
 
 def test_settings_of_the_checks_are_read_by_the_checks():
     """Their whole effect is whether a worker starts."""
     assert keys_that_are_read(shown=True) >= OF_THE_CHECKS
-
-
-def test_settings_of_the_gateway_say_so():
-    """Who sets one of them reads that it has no effect before the gateway limits rates."""
-    assert {setting.key for setting in catalogue() if "read by the gateway" in setting.description} == OF_THE_GATEWAY
 
 
 # Effects that no other test shows

@@ -12,7 +12,7 @@ import redis
 
 from tests.servers import ROOT, RedisServer, wait_until
 
-ROLES = ("producer", "worker", "operator", "celery", "webhooks", "shadow", "flower")
+ROLES = ("producer", "gateway", "worker", "operator", "celery", "webhooks", "shadow", "flower")
 """The roles that have a password of their own; `health` has none and may PING."""
 
 

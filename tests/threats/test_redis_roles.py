@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from penstock import AsyncClient, Client
 from penstock.compose.cli import main
+from penstock.registry.api_keys import KeyLimits, new_api_key
 from penstock.registry.audit_heads import AuditHead
 from penstock.registry.broker.breakers import CANDIDATE, BreakerLimits, breaker_name, new_breaker_id
 from penstock.registry.broker.redis_audit_heads import RedisAuditHeads
@@ -28,6 +29,7 @@ from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_scripts import SOURCES
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.catalog.api_keys import SqlApiKeys
 from penstock.registry.envelope import JobHeader, Keyring, seal
 from penstock.registry.errors import Cancelled, ModelError
 from penstock.registry.queues import MODELS_KEY, Priority, dead_key, flow_key, new_job_id, stream_key
@@ -36,6 +38,7 @@ from penstock.registry.tensors import encode
 from penstock.safety.operator_key import OperatorKey
 from tests.compose.test_containers import healthcheck
 from tests.flow.test_celery import FlowerProcess, celery_of, consumes, infer, outcome, send, sender_of, started
+from tests.gateway_process import GatewayProcess
 from tests.packages import write_double, write_package, write_raiser, write_sleeper
 from tests.servers import ROOT, WorkerProcess, redis_binaries, require, wait_until
 from tests.threats.roles import ROLES, GuardedServer
@@ -115,6 +118,38 @@ def test_producer_does_all_of_its_work(stack: Stack):
         running.cancel()
         for job in waiting[:-1]:
             job.result(60)
+
+
+def test_gateway_does_all_of_its_work(stack: Stack, tmp_path: Path):
+    """Keys with limits, models and workers, a prediction, a job with its events, cancelling, usage."""
+    registry = f"sqlite:///{tmp_path / 'registry.db'}"
+    made = new_api_key("roles", now=0, limits=KeyLimits(requests_per_minute=100, requests_per_day=100))
+    SqlApiKeys(registry).add(made.key)
+    gateway = GatewayProcess(
+        stack.server,
+        tmp_path,
+        environment={
+            "PENSTOCK_REDIS_URL": stack.server.url_of("gateway"),
+            "PENSTOCK_REGISTRY_URL": registry,
+            "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ENABLED": "true",
+            "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ROUTES": "/v1/jobs=50",
+        },
+    )
+    try:
+        with gateway.start().client() as client:
+            client.headers["X-API-Key"] = made.text
+            assert client.get("/health/ready").json()["workers"] >= 1
+            assert "double" in client.get("/v1/models").text
+            predicted = client.post("/v1/models/double:predict", json={"inputs": ROW})
+            assert predicted.json()["outputs"]["y"]["data"] == TWICE
+            accepted = client.post("/v1/jobs", json={"model": "counter", "inputs": {"count": [2]}})
+            assert '"route"' in accepted.headers["ratelimit"]
+            assert "completed" in client.get(f"{accepted.headers['location']}/events").text
+            assert client.delete(accepted.headers["location"]).json()["status"] == "too_late"
+    finally:
+        gateway.stop()
+    with closing(RedisStreams.from_url(stack.server.url_of("operator"))) as operator:
+        assert sum(jobs for model in ("double", "counter") for jobs in operator.usage(model).values()) == 2
 
 
 async def _submit(url: str) -> Any:
@@ -415,6 +450,22 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("SET", "{double}:active", "1 x"),
         ("HGETALL", "penstock:model_state:wanted"),
     ),
+    # What a producer may not do, a gateway may not do either; it reads the reports of workers, and writes none.
+    "gateway": (
+        ("RENAME", "{double}:flow", "{double}:job:x"),
+        ("XREADGROUP", "GROUP", "penstock", "me", "STREAMS", "infer.{double}.high", ">"),
+        ("XCLAIM", "infer.{double}.high", "penstock", "me", 0, "1-1"),
+        ("XRANGE", "infer.{double}.high", "-", "+"),
+        ("DEL", "infer.{double}.high"),
+        ("XADD", "infer.{double}.dead", "*", "e", "x"),
+        ("LPUSH", "penstock", "x"),
+        ("GET", "celery-task-meta-x"),
+        ("CONFIG", "GET", "*"),
+        ("SET", "{double}:paused", "x"),
+        ("SET", "{double}:active", "1 x"),
+        ("HGETALL", "{double}:usage"),
+        ("HGETALL", "penstock:model_state:wanted"),
+    ),
     # It ends no other's connection, reads no client's replies, and has nothing to do with Celery's keys.
     "worker": (
         ("XGROUP", "DESTROY", "infer.{double}.high", "penstock"),
@@ -497,6 +548,13 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
     "health": (("GET", "{double}:spec"), ("INFO",), ("SET", "x", "x"), ("SELECT", 1), ("CLIENT", "ID")),
 }
 FORBIDDEN_FROM_7: dict[str, tuple[tuple[str | int, ...], ...]] = {
+    "gateway": (
+        ("SADD", "penstock:models", "x"),
+        ("SET", "{double}:spec", "x"),
+        ("XREAD", "STREAMS", "{double}:lane", "0"),
+        ("SET", "penstock:worker:guarded@test", "x"),
+        ("HGET", "{double}:webhooks:event:x", "target"),
+    ),
     "producer": (
         ("SET", "{double}:spec", "x"),
         ("XREAD", "STREAMS", "{double}:lane", "0"),
@@ -573,6 +631,7 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
 
 
 OF_PRODUCERS = {"cancel", "expire", "publish", "rate", "job_record", "job_records"}
+OF_GATEWAYS = {*OF_PRODUCERS, "spend"}
 OF_BREAKERS = {"breaker_list", "breaker_fail", "breaker_pass", "breaker_probe", "breaker_force_open", "breaker_reset"}
 OF_WORKERS = {
     *OF_BREAKERS,
@@ -624,6 +683,7 @@ def _commands(source: str) -> set[str]:
     ("role", "scripts"),
     [
         ("producer", OF_PRODUCERS),
+        ("gateway", OF_GATEWAYS),
         ("worker", OF_WORKERS),
         ("operator", OF_OPERATORS),
         ("webhooks", OF_DELIVERERS),
@@ -639,4 +699,4 @@ def test_role_may_call_what_its_scripts_call(role: str, scripts: set[str]):
 
 def test_every_script_belongs_to_a_role():
     """Each new script is given to a role, and these lists name none that is gone."""
-    assert SOURCES.keys() == OF_PRODUCERS | OF_WORKERS | OF_OPERATORS | OF_DELIVERERS | OF_SHADOW_WORKERS
+    assert SOURCES.keys() == OF_GATEWAYS | OF_WORKERS | OF_OPERATORS | OF_DELIVERERS | OF_SHADOW_WORKERS

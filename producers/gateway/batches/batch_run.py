@@ -25,6 +25,7 @@ from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gathering import ENDS, Gathered
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.errors import (
+    BadApiKey,
     Cancelled,
     InvalidInput,
     JobLost,
@@ -37,7 +38,7 @@ from penstock.registry.errors import (
 )
 from penstock.registry.tensors import Array
 
-__all__ = ["BatchRun", "Endpoint", "LineJob", "StopCode", "WriteError"]
+__all__ = ["BatchRun", "Endpoint", "LineJob", "Resume", "StopCode", "WriteError"]
 
 _CHUNK_LINES: Final = 128
 """Of one submit: enough that a line costs a small part of a round trip, few enough that requests need not wait."""
@@ -71,10 +72,14 @@ class LineJob(NamedTuple):
     outputs: tuple[str, ...]
     write: Callable[[Mapping[str, Array], str], bytes]
     tells_version: bool = True
+    tokens: int = 0
+    """Of the inputs, where they are counted."""
 
 
 Endpoint: TypeAlias = Callable[[bytes], Awaitable[LineJob]]
 """The body of a request -> its job. Raises as a request would."""
+Resume: TypeAlias = Callable[[str, str], Awaitable[None]]
+"""The id of a key and a tenant: the present task acts for that caller. Raises BadApiKey and RegistryUnavailable."""
 WriteError: TypeAlias = Callable[[Exception], tuple[int, bytes]]
 """An error -> the status and the body that a request would get."""
 
@@ -89,11 +94,11 @@ class _Pending:
 
 @dataclass(slots=True)
 class BatchRun:
-    """The run of one batch. max_outstanding: jobs at a time. tenant: of the jobs."""
+    """The run of one batch. max_outstanding: jobs at a time. resume: has the present task act for the batch's caller."""
 
     client: GatewayClient
     batch_id: str
-    tenant: str
+    resume: Callable[[], Awaitable[None]]
     url: str
     endpoint: Endpoint
     write_error: WriteError
@@ -161,12 +166,14 @@ class BatchRun:
         pause_s = _FIRST_PAUSE_S
         while not self.is_stopped:
             try:
+                await self.resume()
                 return _Pending(line, request.custom_id, await self.endpoint(bytes(request.body)))
-            except _WAITS:
-                pause_s = await _pause(pause_s)
             except PenstockError as error:
-                ended.append(self._failed(line.number, request.custom_id, "", error))
-                return None
+                # A key that was revoked does not come back.
+                if not isinstance(error, _WAITS) or isinstance(error, BadApiKey):
+                    ended.append(self._failed(line.number, request.custom_id, "", error))
+                    return None
+                pause_s = await _pause(pause_s)
         ended.append(self._unrun(line.number, request.custom_id))
         return None
 
@@ -227,7 +234,7 @@ class BatchRun:
 
     async def _submit(self, group: Sequence[_Pending], refused: dict[int, InvalidInput]) -> list[AsyncJobHandle]:
         job = group[0].job
-        options = SubmitOptions("low", None, self.tenant, job.version, job.outputs)
+        options = SubmitOptions("low", None, None, job.version, job.outputs)
         items = [(each.job.inputs, f"{self.batch_id}:{each.line.number}") for each in group]
         return await self.client.submit_items(job.model, items, options, refused, _ROOM_TIMEOUT_S)
 

@@ -89,9 +89,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredBatch(msgspec.Struct, frozen=True):
-    """A batch with what clients do not see. output, errors: the ids that its files get when it ends."""
+    """A batch with what clients do not see. output, errors: the ids that its files get when it ends. key_id: the API
+    key for which its jobs run; empty where none was asked for."""
 
     tenant: str
     output: str
     errors: str
     batch: Batch
+    key_id: str = ""

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
 
-from penstock.producers.gateway.batches.batch_run import BatchRun, Endpoint, StopCode, WriteError
+from penstock.producers.gateway.batches.batch_run import BatchRun, Endpoint, Resume, StopCode, WriteError
 from penstock.producers.gateway.batches.block_file import FileBusy, FileDamaged
 from penstock.producers.gateway.batches.file_store import FileStore, NotFound
 from penstock.producers.gateway.batches.journal import Journal
@@ -41,9 +42,11 @@ logger = logging.getLogger("penstock.server")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """find: the endpoint of a URL; None: no batch may have it. max_line_bytes: of one line."""
+    """find: the endpoint of a URL; None: no batch may have it. resume: has the present task act for the caller of a
+    batch, by the id of its key and its tenant. max_line_bytes: of one line."""
 
     find: Callable[[str], Endpoint | None]
+    resume: Resume
     write_error: WriteError
     max_outstanding: int
     max_line_bytes: int
@@ -143,7 +146,7 @@ class BatchRunner:
         run = BatchRun(
             self._client,
             stored.batch.id,
-            stored.tenant,
+            partial(self._options.resume, stored.key_id, stored.tenant),
             stored.batch.endpoint,
             endpoint,
             self._options.write_error,

@@ -3,7 +3,7 @@
 -- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs,
 --       percentage of the server's memory beyond which no job is accepted, number of kinds, number of idempotency
 --       keys,
---       then per kind: priority 0-3, tenant, reply, lifetime in ms,
+--       then per kind: priority 0-3, tenant, reply, lifetime in ms, account that pays for the job ('' for none),
 --       then per idempotency key: the number of its job, digest, fingerprint,
 --       then per job: sealed and, if there are several kinds, the number of its kind,
 --       then per job with a webhook: the number of the job, the target
@@ -12,7 +12,7 @@
 --       short of memory.
 local max_depth, tenant_max, ttl, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local kinds, idempotent = tonumber(ARGV[7]), tonumber(ARGV[8])
-local depths, in_flight, accepted = {}, {}, {}
+local depths, in_flight, accepted, used = {}, {}, {}, {}
 local refused = 0
 local LOOK_AGAIN_MS = 100
 
@@ -72,8 +72,9 @@ for kind = 1, kinds do
     client = '\n' .. tenant .. '\n' .. reply .. '\n',
     -- Not from the entry id: after a clock went back, ids stay ahead of it.
     expires = string.format('%.0f', now + lifetime),
+    account = ARGV[at + 5],
   }
-  at = at + 4
+  at = at + 5
 end
 local idempotency_of = {}
 for index = 1, idempotent do
@@ -118,6 +119,7 @@ for job = 1, count do
         end
         depths[stream] = depths[stream] + 1
         accepted[tenant] = (accepted[tenant] or 0) + 1
+        if kind.account ~= '' then used[kind.account] = (used[kind.account] or 0) + 1 end
         if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
       else
         redis.call('XDEL', stream, entry)
@@ -129,4 +131,9 @@ for job = 1, count do
   end
 end
 for tenant, jobs in pairs(accepted) do redis.call('HINCRBY', KEYS[1], 't:' .. tenant, jobs) end
+-- In this call, because it accepts each job id once: a repeated call counts nothing. The key is that of usage_key.
+for account, jobs in pairs(used) do
+  local month = period(tonumber(time[1]), 'M')
+  redis.call('HINCRBY', string.gsub(KEYS[1], ':flow$', ':usage'), account .. ':' .. month, jobs)
+end
 return out

@@ -87,20 +87,30 @@ def test_newer_schema_is_refused(new_url: str):
     """An older Penstock leaves a newer one's database alone, and says so in one line."""
     ModelRegistryClient(new_url).models()
     _execute(new_url, "UPDATE penstock_schema SET version_num = '9999'")
-    with pytest.raises(ConfigurationError, match=r"has schema '9999', which a newer Penstock made\. Expected 0005"):
+    with pytest.raises(ConfigurationError, match=r"has schema '9999', which a newer Penstock made\. Expected 0006"):
         ModelRegistryClient(new_url).models()
+
+
+LATER = (
+    "penstock_audit_heads",
+    "penstock_experiments",
+    "penstock_goldens",
+    "penstock_policies",
+    "penstock_api_keys",
+)
+"""The tables of later schemas than the first one."""
 
 
 def test_a_database_of_the_first_schema_is_upgraded(new_url: str):
     """Its models stay, and the tables that came later are added."""
     ModelRegistryClient(new_url).models()
-    for added in ("penstock_audit_heads", "penstock_experiments", "penstock_goldens", "penstock_policies"):
+    for added in LATER:
         _execute(new_url, f"DROP TABLE {added}")
     _execute(new_url, "UPDATE penstock_schema SET version_num = '0001'")
     _execute(new_url, "INSERT INTO penstock_models (name) VALUES ('mlp')")
     assert ModelRegistryClient(new_url).models() == ("mlp",)
     with create_engine(new_url, poolclass=NullPool).connect() as connection:
-        for added in ("penstock_audit_heads", "penstock_experiments", "penstock_goldens", "penstock_policies"):
+        for added in LATER:
             assert connection.dialect.has_table(connection, added)
 
 

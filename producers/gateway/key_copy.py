@@ -1,0 +1,69 @@
+"""The API keys in this process: a copy of the registry's that is never used when it is a second old.
+
+    request -> fresh -> young: the copy at once | middle-aged: the copy, and a read begins | old: after that read
+
+A read asks for the changes since the last one, however many keys there are. So a busy process reads twice a second, no
+request waits for it, and a revoked key stops within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from penstock.registry.api_keys import ApiKey
+
+__all__ = ["LONGEST_AGE_S", "KeyCopy", "ReadKeys"]
+
+ReadKeys = Callable[[int], list[ApiKey]]
+"""Reads the keys that were changed after a revision; see SqlApiKeys.since. It blocks, in a thread of its own."""
+LONGEST_AGE_S: Final = 1.0
+_READ_AFTER_S: Final = 0.5
+
+
+class KeyCopy:
+    """The keys by id. For one event loop. now: monotonic seconds; None: those of the loop."""
+
+    def __init__(self, read: ReadKeys, now: Callable[[], float] | None = None) -> None:
+        self._read = read
+        self._now = now
+        self._keys: dict[str, ApiKey] = {}
+        self._revision = 0
+        self._as_of = -LONGEST_AGE_S
+        """When the last read began that has succeeded."""
+        self._reading: asyncio.Task[None] | None = None
+
+    async def fresh(self) -> Mapping[str, ApiKey]:
+        """The keys as they were less than LONGEST_AGE_S ago. Raises RegistryUnavailable."""
+        now = self._now or asyncio.get_running_loop().time
+        asked = now()
+        if asked - self._as_of >= _READ_AFTER_S:
+            reading = self._begin(now)
+            while asked - self._as_of >= LONGEST_AGE_S:
+                # A request that is cancelled does not stop the read for the others.
+                await asyncio.shield(reading)
+                if asked - self._as_of >= LONGEST_AGE_S:
+                    # A slow read, which had begun long before this request.
+                    reading = self._begin(now)
+        return self._keys
+
+    def _begin(self, now: Callable[[], float]) -> asyncio.Task[None]:
+        """The read under way, or a new one."""
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self._update(now))
+            self._reading.add_done_callback(self._forget)
+        return self._reading
+
+    async def _update(self, now: Callable[[], float]) -> None:
+        begun = now()
+        for key in await asyncio.to_thread(self._read, self._revision):
+            self._keys[key.id] = key
+            self._revision = key.revision
+        self._as_of = begun
+
+    def _forget(self, reading: asyncio.Task[None]) -> None:
+        self._reading = None
+        if not reading.cancelled():
+            # The requests that wait for it raise the error. Without any, the next one reads again.
+            reading.exception()

@@ -1,0 +1,130 @@
+"""Rate limits and quotas: what a request costs on which meters, and one call of Redis for all requests of a turn.
+
+    Owner, route -> charges (key, tenant, address, route; minute, day, month; requests, tokens)
+    admit -- with those of other tasks --> spend.lua -> readings -> the headers RateLimit-Policy and RateLimit
+                                                   `-> RateLimited with the seconds until there is room
+
+The counts are in Redis only: several processes together admit as many requests as the limit says, and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+from penstock.registry.api_keys import KeyLimits
+from penstock.registry.broker.meters import Charge, Meter, Reading, Spent, WindowKind
+from penstock.registry.errors import RateLimited
+from penstock.registry.queues import meter_key
+from penstock.registry.settings_sections import RateLimitConfig
+
+__all__ = ["Owner", "RateLimits", "SpendAll", "headers_of"]
+
+SpendAll: TypeAlias = Callable[[Sequence[Sequence[Charge]]], Awaitable[list[Spent]]]
+_MOST_AT_ONCE: Final = 128
+_TOKENS: Final = "tokens"
+_PER: Final[dict[WindowKind, str]] = {"m": "minute", "d": "day", "M": "month"}
+_SECONDS: Final[dict[WindowKind, int]] = {"m": 60, "d": 86_400}
+
+
+class Owner(NamedTuple):
+    """Whom a request is charged to. key_id, tenant: empty without a key; then the address pays."""
+
+    key_id: str
+    tenant: str
+    limits: KeyLimits
+    address: str
+
+
+class RateLimits:
+    """The limits of one process. spend: see AsyncRedisStreams.spend. For one event loop."""
+
+    def __init__(self, config: RateLimitConfig, spend: SpendAll) -> None:
+        self._config = config
+        self._by_route = config.by_route
+        self._spend = spend
+        self._waiting: list[tuple[Sequence[Charge], asyncio.Future[Spent]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    def charges(self, owner: Owner, route: str) -> tuple[Charge, ...]:
+        """What one request costs; empty where nothing limits it."""
+        own, config = owner.limits, self._config
+        who = f"key:{owner.key_id}" if owner.key_id else f"address:{owner.address}"
+        rate = own.requests_per_minute or (config.requests_per_minute if config.enabled else 0)
+        found = [Charge(Meter("requests", meter_key(who, "minute"), "m", rate), 1)] if rate else []
+        if own.requests_per_day:
+            found.append(Charge(Meter("day", meter_key(who, "day"), "d", own.requests_per_day), 1))
+        if own.requests_per_month:
+            found.append(Charge(Meter("month", meter_key(who, "month"), "M", own.requests_per_month), 1))
+        if own.tokens_per_minute:
+            found.append(Charge(Meter(_TOKENS, meter_key(who, "tokens"), "m", own.tokens_per_minute), 0))
+        if not config.enabled:
+            return tuple(found)
+        if owner.tenant and (rate := config.tenant_requests_per_minute):
+            found.append(Charge(Meter("tenant", meter_key(owner.tenant, "tenant"), "m", rate), 1))
+        if rate := config.address_requests_per_minute:
+            found.append(Charge(Meter("address", meter_key(owner.address, "address"), "m", rate), 1))
+        if rate := self._by_route.get(route, 0):
+            found.append(Charge(Meter("route", meter_key(f"{who}:{route}", "route"), "m", rate), 1))
+        return tuple(found)
+
+    async def admit(self, charges: Sequence[Charge]) -> tuple[Reading, ...]:
+        """Charges one request. Raises RateLimited, and then nothing is charged; and BrokerUnavailable."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Spent] = loop.create_future()
+        self._waiting.append((charges, answer))
+        if self._sending is None:
+            self._sending = loop.create_task(self._send_all())
+        spent = await answer
+        if not spent.is_admitted:
+            raise _refusal(charges, spent.readings)
+        return spent.readings
+
+    async def spend(self, charges: Sequence[Charge], requests: int, tokens: int) -> tuple[Reading, ...]:
+        """Charges further requests and tokens on the meters of an admitted request; () where no meter counts them."""
+        costs = [Charge(meter, tokens if meter.name == _TOKENS else requests) for meter, _ in charges]
+        further = [charge for charge in costs if charge.cost]
+        return await self.admit(further) if further else ()
+
+    async def _send_all(self) -> None:
+        """One call is out at a time; the next one takes all that waits."""
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:_MOST_AT_ONCE], self._waiting[_MOST_AT_ONCE:]
+                await self._send(batch)
+        finally:
+            self._sending = None
+
+    async def _send(self, batch: Sequence[tuple[Sequence[Charge], asyncio.Future[Spent]]]) -> None:
+        try:
+            answers = await self._spend([charges for charges, _ in batch])
+        except Exception as error:  # every error belongs to the tasks that await an answer
+            for _, waiting in batch:
+                if not waiting.done():
+                    waiting.set_exception(error)
+            return
+        for (_, waiting), answer in zip(batch, answers, strict=True):
+            if not waiting.done():
+                waiting.set_result(answer)
+
+
+def headers_of(readings: Sequence[Reading]) -> list[tuple[bytes, bytes]]:
+    """`RateLimit-Policy` and `RateLimit` (draft-ietf-httpapi-ratelimit-headers-09); none without a limit."""
+    if not readings:
+        return []
+    policies = ", ".join(f'"{meter.name}";q={meter.limit}{_window(meter.kind)}' for meter, _, _ in readings)
+    rates = ", ".join(f'"{meter.name}";r={left};t={reset_s}' for meter, left, reset_s in readings)
+    return [(b"ratelimit-policy", policies.encode("ascii")), (b"ratelimit", rates.encode("ascii"))]
+
+
+def _window(kind: WindowKind) -> str:
+    seconds = _SECONDS.get(kind)
+    return f";w={seconds}" if seconds else ""
+
+
+def _refusal(charges: Sequence[Charge], readings: Sequence[Reading]) -> RateLimited:
+    spent = [reading for (_, cost), reading in zip(charges, readings, strict=True) if reading.left < max(cost, 1)]
+    meter, _, reset_s = max(spent, key=lambda reading: reading.reset_s)
+    limit = f"{meter.limit} per {_PER[meter.kind]} ({meter.name})"
+    return RateLimited(f"The limit of {limit} is spent. Expected a retry after {reset_s} s", reset_s, readings)

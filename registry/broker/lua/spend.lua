@@ -1,0 +1,83 @@
+-- Admit requests within their limits, in order. A request is admitted if every one of its meters has room; then all
+-- of them are charged. A refused request charges none.
+-- KEYS  one meter each; a meter may stand there several times
+-- ARGV  number of requests, then per request: number of its meters, then per meter: kind, limit, cost.
+--       The kinds are 'm' a sliding minute, 'd' a day and 'M' a month of UTC. The cost 0 asks for room for 1.
+-- Returns per request: 1 admitted or 0 refused, then per meter: what is left, seconds until there is more.
+-- A sliding minute counts by seconds: a request leaves it between 60 and 61 s after it came, so that no 60 s have more
+-- than the limit.
+local time = redis.call('TIME')
+local now = tonumber(time[1])
+local MINUTE_TTL_MS, DAY_TTL_MS, MONTH_TTL_MS = 62000, 90000000, 2764800000
+
+-- (spent, seconds until the oldest request leaves, the second to charge); deletes the seconds that have left.
+local function minute(key)
+  local seen = redis.call('HMGET', key, 'first', 'sum')
+  local first, sum, at = tonumber(seen[1] or ''), tonumber(seen[2] or '') or 0, now
+  -- A clock that went back a little stands still until it is there again.
+  if first and first > now and first - now < 120 then at = first end
+  if not first or first > at or at - first > 120 then
+    if first then redis.call('PEXPIRE', key, 0) end
+    return 0, 61, at
+  end
+  local begin = first
+  while first < at do
+    local spent = redis.call('HGET', key, first)
+    if spent and first > at - 61 then break end
+    if spent then
+      sum = sum - spent
+      redis.call('HDEL', key, first)
+    end
+    first = first + 1
+  end
+  if first ~= begin then redis.call('HSET', key, 'first', first, 'sum', sum) end
+  return sum, first + 61 - at, at
+end
+
+local function whole(key, kind)
+  local name, left = period(now, kind)
+  local seen = redis.call('HMGET', key, 'period', 'sum')
+  return seen[1] == name and tonumber(seen[2] or '') or 0, left, name
+end
+
+-- place: the second of a minute, or the name of a day or month.
+local function charge(key, kind, cost, place)
+  if kind == 'm' then
+    redis.call('HSETNX', key, 'first', place)
+    redis.call('HINCRBY', key, place, cost)
+    redis.call('HINCRBY', key, 'sum', cost)
+    redis.call('PEXPIRE', key, MINUTE_TTL_MS)
+  else
+    if redis.call('HGET', key, 'period') ~= place then redis.call('HSET', key, 'period', place, 'sum', 0) end
+    redis.call('HINCRBY', key, 'sum', cost)
+    redis.call('PEXPIRE', key, kind == 'd' and DAY_TTL_MS or MONTH_TTL_MS)
+  end
+end
+
+local out, at, meter = {}, 1, 0
+for _ = 1, tonumber(ARGV[1]) do
+  local meters = tonumber(ARGV[at + 1])
+  local answer, places = { 1 }, {}
+  for index = 1, meters do
+    local a = at + 1 + (index - 1) * 3
+    local kind, limit, cost = ARGV[a + 1], tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+    local spent, reset, place = (kind == 'm' and minute or whole)(KEYS[meter + index], kind)
+    places[index] = place
+    if spent + math.max(cost, 1) > limit then answer[1] = 0 end
+    answer[#answer + 1] = math.max(0, limit - spent)
+    answer[#answer + 1] = reset
+  end
+  if answer[1] == 1 then
+    for index = 1, meters do
+      local a = at + 1 + (index - 1) * 3
+      local cost = tonumber(ARGV[a + 3])
+      if cost > 0 then
+        charge(KEYS[meter + index], ARGV[a + 1], cost, places[index])
+        answer[index * 2] = answer[index * 2] - cost
+      end
+    end
+  end
+  out[#out + 1] = answer
+  at, meter = at + 1 + meters * 3, meter + meters
+end
+return out

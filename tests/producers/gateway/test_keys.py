@@ -1,0 +1,367 @@
+"""API keys at the gateway: how they are sent, what they allow, whose jobs they see, and what is counted for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from penstock.registry.api_keys import KeyLimits, ShownKey, new_api_key
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.catalog.api_keys import SqlApiKeys
+from penstock.registry.queues import meter_key
+from tests.gateway_process import GatewayProcess
+from tests.producers.gateway.conftest import GatewayStack, StartGateway
+from tests.producers.gateway.test_jobs import ROW, TWICE, job
+from tests.servers import wait_until
+
+TENSOR = {"name": "x", "shape": [1, 4], "datatype": "FP32"}
+
+
+class Keyed(NamedTuple):
+    """A gateway that asks for keys, and its registry."""
+
+    gateway: GatewayProcess
+    registry_url: str
+
+    @property
+    def registry(self) -> SqlApiKeys:
+        """Its keys."""
+        return SqlApiKeys(self.registry_url)
+
+    def key(self, label: str, **facts: Any) -> ShownKey:
+        """A new key, which the gateway knows."""
+        made = new_api_key(label, now=int(time.time()), **facts)
+        self.registry.add(made.key)
+        with self.client(made) as client:
+            wait_until(lambda: client.get("/v1/models").status_code != 401, 20, "the gateway knows the key")
+        return made
+
+    def client(self, made: ShownKey) -> httpx.Client:
+        """A client that sends the key."""
+        client = self.gateway.client()
+        client.headers["Authorization"] = f"Bearer {made.text}"
+        return client
+
+
+@pytest.fixture(scope="module")
+def keyed(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    """A gateway of its own on the shared server."""
+    folder = tmp_path_factory.mktemp("keyed")
+    url = f"sqlite:///{folder / 'registry.db'}"
+    environment = {
+        "PENSTOCK_REGISTRY_URL": url,
+        "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required",
+        "PENSTOCK_INFERENCE_UVICORN_ACCESS_LOG": "true",
+    }
+    gateway = GatewayProcess(stack.server, folder, environment=environment)
+    try:
+        yield Keyed(gateway.start(), url)
+    finally:
+        gateway.stop()
+
+
+@pytest.fixture(scope="module")
+def acme(keyed: Keyed) -> Iterator[httpx.Client]:
+    """A user of the tenant acme."""
+    with keyed.client(keyed.key("acme", tenant="acme")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def globex(keyed: Keyed) -> Iterator[httpx.Client]:
+    """An administrator of another tenant: the role opens no other tenant's jobs."""
+    with keyed.client(keyed.key("globex", tenant="globex", role="admin")) as client:
+        yield client
+
+
+# Who calls
+
+
+@pytest.mark.parametrize("way", ["bearer", "header", "query"])
+def test_a_key_is_sent_in_three_ways(keyed: Keyed, way: str):
+    """ES-046: Authorization, X-API-Key, and the parameter api_key, which no log has."""
+    text = keyed.key(way).text
+    sent: dict[str, Any] = {
+        "bearer": {"headers": {"Authorization": f"bearer {text}"}},
+        "header": {"headers": {"X-API-Key": text}},
+        "query": {"params": {"loaded": "true", "api_key": text}},
+    }[way]
+    with keyed.gateway.client() as client:
+        found = client.get("/v1/models", **sent)
+    assert found.status_code == 200, found.text
+    assert text not in keyed.gateway.output.read_text()
+    if way == "query":
+        wait_until(lambda: "/v1/models?loaded=true" in keyed.gateway.output.read_text(), 20, "the log has the request")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Basic eDp5"},
+        {"X-API-Key": "pk_000000000000_" + "x" * 43},
+        {"X-API-Key": "pk_"},
+        {"X-API-Key": "\u00fc".encode("latin-1")},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/embeddings", "/v2", "/metrics"])
+def test_without_a_valid_key_every_route_is_401(keyed: Keyed, headers: dict[str, Any], path: str):
+    """With the challenge, in the shape of the route's protocol, and before the body is read."""
+    with keyed.gateway.client() as client:
+        if path == "/v1/embeddings":
+            found = client.post(path, headers=headers, content=b"{")
+            assert found.json()["error"]["type"] == "authentication_error"
+        else:
+            found = client.get(path, headers=headers)
+            assert "Expected `Authorization: Bearer KEY`" in found.text
+    assert found.status_code == 401
+    assert found.headers["www-authenticate"] == 'Bearer realm="penstock"'
+
+
+def test_monitors_and_readers_of_the_document_need_no_key(keyed: Keyed):
+    """Probes, and what a person needs to find the header."""
+    with keyed.gateway.client() as client:
+        for path in ("/health/live", "/health/ready", "/healthz", "/v2/health/ready", "/docs", "/openapi.json"):
+            assert client.get(path).status_code == 200, path
+
+
+def test_a_wrong_secret_of_a_known_key_is_401(keyed: Keyed):
+    """The id alone opens nothing."""
+    made = keyed.key("half")
+    with keyed.gateway.client() as client:
+        found = client.get("/v1/models", headers={"X-API-Key": f"pk_{made.key.id}_{'x' * 43}"})
+    assert found.status_code == 401
+
+
+def test_roles_allow_what_their_names_say(keyed: Keyed):
+    """readonly looks, user also submits and cancels, admin also sees the figures."""
+    expected = {"readonly": (200, 403, 403, 403), "user": (200, 202, 200, 403), "admin": (200, 202, 200, 200)}
+    with keyed.client(keyed.key("owner")) as owner:
+        job_id = owner.post("/v1/jobs", json=job()).json()["id"]
+        owner.get(f"/v1/jobs/{job_id}?wait=60")
+    for role, statuses in expected.items():
+        with keyed.client(keyed.key(role, role=role)) as client:
+            found = (
+                client.get(f"/v1/jobs/{job_id}"),
+                client.post("/v1/jobs", json=job()),
+                client.delete(f"/v1/jobs/{job_id}"),
+                client.get("/metrics"),
+            )
+        assert tuple(each.status_code for each in found) == statuses, role
+        refused = [each for each in found if each.status_code == 403]
+        assert all(f"the role {role}" in each.json()["detail"] for each in refused)
+
+
+def test_a_key_of_some_models_sees_no_others(keyed: Keyed):
+    """Neither in the list nor by its name, nor through a job; an unknown model is refused in the same words."""
+    with keyed.client(keyed.key("narrow", models=("double",))) as client, keyed.client(keyed.key("wide")) as wide:
+        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["double"]
+        assert client.post("/v1/models/double:predict", json={"inputs": {"x": [ROW]}}).status_code == 200
+        for model in ("napper", "nothing"):
+            for found in (
+                client.get(f"/v1/models/{model}"),
+                client.post("/v1/jobs", json=job(model)),
+                client.post("/v1/jobs:batch", json={"model": model, "inputs": [{"x": [ROW]}]}),
+                client.post(f"/v2/models/{model}/infer", json={"inputs": [{**TENSOR, "data": [ROW]}]}),
+            ):
+                assert found.status_code == 403, found.text
+        others = wide.post("/v1/jobs", json=job("napper")).json()["id"]
+        assert client.get(f"/v1/jobs/{others}").status_code == 404
+
+
+def test_a_revoked_key_is_refused(keyed: Keyed):
+    """The running gateway notices; how soon: test_key_copy.py."""
+    made = keyed.key("short-lived")
+    with keyed.client(made) as client:
+        assert client.get("/v1/models").status_code == 200
+        keyed.registry.revoke(made.key.id, int(time.time()))
+        wait_until(lambda: client.get("/v1/models").status_code == 401, 20, "the key is refused")
+        assert "unknown, revoked or expired" in client.get("/v1/models").json()["detail"]
+
+
+def test_a_rotated_key_has_a_new_secret(keyed: Keyed):
+    """The old text stops, the new one has the same id."""
+    made = keyed.key("rotated")
+    again = keyed.registry.replace_secret(made.key.id, time.time())
+    with keyed.client(made) as old, keyed.client(again) as new:
+        wait_until(lambda: new.get("/v1/models").status_code == 200, 20, "the new secret works")
+        assert old.get("/v1/models").status_code == 401
+    assert again.key.id == made.key.id
+
+
+def test_a_gateway_asks_for_keys_once_there_is_one(start_gateway: StartGateway, tmp_path: Path):
+    """On the loopback, `penstock serve` needs no key and makes no database; from the first key on it asks."""
+    url = f"sqlite:///{tmp_path / 'later.db'}"
+    gateway, registry = start_gateway(PENSTOCK_REGISTRY_URL=url), SqlApiKeys(url)
+    with gateway.client() as client:
+        assert client.post("/v1/models/double:predict", json={"inputs": {"x": [ROW]}}).status_code == 200
+        assert not (tmp_path / "later.db").exists()
+        first, second = (new_api_key(label, now=0) for label in ("first", "second"))
+        registry.add(first.key)
+        wait_until(lambda: client.get("/v1/models").status_code == 401, 20, "the gateway asks for a key")
+        # Without any valid key it does not open again. The second key shows that it has read the change before.
+        registry.revoke(first.key.id, 1)
+        registry.add(second.key)
+        headers = {"X-API-Key": second.text}
+        wait_until(lambda: client.get("/v1/models", headers=headers).status_code == 200, 20, "the second key works")
+        registry.revoke(second.key.id, 1)
+        wait_until(lambda: client.get("/v1/models", headers=headers).status_code == 401, 20, "both keys are revoked")
+        assert client.get("/v1/models").status_code == 401
+
+
+# Whose jobs
+
+
+def _calls(document: dict[str, Any], job_id: str) -> Iterator[tuple[str, str]]:
+    """(method, path) of every route of the application, with the words filled in."""
+    for path, operations in document["paths"].items():
+        for method in operations:
+            words = {"{id}": job_id, "{name}": "double", "{version}": "1"}
+            for word, value in words.items():
+                path = path.replace(word, value)
+            assert "{" not in path, f"Expected a value for every word of {path}"
+            yield method.upper(), path
+
+
+def test_no_route_crosses_to_another_tenant(stack: GatewayStack, acme: httpx.Client, globex: httpx.Client):
+    """0 crossings: each route that names a job answers 404, and no answer of any other route has a job of the other."""
+    ended = acme.post("/v1/jobs", json=job()).json()["id"]
+    acme.get(f"/v1/jobs/{ended}?wait=60")
+    held = [acme.post("/v1/jobs", json=job("napper", [n, 1, 0, 0])).json()["id"] for n in range(3)]
+    document = globex.get("/openapi.json").json()
+    seen = 0
+    for job_id in (ended, held[-1]):
+        for method, path in _calls(document, job_id):
+            found = globex.request(method, path, json={} if method == "POST" else None)
+            if job_id in path:
+                seen += 1
+                assert found.status_code == 404, f"{method} {path}: {found.status_code} {found.text}"
+                assert "Penstock-Job-Id" not in found.headers
+            else:
+                assert not [each for each in (ended, *held) if each in found.text or each in str(found.headers)], path
+    assert seen >= 6
+    for job_id in (ended, *held):
+        assert acme.get(f"/v1/jobs/{job_id}?wait=60").json()["status"] == "completed"
+
+
+def test_tenants_share_no_idempotency_keys(acme: httpx.Client, globex: httpx.Client):
+    """The same key and inputs are one job for one tenant, and another job for another one."""
+    headers = {"Idempotency-Key": '"tenants"'}
+    first, again, other = (
+        client.post("/v1/jobs", json=job(), headers=headers).json()["id"] for client in (acme, acme, globex)
+    )
+    assert first == again != other
+    assert globex.get(f"/v1/jobs/{other}?wait=60").json()["outputs"]["y"]["data"] == [TWICE]
+
+
+def test_a_job_belongs_to_the_tenant_of_its_key(keyed: Keyed):
+    """Another key of the tenant sees it, in every route that shows a job."""
+    with keyed.client(keyed.key("a", tenant="shared")) as one, keyed.client(keyed.key("b", tenant="shared")) as two:
+        job_id = one.post("/v1/jobs", json=job()).json()["id"]
+        assert two.get(f"/v1/jobs/{job_id}?wait=60").json()["outputs"]["y"]["data"] == [TWICE]
+        assert "completed" in two.get(f"/v1/jobs/{job_id}/events").text
+
+
+# What is counted
+
+
+def test_usage_counts_each_job_once(stack: GatewayStack, keyed: Keyed):
+    """One job, a repeated request for it, and three of a batch: four jobs; refused requests and looks cost nothing."""
+    made = keyed.key("counted", tenant="counted")
+    with keyed.client(made) as client:
+        headers = {"Idempotency-Key": '"once"'}
+        assert {client.post("/v1/jobs", json=job(), headers=headers).status_code for _ in range(3)} == {202}
+        assert client.post("/v1/jobs:batch", json={"model": "double", "inputs": [{"x": [ROW]}] * 3}).status_code == 202
+        assert client.post("/v1/jobs", json=job(row=[1.0])).status_code == 422
+        client.get("/v1/models")
+    with closing(RedisStreams.from_url(stack.server.url)) as broker:
+        used = {account: jobs for (account, _), jobs in broker.usage("double").items()}
+    assert used[made.key.id] == 4
+
+
+@pytest.mark.parametrize("limit", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_minute_is_exact_over_two_gateways(
+    stack: GatewayStack, keyed: Keyed, start_gateway: StartGateway, limit: int
+):
+    """CX-018: of three times the limit as many are admitted as the limit says; the others are 429 with Retry-After."""
+    made = keyed.key("limited", limits=KeyLimits(requests_per_minute=limit))
+    second = start_gateway(
+        PENSTOCK_REGISTRY_URL=keyed.registry_url,
+        PENSTOCK_INFERENCE_SERVER_API_KEYS="required",
+    )
+    with closing(stack.server.client()) as redis:
+        redis.delete(meter_key(f"key:{made.key.id}", "minute"))
+    answers = asyncio.run(_overload([keyed.gateway.url, second.url], made.text, 3 * limit))
+    admitted = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert (len(admitted), len(refused)) == (limit, 2 * limit)
+    assert {answer.headers["ratelimit-policy"] for answer in answers} == {f'"requests";q={limit};w=60'}
+    assert sorted(_left(answer) for answer in admitted) == [*range(limit)]
+    assert {_left(answer) for answer in refused} == {0}
+    assert all(1 <= int(answer.headers["retry-after"]) <= 61 for answer in refused)
+    assert f"{limit} per minute (requests)" in refused[0].text
+
+
+async def _overload(urls: list[str], key: str, count: int) -> list[httpx.Response]:
+    """So many requests over all gateways, 32 at a time."""
+    places = asyncio.Semaphore(32)
+    async with httpx.AsyncClient(headers={"X-API-Key": key}, timeout=60) as client:
+
+        async def ask(number: int) -> httpx.Response:
+            async with places:
+                return await client.get(f"{urls[number % len(urls)]}/v2")
+
+        return await asyncio.gather(*(ask(number) for number in range(count)))
+
+
+def _left(answer: httpx.Response) -> int:
+    """What the header says is left."""
+    return int(answer.headers["ratelimit"].partition("r=")[2].partition(";")[0])
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [
+        (KeyLimits(requests_per_day=2), "day"),
+        (KeyLimits(requests_per_month=2), "month"),
+    ],
+)
+def test_a_quota_ends(keyed: Keyed, limits: KeyLimits, name: str):
+    """A further request is refused until the day or the month of UTC ends. `key` has used the first one."""
+    with keyed.client(keyed.key(name, limits=limits)) as client:
+        assert client.get("/v1/models").status_code == 200
+        refused = client.post("/v1/embeddings", json={})
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert int(refused.headers["retry-after"]) <= 31 * 86_400
+
+
+def test_a_batch_costs_as_many_requests_as_it_has_jobs(keyed: Keyed):
+    """Many jobs in one request are no way around a limit; a refused batch submits nothing."""
+    with keyed.client(keyed.key("batch", limits=KeyLimits(requests_per_minute=6))) as client:
+        batch = {"model": "double", "inputs": [{"x": [ROW]}] * 4}
+        accepted = client.post("/v1/jobs:batch", json=batch)
+        assert accepted.status_code == 202
+        # `key` has used one.
+        assert _left(accepted) == 1
+        assert client.post("/v1/jobs:batch", json={**batch, "inputs": batch["inputs"][:2]}).status_code == 429
+
+
+def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
+    """Lists of tokens cost as many as they have; a request that exceeds what is left submits nothing."""
+    with keyed.client(keyed.key("tokens", limits=KeyLimits(tokens_per_minute=10))) as client:
+        request = {"model": "double", "input": [[1, 2, 3, 4], [5, 6, 7, 8]]}
+        accepted = client.post("/v1/embeddings", json=request)
+        assert accepted.status_code == 200, accepted.text
+        assert accepted.headers["ratelimit"].startswith('"tokens";r=2;')
+        refused = client.post("/v1/embeddings", json=request)
+    assert refused.status_code == 429
+    assert "10 per minute (tokens)" in refused.json()["error"]["message"]

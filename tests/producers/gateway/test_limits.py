@@ -1,0 +1,207 @@
+"""Limits of keys, tenants, addresses, routes: which meters a request has, what its headers say; one call for many."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from penstock.producers.gateway.limits import Owner, RateLimits, headers_of
+from penstock.registry.api_keys import KeyLimits
+from penstock.registry.broker.meters import Charge, Meter, Reading, Spent
+from penstock.registry.errors import BrokerUnavailable, RateLimited
+from penstock.registry.settings_sections import RateLimitConfig
+from tests.producers.gateway.conftest import StartGateway
+
+OF_KEY = KeyLimits(requests_per_minute=5, tokens_per_minute=50, requests_per_day=70, requests_per_month=90)
+EVERY = RateLimitConfig(
+    enabled=True,
+    requests_per_minute=11,
+    tenant_requests_per_minute=12,
+    address_requests_per_minute=13,
+    routes=("/v1/jobs=14", "/predict=15"),
+)
+
+
+async def _unused(requests: Any) -> Any:
+    raise AssertionError("no call is made")
+
+
+def _limits(config: RateLimitConfig, owner: Owner, route: str) -> dict[str, tuple[int, int]]:
+    """By meter: (limit, cost of a request)."""
+    charges = RateLimits(config, _unused).charges(owner, route)
+    assert len({charge.meter.key for charge in charges}) == len(charges)
+    return {meter.name: (meter.limit, cost) for meter, cost in charges}
+
+
+@pytest.mark.parametrize(
+    ("config", "owner", "route", "expected"),
+    [
+        (RateLimitConfig(), Owner("", "", KeyLimits(), "10.0.0.1"), "/v1/jobs", {}),
+        (RateLimitConfig(), Owner("k", "acme", KeyLimits(), "10.0.0.1"), "/v1/jobs", {}),
+        (
+            RateLimitConfig(),
+            Owner("k", "acme", OF_KEY, "10.0.0.1"),
+            "/v1/jobs",
+            {"requests": (5, 1), "day": (70, 1), "month": (90, 1), "tokens": (50, 0)},
+        ),
+        (
+            EVERY,
+            Owner("k", "acme", KeyLimits(), "10.0.0.1"),
+            "/predict",
+            {"requests": (11, 1), "tenant": (12, 1), "address": (13, 1), "route": (15, 1)},
+        ),
+        (
+            EVERY,
+            Owner("", "", KeyLimits(), "10.0.0.1"),
+            "/v1/models",
+            {"requests": (11, 1), "address": (13, 1)},
+        ),
+        (EVERY, Owner("k", "acme", OF_KEY, "a"), "/v1/jobs", {"requests": (5, 1), "tenant": (12, 1)}),
+    ],
+)
+def test_limits_are_those_of_the_key_or_settings(
+    config: RateLimitConfig, owner: Owner, route: str, expected: dict[str, tuple[int, int]]
+):
+    """enabled, requests_per_minute, tenant_requests_per_minute, address_requests_per_minute, routes; none is read while
+    the limits are off, but those of the key."""
+    found = _limits(config, owner, route)
+    assert {name: found[name] for name in expected} == expected
+    assert len(found) == len(expected) or owner.limits == OF_KEY
+
+
+def test_callers_have_meters_of_their_own():
+    """Two keys of one tenant share its meter only; without keys, two addresses share none."""
+    limits = RateLimits(EVERY, _unused)
+
+    def keys(owner: Owner) -> set[str]:
+        return {meter.key for meter, _ in limits.charges(owner, "/v1/jobs")}
+
+    one, two = (keys(Owner(name, "acme", KeyLimits(), f"10.0.0.{name}")) for name in "12")
+    assert [key for key in one & two if not key.endswith(":acme")] == []
+    assert len(one & two) == 1
+    assert not keys(Owner("", "", KeyLimits(), "a")) & keys(Owner("", "", KeyLimits(), "b"))
+
+
+class Server:
+    """Answers calls when it is told to, and notes how many requests each had."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.open = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+        """See AsyncRedisStreams.spend."""
+        self.calls.append(len(requests))
+        await self.open.wait()
+        if self.error is not None:
+            raise self.error
+        return [Spent(charges[0].cost < 5, tuple(Reading(meter, 3, 7) for meter, _ in charges)) for charges in requests]
+
+
+CHARGE = Charge(Meter("requests", "k", "m", 10), 1)
+
+
+def test_requests_of_one_turn_share_a_call():
+    """While a call is out, those that come travel in the next one; each gets its own answer."""
+
+    async def scenario() -> list[int]:
+        server = Server()
+        limits = RateLimits(RateLimitConfig(), server.spend)
+        first = [asyncio.create_task(limits.admit([CHARGE])) for _ in range(10)]
+        while not server.calls:
+            await asyncio.sleep(0)
+        later = [asyncio.create_task(limits.admit([CHARGE._replace(cost=4 + n % 2)])) for n in range(20)]
+        await asyncio.sleep(0)
+        first[0].cancel()
+        server.open.set()
+        found = await asyncio.gather(*first, *later, return_exceptions=True)
+        assert [type(each).__name__ for each in found] == [
+            "CancelledError",
+            *["tuple"] * 9,
+            *["tuple", "RateLimited"] * 10,
+        ]
+        await limits.admit([CHARGE])
+        return server.calls
+
+    assert asyncio.run(scenario()) == [10, 20, 1]
+
+
+def test_a_broker_that_is_away_admits_nothing():
+    """The error reaches every request of the call, and the next one asks again."""
+
+    async def scenario() -> int:
+        server = Server()
+        server.open.set()
+        server.error = BrokerUnavailable("away")
+        limits = RateLimits(RateLimitConfig(), server.spend)
+        found = await asyncio.gather(*(limits.admit([CHARGE]) for _ in range(3)), return_exceptions=True)
+        assert [type(each) for each in found] == [BrokerUnavailable] * 3
+        server.error = None
+        assert (await limits.admit([CHARGE]))[0].left == 3
+        return len(server.calls)
+
+    assert asyncio.run(scenario()) == 2
+
+
+def test_further_costs_go_to_the_meters_that_count_them():
+    """Jobs of a batch on the meters of requests, tokens on the meter of tokens; nothing is asked for nothing."""
+    charges = RateLimits(RateLimitConfig(), _unused).charges(Owner("k", "acme", OF_KEY, "a"), "/v1/jobs")
+
+    async def scenario(**spent: int) -> list[tuple[str, int]]:
+        seen: list[tuple[str, int]] = []
+
+        async def spend(requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+            seen.extend((meter.name, cost) for meter, cost in requests[0])
+            return [Spent(True, ())]
+
+        await RateLimits(RateLimitConfig(), spend).spend(charges, spent.get("requests", 0), spent.get("tokens", 0))
+        return seen
+
+    assert asyncio.run(scenario(tokens=9)) == [("tokens", 9)]
+    assert asyncio.run(scenario(requests=3)) == [("requests", 3), ("day", 3), ("month", 3)]
+    assert asyncio.run(scenario()) == []
+
+
+def test_the_refusal_names_the_limit_that_lasts_longest():
+    """Of two spent limits, waiting for the shorter one would be refused again."""
+    charges = [Charge(Meter("requests", "k", "m", 10), 1), Charge(Meter("day", "d", "d", 99), 1)]
+
+    async def spend(requests: object) -> list[Spent]:
+        return [Spent(False, (Reading(charges[0].meter, 0, 30), Reading(charges[1].meter, 0, 4000)))]
+
+    with pytest.raises(
+        RateLimited, match=r"The limit of 99 per day \(day\) is spent\. Expected a retry after 4000 s"
+    ) as e:
+        asyncio.run(RateLimits(RateLimitConfig(), spend).admit(charges))
+    assert e.value.retry_after_s == 4000
+
+
+def test_headers_are_those_of_the_draft():
+    """Items of structured fields: the name, and its quota, window, rest and reset."""
+    readings = [Reading(Meter("requests", "k", "m", 600), 599, 61), Reading(Meter("month", "k", "M", 9), 4, 99)]
+    assert headers_of(readings) == [
+        (b"ratelimit-policy", b'"requests";q=600;w=60, "month";q=9'),
+        (b"ratelimit", b'"requests";r=599;t=61, "month";r=4;t=99'),
+    ]
+    assert headers_of(()) == []
+
+
+def test_an_address_has_a_limit_of_its_own(start_gateway: StartGateway):
+    """CX-042: behind a proxy, the address is the last one in PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER."""
+    name = uuid.uuid4().hex
+    gateway = start_gateway(
+        PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER="X-Real-IP",
+        PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ENABLED="true",
+        PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_REQUESTS_PER_MINUTE="3",
+    )
+    with gateway.client() as client:
+        one, two = (
+            [client.get("/v1/models", headers={"X-Real-IP": f"{forged}, {name}{n}"}).status_code for forged in "abcd"]
+            for n in range(2)
+        )
+    assert one == two == [200, 200, 200, 429]
