@@ -330,6 +330,18 @@ class ServerConfig(Section):
         default=30.0, gt=0, description="Time in which a client sends a head or a body, takes an answer, or stays idle"
     )
     stop_grace_s: float = Field(default=30.0, gt=0, description="Time that requests have to end when the gateway stops")
+    websocket_idle_s: float = Field(
+        default=60.0, gt=0, description="Longest time without a message and without an open request on a WebSocket"
+    )
+    websocket_requests: int = Field(
+        default=64, ge=1, description="Open requests of one WebSocket; further ones are refused with an error message"
+    )
+    websocket_messages_per_s: int = Field(
+        default=1000, ge=1, description="Messages of one WebSocket in a second; a faster one is closed with 1008"
+    )
+    websocket_origins: tuple[str, ...] = Field(
+        default=(), description="Origins beside the gateway's own whose pages may open a WebSocket, or *"
+    )
 
 
 class RateLimitConfig(Section):

@@ -2,6 +2,7 @@
 
 request -> Exchange -> Routes.find -> handler -> answer
                            `-> any error -> problems.py -> the error's shape of that route
+WebSocket -> websocket.py
 startup -> GatewayClient; SIGTERM -> streams end with a retry hint, waiting requests are answered; shutdown -> closed
 """
 
@@ -29,6 +30,7 @@ from penstock.producers.gateway.predict import PredictRoutes
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
 from penstock.producers.gateway.routing import Route, Routes
 from penstock.producers.gateway.waiting import Jobs
+from penstock.producers.gateway.websocket import WebSockets
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
 
@@ -59,9 +61,10 @@ class Gateway:
             await self._serve(scope, receive, send)
         elif kind == "lifespan":
             await self._live(receive, send)
-        else:
-            # Before it is accepted: the server answers 403.
-            await send({"type": "websocket.close", "code": 1000, "reason": "no WebSocket here"})
+        elif kind == "websocket":
+            parts = self._parts or self._open()
+            await parts.websockets.serve(scope, receive, send)
+            parts.show_open()
 
     async def aclose(self) -> None:
         """Ends open streams and disconnects. A later request connects again."""
@@ -90,7 +93,7 @@ class Gateway:
         except Exception as error:  # the last place where an error can become an answer
             await _answer(error, route, exchange)
         parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
-        parts.figures.set_open(parts.jobs.waiting, parts.streams.count)
+        parts.show_open()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -119,6 +122,7 @@ class _Parts:
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.figures = GatewayFigures()
+        self.websockets = WebSockets(self.jobs, self.limits, server, self.figures)
         health = HealthRoutes(self.client, self.figures)
         groups = (
             JobRoutes(self.jobs, self.streams),
@@ -131,9 +135,14 @@ class _Parts:
         routes = [route for group in groups for route in group.routes]
         self.routes = Routes([*routes, *DocumentRoutes(routes).routes])
 
+    def show_open(self) -> None:
+        """Brings the figures of open requests up to date."""
+        self.figures.set_open(self.jobs.waiting, self.streams.count + self.websockets.count)
+
     def stop(self) -> None:
         """The process ends: open streams end now, waiting requests with their jobs."""
         self.streams.stop()
+        self.websockets.stop()
 
     async def aclose(self) -> None:
         """Waits for jobs that are being cancelled, and disconnects."""

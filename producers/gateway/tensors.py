@@ -33,6 +33,8 @@ __all__ = [
     "decode_json",
     "decoded",
     "fields_of",
+    "json_document",
+    "msgpack_document",
     "read_document",
     "read_inputs",
     "split_binary",
@@ -77,18 +79,28 @@ def read_document(exchange: Exchange, body: bytes) -> Document:
     """The document of a body by its content type. Raises InvalidInput, and RequestRefused for another type."""
     kind = exchange.media_type.encode()
     if kind == JSON or not kind:
-        return Document(_fields(_opened(body)), memoryview(b""), JSON)
+        return json_document(body)
     if kind == MSGPACK:
-        try:
-            return Document(_fields(msgspec.msgpack.decode(body)), memoryview(b""), MSGPACK)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise _broken("MessagePack", error) from None
+        return msgpack_document(body)
     if kind == BINARY:
         head, tail = split_binary(exchange, body)
         return Document(_fields(decode_json(head)), tail, BINARY)
     raise RequestRefused(
         415, "An unknown content type. Expected application/json, application/msgpack or application/octet-stream"
     )
+
+
+def json_document(body: bytes) -> Document:
+    """A document in JSON. Raises InvalidInput."""
+    return Document(_fields(_opened(body)), memoryview(b""), JSON)
+
+
+def msgpack_document(body: bytes) -> Document:
+    """A document in MessagePack. Raises InvalidInput."""
+    try:
+        return Document(_fields(msgspec.msgpack.decode(body)), memoryview(b""), MSGPACK)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _broken("MessagePack", error) from None
 
 
 def fields_of(document: Document, kind: type[Fields]) -> Fields:

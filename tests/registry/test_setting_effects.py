@@ -27,6 +27,7 @@ from tests.workers.stepped import SteppedHarness, open_harness
 KEYS = [setting.key for setting in catalogue()]
 HERE = "registry/test_setting_effects.py"
 GATEWAY = "producers/gateway/test_server.py"
+WEBSOCKET = "producers/gateway/test_websocket.py"
 OPENING = "workers/cache/test_opening.py"
 
 OF_THE_GATEWAY = {
@@ -139,6 +140,10 @@ PROOFS = {
     "server.max_waiting": f"{GATEWAY}::test_more_requests_than_may_wait_are_503",
     "server.client_timeout_s": f"{GATEWAY}::test_slow_and_silent_clients_are_disconnected",
     "server.stop_grace_s": f"{GATEWAY}::test_requests_beyond_the_grace_are_cut_off",
+    "server.websocket_idle_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.websocket_requests": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.websocket_messages_per_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.websocket_origins": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "uvicorn_access_log": f"{GATEWAY}::test_access_lines_are_written_where_the_setting_says",
     "webhooks.allow": "compose/test_webhooks.py::test_stack_delivers_with_the_secret_of_its_home",
     "webhooks.connect_timeout_s": (
