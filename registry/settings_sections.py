@@ -330,6 +330,9 @@ class ServerConfig(Section):
         default=30.0, gt=0, description="Time in which a client sends a head or a body, takes an answer, or stays idle"
     )
     stop_grace_s: float = Field(default=30.0, gt=0, description="Time that requests have to end when the gateway stops")
+    model_control: bool = Field(
+        default=False, description="Let clients of the gateway load and unload versions, where operators do not sign"
+    )
     websocket_idle_s: float = Field(
         default=60.0, gt=0, description="Longest time without a message and without an open request on a WebSocket"
     )

@@ -22,6 +22,7 @@ from penstock.producers.gateway.figures import GatewayFigures
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.health import HealthRoutes
 from penstock.producers.gateway.jobs import JobRoutes
+from penstock.producers.gateway.model_control import ModelControlRoutes
 from penstock.producers.gateway.models import ModelRoutes
 from penstock.producers.gateway.oip import OipRoutes
 from penstock.producers.gateway.openai import OpenAiRoutes
@@ -128,6 +129,7 @@ class _Parts:
             JobRoutes(self.jobs, self.streams),
             PredictRoutes(self.jobs),
             ModelRoutes(self.client),
+            ModelControlRoutes(self.client, settings),
             OpenAiRoutes(self.jobs),
             OipRoutes(self.jobs, health),
             health,

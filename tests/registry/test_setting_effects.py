@@ -140,6 +140,7 @@ PROOFS = {
     "server.max_waiting": f"{GATEWAY}::test_more_requests_than_may_wait_are_503",
     "server.client_timeout_s": f"{GATEWAY}::test_slow_and_silent_clients_are_disconnected",
     "server.stop_grace_s": f"{GATEWAY}::test_requests_beyond_the_grace_are_cut_off",
+    "server.model_control": "producers/gateway/test_model_control.py::test_versions_are_loaded_and_unloaded",
     "server.websocket_idle_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_requests": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_messages_per_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",

@@ -109,6 +109,7 @@ OTHER_INFERENCE_KEYS = {
     "server.max_waiting": 1024,
     "server.client_timeout_s": 30.0,
     "server.stop_grace_s": 30.0,
+    "server.model_control": False,
     "server.websocket_idle_s": 60.0,
     "server.websocket_requests": 64,
     "server.websocket_messages_per_s": 1000,
