@@ -31,7 +31,7 @@ from penstock.registry.envelope import Retry
 from penstock.registry.errors import InvalidInput, PenstockError, QueueFull, UnknownModel
 from penstock.registry.queues import PriorityName
 
-__all__ = ["JobRoutes"]
+__all__ = ["JobFields", "JobRoutes"]
 
 _MOST_ITEMS: Final = 10_000
 _ENDED: Final = frozenset({"completed", "failed", "cancelled", "expired", "dead"})

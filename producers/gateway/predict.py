@@ -22,7 +22,7 @@ from penstock.producers.gateway.waiting import JobRequest, Jobs
 from penstock.registry.errors import InvalidInput
 from penstock.registry.queues import PriorityName
 
-__all__ = ["PredictRoutes"]
+__all__ = ["PredictFields", "PredictRoutes"]
 
 
 class PredictFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -35,6 +35,7 @@ __all__ = [
     "fields_of",
     "json_document",
     "msgpack_document",
+    "plain_inputs",
     "read_document",
     "read_inputs",
     "split_binary",
@@ -149,6 +150,11 @@ def read_inputs(spec: ModelSpec, document: Document) -> dict[str, object]:
     if tail:
         raise InvalidInput(f"{len(tail)} bytes follow the last input. Expected the bytes of each input with nbytes")
     return found
+
+
+def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, object]:
+    """The inputs of a job from plain data, without the model's spec. Raises InvalidInput, with the input's name."""
+    return {name: _from_value(name, value) for name, value in inputs.items()}
 
 
 def write_outputs(

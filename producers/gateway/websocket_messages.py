@@ -88,7 +88,9 @@ def request_of(document: Document) -> Ask | Follow | Cancel:
     """The request of a document. Raises InvalidInput."""
     if "job" in document.fields:
         return fields_of(document, Follow)
-    return fields_of(document, Cancel if "cancel" in document.fields else Ask)
+    if "cancel" in document.fields:
+        return fields_of(document, Cancel)
+    return fields_of(document, Ask)
 
 
 def id_of(document: Document) -> RequestId:
