@@ -41,7 +41,10 @@ class HealthRoutes:
         ready = (self.show_ready, "Whether jobs are answered")
         return [
             Route("GET", "/health/live", self.show_live, "Whether the process answers"),
-            *(Route("GET", path, *ready, gives=Readiness) for path in ("/health/ready", "/ready", "/health")),
+            *(
+                Route("GET", path, *ready, gives=Readiness, other_statuses=(503,))
+                for path in ("/health/ready", "/ready", "/health")
+            ),
             Route("GET", "/healthz", self.show_models, "Whether models are loaded, and which versions"),
             Route("GET", "/metrics", self.show_metrics, "Figures for Prometheus"),
         ]

@@ -98,6 +98,9 @@ class TimedProtocol(HttpToolsProtocol):
         """The head is there; for the body, the application has a time-out."""
         self._forget_timer()
         super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            # The fields of a trailer come here, too. As headers they would override those that a proxy has checked.
+            self.headers = []
 
     def pause_writing(self) -> None:
         """The client takes its answer slower than it is made: now it has a time."""
