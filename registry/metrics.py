@@ -328,7 +328,7 @@ HTTP_SECONDS: Final = Metric(
 HTTP_WAITING: Final = Metric(
     "penstock_http_waiting", "gauge", "requests", (), "Requests that wait for the end of a job"
 )
-HTTP_STREAMS: Final = Metric("penstock_http_streams", "gauge", "", (), "Open event streams")
+HTTP_STREAMS: Final = Metric("penstock_http_streams", "gauge", "", (), "Open event streams and WebSockets")
 
 GATEWAY_METRICS: Final = (HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS)
 """The metrics of the HTTP gateway, which are of no model."""

@@ -353,6 +353,21 @@ class ServerConfig(Section):
         description="Header in which a trusted proxy names the address of the caller, such as x-real-ip; empty: the "
         "connection's",
     )
+    model_control: bool = Field(
+        default=False, description="Let clients of the gateway load and unload versions, where operators do not sign"
+    )
+    websocket_idle_s: float = Field(
+        default=60.0, gt=0, description="Longest time without a message and without an open request on a WebSocket"
+    )
+    websocket_requests: int = Field(
+        default=64, ge=1, description="Open requests of one WebSocket; further ones are refused with an error message"
+    )
+    websocket_messages_per_s: int = Field(
+        default=1000, ge=1, description="Messages of one WebSocket in a second; a faster one is closed with 1008"
+    )
+    websocket_origins: tuple[str, ...] = Field(
+        default=(), description="Origins beside the gateway's own whose pages may open a WebSocket, or *"
+    )
 
     @property
     def is_exposed(self) -> bool:

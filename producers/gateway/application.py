@@ -2,6 +2,7 @@
 
 request -> Exchange -> Routes.find -> Access.enter -> handler -> answer
                            `-> any error -> problems.py -> the error's shape of that route
+WebSocket -> websocket.py
 startup -> GatewayClient; SIGTERM -> streams end with a retry hint, waiting requests are answered; shutdown -> closed
 """
 
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Any, Final
 
 from penstock.producers.gateway.batches.opening import open_store
-from penstock.producers.gateway.callers import Access
+from penstock.producers.gateway.callers import Access, Entry, Needs
 from penstock.producers.gateway.event_stream import EventStreams
 from penstock.producers.gateway.exchange import ClientGone, Exchange, Limits, Receive, Scope, Send
 from penstock.producers.gateway.figures import GatewayFigures
@@ -25,6 +26,7 @@ from penstock.producers.gateway.health import HealthRoutes
 from penstock.producers.gateway.jobs import JobRoutes
 from penstock.producers.gateway.key_copy import KeyCopy
 from penstock.producers.gateway.limits import RateLimits
+from penstock.producers.gateway.model_control import ModelControlRoutes
 from penstock.producers.gateway.models import ModelRoutes
 from penstock.producers.gateway.oip import OipRoutes
 from penstock.producers.gateway.openai import OpenAiRoutes
@@ -36,6 +38,7 @@ from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, p
 from penstock.producers.gateway.routing import Route, Routes
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
+from penstock.producers.gateway.websocket import WebSockets
 from penstock.registry.api_keys import ApiKey
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
@@ -67,9 +70,10 @@ class Gateway:
             await self._serve(scope, receive, send)
         elif kind == "lifespan":
             await self._live(receive, send)
-        else:
-            # Before it is accepted: the server answers 403.
-            await send({"type": "websocket.close", "code": 1000, "reason": "no WebSocket here"})
+        elif kind == "websocket":
+            parts = self._parts or self._open()
+            await parts.websockets.serve(scope, receive, send)
+            parts.show_open()
 
     async def aclose(self) -> None:
         """Ends open streams and disconnects. A later request connects again."""
@@ -93,8 +97,7 @@ class Gateway:
         try:
             route, exchange.words = parts.routes.find(exchange.method, exchange.path)
             if (right := route.right) != "nothing":
-                address = _address(scope, exchange, parts.address_header)
-                exchange.entry = await parts.access.enter(exchange.credentials, right, address, route.path)
+                exchange.entry = await parts.enter(exchange, right, route.path)
             await route.handler(exchange)
         except ClientGone:
             # A number that servers use for it, in their logs only.
@@ -104,7 +107,7 @@ class Gateway:
         finally:
             parts.access.leave()
         parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
-        parts.figures.set_open(parts.jobs.waiting, parts.streams.count)
+        parts.show_open()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -136,6 +139,7 @@ class _Parts:
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.figures = GatewayFigures()
+        self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, self._enter_websocket)
         health = HealthRoutes(self.client, self.figures)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
@@ -158,15 +162,28 @@ class _Parts:
             openai,
             FileRoutes(store, self.client, inference.batches.max_file_mb * _MIB),
             self.batches,
+            ModelControlRoutes(self.client, settings),
             OipRoutes(self.jobs, health),
             health,
         )
         routes = [route for group in groups for route in group.routes]
         self.routes = Routes([*routes, *DocumentRoutes(routes).routes])
 
+    def show_open(self) -> None:
+        """Brings the figures of open requests up to date."""
+        self.figures.set_open(self.jobs.waiting, self.streams.count + self.websockets.count)
+
+    async def enter(self, exchange: Exchange, right: Needs, route: str) -> Entry:
+        """Admits the present task for the caller of a request. Raises as Access.enter does."""
+        return await self.access.enter(exchange.credentials, right, _address(exchange, self.address_header), route)
+
+    async def _enter_websocket(self, handshake: Exchange) -> None:
+        await self.enter(handshake, "submit", handshake.path)
+
     def stop(self) -> None:
         """The process ends: open streams end now, waiting requests with their jobs."""
         self.streams.stop()
+        self.websockets.stop()
 
     async def aclose(self) -> None:
         """Waits for jobs that are being cancelled, and disconnects."""
@@ -191,11 +208,11 @@ class _RegisteredKeys:
         return self._since(revision)
 
 
-def _address(scope: Scope, exchange: Exchange, header: bytes) -> str:
+def _address(exchange: Exchange, header: bytes) -> str:
     """The address of the caller: the last one in the header of a trusted proxy, or that of the connection."""
     if header:
         return exchange.header(header).rpartition(",")[2].strip()[:64]
-    client = scope.get("client")
+    client = exchange.scope.get("client")
     return client[0] if client else "local"
 
 

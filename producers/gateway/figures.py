@@ -45,7 +45,7 @@ class GatewayFigures:
         found[1].observe(seconds)
 
     def set_open(self, waiting: int, streams: int) -> None:
-        """The requests that wait for a job, and the open event streams."""
+        """The requests that wait for a job, and the open event streams and WebSockets."""
         self._waiting.set(waiting)
         self._streams.set(streams)
 

@@ -121,8 +121,12 @@ class GatewayClient(AsyncClient):
 
     async def ready_workers(self) -> list[Mapping[str, Any]]:
         """The reports of the workers that claim jobs. Raises BrokerUnavailable."""
+        return [report for report in await self.reports() if report.get("ready")]
+
+    async def reports(self) -> list[Mapping[str, Any]]:
+        """What the live workers report of themselves. Raises BrokerUnavailable."""
         self._enter_loop()
-        return [report for report in await self._reports() if report.get("ready")]
+        return await self._reports()
 
     async def _reports(self) -> list[Mapping[str, Any]]:
         return [json.loads(report) for report in await self._broker.workers()]

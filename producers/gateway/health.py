@@ -42,7 +42,7 @@ class HealthRoutes:
         return [
             Route("GET", "/health/live", self.show_live, "Whether the process answers", needs="nothing"),
             *(
-                Route("GET", path, *ready, gives=Readiness, needs="nothing")
+                Route("GET", path, *ready, gives=Readiness, other_statuses=(503,), needs="nothing")
                 for path in ("/health/ready", "/ready", "/health")
             ),
             Route(

@@ -31,7 +31,7 @@ from penstock.registry.envelope import Retry
 from penstock.registry.errors import InvalidInput, PenstockError, QueueFull, UnknownModel
 from penstock.registry.queues import PriorityName
 
-__all__ = ["JobRoutes"]
+__all__ = ["JobFields", "JobRoutes"]
 
 _MOST_ITEMS: Final = 10_000
 _ENDED: Final = frozenset({"completed", "failed", "cancelled", "expired", "dead"})
@@ -112,7 +112,10 @@ class JobRoutes:
             "Idempotency-Key": "a second request with this key and the same inputs gets the first one's job",
         }
         return [
-            Route("POST", "/v1/jobs", self.submit, "Submit a job", JobFields, JobView, 202, headers),
+            Route(
+                *("POST", "/v1/jobs", self.submit, "Submit a job", JobFields, JobView, 202, headers),
+                other_statuses=(200,),
+            ),
             Route("POST", "/v1/jobs:batch", self.submit_many, "Submit jobs of one model", BatchFields, BatchView, 202),
             Route(
                 *("GET", "/v1/jobs/{id}", self.show, "Show a job"),

@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from penstock.producers.gateway.exchange import Exchange
-from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.problems import PROBLEM_JSON
+from penstock.producers.gateway.routing import Route, problem_json
 
 __all__ = ["DocumentRoutes", "document"]
 
@@ -26,10 +27,21 @@ _CREDENTIALS: Final = {
 }
 """The ways to send an API key. Without keys, none is needed."""
 _REFERENCE: Final = "#/components/schemas/{name}"
+_ABOUT: Final = "Inference jobs over HTTP. The WebSocket /predict/stream, which OpenAPI cannot describe, is beside them"
+_BODY: Final = "Routes of tensors also take application/msgpack and application/octet-stream"
 _STYLE: Final = (
     "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "code,pre{font:13px monospace;background:#8882}pre{padding:.6em;overflow:auto}summary{cursor:pointer;padding:.3em}"
 )
+
+
+class ProblemView(msgspec.Struct):
+    """How a request failed (RFC 9457). type: a name for programs. detail: what was expected."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
 
 
 class DocumentRoutes:
@@ -58,13 +70,13 @@ class DocumentRoutes:
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI document of routes, as plain data."""
-    types = [kind for route in routes for kind in (route.takes, route.gives) if kind is not None]
+    types = [kind for route in routes for kind in (route.takes, route.gives) if kind is not None] + [ProblemView]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     by_type = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_type)
-    info = {"title": "Penstock", "version": version("penstock"), "description": "Inference jobs over HTTP"}
+    info = {"title": "Penstock", "version": version("penstock"), "description": _ABOUT}
     return {
         "openapi": "3.1.0",
         "info": info,
@@ -80,14 +92,25 @@ def _operation(route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, An
         "operationId": _identifier(route),
         "parameters": [*map(_word, route.words), *(_parameter(*each) for each in (route.parameters or {}).items())],
         "responses": {
-            str(route.status): _response("The answer", schemas.get(route.gives)),
-            "default": {"description": "A problem: its status, and what was expected"},
+            **{
+                str(status): _response("The answer", schemas.get(route.gives))
+                for status in (route.status, *route.other_statuses)
+            },
+            "default": _problem_response(route, schemas),
         },
     }
     if route.takes is not None:
         content = {"application/json": {"schema": schemas[route.takes]}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": True, "content": content, "description": _BODY}
     return operation
+
+
+def _problem_response(route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The errors of a route. Those of another protocol have the shape that its clients know."""
+    description = "A problem: its status, and what was expected"
+    if route.write_problem is not problem_json:
+        return {"description": description}
+    return {"description": description, "content": {PROBLEM_JSON.decode(): {"schema": schemas[ProblemView]}}}
 
 
 def _identifier(route: Route) -> str:

@@ -15,7 +15,7 @@ from penstock.producers.gateway.callers import Needs
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.problems import PROBLEM_JSON, Problem, as_problem_json
 
-__all__ = ["Handler", "Method", "Route", "Routes", "WriteProblem", "path_pattern"]
+__all__ = ["Handler", "Method", "Route", "Routes", "WriteProblem", "path_pattern", "problem_json"]
 
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 WriteProblem: TypeAlias = Callable[[Problem], tuple[bytes, bytes]]
@@ -24,7 +24,8 @@ Method = Literal["GET", "POST", "DELETE"]
 _WORD: Final = re.compile(r"\{(\w+)\}")
 
 
-def _problem_json(problem: Problem) -> tuple[bytes, bytes]:
+def problem_json(problem: Problem) -> tuple[bytes, bytes]:
+    """An error of our own routes."""
     return as_problem_json(problem), PROBLEM_JSON
 
 
@@ -45,7 +46,9 @@ class Route:
     status: int = 200
     parameters: Mapping[str, str] | None = None
     """Query parameters and headers, each with its description. A header's name begins with a capital letter."""
-    write_problem: WriteProblem = _problem_json
+    write_problem: WriteProblem = problem_json
+    other_statuses: tuple[int, ...] = ()
+    """Further statuses whose answer has the type of `gives`."""
     needs: Needs | None = None
 
     @property

@@ -1,6 +1,6 @@
 """uvicorn with what it lacks: a time-out for clients that do not send a whole head, and answers in one write.
 
-    settings -> Config -> one process, or a supervisor with N -> TimedProtocol -> application.py
+    settings -> Config -> one process, or a supervisor with N -> TimedProtocol, TimedWebSocket -> application.py
                                                      head and body of an answer -> TurnTransport -> one write
 
 Processes share the listening socket. One that dies is started again by the supervisor.
@@ -23,12 +23,13 @@ from typing import Any, Final, NamedTuple, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.supervisors import Multiprocess
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings_sections import InferenceConfig
 
-__all__ = ["Binding", "TimedProtocol", "serve"]
+__all__ = ["Binding", "TimedProtocol", "TimedWebSocket", "serve"]
 
 _APPLICATION: Final = "penstock.producers.gateway.app:app"
 
@@ -97,6 +98,9 @@ class TimedProtocol(HttpToolsProtocol):
         """The head is there; for the body, the application has a time-out."""
         self._forget_timer()
         super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            # The fields of a trailer come here, too. As headers they would override those that a proxy has checked.
+            self.headers = []
 
     def pause_writing(self) -> None:
         """The client takes its answer slower than it is made: now it has a time."""
@@ -132,6 +136,65 @@ class TimedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+class ImpatientTransport:
+    """A transport that waits only so long for its client, once it is closed."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        self._transport = transport
+        self._call_later = loop.call_later
+        self._timeout_s = timeout_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        """Closes once the client has taken what was written, and after the time in any case."""
+        self._transport.close()
+        self._call_later(self._timeout_s, self._transport.abort)
+
+
+class TimedWebSocket(WebSocketsSansIOProtocol):
+    """One WebSocket. It is closed when its client takes too long to answer a ping, or to read.
+
+    While the client does not read, nothing is read of it: it cannot make answers to its pings pile up.
+    """
+
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """The transport is that of the HTTP request."""
+        impatient = ImpatientTransport(transport, self.loop, self.config.timeout_keep_alive)
+        super().connection_made(cast(asyncio.Transport, impatient))
+
+    def pause_writing(self) -> None:
+        """The client reads slower than messages are made: now it has a time."""
+        super().pause_writing()
+        self.transport.pause_reading()
+        self._write_timer = self.loop.call_later(self.config.timeout_keep_alive, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken most of them."""
+        self._forget_timer()
+        if not self.read_paused:
+            self.transport.resume_reading()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._forget_timer()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """The server stops. The application ends what it has accepted, with a reason and after the open requests."""
+        if not self.handshake_complete or self.close_sent:
+            super().shutdown()
+
+    def _forget_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
 
 def serve(inference: InferenceConfig, binding: Binding, on_listen: Callable[[str], None]) -> None:
@@ -173,7 +236,12 @@ def _config(inference: InferenceConfig, binding: Binding) -> uvicorn.Config:
         ssl_keyfile=binding.key,
         workers=server.workers,
         http=TimedProtocol,
-        ws="none",
+        ws=TimedWebSocket,
+        ws_max_size=inference.max_request_size_mb * 1024 * 1024,
+        ws_ping_interval=server.client_timeout_s,
+        ws_ping_timeout=server.client_timeout_s,
+        # Tensors hardly get smaller, and each connection would hold two windows.
+        ws_per_message_deflate=False,
         # The addresses of clients are not used.
         proxy_headers=False,
         loop="uvloop",

@@ -34,6 +34,8 @@ __all__ = [
     "decoded",
     "fields_of",
     "json_document",
+    "msgpack_document",
+    "plain_inputs",
     "read_document",
     "read_inputs",
     "split_binary",
@@ -82,10 +84,7 @@ def read_document(exchange: Exchange, body: bytes) -> Document:
     if kind == JSON or not kind:
         return json_document(body)
     if kind == MSGPACK:
-        try:
-            return Document(_fields(msgspec.msgpack.decode(body)), memoryview(b""), MSGPACK)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise _broken("MessagePack", error) from None
+        return msgpack_document(body)
     if kind == BINARY:
         head, tail = split_binary(exchange, body)
         return Document(_fields(decode_json(head)), tail, BINARY)
@@ -95,8 +94,16 @@ def read_document(exchange: Exchange, body: bytes) -> Document:
 
 
 def json_document(body: bytes) -> Document:
-    """The document of a JSON body. Raises InvalidInput."""
+    """A document in JSON. Raises InvalidInput."""
     return Document(_fields(_opened(body)), memoryview(b""), JSON)
+
+
+def msgpack_document(body: bytes) -> Document:
+    """A document in MessagePack. Raises InvalidInput."""
+    try:
+        return Document(_fields(msgspec.msgpack.decode(body)), memoryview(b""), MSGPACK)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _broken("MessagePack", error) from None
 
 
 def fields_of(document: Document, kind: type[Fields]) -> Fields:
@@ -145,6 +152,11 @@ def read_inputs(spec: ModelSpec, document: Document) -> dict[str, object]:
     if tail:
         raise InvalidInput(f"{len(tail)} bytes follow the last input. Expected the bytes of each input with nbytes")
     return found
+
+
+def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, object]:
+    """The inputs of a job from plain data, without the model's spec. Raises InvalidInput, with the input's name."""
+    return {name: _from_value(name, value) for name, value in inputs.items()}
 
 
 def write_outputs(

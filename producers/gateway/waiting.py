@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.producers.async_client import AsyncJobHandle
-from penstock.producers.gateway.exchange import ClientGone, Exchange
+from penstock.producers.gateway.exchange import ClientGone
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.job_state import JobInfo
 from penstock.registry.envelope import Retry
@@ -24,12 +24,21 @@ from penstock.registry.errors import PenstockError, QueueFull
 from penstock.registry.queues import PriorityName
 from penstock.registry.tensors import Array
 
-__all__ = ["Finished", "JobRequest", "Jobs", "job_headers"]
+__all__ = ["Finished", "JobRequest", "Jobs", "Requester", "job_headers"]
 
 _FULL_RETRY_S: Final = 1.0
 _LONGEST_RETRY_S: Final = 60
 _WEIGHT: Final = 0.2
 """Of the newest job in the mean duration of a model's jobs."""
+
+
+class Requester(Protocol):
+    """The request that a job is for, in any protocol. about: headers of the job, for its answer."""
+
+    about: list[tuple[bytes, bytes]]
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Inside of the block the end of the connection ends the task's wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ class Jobs:
     """The mean time from submit to end, by model."""
     _cancelling: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    async def run(self, request: JobRequest, exchange: Exchange) -> Finished:
+    async def run(self, request: JobRequest, exchange: Requester) -> Finished:
         """Submits a job and waits for its outputs. Raises as `AsyncJobHandle.result`, and QueueFull without a place.
 
         A job without an idempotency key is cancelled when its client has gone, and when the time is up.
@@ -87,7 +96,7 @@ class Jobs:
                 raise
         return Finished(handle.id, await handle.result(), info)
 
-    async def submit(self, request: JobRequest, exchange: Exchange) -> AsyncJobHandle:
+    async def submit(self, request: JobRequest, exchange: Requester) -> AsyncJobHandle:
         """Publishes a job. Raises as AsyncClient.submit does."""
         handle = await self.client.submit(
             request.model,
@@ -106,7 +115,23 @@ class Jobs:
         exchange.about = job_headers(handle.id)
         return handle
 
-    async def submit_and_wait(self, request: JobRequest, wait_s: float, exchange: Exchange) -> AsyncJobHandle:
+    @asynccontextmanager
+    async def following(self, request: JobRequest, exchange: Requester) -> AsyncIterator[AsyncJobHandle]:
+        """Submits a job, and counts as a request that waits for it inside of the block.
+
+        A job without an idempotency key is cancelled when its client has gone, and when the time is up.
+        """
+        with self._place():
+            handle = await self.submit(request, exchange)
+            try:
+                with self._waiter(handle.id):
+                    yield handle
+            except (ClientGone, asyncio.CancelledError, TimeoutError):
+                if request.idempotency_key is None:
+                    self._abandon(handle)
+                raise
+
+    async def submit_and_wait(self, request: JobRequest, wait_s: float, exchange: Requester) -> AsyncJobHandle:
         """Submits a job, and waits for its end no longer than that. Then the job goes on.
 
         A job without an idempotency key is cancelled when its client has gone: nobody knows its id.
@@ -122,7 +147,7 @@ class Jobs:
                 raise
         return handle
 
-    async def wait(self, handle: AsyncJobHandle, wait_s: float, exchange: Exchange) -> None:
+    async def wait(self, handle: AsyncJobHandle, wait_s: float, exchange: Requester) -> None:
         """Waits for the end of any job, no longer than that. The job goes on then, also when the client goes."""
         with self._place(), suppress(TimeoutError):
             await self._await_end(handle, wait_s, exchange)
@@ -150,21 +175,26 @@ class Jobs:
         finally:
             self.waiting -= 1
 
-    async def _await_end(self, handle: AsyncJobHandle, wait_s: float, exchange: Exchange) -> JobInfo:
+    async def _await_end(self, handle: AsyncJobHandle, wait_s: float, exchange: Requester) -> JobInfo:
         """How the job ended. Raises ClientGone and TimeoutError."""
-        job_id, now = handle.id, asyncio.get_running_loop().time
+        now = asyncio.get_running_loop().time
         begun = now()
+        with self._waiter(handle.id), exchange.watch():
+            info = await handle.info(wait_s)
+        self._note_duration(handle.model, now() - begun)
+        exchange.about = job_headers(handle.id, info)
+        return info
+
+    @contextmanager
+    def _waiter(self, job_id: str) -> Iterator[None]:
+        """A request that waits for the job."""
         waiters = self._waiters
         waiters[job_id] = waiters.get(job_id, 0) + 1
         try:
-            with exchange.watch():
-                info = await handle.info(wait_s)
+            yield
         finally:
             if (left := waiters.pop(job_id) - 1) > 0:
                 waiters[job_id] = left
-        self._note_duration(handle.model, now() - begun)
-        exchange.about = job_headers(job_id, info)
-        return info
 
     def _abandon(self, handle: AsyncJobHandle) -> None:
         """Cancels a job whose request has ended, unless another request of this process waits for it."""

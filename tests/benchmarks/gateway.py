@@ -74,7 +74,7 @@ def _key(harness: Harness) -> tuple[str, str]:
 
 
 def start_gateway(harness: Harness, server: RedisServer, registry: str | None = None) -> tuple[str, Program]:
-    """(URL, process) of `penstock serve` on a server, once it answers. registry: its URL, for one that asks for keys."""
+    """(URL, process) of `penstock serve` on a server, once it answers. registry: the URL of that with its keys."""
     port = free_port()
     environment = {**harness.settings, "PENSTOCK_REDIS_URL": server.url, "PENSTOCK_HOME": str(harness.folder())}
     if registry is not None:

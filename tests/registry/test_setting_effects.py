@@ -28,6 +28,7 @@ KEYS = [setting.key for setting in catalogue()]
 HERE = "registry/test_setting_effects.py"
 GATEWAY = "producers/gateway/test_server.py"
 LIMITS = "producers/gateway/test_limits.py"
+WEBSOCKET = "producers/gateway/test_websocket.py"
 OPENING = "workers/cache/test_opening.py"
 
 OF_THE_CHECKS = {"privacy.accept_shared_cache"}
@@ -149,6 +150,11 @@ PROOFS = {
     "batches.max_outstanding": (
         "producers/gateway/test_openai_batches.py::test_outstanding_jobs_of_a_batch_are_bounded"
     ),
+    "server.model_control": "producers/gateway/test_model_control.py::test_versions_are_loaded_and_unloaded",
+    "server.websocket_idle_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.websocket_requests": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.websocket_messages_per_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.websocket_origins": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "uvicorn_access_log": f"{GATEWAY}::test_access_lines_are_written_where_the_setting_says",
     "webhooks.allow": "compose/test_webhooks.py::test_stack_delivers_with_the_secret_of_its_home",
     "webhooks.connect_timeout_s": (

@@ -94,7 +94,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class BatchRun:
-    """The run of one batch. max_outstanding: jobs at a time. resume: has the present task act for the batch's caller."""
+    """The run of one batch. max_outstanding: jobs at a time. resume: has the task act for the batch's caller."""
 
     client: GatewayClient
     batch_id: str

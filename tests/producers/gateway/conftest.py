@@ -47,7 +47,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayStack]:
     write_embedder(root)
     shutil.copytree(ROOT / "models" / "counter", root / "counter")
     server = RedisServer(require(next(iter(redis_binaries().values()), None), "redis-server")).start()
-    worker = WorkerProcess(server, root, folder, name="gateway@test")
+    often = {"PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.2"}
+    worker = WorkerProcess(server, root, folder, name="gateway@test", environment=often)
     gateway = GatewayProcess(server, folder / "gateway")
     try:
         yield GatewayStack(server, worker.start(), gateway.start(), root)

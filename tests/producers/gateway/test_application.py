@@ -77,8 +77,8 @@ def test_a_silence_is_filled_with_comments(stack: GatewayStack):
     assert any(part.startswith(b"id: 1\nevent: queued\n") for part in parts)
 
 
-def test_a_websocket_is_refused(stack: GatewayStack):
-    """A WebSocket is closed before it is accepted."""
+def test_another_websocket_is_refused(stack: GatewayStack):
+    """Under a server that cannot answer a handshake with a status, a WebSocket of another path is closed."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -87,5 +87,10 @@ def test_a_websocket_is_refused(stack: GatewayStack):
     async def receive() -> dict[str, Any]:
         return {"type": "websocket.connect"}
 
-    asyncio.run(Gateway(settings(stack))({"type": "websocket", "path": "/"}, receive, send))
+    async def connect() -> None:
+        gateway = Gateway(settings(stack))
+        await gateway({"type": "websocket", "path": "/", "headers": []}, receive, send)
+        await gateway.aclose()
+
+    asyncio.run(connect())
     assert [message["type"] for message in sent] == ["websocket.close"]

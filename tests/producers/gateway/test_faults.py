@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from redis import Redis
+from websockets.asyncio.client import connect
 
 from tests.conftest import StartWorker
 from tests.gateway_process import GatewayProcess
 from tests.packages import recorded_forwards, write_recorder
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.producers.gateway.test_event_stream import events
-from tests.servers import RedisServer, wait_until
+from tests.servers import ROOT, RedisServer, wait_until
 
 pytestmark = [pytest.mark.slow]
 WAITING = 500
@@ -119,6 +122,42 @@ def test_streams_go_on_after_a_broker_restart(
         assert [row for forward in recorded_forwards(forward_log) for row in forward if row] == [1.0]
     finally:
         gateway.stop()
+
+
+def test_a_killed_worker_in_the_middle_of_streams(
+    redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path
+):
+    """SIGKILL while a job streams by WebSocket and by server-sent events: both see `reset`, then the whole run."""
+    shutil.copytree(ROOT / "models" / "counter", models_root / "counter")
+    first = start_worker(redis_server, models_root)
+    gateway = GatewayProcess(redis_server, tmp_path / "gateway")
+    request = {"model": "counter", "inputs": {"count": [20], "delay_ms": [50.0]}}
+
+    async def run() -> tuple[list[dict[str, Any]], str]:
+        url = f"{gateway.url.replace('http', 'ws')}/predict/stream"
+        async with asyncio.timeout(200), connect(url) as socket, httpx.AsyncClient(base_url=gateway.url) as http:
+            await socket.send(json.dumps(request))
+            found: list[dict[str, Any]] = [json.loads(await socket.recv())]
+            sse = asyncio.create_task(http.get(f"/v1/jobs/{found[0]['job_id']}/events", timeout=200))
+            while [each["type"] for each in found].count("chunk") < 3:
+                found.append(json.loads(await socket.recv()))
+            await asyncio.to_thread(first.kill)
+            await asyncio.to_thread(start_worker, redis_server, models_root)
+            while found[-1]["type"] != "completed":
+                found.append(json.loads(await socket.recv()))
+            return found, (await sse).text
+
+    try:
+        gateway.start()
+        found, text = asyncio.run(run())
+    finally:
+        gateway.stop()
+    names = [each["type"] for each in found]
+    place = names.index("reset")
+    assert names[place:].count("chunk") == 20
+    assert found[-1]["outputs"]["total"]["data"] == [20]
+    by_sse = [name for _, name, _ in events(text)]
+    assert by_sse[by_sse.index("reset") :] == names[place:]
 
 
 def test_a_thousand_silent_clients_hold_nothing(start_gateway: StartGateway):
