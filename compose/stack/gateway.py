@@ -79,7 +79,13 @@ class HttpProbe:
     """
 
     def __init__(
-        self, port: int, *, every_s: float = 2.0, timeout_s: float = 10.0, most_failures: int = 3, start_s: float = 120.0
+        self,
+        port: int,
+        *,
+        every_s: float = 2.0,
+        timeout_s: float = 10.0,
+        most_failures: int = 3,
+        start_s: float = 120.0,
     ) -> None:
         self._port = port
         self._every_s = every_s

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock.producers.async_client import AsyncClient
+from penstock.registry.broker.base import Backlog
 from penstock.registry.errors import UnknownModel
 from penstock.registry.package import ModelSpec
 
@@ -54,6 +55,11 @@ class GatewayClient(AsyncClient):
         """The reports of the workers that claim jobs. Raises BrokerUnavailable."""
         self._enter_loop()
         return [report for report in await self._reports() if report.get("ready")]
+
+    async def backlog(self, model: str) -> Backlog:
+        """The jobs of a model that have not ended, and how many were committed so far. Raises BrokerUnavailable."""
+        self._enter_loop()
+        return await self._broker.backlog(model)
 
     async def _reports(self) -> list[Mapping[str, Any]]:
         return [json.loads(report) for report in await self._broker.workers()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,7 +89,7 @@ class Proxy(Process):
     def stop(self) -> None:
         """Kill it; its processes follow."""
         if self.is_running:
-            self.child.terminate()
+            self.signal(signal.SIGTERM)
             self.child.wait(30)
 
     def client(self) -> httpx.Client:
@@ -138,7 +139,8 @@ class Fleet:
         """Starts all of it, the gateways side by side."""
         self.server.start()
         with ThreadPoolExecutor() as beside:
-            starts = [beside.submit(process.start) for process in (self.worker, *self.gateways)]
+            starts = [beside.submit(gateway.start) for gateway in self.gateways]
+            self.worker.start()
             for each in starts:
                 each.result()
         self.proxy.start()
@@ -147,8 +149,11 @@ class Fleet:
     def stop(self) -> None:
         """Ends all of it."""
         self.gate.touch()
-        for process in (self.proxy, *self.gateways, self.worker, self.server):
-            process.stop()
+        self.proxy.stop()
+        for gateway in self.gateways:
+            gateway.stop()
+        self.worker.stop()
+        self.server.stop()
 
 
 @pytest.fixture(scope="module")
