@@ -93,8 +93,9 @@ class LocalStack:
     """Redis, workers, Flower and a gateway of one home; they run for the length of the `with` block.
 
     `settings` has the home, the models and the limits; children inherit `environ`. gateway_port: None means that of the
-    settings, or any free one where another program has that. `on_progress` is called with one line per step. Entering raises ConfigurationError when another stack uses the home, the home cannot be written to, a
-    program is missing, or a child is not ready in time; the children that had started are stopped.
+    settings, or any free one where another program has that. `on_progress` is called with one line per step. Entering
+    raises ConfigurationError when another stack uses the home, the home cannot be written to, a program is missing, or
+    a child is not ready in time; the children that had started are stopped.
     """
 
     def __init__(

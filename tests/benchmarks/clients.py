@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import redis
@@ -330,6 +331,16 @@ class GatewayOip(JsonOverHttp):
         return np.frombuffer(body[-4 * _CLASSES :], "<f4")
 
 
+class MsgpackOverHttp(JsonOverHttp):
+    """The bytes of one row in msgpack, both ways."""
+
+    def _body_of(self, row: Float32Array) -> bytes:
+        return msgspec.msgpack.encode({"x": row.tobytes()})
+
+    def _logits(self, body: bytes) -> Any:
+        return np.frombuffer(msgspec.msgpack.decode(body)["logits"], "<f4")
+
+
 async def _body(reader: asyncio.StreamReader) -> bytes:
     status, *headers = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
     if status.split()[1] != b"200":
@@ -346,6 +357,7 @@ KINDS: Final[dict[str, Callable[[str], ClientKind]]] = {
     "http": JsonOverHttp,
     "gateway-json": GatewayJson,
     "gateway-oip": GatewayOip,
+    "msgpack": MsgpackOverHttp,
     **{name: partial(PenstockShaped, shape=shape) for name, shape in SHAPES.items()},
 }
 

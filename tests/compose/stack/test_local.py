@@ -221,7 +221,7 @@ def predicted(gateway_url: str) -> list[list[float]]:
 
 
 def test_a_stack_that_ends_is_found_no_more_and_stops_side_by_side(home, models):
-    """Its addresses go first; workers, gateway and Flower are asked at the same time, and Redis, which they need, is not."""
+    """Its addresses go first; workers, gateway and Flower are asked at once. Redis, which they need, is not."""
     ending = stack(home, models)
     home.mkdir()
     stack_file.write(home, stack_file.RunningStack(os.getpid(), "unix:///run/redis.sock", ""))
