@@ -20,7 +20,7 @@ __all__ = ["DrainRate", "Queues"]
 
 _READ_EVERY_S: Final = 1.0
 _LONGEST_S: Final = 30.0
-"""Between two readings: a longer time has seen too many queues."""
+"""Between two readings: what happened to the queue in a longer time is unknown."""
 _WEIGHT: Final = 0.5
 """Of the newest rate in the mean."""
 
