@@ -30,7 +30,8 @@ _MOST_BYTES: Final = 30_000
 _MOST_MS: Final = 50
 _AT_ONCE: Final = 50
 _TIMEOUT_S: Final = 60.0
-_SETTLE_S: Final = 1.0
+_SETTLE_S: Final = 15.0
+"""As long as the short silences of new subscribers, which read the records of their jobs more often."""
 
 Subscriber = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
