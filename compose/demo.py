@@ -1,6 +1,7 @@
 """`penstock demo`: search real text on any machine, without a download.
 
     docstrings of this Python -> Client.map("minilm") -> embedded stack -> (N, 384) -> nearest to each question
+    a line of curl -> the same request over HTTP -> gateway -> embedded stack -> 384 numbers
 
 The docstrings are collected while the stack starts. The stack is private and has a temporary home, which is deleted
 when the demo ends.
@@ -8,11 +9,16 @@ when the demo ends.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +29,16 @@ from rich.text import Text
 
 from penstock import Client
 from penstock.compose.docstrings import Passage, collect
+from penstock.compose.samples import SampleRequest, first_request
 from penstock.compose.stack import fleet
 from penstock.compose.stack.local import LocalStack, private_settings
 from penstock.compose.views import overview
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
+from penstock.registry.stack_file import RunningStack
 
-__all__ = ["Demonstration", "Hit", "SearchResult", "demonstrate", "draw"]
+__all__ = ["Demonstration", "Hit", "HttpAnswer", "SearchResult", "demonstrate", "draw"]
 
 MODEL: Final = "minilm"
 QUESTIONS: Final = (
@@ -40,6 +50,7 @@ _HITS: Final = 3
 # How long the demo waits until the workers have counted its last batch, and how often it looks.
 _COUNT_S: Final = 10.0
 _COUNT_POLL_S: Final = 0.1
+_HTTP_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,17 @@ class SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """A line of curl, and how the gateway answered its request."""
+
+    curl: str
+    status: int
+    embedding: list[int]
+    """Its shape."""
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Demonstration:
     """The search results and measurements of a demo, ready for JSON."""
 
@@ -70,6 +92,8 @@ class Demonstration:
     batch_sizes: dict[int, int]
     latency_ms: dict[str, dict[str, float]]
     flower_url: str
+    http: HttpAnswer | None
+    """None without a gateway."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -88,13 +112,16 @@ def demonstrate(
     with ThreadPoolExecutor(1) as beside, private_settings(environ, [MODEL]) as (settings, own):
         collecting = beside.submit(collect, count)
         devices = fleet.choose(settings, own)
-        with LocalStack(settings, devices, environ=own, on_progress=_steps(console)) as stack:
+        with LocalStack(
+            settings, devices, environ=own, with_gateway=True, gateway_port=0, on_progress=_steps(console)
+        ) as stack:
             running = stack.running
             flower = f"{running.flower_url} (user {running.flower_user}, password {running.flower_password})"
             console.print(f"Flower shows every job at {flower}", soft_wrap=True)
+            answer = _ask_over_http(console, running)
             passages = collecting.result()
             console.print(f"{len(passages):,} docstrings collected")
-            demonstration = _search(console, settings, stack, passages, _questions(ask))
+            demonstration = _search(console, settings, stack, passages, _questions(ask), answer)
             draw(console, demonstration)
             console.print(f"\nFlower: {flower}; `penstock demo --stay` keeps it running", soft_wrap=True)
             stay()
@@ -110,7 +137,12 @@ def _questions(ask: Sequence[str]) -> list[str]:
 
 
 def _search(
-    console: Console, settings: Settings, stack: LocalStack, passages: Sequence[Passage], questions: Sequence[str]
+    console: Console,
+    settings: Settings,
+    stack: LocalStack,
+    passages: Sequence[Passage],
+    questions: Sequence[str],
+    answer: HttpAnswer | None,
 ) -> Demonstration:
     with Client.from_env(settings=settings) as client:
         begin = time.perf_counter()
@@ -129,7 +161,39 @@ def _search(
         batch_sizes=overview.batch_sizes(found, MODEL),
         latency_ms=overview.latency_ms(found, MODEL),
         flower_url=stack.running.flower_url,
+        http=answer,
     )
+
+
+def _ask_over_http(console: Console, running: RunningStack) -> HttpAnswer | None:
+    """Show the line of curl, and make its request."""
+    if not running.gateway_url:
+        return None
+    with closing(RedisStreams.from_url(running.redis_url)) as broker:
+        (spec,) = overview.served(broker)
+    request = first_request(spec, running.gateway_url)
+    console.print(f"The gateway answers over HTTP while the demo runs:\n\n{request.as_curl}\n", soft_wrap=True)
+    begin = time.perf_counter()
+    status, answer = _post(request)
+    ms = round((time.perf_counter() - begin) * 1000, 1)
+    if status != HTTPStatus.OK:
+        raise ConfigurationError(f"The gateway answered {status}: {answer.get('detail', '')}. Expected 200")
+    embedding = answer["outputs"]["embedding"]
+    shape = list(embedding["shape"])
+    console.print(f"It answered {status} after {ms:,.0f} ms: embedding, {embedding['dtype']} {shape}")
+    return HttpAnswer(request.as_curl, status, shape, ms)
+
+
+def _post(request: SampleRequest) -> tuple[int, dict[str, Any]]:
+    parts = urlsplit(request.url)
+    # No urllib: it would ask the proxy that the environment names.
+    with closing(HTTPConnection(parts.netloc, timeout=_HTTP_S)) as connection:
+        try:
+            connection.request("POST", parts.path, request.body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        except (OSError, HTTPException, ValueError) as error:
+            raise ConfigurationError(f"The gateway did not answer ({error}). Expected a document") from None
 
 
 def _counted(stack: LocalStack, jobs: int) -> list[dict[str, Any]]:

@@ -1,13 +1,15 @@
-"""Inputs made from a model's declaration: random ones to measure with, and Python source to paste.
+"""Inputs made from a model's declaration: random ones to measure with, Python source and a request to paste.
 
-ModelSpec -> random_jobs -> arrays of one row, for `penstock bench`
-          -> first_call  -> lines of a program, for the output of `penstock up`
+ModelSpec -> random_jobs   -> arrays of one row, for `penstock bench`
+          -> first_call    -> lines of a program, for the output of `penstock up`
+          -> first_request -> a request of the gateway, and the line of curl that makes it
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from penstock.registry.package import ModelSpec
 from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import DTYPES, STRING, Array
 
-__all__ = ["first_call", "random_jobs"]
+__all__ = ["SampleRequest", "first_call", "first_request", "random_jobs"]
 
 _SENTENCE: Final = "a sentence"
 _WRITTEN_ELEMENTS: Final = 8
@@ -23,6 +25,19 @@ _WRITTEN_ELEMENTS: Final = 8
 _LENGTH: Final = 16
 """Of texts, in words, and of symbolic dimensions."""
 _WORDS: Final = ("valve", "river", "turbine", "reservoir", "gate", "pressure", "flow", "dam", "pipe", "head")
+
+
+class SampleRequest(NamedTuple):
+    """A POST of a JSON document."""
+
+    url: str
+    body: str
+
+    @property
+    def as_curl(self) -> str:
+        """A line for a shell."""
+        # Names and inputs of samples hold no quotes of a shell.
+        return f"curl {self.url} -H 'Content-Type: application/json' -d '{self.body}'"
 
 
 def random_jobs(spec: ModelSpec, count: int, random: np.random.Generator) -> Iterator[dict[str, Array]]:
@@ -46,6 +61,13 @@ def first_call(spec: ModelSpec) -> list[str]:
     else:
         calls = [f"print({submit}.result(timeout=60))"]
     return [*imports, "from penstock import Client", "client = Client.from_env()", *calls]
+
+
+def first_request(spec: ModelSpec, gateway_url: str) -> SampleRequest:
+    """The request that runs `spec` once and waits for its outputs."""
+    example = spec.signature.example(1, len(_SENTENCE))
+    inputs = {name: _shown(array).tolist() for name, array in example.items()}
+    return SampleRequest(f"{gateway_url}/v1/models/{spec.name}:predict", json.dumps({"inputs": inputs}))
 
 
 def _random(tensor: TensorSpec, example: Array, number: int, random: np.random.Generator) -> Array:
@@ -73,10 +95,14 @@ def _range(tensor: TensorSpec) -> tuple[float, float]:
     return low, min(highest, low + width)
 
 
+def _shown(array: Array) -> Array:
+    """The array with a text that reads well in place of an example's."""
+    return np.full(array.shape, _SENTENCE[: len(array.flat[0])], dtype=object) if array.dtype.kind == "O" else array
+
+
 def _source(array: Array) -> str:
     """Python source that gives the array, or lists that the declaration accepts in its place."""
-    if array.dtype.kind == "O":
-        array = np.full(array.shape, _SENTENCE[: len(array.flat[0])], dtype=object)
+    array = _shown(array)
     if array.size <= _WRITTEN_ELEMENTS:
         return _quoted(array.tolist())
     value = array.flat[0]

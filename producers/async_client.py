@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncClient", "AsyncJobHandle"]
 
+_LONGEST_SILENCE_S: Final = 8.0
+"""Of a job's events, between two reads of its record. The first is SILENCE_S; each that follows is twice as long."""
 _LOOKS_PER_S: Final = 20
 
 
@@ -416,6 +418,7 @@ class AsyncJobHandle(HandleCore):
         reader, silence = self._client._reader, Silence(timeout)
         merger = EventMerger(self.id, self.tenant, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
+        quiet_s = SILENCE_S
         try:
             while not merger.is_over:
                 record = await self._read_record(subscribe=True)
@@ -425,9 +428,12 @@ class AsyncJobHandle(HandleCore):
                     silence.broken()
                 while not (merger.is_over or merger.awaits_record):
                     left = silence.left(time.monotonic(), merger.last)
-                    entries = await subscription.next(self._state.seconds_left(min(left, SILENCE_S)))
+                    entries = await subscription.next(self._state.seconds_left(min(left, quiet_s)))
                     if not entries:
+                        # Thousands of idle subscribers must not read their records each second.
+                        quiet_s = min(2 * quiet_s, _LONGEST_SILENCE_S)
                         break
+                    quiet_s = SILENCE_S
                     for event in merger.entries(entries):
                         yield event
                         silence.broken()

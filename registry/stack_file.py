@@ -34,7 +34,7 @@ _HOLD_TIMEOUT_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """The addresses of an embedded stack. Flower's fields are empty without Flower.
+    """The addresses of an embedded stack. Flower's fields are empty without Flower, the gateway's without a gateway.
 
     operator_public_keys: the operators that its workers trust, in the format of that setting.
     awaits: the part that a starting stack waits for; empty once jobs are served.
@@ -47,6 +47,7 @@ class RunningStack:
     flower_user: str = ""
     flower_password: str = field(default="", repr=False)
     operator_public_keys: str = ""
+    gateway_url: str = ""
     awaits: str = ""
 
     @property

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.__main__ import missing_package
 from penstock.producers.async_client import AsyncClient
 from penstock.producers.client import Client
 from penstock.registry.errors import ConfigurationError
+from penstock.registry.extras import missing_package, not_installed
 from penstock.registry.settings import Settings
 
 __all__ = ["WorkerStack", "missing", "worker_stack"]
@@ -42,7 +42,7 @@ class WorkerStack:
 def missing() -> str:
     """Why no worker can be started here, with the remedy; empty if it can."""
     if package := missing_package("worker"):
-        return f"{package} is not installed. Expected: pip install '.[worker]' in the checkout of Penstock"
+        return not_installed(package, "worker")
     from penstock.compose.stack.local import redis_binary
 
     try:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from penstock import __main__ as entry
+from penstock.registry.extras import EXTRAS
 from tests.architecture.test_imports import base_packages
 from tests.install import only
 from tests.servers import ROOT
@@ -48,7 +49,7 @@ def test_base_install_names_the_extra(arguments: list[str], extra: str):
 
 def test_operators_install_names_the_extra_of_workers():
     """With [cli] alone, a command that would start workers says what they need."""
-    ended = run(base_packages() | set(entry.EXTRAS["cli"]), "worker")
+    ended = run(base_packages() | set(EXTRAS["cli"]), "worker")
     assert ended.returncode == os.EX_CONFIG
     assert ended.stderr == (
         "Error: prometheus-client is not installed. Expected: pip install '.[worker]' in the checkout of Penstock\n"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.registry.settings import Settings
+    from penstock.registry.stack_file import RunningStack
 
 __all__ = ["bench", "demo", "up", "worker"]
 
@@ -35,9 +36,23 @@ _models_option = click.option("--models", help="Comma-separated names (default: 
 @app_option
 @click.option("--flower/--no-flower", default=True, help="Whether to run Flower.")
 @click.option("--flower-port", default=0, help="Flower's port on the loopback (default: any free one).")
+@click.option("--gateway/--no-gateway", default=True, help="Whether to run the HTTP gateway.")
+@click.option(
+    "--gateway-port",
+    type=click.IntRange(0, 65535),
+    help="The gateway's port on the loopback; 0 takes any free one (default: the setting, 8000, if that is free).",
+)
 @click.pass_obj
-def up(environ: Mapping[str, str], device: str | None, models: str | None, flower: bool, flower_port: int) -> None:
-    """Run the embedded stack until Ctrl-C: Redis, one worker per device, Flower.
+def up(
+    environ: Mapping[str, str],
+    device: str | None,
+    models: str | None,
+    flower: bool,
+    flower_port: int,
+    gateway: bool,
+    gateway_port: int | None,
+) -> None:
+    """Run the embedded stack until Ctrl-C: Redis, one worker per device, Flower, the HTTP gateway.
 
     Other commands and Client.from_env() of the same user find the stack without settings.
 
@@ -57,6 +72,8 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
         environ=environ,
         with_flower=flower,
         flower_port=flower_port,
+        with_gateway=gateway,
+        gateway_port=gateway_port,
         on_progress=screen.print,
     )
     with suppress(KeyboardInterrupt), terminable(), stack:
@@ -67,8 +84,10 @@ def up(environ: Mapping[str, str], device: str | None, models: str | None, flowe
                 f"Flower   {running.flower_url} (user {running.flower_user}, password {running.flower_password})",
                 soft_wrap=True,
             )
+        if running.gateway_url:
+            screen.print(f"Gateway  {running.gateway_url}")
         screen.print(f"Logs     {stack.log_folder}")
-        _print_first_call(screen, running.redis_url, environ.get("PENSTOCK_HOME", ""))
+        _print_first_call(screen, running, environ.get("PENSTOCK_HOME", ""))
         screen.print("Ctrl-C stops everything. Waiting jobs are kept.")
         _wait_for_interrupt(lambda: stack.has_failed)
         if stack.has_failed:
@@ -225,20 +244,23 @@ def _child_environ(environ: Mapping[str, str], settings: Settings) -> dict[str, 
     return children
 
 
-def _print_first_call(screen: Console, url: str, home: str) -> None:
-    """Lines of Python that can be pasted, for the first model that is served."""
-    from penstock.compose.samples import first_call
+def _print_first_call(screen: Console, running: RunningStack, home: str) -> None:
+    """Lines of Python and of a shell that can be pasted, for the first model that is served."""
+    from penstock.compose.samples import first_call, first_request
     from penstock.compose.views.overview import served
     from penstock.registry.broker.redis_streams import RedisStreams
 
-    with closing(RedisStreams.from_url(url)) as broker:
+    with closing(RedisStreams.from_url(running.redis_url)) as broker:
         found = served(broker)
-    if found:
-        where = f" where PENSTOCK_HOME={home}" if home else ""
-        screen.print(f"\nFrom Python, in another terminal{where}:\n", soft_wrap=True)
-        for line in first_call(found[0]):
-            screen.print(line, soft_wrap=True)
-        screen.print()
+    if not found:
+        return
+    where = f" where PENSTOCK_HOME={home}" if home else ""
+    screen.print(f"\nFrom Python, in another terminal{where}:\n", soft_wrap=True)
+    for line in first_call(found[0]):
+        screen.print(line, soft_wrap=True)
+    screen.print()
+    if running.gateway_url:
+        screen.print(f"From a shell:\n\n{first_request(found[0], running.gateway_url).as_curl}\n", soft_wrap=True)
 
 
 def _wait_for_interrupt(is_over: Callable[[], bool] = lambda: False) -> None:

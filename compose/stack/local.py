@@ -1,8 +1,9 @@
 """The embedded stack: no server to install, nothing open to the network.
 
-    lock the home -> stack.json says "starting" -> Redis, Flower and one worker per device, side by side; a deliverer
-                     of webhooks, where a secret signs them
-                  -> workers are ready -> stack.json says "ready" -> Flower answers       ... stopped in reverse order
+    lock the home -> stack.json says "starting" -> Redis, Flower, the gateway and one worker per device, side by side;
+                     a deliverer of webhooks, where a secret signs them
+                  -> workers are ready -> stack.json says "ready" -> Flower and the gateway answer
+                     ... stopped in reverse order
 
 Redis writes an append-only file under the home (everysec) and listens on no TCP port; only this user may enter the
 folder of its socket. Jobs and results are signed with a key that is made once, mode 0600. The workers accept commands
@@ -34,12 +35,14 @@ import redis
 
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.stack.fleet import Device, worker_program, worker_timeouts
+from penstock.compose.stack.gateway import HOST, choose_port, gateway_program, is_answered
 from penstock.compose.stack.restarts import RestartReport
 from penstock.compose.stack.supervisor import ChildState, Program, Supervisor, SupervisorTimeouts
 from penstock.compose.storage import home_problem
 from penstock.registry import stack_file
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, PenstockError
+from penstock.registry.extras import missing_package, not_installed
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import RunningStack
 from penstock.registry.webhook_secrets import parse_secrets
@@ -52,6 +55,8 @@ _OLDEST_REDIS: Final = (6, 2)
 _REDIS_TIMEOUT_S: Final = 60.0
 _WORKER_TIMEOUT_S: Final = 180.0
 _FLOWER_TIMEOUT_S: Final = 60.0
+_GATEWAY_TIMEOUT_S: Final = 60.0
+_QUESTION_S: Final = 2.0
 _FAILED_STARTS: Final = 3
 """After so many failed starts in a row the stack gives up."""
 _POLL_S: Final = 0.05
@@ -85,11 +90,12 @@ def redis_binary() -> Path:
 
 
 class LocalStack:
-    """Redis, workers and Flower of one home; they run for the length of the `with` block.
+    """Redis, workers, Flower and a gateway of one home; they run for the length of the `with` block.
 
-    `settings` has the home, the models and the limits; children inherit `environ`. `on_progress` is called with one
-    line per step. Entering raises ConfigurationError when another stack uses the home, the home cannot be written to, a
-    program is missing, or a child is not ready in time; the children that had started are stopped.
+    `settings` has the home, the models and the limits; children inherit `environ`. gateway_port: None means that of the
+    settings, or any free one where another program has that. `on_progress` is called with one line per step. Entering
+    raises ConfigurationError when another stack uses the home, the home cannot be written to, a program is missing, or
+    a child is not ready in time; the children that had started are stopped.
     """
 
     def __init__(
@@ -100,6 +106,8 @@ class LocalStack:
         environ: Mapping[str, str],
         with_flower: bool = True,
         flower_port: int = 0,
+        with_gateway: bool = False,
+        gateway_port: int | None = None,
         on_progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._settings = settings
@@ -107,6 +115,8 @@ class LocalStack:
         self._environ = environ
         self._with_flower = with_flower
         self._flower_port = flower_port
+        self._with_gateway = with_gateway
+        self._gateway_port = gateway_port
         self._on_progress = on_progress
         self._exits = ExitStack()
         self._supervisors: dict[str, Supervisor] = {}
@@ -130,7 +140,7 @@ class LocalStack:
         return any(supervisor.has_failed for supervisor in self._supervisors.values())
 
     def pids(self) -> dict[str, int]:
-        """The processes of the stack by name: `redis`, `flower`, `cpu0`, `gpu0`..."""
+        """The processes of the stack by name: `redis`, `flower`, `gateway`, `cpu0`, `gpu0`..."""
         return {name: pid for supervisor in self._supervisors.values() for name, pid in supervisor.pids().items()}
 
     def worker_reports(self) -> list[dict[str, Any]]:
@@ -188,6 +198,9 @@ class LocalStack:
         if stack.flower_url:
             self._on_progress("Starting Flower")
             self._supervise(exits, "flower", [self._flower(stack, environ)], SupervisorTimeouts(warm_s=5))
+        if stack.gateway_url:
+            self._on_progress("Starting the gateway")
+            self._supervise(exits, "gateway", [self._gateway(stack, environ)], SupervisorTimeouts(warm_s=12))
         if secret := secret_of(self._settings):
             self._supervise(exits, "webhooks", [self._webhooks(secret, environ)], SupervisorTimeouts(warm_s=12))
         exits.callback(self._begin_to_stop)
@@ -196,6 +209,9 @@ class LocalStack:
         stack_file.write(home, stack)
         if stack.flower_url:
             self._await("flower", _FLOWER_TIMEOUT_S, lambda: _flower_answers(stack))
+        if stack.gateway_url:
+            port = _port_of(stack.gateway_url)
+            self._await("gateway", _GATEWAY_TIMEOUT_S, lambda: is_answered(port, _QUESTION_S))
         self._running = stack
         self._on_progress("Ready")
 
@@ -203,7 +219,7 @@ class LocalStack:
         """Ask all but Redis to stop, side by side; Redis stops when they have ended."""
         # First, so that no client begins with a stack that ends.
         stack_file.remove(self._settings.home)
-        for part in ("flower", "webhooks", "worker"):
+        for part in ("gateway", "flower", "webhooks", "worker"):
             if part in self._supervisors:
                 self._supervisors[part].stop()
 
@@ -215,6 +231,7 @@ class LocalStack:
             str(self._keys_file(exits)),
             **self._flower_access(),
             operator_public_keys=self._operator_public_keys(),
+            gateway_url=self._gateway_url(),
             awaits="Redis",
         )
         exits.callback(stack_file.remove, self._settings.home)
@@ -285,12 +302,15 @@ class LocalStack:
     def _flower(self, stack: RunningStack, environ: Mapping[str, str]) -> Program:
         own = {
             "FLOWER_ADDRESS": "127.0.0.1",
-            "FLOWER_PORT": stack.flower_url.rpartition(":")[2],
+            "FLOWER_PORT": str(_port_of(stack.flower_url)),
             # Not as an argument: every user of the machine can read command lines.
             "FLOWER_BASIC_AUTH": f"{stack.flower_user}:{stack.flower_password}",
         }
         arguments = [sys.executable, "-m", "celery", "-A", "penstock.workers.app", "flower"]
         return Program("flower", arguments, {**environ, **own}, output=self._log("flower"))
+
+    def _gateway(self, stack: RunningStack, environ: Mapping[str, str]) -> Program:
+        return gateway_program(_port_of(stack.gateway_url), environ, self._log("gateway"))
 
     def _webhooks(self, secret: str, environ: Mapping[str, str]) -> Program:
         parse_secrets(secret)
@@ -310,6 +330,17 @@ class LocalStack:
             "flower_user": _FLOWER_USER,
             "flower_password": secrets.token_urlsafe(12),
         }
+
+    def _gateway_url(self) -> str:
+        if not self._with_gateway:
+            return ""
+        if missing := missing_package("gateway"):
+            self._on_progress(f"The stack has no gateway: {not_installed(missing, 'gateway')}")
+            return ""
+        port = self._gateway_port or choose_port(
+            self._settings.inference.server.port if self._gateway_port is None else 0
+        )
+        return f"http://{HOST}:{port}"
 
     def _child_environ(self, stack: RunningStack) -> dict[str, str]:
         return {
@@ -414,6 +445,10 @@ def _flower_answers(stack: RunningStack) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+def _port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 def _free_port() -> int:

@@ -20,6 +20,7 @@ from penstock.producers.core import Inputs, Item, Items, Refused
 from penstock.producers.gateway.callers import caller, entered
 from penstock.producers.job_state import HandleCore
 from penstock.registry.admission import SubmitOptions
+from penstock.registry.broker.base import Backlog
 from penstock.registry.broker.meters import Charge, Spent
 from penstock.registry.errors import InvalidInput, UnknownJob, UnknownModel
 from penstock.registry.package import ModelSpec
@@ -127,6 +128,11 @@ class GatewayClient(AsyncClient):
         """What the live workers report of themselves. Raises BrokerUnavailable."""
         self._enter_loop()
         return await self._reports()
+
+    async def backlog(self, model: str) -> Backlog:
+        """The jobs of a model that have not ended, and how many were committed so far. Raises BrokerUnavailable."""
+        self._enter_loop()
+        return await self._broker.backlog(model)
 
     async def _reports(self) -> list[Mapping[str, Any]]:
         return [json.loads(report) for report in await self._broker.workers()]

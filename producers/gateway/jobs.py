@@ -237,7 +237,7 @@ class JobRoutes:
         exchange.about = job_headers(handle.id)
         headers = [
             (b"location", _location(handle).encode()),
-            (b"retry-after", b"%d" % self._jobs.retry_after_s(handle.model)),
+            (b"retry-after", b"%d" % await self._jobs.retry_after_s(handle.model)),
         ]
         facts = {"id": handle.id, "model": handle.model, "status": status}
         await exchange.answer(http_status, msgspec.json.encode(facts), JSON, headers)

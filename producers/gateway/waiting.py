@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.gateway.drain_rate import Queues
 from penstock.producers.gateway.exchange import ClientGone
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.job_state import JobInfo
@@ -80,6 +81,10 @@ class Jobs:
     _durations_s: dict[str, float] = field(default_factory=dict)
     """The mean time from submit to end, by model."""
     _cancelling: set[asyncio.Task[Any]] = field(default_factory=set)
+    _queues: Queues = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queues = Queues(self.client.backlog)
 
     async def run(self, request: JobRequest, exchange: Requester) -> Finished:
         """Submits a job and waits for its outputs. Raises as `AsyncJobHandle.result`, and QueueFull without a place.
@@ -152,9 +157,15 @@ class Jobs:
         with self._place(), suppress(TimeoutError):
             await self._await_end(handle, wait_s, exchange)
 
-    def retry_after_s(self, model: str) -> int:
-        """After how many seconds a job that was submitted now has probably ended, as earlier ones of its model did."""
-        return min(_LONGEST_RETRY_S, max(1, math.ceil(self._durations_s.get(model, 1.0))))
+    async def retry_after_s(self, model: str) -> int:
+        """After how many seconds a job that was submitted now has probably ended.
+
+        While other jobs wait, by the rate at which the queue drains; else as earlier jobs of the model took.
+        """
+        wait_s = await self._queues.wait_s(model)
+        if wait_s is None:
+            wait_s = self._durations_s.get(model, 1.0)
+        return max(1, math.ceil(min(_LONGEST_RETRY_S, wait_s)))
 
     async def aclose(self) -> None:
         """Waits for the jobs that are being cancelled."""

@@ -32,6 +32,7 @@ from penstock.registry.queues import Priority
 
 __all__ = [
     "Announced",
+    "Backlog",
     "Broker",
     "CancelOutcome",
     "Claim",
@@ -117,6 +118,13 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     outcome: str
     job_id: str
     retry_after_s: float = 0.0
+
+
+class Backlog(NamedTuple):
+    """A slot's jobs that have not ended, and how many were committed so far."""
+
+    jobs: int
+    committed: int
 
 
 class JobRecord(msgspec.Struct, frozen=True, gc=False):

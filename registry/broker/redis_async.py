@@ -23,6 +23,7 @@ from penstock.registry.broker import foreign_keys
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import (
     Announced,
+    Backlog,
     CancelOutcome,
     JobRecord,
     Limits,
@@ -46,7 +47,7 @@ from penstock.registry.broker.redis_connection import (
 from penstock.registry.broker.redis_reads import Steps, T, read_job_record, read_job_records
 from penstock.registry.broker.redis_refusals import final, refusal, unanswered
 from penstock.registry.errors import BrokerDamaged
-from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, worker_key
+from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, flow_key, stream_keys, worker_key
 
 __all__ = ["AsyncRedisStreams"]
 
@@ -168,6 +169,14 @@ class AsyncRedisStreams:
         names = [name.decode() for name in await self._run(["ZRANGE", WORKERS_KEY, 0, -1])]
         reports = await self._run(["MGET", *map(worker_key, names)]) if names else []
         return [report for report in reports if report is not None]
+
+    async def backlog(self, slot: str) -> Backlog:
+        """The jobs of a slot now. Two readings tell how fast its workers are. Raises BrokerUnavailable."""
+        done, *depths = await asyncio.gather(
+            self._run(["HGET", flow_key(slot), "done"]), *(self._run(["XLEN", key]) for key in stream_keys(slot))
+        )
+        # Another program may have written to the field.
+        return Backlog(sum(depths), int(done) if done and done.isdigit() else 0)
 
     def forget_connections(self) -> None:
         """After a fork: drop the parent's connections without closing its sockets."""

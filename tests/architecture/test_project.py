@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from penstock.__main__ import EXTRAS as EXTRAS_OF_THE_COMMAND
+from penstock.registry.extras import EXTRAS as EXTRAS_OF_THE_COMMAND
 from tests.servers import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

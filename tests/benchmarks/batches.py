@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.benchmarks.gateway import start_gateway
 from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
@@ -27,7 +26,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     with Harness() as harness:
         server = harness.redis()
         worker = harness.worker(server, "mlp")
-        url, gateway = start_gateway(harness, server)
+        url, gateway = harness.gateway(server)
         contenders = {
             "batches": harness.client("gateway-batch", url, worker=gateway, broker=None),
             "submit_many": harness.client("submit_many", server.url, worker=worker, broker=server),

@@ -387,6 +387,16 @@ def _asked(http: HTTPConnection, method: str, path: str, body: bytes = b"", kind
     return found
 
 
+class MsgpackOverHttp(JsonOverHttp):
+    """The bytes of one row in msgpack, both ways."""
+
+    def _body_of(self, row: Float32Array) -> bytes:
+        return msgspec.msgpack.encode({"x": row.tobytes()})
+
+    def _logits(self, body: bytes) -> Any:
+        return np.frombuffer(msgspec.msgpack.decode(body)["logits"], "<f4")
+
+
 async def _body(reader: asyncio.StreamReader) -> bytes:
     status, *headers = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
     if status.split()[1] != b"200":
@@ -404,6 +414,7 @@ KINDS: Final[dict[str, Callable[[str], ClientKind]]] = {
     "gateway-json": GatewayJson,
     "gateway-oip": GatewayOip,
     "gateway-batch": GatewayBatch,
+    "msgpack": MsgpackOverHttp,
     **{name: partial(PenstockShaped, shape=shape) for name, shape in SHAPES.items()},
 }
 

@@ -13,12 +13,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Final
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +29,7 @@ import numpy.typing as npt
 from penstock import Client as PenstockClient
 from penstock.registry.settings import Settings
 from tests.benchmarks import meter, mlp
-from tests.servers import ROOT, Process, RedisServer, WorkerProcess, redis_binaries, require, wait_until
+from tests.servers import ROOT, Process, RedisServer, WorkerProcess, free_port, redis_binaries, require, wait_until
 
 __all__ = ["Client", "Sample", "Harness"]
 
@@ -151,6 +154,23 @@ class Program(Process):
         wait_until(has_come, _START_TIMEOUT_S, f"{text!r} from {self.child.args!r}\n{self.tail()}")
         return self
 
+    def wait_to_answer(self, method: str, url: str, body: bytes = b"") -> Program:
+        """Return once a request is answered with 200."""
+        parts = urlsplit(url)
+
+        def answers() -> bool:
+            if not self.is_running:
+                raise RuntimeError(f"{self.child.args!r} ended\n{self.tail()}")
+            with closing(HTTPConnection(parts.netloc, timeout=5)) as connection:
+                try:
+                    connection.request(method, parts.path, body, {"Content-Type": "application/json"})
+                    return connection.getresponse().status == HTTPStatus.OK
+                except OSError:
+                    return False
+
+        wait_until(answers, _START_TIMEOUT_S, f"{self.child.args!r} answers")
+        return self
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL for what is left of it and its children."""
         family = meter.tree(self.pid)
@@ -251,6 +271,15 @@ class Harness:
         program = Program(self.folder(), module, arguments, {**self._environment, **(environment or {})})
         self._ends.callback(program.stop)
         return program
+
+    def gateway(self, server: RedisServer, settings: Mapping[str, str] | None = None) -> tuple[str, Program]:
+        """`penstock serve` on a port that was free, once it is ready for jobs: its URL and its process."""
+        port = free_port()
+        own = {"PENSTOCK_REDIS_URL": server.url, "PENSTOCK_HOME": str(self.folder())}
+        environment = {**self.settings, **own, **(settings or {})}
+        program = self.program("penstock", ["serve", "--port", str(port)], environment)
+        program.wait_to_answer("GET", f"http://127.0.0.1:{port}/health/ready")
+        return f"http://127.0.0.1:{port}", program
 
     def producer(self, server: RedisServer) -> PenstockClient:
         """A client in this process, where its CPU does not matter."""

@@ -1,73 +1,67 @@
-"""Model servers that batch, beside us: same MLP, 64 clients, lists as JSON; what is not installed is skipped."""
+"""Model servers that batch, beside us: same MLP, 64 clients, JSON or msgpack; what is not installed is skipped."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from contextlib import closing
-from http import HTTPStatus
-from http.client import HTTPConnection
 from typing import Final
+
+import msgspec
 
 from tests.benchmarks import mlp
 from tests.benchmarks.harness import Client, Harness, Sample
 from tests.benchmarks.report import Progress, Row, median
 from tests.benchmarks.scale import Scale
-from tests.servers import free_port, wait_until
+from tests.servers import free_port
 
-__all__ = ["measure"]
+__all__ = ["SERVERS", "client", "is_installed", "measure"]
 
 _CLIENTS: Final = 64
-_START_TIMEOUT_S: Final = 60.0
-_SERVERS: Final = {
-    "litserve": ("LitServe", "/predict", ("tests.benchmarks.litserve_mlp", "{port}")),
-    "mosec": (
-        "mosec",
-        "/inference",
-        ("tests.benchmarks.mosec_mlp", "--address", "127.0.0.1", "--port", "{port}"),
-    ),
+_MOSEC: Final = ("--address", "127.0.0.1", "--port", "{port}")
+SERVERS: Final = {
+    "litserve": ("LitServe", "/predict", "http", ("tests.benchmarks.litserve_mlp", "{port}")),
+    "mosec": ("mosec", "/inference", "http", ("tests.benchmarks.mosec_mlp", *_MOSEC)),
+    "mosec-msgpack": ("mosec, msgpack", "/inference", "msgpack", ("tests.benchmarks.mosec_msgpack_mlp", *_MOSEC)),
 }
-"""Distribution: its name, the path of its predictions, its command."""
+"""Name: its title, the path of its predictions, the kind of its client, its command."""
+
+
+def is_installed(name: str) -> bool:
+    """Whether the peer's package is here."""
+    return importlib.util.find_spec(name.partition("-")[0]) is not None
 
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """Jobs per second and CPU of the server's side per job, all of them taking turns."""
     with Harness() as harness:
-        found = [name for name in _SERVERS if importlib.util.find_spec(name)]
-        clients = {_SERVERS[name][0]: _client(harness, name) for name in found}
+        found = [name for name in SERVERS if is_installed(name)]
+        clients = {SERVERS[name][0]: client(harness, name) for name in found}
         if clients:
             server = harness.redis()
             worker = harness.worker(server, "mlp")
             clients["Penstock, AsyncClient"] = harness.client("async", server.url, worker=worker, broker=server)
         taken: dict[str, list[Sample]] = {name: [] for name in clients}
         for number in range(scale.rounds + 1):
-            for name, client in clients.items():
-                sample = client.run(scale.http_jobs, _CLIENTS)
+            for name, each in clients.items():
+                sample = each.run(scale.http_jobs, _CLIENTS)
                 # The first round warms up.
                 taken[name] += [sample] if number else []
                 say(f"peers {number}/{scale.rounds}: {name}: {sample.jobs_per_s:,.0f}/s")
     rows = [_row(name, runs) for name, runs in taken.items()]
-    return rows + [Row(f"peer: {_SERVERS[name][0]}", "not installed") for name in _SERVERS if name not in found]
+    return rows + [Row(f"peer: {SERVERS[name][0]}", "not installed") for name in SERVERS if name not in found]
 
 
-def _client(harness: Harness, name: str) -> Client:
-    _, path, (module, *arguments) = _SERVERS[name]
-    port = free_port()
-    body = json.dumps({"x": mlp.inputs(1, seed=0)[0].tolist()})
+def client(harness: Harness, name: str) -> Client:
+    """A client of a peer that was started, and answers."""
+    _, path, kind, (module, *arguments) = SERVERS[name]
+    url = f"http://127.0.0.1:{(port := free_port())}{path}"
     program = harness.program(module, [part.format(port=port) for part in arguments])
-
-    def answers() -> bool:
-        if not program.is_running:
-            raise RuntimeError(f"{name} ended\n{program.tail()}")
-        with closing(HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
-            try:
-                connection.request("POST", path, body, {"Content-Type": "application/json"})
-                return connection.getresponse().status == HTTPStatus.OK
-            except OSError:
-                return False
-
-    wait_until(answers, _START_TIMEOUT_S, f"{name} answers")
-    return harness.client("http", f"http://127.0.0.1:{port}{path}", worker=program, broker=None)
+    row = mlp.inputs(1, seed=0)[0]
+    body = (
+        msgspec.msgpack.encode({"x": row.tobytes()}) if kind == "msgpack" else json.dumps({"x": row.tolist()}).encode()
+    )
+    program.wait_to_answer("POST", url, body)
+    return harness.client(kind, url, worker=program, broker=None)
 
 
 def _row(name: str, runs: list[Sample]) -> Row:

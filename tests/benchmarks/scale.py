@@ -32,6 +32,8 @@ class Scale:
     """Changes of one model that each of 20 processes tries."""
     swaps: int
     """A promotion and the way back."""
+    subscribers: int
+    """Idle event streams of one gateway."""
     experiments: int
     """Simulated A/B experiments of each kind."""
 
@@ -53,6 +55,7 @@ FULL: Final = Scale(
     step_s=15.0,
     promotions=200,
     swaps=5,
+    subscribers=2_000,
     experiments=10_000,
 )
 QUICK: Final = Scale(
@@ -72,6 +75,7 @@ QUICK: Final = Scale(
     step_s=8.0,
     promotions=20,
     swaps=2,
+    subscribers=2_000,
     experiments=2_000,
 )
 SMOKE: Final = Scale(
@@ -91,5 +95,6 @@ SMOKE: Final = Scale(
     step_s=1.5,
     promotions=2,
     swaps=1,
+    subscribers=50,
     experiments=200,
 )

@@ -90,17 +90,21 @@ def test_service_is_confined(service: str):
 
 
 def test_nothing_is_published_beyond_loopback():
-    """Redis, Flower and Prometheus listen on the loopback; only Prometheus reaches the worker's metrics."""
+    """Redis, nginx, Flower and Prometheus listen on the loopback; Prometheus and nginx do not reach Redis."""
     published = {name: [_filled(port) for port in facts.get("ports", ())] for name, facts in SERVICES.items()}
     assert published == {
         "redis": ["127.0.0.1:6379:6379"],
         "worker": [],
         "webhooks": [],
+        "gateway": [],
+        "nginx": ["127.0.0.1:8000:8000", "127.0.0.1:50051:50051"],
         "flower": ["127.0.0.1:5555:5555"],
         "prometheus": ["127.0.0.1:9090:9090"],
     }
     assert not any("ports" in facts for facts in GPU["services"].values())
-    assert not set(SERVICES["redis"]["networks"]) & set(SERVICES["prometheus"]["networks"])
+    for service in ("prometheus", "nginx"):
+        assert not set(SERVICES["redis"]["networks"]) & set(SERVICES[service]["networks"])
+    assert not set(SERVICES["worker"]["networks"]) & set(SERVICES["nginx"]["networks"])
 
 
 def test_secrets_have_no_default_and_are_in_no_file():
@@ -182,9 +186,11 @@ def _environment(service: str) -> list[str]:
 
 
 def test_prometheus_reads_every_worker_with_the_token():
-    """Each file has one job: the port of a CPU worker, or those of eight GPUs, with the workers' token."""
+    """Each file has the port of a CPU worker, or those of eight GPUs, with the workers' token; and the gateways."""
     for name, ports in (("prometheus.yml", {9464}), ("gpu.yml", set(range(9464, 9472)))):
-        (job,) = yaml.safe_load((COMPOSE / "prometheus" / name).read_text())["scrape_configs"]
+        job, gateways = yaml.safe_load((COMPOSE / "prometheus" / name).read_text())["scrape_configs"]
+        (replicas,) = gateways["dns_sd_configs"]
+        assert (replicas["names"], str(replicas["port"])) == (["gateway"], SERVICES["gateway"]["command"][-1])
         assert (
             job["authorization"]["credentials_file"]
             == SERVICES["worker"]["environment"]["PENSTOCK_METRICS_BEARER_FILE"]
@@ -199,7 +205,8 @@ def test_prometheus_reads_every_worker_with_the_token():
 
 def test_every_command_exists():
     """Every container runs an existing command with valid options, or Celery."""
-    commands = [*(SERVICES[name]["command"] for name in ("worker", "webhooks")), GPU["services"]["worker"]["command"]]
+    commands = [SERVICES[name]["command"] for name in ("worker", "webhooks", "gateway")]
+    commands.append(GPU["services"]["worker"]["command"])
     worker = COMPOSE / "Dockerfile.worker"
     for stage in ("cpu", "gpu"):
         words = dict(_stages(worker)[stage])
@@ -207,6 +214,9 @@ def test_every_command_exists():
         commands.append(yaml.safe_load(words["CMD"]))
     group, name, *options = SERVICES["webhooks"]["command"]
     main.commands[group].commands[name].make_context(name, list(options))  # type: ignore[attr-defined]  # it is a group
+    gateway = dict(_stages(COMPOSE / "Dockerfile.gateway")[""])
+    assert yaml.safe_load(gateway["ENTRYPOINT"]) == ["penstock"]
+    commands.append(yaml.safe_load(gateway["CMD"]))
     for name, *options in commands:
         main.commands[name].make_context(name, list(options), resilient_parsing=False)
     assert yaml.safe_load(dict(_stages(COMPOSE / "Dockerfile.flower")[""])["ENTRYPOINT"]) == [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
+import shlex
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.compose.samples import first_call, random_jobs
+from penstock.compose.samples import first_call, first_request, random_jobs
 from penstock.registry.package import ModelSpec
 
 DECLARATIONS: dict[str, list[dict[str, Any]]] = {
@@ -65,6 +67,17 @@ def test_the_lines_to_paste_submit_what_the_declaration_accepts(inputs):
     lines = first_call(spec)
     assert "client = Client.from_env()" in lines
     checked = spec.signature.check(submitted(lines))
+    assert spec.signature.rows(checked) == 1
+
+
+@pytest.mark.parametrize("inputs", DECLARATIONS.values(), ids=DECLARATIONS)
+def test_the_line_of_curl_sends_what_the_declaration_accepts(inputs):
+    """A shell splits it into the words that are meant, and the inputs pass the check of the gateway."""
+    spec = spec_of(inputs)
+    program, url, *options = shlex.split(first_request(spec, "http://127.0.0.1:8000").as_curl)
+    assert (program, url) == ("curl", "http://127.0.0.1:8000/v1/models/m:predict")
+    assert options[:-1] == ["-H", "Content-Type: application/json", "-d"]
+    checked = spec.signature.check(json.loads(options[-1])["inputs"])
     assert spec.signature.rows(checked) == 1
 
 

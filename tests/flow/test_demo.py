@@ -49,7 +49,8 @@ def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_demo_answers(short_tmp):
-    """Without any setting: every passage is embedded, every question is answered, and nothing is left behind."""
+    """Without any setting: every passage is embedded, every question and a request over HTTP is answered, and nothing
+    is left behind."""
     shown = data_of(run(short_tmp, "--count", "200", "--ask", "How do I sort a list?", "--json"))
     hits = hits_of(shown)
     assert len(hits) >= 3
@@ -58,6 +59,8 @@ def test_demo_answers(short_tmp):
     assert sum(int(rows) * batches for rows, batches in shown["batch_sizes"].items()) >= 200
     assert set(shown["latency_ms"]) >= {"queue", "batch", "compute", "commit"}
     assert shown["jobs_per_s"] > 0
+    assert shown["http"]["curl"].startswith("curl http://127.0.0.1:")
+    assert (shown["http"]["status"], shown["http"]["embedding"]) == (200, [1, 384])
     assert list(short_tmp.iterdir()) == []
 
 
@@ -82,6 +85,7 @@ def test_demo_closes_with_its_figures(short_tmp):
         "commit:",
         "Flower",
         "password",
+        "curl http://127.0.0.1:",
     ):
         assert expected in ended.stdout
     assert list(short_tmp.iterdir()) == []

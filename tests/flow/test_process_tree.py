@@ -53,6 +53,7 @@ class Stack:
             "PENSTOCK_INFERENCE_REPO_ROOT": str(models),
             "PENSTOCK_INFERENCE_DEVICE": "cpu",
             "PENSTOCK_METRICS_PORT": "0",
+            "PENSTOCK_INFERENCE_SERVER_PORT": "0",
         }
         nowhere = subprocess.DEVNULL
         self.up = ends.enter_context(
@@ -105,7 +106,7 @@ def test_no_descendant_outlives_a_killed_parent(stack: Stack):
     # Its guard is a fork of it, with the same command line.
     build = max(stack.processes("penstock.workers.compilation.build"), key=lambda pid: len(descendants(pid)))
     _killed(build, least=2)
-    for word, least in (("penstock.workers", 4), ("up", 8)):
+    for word, least in (("penstock.workers", 4), ("up", 9)):
         wait_until(lambda: len(stack.processes("penstock.workers.runtime.instance")) == 2, 90, "both instances run")
         wait_until(lambda: not stack.processes("sleep"), 90, "the last build has ended")
         wait_until(stack._is_ready, 90, "the stack is up")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,20 +15,23 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import redis
 
 from penstock import Client
+from penstock.compose.stack import local
 from penstock.compose.stack.fleet import Device
+from penstock.compose.stack.gateway import is_answered
 from penstock.compose.stack.local import LocalStack, redis_binary
 from penstock.compose.stack.supervisor import Supervisor
 from penstock.registry import stack_file
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
 from tests.packages import write_double, write_package
-from tests.servers import ROOT, wait_until
+from tests.servers import ROOT, require, wait_until
 
 CPU = [Device("cpu", 0)]
 UP = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "up"]
@@ -55,12 +60,14 @@ def environment(home: Path, models: Path) -> dict[str, str]:
         "PENSTOCK_INFERENCE_REPO_ROOT": str(models),
         "PENSTOCK_INFERENCE_DEVICE": "cpu",
         "PENSTOCK_METRICS_PORT": "0",
+        "PENSTOCK_INFERENCE_SERVER_PORT": "0",
     }
 
 
-def stack(home: Path, models: Path, **more: str) -> LocalStack:
+def stack(home: Path, models: Path, *, with_gateway: bool = False, **more: str) -> LocalStack:
     environ = {**environment(home, models), **more}
-    return LocalStack(Settings.load(environ=environ), CPU, environ=environ, with_flower=False)
+    settings = Settings.load(environ=environ)
+    return LocalStack(settings, CPU, environ=environ, with_flower=False, with_gateway=with_gateway)
 
 
 def client_of(home: Path) -> Client:
@@ -115,8 +122,8 @@ def test_a_job_runs_on_a_stack_that_is_found_by_its_home(home, models):
 
 
 def test_the_program_that_up_prints_runs_as_it_stands(home, tmp_path):
-    """A program that begins while the model loads waits and says so. Afterwards `penstock up` prints lines of Python,
-    which submit a job of the model that it serves."""
+    """A program that begins while the model loads waits and says so. Afterwards `penstock up` prints lines of Python
+    and a line of curl, which both run a job of the model that it serves."""
     gate = tmp_path / "gate"
     source = f"""
         import time
@@ -148,10 +155,14 @@ def test_the_program_that_up_prints_runs_as_it_stands(home, tmp_path):
         assert early.wait(60) == 0
         assert up.stdout is not None
         printed = [*iter(up.stdout.readline, "Ctrl-C stops everything. Waiting jobs are kept.\n")]
-        (heading,) = (number for number, line in enumerate(printed) if line.startswith("From Python"))
-        program = start(sys.executable, "-c", "".join(printed[heading + 1 :]))
+        (python,) = (number for number, line in enumerate(printed) if line.startswith("From Python"))
+        (shell,) = (number for number, line in enumerate(printed) if line.startswith("From a shell"))
+        program = start(sys.executable, "-c", "".join(printed[python + 1 : shell]))
         answer, errors = program.communicate(timeout=60)
         assert "array([[4.5, 4.5, 4.5, 4.5]], dtype=float32)" in answer, errors
+        require(shutil.which("curl"), "curl")
+        answer, errors = start("sh", "-c", "".join(printed[shell + 1 :])).communicate(timeout=60)
+        assert json.loads(answer)["outputs"]["y"]["data"] == [[4.5, 4.5, 4.5, 4.5]], errors
         up.send_signal(signal.SIGINT)
         assert up.wait(60) == 0
 
@@ -169,16 +180,56 @@ def test_flower_requires_the_password(home, models):
         assert where.flower_password not in shown.stdout
 
 
+def test_a_killed_gateway_comes_back_on_its_port(home, models):
+    """After kill -9 the gateway of a stack is started again where clients know it; it ends with the stack."""
+    with stack(home, models, with_gateway=True) as running:
+        assert set(running.pids()) == {"redis", "cpu0", "gateway"}
+        url = running.running.gateway_url
+        assert url.startswith("http://127.0.0.1:")
+        assert predicted(url) == [[2.0] * 4]
+        first = running.pids()["gateway"]
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: running.pids().get("gateway", first) != first, 20, "the gateway is started again")
+        wait_until(lambda: is_answered(urlsplit(url).port or 0, 5), 60, "it answers")
+        assert predicted(url) == [[2.0] * 4]
+    assert not processes_of(home)
+
+
+def test_a_stack_without_the_packages_of_a_gateway_says_so(home, models, monkeypatch):
+    """One line names the package and what to type; all else is served."""
+    monkeypatch.setattr(local, "missing_package", lambda extra: "uvicorn" if extra == "gateway" else "")
+    environ, lines = environment(home, models), list[str]()
+    settings = Settings.load(environ=environ)
+    with LocalStack(
+        settings, CPU, environ=environ, with_flower=False, with_gateway=True, on_progress=lines.append
+    ) as running:
+        assert set(running.pids()) == {"redis", "cpu0"}
+        assert running.running.gateway_url == ""
+    assert (
+        "The stack has no gateway: uvicorn is not installed. Expected: pip install '.[gateway]' in the checkout of "
+        "Penstock" in lines
+    )
+
+
+def predicted(gateway_url: str) -> list[list[float]]:
+    """What the model `double` makes of ones, over HTTP."""
+    body = json.dumps({"inputs": {"x": [[1.0] * 4]}}).encode()
+    url = f"{gateway_url}/v1/models/double:predict"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 - our own address
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - as above
+        return list(json.loads(answer.read())["outputs"]["y"]["data"])
+
+
 def test_a_stack_that_ends_is_found_no_more_and_stops_side_by_side(home, models):
-    """Its addresses go first; workers and Flower are asked at the same time, and Redis, which they need, is not."""
+    """Its addresses go first; workers, gateway and Flower are asked at once. Redis, which they need, is not."""
     ending = stack(home, models)
     home.mkdir()
     stack_file.write(home, stack_file.RunningStack(os.getpid(), "unix:///run/redis.sock", ""))
-    ending._supervisors = {part: Supervisor([]) for part in ("redis", "worker", "flower")}
+    ending._supervisors = {part: Supervisor([]) for part in ("redis", "worker", "gateway", "flower")}
     ending._begin_to_stop()
     assert not (home / "stack.json").exists()
     asked = {part for part, supervisor in ending._supervisors.items() if supervisor.is_stopping}
-    assert asked == {"worker", "flower"}
+    assert asked == {"worker", "gateway", "flower"}
 
 
 def test_only_this_user_gets_in(home, models):
@@ -287,7 +338,8 @@ def test_penstock_up_leaves_no_process(home, models, number):
         wait_until(lambda: is_ready(home) or process.poll() is not None, 60, "the stack is up")
         assert process.poll() is None, process.communicate()[1]
         started = processes_of(home) - {process.pid}
-        assert len(started) == 3
+        # Redis, a worker, Flower and the gateway.
+        assert len(started) == 4
         process.send_signal(number)
         status = process.wait(60)
         wait_until(lambda: not processes_of(home), 30, "no process is left")
