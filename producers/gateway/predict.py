@@ -9,24 +9,20 @@ POST /predict, /predict/batch                          {"batch": [[numbers], ...
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from penstock.producers.gateway.exchange import Exchange
+from penstock.producers.gateway.plain_rows import model_or_only, only_input, rows_of
 from penstock.producers.gateway.request_headers import idempotency_key, wanted_type
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded, fields_of, read_document, read_inputs, write_outputs
 from penstock.producers.gateway.waiting import JobRequest, Jobs
 from penstock.registry.errors import InvalidInput
-from penstock.registry.package import ModelSpec
 from penstock.registry.queues import PriorityName
-from penstock.registry.tensors import STRING, Array
 
 __all__ = ["PredictRoutes"]
-
-_MOST_NUMBERS: Final = 10_000
 
 
 class PredictFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -111,13 +107,15 @@ class PredictRoutes:
         """POST /predict."""
         begun = asyncio.get_running_loop().time()
         fields = decoded(await exchange.body(), FlatFields)
-        spec = await self._client.spec_of(await self._model(exchange), fields.model_version)
+        spec = await self._client.spec_of(
+            await model_or_only(self._client, exchange.query().get("model", "")), fields.model_version
+        )
         if (fields.inputs is None) == (fields.batch is None):
             raise InvalidInput("Found both or none of inputs and batch. Expected one of them")
-        rows = _rows([fields.inputs] if fields.inputs is not None else fields.batch or [])
+        rows = rows_of([fields.inputs] if fields.inputs is not None else fields.batch or [])
         request = JobRequest(
             spec.name,
-            {_only_input(spec, rows): rows},
+            {only_input(spec, rows): rows},
             version=fields.model_version,
             idempotency_key=idempotency_key(exchange),
         )
@@ -134,36 +132,8 @@ class PredictRoutes:
             ),
         )
 
-    async def _model(self, exchange: Exchange) -> str:
-        """The model that the query names, or the only one that is served."""
-        if name := exchange.query().get("model"):
-            return name
-        names = [model.spec.name for model in await self._client.models()]
-        if len(names) != 1:
-            raise InvalidInput(f"{len(names)} models are served. Expected ?model= with the name of one")
-        return names[0]
-
 
 def _deadline_s(timeout_ms: float | None) -> float | None:
     if timeout_ms is not None and not timeout_ms > 0:
         raise InvalidInput(f"timeout_ms is {timeout_ms:g}. Expected a positive number of milliseconds")
     return None if timeout_ms is None else timeout_ms / 1000
-
-
-def _rows(rows: list[list[float]]) -> Array:
-    counts = {len(row) for row in rows}
-    if len(counts) != 1 or not 1 <= min(counts) <= _MOST_NUMBERS:
-        raise InvalidInput(f"No row, or rows of unequal lengths. Expected rows of 1 to {_MOST_NUMBERS} numbers each")
-    if len(rows) * min(counts) > _MOST_NUMBERS * 64:
-        raise InvalidInput(f"Too many numbers. Expected at most {_MOST_NUMBERS * 64}")
-    return np.array(rows, np.float64)
-
-
-def _only_input(spec: ModelSpec, rows: Array) -> str:
-    required = [tensor for tensor in spec.inputs if not tensor.optional]
-    is_simple = len(required) == 1 and required[0].dtype != STRING and len(required[0].shape) == rows.ndim
-    if not is_simple or not spec.outputs:
-        raise InvalidInput(
-            f"{spec.name} takes other inputs than one row of numbers. Expected /v1/models/{spec.name}:predict"
-        )
-    return required[0].name

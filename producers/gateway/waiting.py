@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.producers.async_client import AsyncJobHandle
-from penstock.producers.gateway.exchange import ClientGone, Exchange
+from penstock.producers.events import JobEvent
+from penstock.producers.gateway.exchange import ClientGone
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.job_state import JobInfo
 from penstock.registry.envelope import Retry
@@ -24,12 +25,21 @@ from penstock.registry.errors import PenstockError, QueueFull
 from penstock.registry.queues import PriorityName
 from penstock.registry.tensors import Array
 
-__all__ = ["Finished", "JobRequest", "Jobs", "job_headers"]
+__all__ = ["Finished", "JobRequest", "Jobs", "Requester", "job_headers"]
 
 _FULL_RETRY_S: Final = 1.0
 _LONGEST_RETRY_S: Final = 60
 _WEIGHT: Final = 0.2
 """Of the newest job in the mean duration of a model's jobs."""
+
+
+class Requester(Protocol):
+    """A request of any protocol, as far as a job's way concerns it. about: what its answer tells about the job."""
+
+    about: list[tuple[bytes, bytes]]
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Inside of the block the end of the client ends the task's wait: ClientGone, or CancelledError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +82,22 @@ class Jobs:
     """The mean time from submit to end, by model."""
     _cancelling: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    async def run(self, request: JobRequest, exchange: Exchange) -> Finished:
+    async def run(self, request: JobRequest, requester: Requester) -> Finished:
         """Submits a job and waits for its outputs. Raises as `AsyncJobHandle.result`, and QueueFull without a place.
 
         A job without an idempotency key is cancelled when its client has gone, and when the time is up.
         """
         with self._place():
-            handle = await self.submit(request, exchange)
+            handle = await self.submit(request, requester)
             try:
-                info = await self._await_end(handle, self.wait_s + (request.deadline_s or 0), exchange)
+                info = await self._await_end(handle, self.wait_s + (request.deadline_s or 0), requester)
             except (ClientGone, asyncio.CancelledError, TimeoutError):
                 if request.idempotency_key is None:
                     self._abandon(handle)
                 raise
         return Finished(handle.id, await handle.result(), info)
 
-    async def submit(self, request: JobRequest, exchange: Exchange) -> AsyncJobHandle:
+    async def submit(self, request: JobRequest, requester: Requester) -> AsyncJobHandle:
         """Publishes a job. Raises as AsyncClient.submit does."""
         handle = await self.client.submit(
             request.model,
@@ -103,29 +113,45 @@ class Jobs:
             sticky_key=request.sticky_key,
             endpoint=request.endpoint,
         )
-        exchange.about = job_headers(handle.id)
+        requester.about = job_headers(handle.id)
         return handle
 
-    async def submit_and_wait(self, request: JobRequest, wait_s: float, exchange: Exchange) -> AsyncJobHandle:
+    async def submit_and_wait(self, request: JobRequest, wait_s: float, requester: Requester) -> AsyncJobHandle:
         """Submits a job, and waits for its end no longer than that. Then the job goes on.
 
         A job without an idempotency key is cancelled when its client has gone: nobody knows its id.
         """
         with self._place():
-            handle = await self.submit(request, exchange)
+            handle = await self.submit(request, requester)
             try:
                 with suppress(TimeoutError):
-                    await self._await_end(handle, wait_s, exchange)
+                    await self._await_end(handle, wait_s, requester)
             except (ClientGone, asyncio.CancelledError):
                 if request.idempotency_key is None:
                     self._abandon(handle)
                 raise
         return handle
 
-    async def wait(self, handle: AsyncJobHandle, wait_s: float, exchange: Exchange) -> None:
+    async def stream(self, request: JobRequest, requester: Requester) -> AsyncGenerator[JobEvent, None]:
+        """Submits a job, and yields its events. Close it: a job that has not ended is cancelled then.
+
+        Raises ResultTimeout after a silence as long as a request waits.
+        """
+        with self._place():
+            handle = await self.submit(request, requester)
+            is_over = False
+            try:
+                async for event in handle.stream(timeout=self.wait_s):
+                    is_over = event.is_terminal
+                    yield event
+            finally:
+                if not is_over and request.idempotency_key is None:
+                    self._abandon(handle)
+
+    async def wait(self, handle: AsyncJobHandle, wait_s: float, requester: Requester) -> None:
         """Waits for the end of any job, no longer than that. The job goes on then, also when the client goes."""
         with self._place(), suppress(TimeoutError):
-            await self._await_end(handle, wait_s, exchange)
+            await self._await_end(handle, wait_s, requester)
 
     def retry_after_s(self, model: str) -> int:
         """After how many seconds a job that was submitted now has probably ended, as earlier ones of its model did."""
@@ -150,20 +176,20 @@ class Jobs:
         finally:
             self.waiting -= 1
 
-    async def _await_end(self, handle: AsyncJobHandle, wait_s: float, exchange: Exchange) -> JobInfo:
+    async def _await_end(self, handle: AsyncJobHandle, wait_s: float, requester: Requester) -> JobInfo:
         """How the job ended. Raises ClientGone and TimeoutError."""
         job_id, now = handle.id, asyncio.get_running_loop().time
         begun = now()
         waiters = self._waiters
         waiters[job_id] = waiters.get(job_id, 0) + 1
         try:
-            with exchange.watch():
+            with requester.watch():
                 info = await handle.info(wait_s)
         finally:
             if (left := waiters.pop(job_id) - 1) > 0:
                 waiters[job_id] = left
         self._note_duration(handle.model, now() - begun)
-        exchange.about = job_headers(job_id, info)
+        requester.about = job_headers(job_id, info)
         return info
 
     def _abandon(self, handle: AsyncJobHandle) -> None:

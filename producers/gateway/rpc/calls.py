@@ -1,0 +1,120 @@
+"""One gRPC call and its end: its metadata, the time that it has, and how it is counted.
+
+    bytes -> message -> Call -> method -> answer, trailing metadata
+                                  `-> any error -> status.py
+
+A client that cancels its call, or whose deadline passes, ends the task of the method: grpc.aio cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, TypeAlias, TypeVar
+
+import grpc
+
+from penstock.producers.gateway.figures import GatewayFigures
+from penstock.producers.gateway.request_headers import checked_key
+from penstock.producers.gateway.rpc.messages import parsed
+from penstock.producers.gateway.rpc.status import Status, status_of
+
+__all__ = ["Call", "Calls", "Method"]
+
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger("penstock.server")
+_UNWATCHED: Final = nullcontext()
+
+
+class Call:
+    """One call. about: what its trailing metadata tells about its job, as HTTP's headers do."""
+
+    __slots__ = ("_context", "_metadata", "about")
+
+    def __init__(self, context: Any) -> None:
+        self.about: list[tuple[bytes, bytes]] = []
+        self._context = context
+        self._metadata: Mapping[str, Any] | None = None
+
+    def metadata(self, name: str) -> str:
+        """The value of a name in lower case; empty without one."""
+        if self._metadata is None:
+            self._metadata = dict(self._context.invocation_metadata() or ())
+        value: str = self._metadata.get(name, "")
+        return value
+
+    def idempotency_key(self) -> str | None:
+        """The key of `idempotency-key`; None without one. Raises RequestRefused."""
+        text = self.metadata("idempotency-key")
+        return checked_key(text) if text else None
+
+    def deadline_s(self, wanted_s: float | None) -> float | None:
+        """The shorter one of a time-out that the request names and the time that the call has left; None: no end."""
+        left_s: float | None = self._context.time_remaining()
+        if left_s is None:
+            return wanted_s
+        # A call that is late is cancelled already, and its job ends as one that is.
+        return max(left_s, 0.001) if wanted_s is None else min(wanted_s, max(left_s, 0.001))
+
+    def watch(self) -> AbstractContextManager[None]:
+        """grpc.aio ends the task when the client has gone."""
+        return _UNWATCHED
+
+
+Method: TypeAlias = Callable[[Call, Any], Awaitable[Any]]
+"""(call, request) -> answer."""
+
+
+class Calls:
+    """The calls of one process."""
+
+    def __init__(self, figures: GatewayFigures) -> None:
+        self._figures = figures
+
+    def unary(self, name: str, kind: Any, method: Method) -> Any:
+        """The handler of a method with one request of this kind, and one answer. name: /service/method."""
+
+        async def serve(data: bytes, context: Any) -> bytes:
+            answer: bytes = await self.end(name, context, lambda call: _answered(call, kind, data, method))
+            return answer
+
+        # Messages are parsed in `_answered`: what grpc.aio cannot parse it answers as an unknown error.
+        return grpc.unary_unary_rpc_method_handler(serve)
+
+    async def end(self, name: str, context: Any, run: Callable[[Call], Awaitable[Answer]]) -> Answer:
+        """Runs a call to its end: its answer, or the status of its error; both with trailing metadata, and counted."""
+        call, now = Call(context), asyncio.get_running_loop().time
+        begun = now()
+        try:
+            answer = await run(call)
+        except asyncio.CancelledError:
+            self._figures.count_call(name, grpc.StatusCode.CANCELLED.name, now() - begun)
+            raise
+        except Exception as error:  # the last place where an error can become a status
+            status = self.status_of(name, error)
+            self._figures.count_call(name, status.code.name, now() - begun)
+            await context.abort(status.code, status.details, (*_trailing(call), *status.trailing))
+            raise
+        self._figures.count_call(name, grpc.StatusCode.OK.name, now() - begun)
+        if call.about:
+            context.set_trailing_metadata(_trailing(call))
+        return answer
+
+    def status_of(self, name: str, error: Exception) -> Status:
+        """The status of an error, which is logged if it is a mistake of the gateway."""
+        status = status_of(error)
+        if status.is_mistake:
+            logger.error("call failed", exc_info=error, extra={"method": name})
+        return status
+
+
+async def _answered(call: Call, kind: Any, data: bytes, method: Method) -> bytes:
+    answer: bytes = (await method(call, parsed(kind, data))).SerializeToString()
+    return answer
+
+
+def _trailing(call: Call) -> tuple[tuple[str, str], ...]:
+    return tuple((name.decode(), value.decode()) for name, value in call.about)
