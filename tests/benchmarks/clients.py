@@ -330,6 +330,55 @@ class GatewayOip(JsonOverHttp):
         return np.frombuffer(body[-4 * _CLASSES :], "<f4")
 
 
+class GatewayGrpc:
+    """The gateway's Open Inference Protocol over gRPC, with the raw bytes of one row, both ways; one connection.
+
+    url: host:port. The requests are made before the clock starts, as those of JsonOverHttp.
+    """
+
+    def __init__(self, url: str) -> None:
+        # The memory of the other kinds is measured, too.
+        import grpc
+
+        from penstock.producers.gateway.rpc.messages import message
+
+        self._open = partial(grpc.aio.insecure_channel, url)
+        self._new_request = partial(message("ModelInferRequest"), model_name="mlp")
+        self._parse = message("ModelInferResponse").FromString
+        self._runner = asyncio.Runner()
+
+    def prepare(self, rows: Float32Array) -> list[bytes]:
+        """See ClientKind.prepare."""
+        request = self._new_request()
+        request.inputs.add(name="x", datatype="FP32", shape=[1, mlp.WIDTH])
+        request.raw_input_contents.append(b"")
+        jobs = []
+        for row in rows:
+            request.raw_input_contents[0] = row.tobytes()
+            jobs.append(request.SerializeToString())
+        return jobs
+
+    def run(self, jobs: list[bytes], in_flight: int) -> Answers:
+        """See ClientKind.run."""
+        return self._runner.run(self._run(jobs, in_flight))
+
+    async def _run(self, jobs: list[bytes], in_flight: int) -> Answers:
+        answers = _blank(len(jobs))
+        todo = iter(range(len(jobs)))
+        async with self._open() as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+            async def caller() -> None:
+                for index in todo:
+                    begun = time.perf_counter()
+                    answer = self._parse(await infer(jobs[index]))
+                    answers.logits[index] = np.frombuffer(answer.raw_output_contents[0], "<f4")
+                    answers.latencies_s[index] = time.perf_counter() - begun
+
+            await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return answers
+
+
 async def _body(reader: asyncio.StreamReader) -> bytes:
     status, *headers = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
     if status.split()[1] != b"200":
@@ -345,6 +394,7 @@ KINDS: Final[dict[str, Callable[[str], ClientKind]]] = {
     "raw": RawRedis,
     "http": JsonOverHttp,
     "gateway-json": GatewayJson,
+    "gateway-grpc": GatewayGrpc,
     "gateway-oip": GatewayOip,
     **{name: partial(PenstockShaped, shape=shape) for name, shape in SHAPES.items()},
 }

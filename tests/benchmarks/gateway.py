@@ -1,4 +1,4 @@
-"""The HTTP gateway: requests per second beside FastAPI that calls the model, CPU per request, what a hop costs.
+"""The gateway: requests per second beside FastAPI that calls the model, CPU per request, what a hop costs, gRPC.
 
 Gateway, worker and Redis are separate processes, signing is on, and all take turns. The peer's one process runs the
 model, too.
@@ -25,9 +25,11 @@ _START_TIMEOUT_S: Final = 60.0
 _PEER: Final = "FastAPI"
 _JSON: Final = "JSON"
 _BINARY: Final = "OIP binary"
+_GRPC: Final = "OIP gRPC"
 _PYTHON: Final = "AsyncClient"
 _REQUIRED_RATIO: Final = 1.2
 _AIMED_RATIO: Final = 2.0
+_GRPC_RATIO: Final = 0.6
 _CPU_US: Final = {_JSON: (220, 120), _BINARY: (150, 80)}
 _ADDED_MS: Final = (1.0, 0.4)
 
@@ -37,10 +39,11 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     with Harness() as harness:
         server = harness.redis()
         worker = harness.worker(server, "mlp")
-        url, gateway = _gateway(harness, server)
+        url, rpc, gateway = _gateway(harness, server)
         contenders = {
             _JSON: harness.client("gateway-json", f"{url}/v1/models/mlp:predict", worker=gateway, broker=None),
             _BINARY: harness.client("gateway-oip", f"{url}/v2/models/mlp/infer", worker=gateway, broker=None),
+            _GRPC: harness.client("gateway-grpc", rpc, worker=gateway, broker=None),
             _PYTHON: harness.client("async", server.url, worker=worker, broker=server),
         }
         if importlib.util.find_spec("fastapi"):
@@ -50,12 +53,12 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     return [*_rates(together), *_costs(together), *_added(alone)]
 
 
-def _gateway(harness: Harness, server: RedisServer) -> tuple[str, Program]:
-    port = free_port()
+def _gateway(harness: Harness, server: RedisServer) -> tuple[str, str, Program]:
+    port, grpc_port = free_port(), free_port()
     environment = {**harness.settings, "PENSTOCK_REDIS_URL": server.url}
-    program = harness.program("penstock", ["serve", "--port", str(port)], environment)
+    program = harness.program("penstock", ["serve", "--port", str(port), "--grpc-port", str(grpc_port)], environment)
     wait_until(lambda: _answers(program, port, "/health/ready"), _START_TIMEOUT_S, "the gateway answers")
-    return f"http://127.0.0.1:{port}", program
+    return f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", program
 
 
 def _peer(harness: Harness) -> Client:
@@ -96,6 +99,16 @@ def _rates(taken: Mapping[str, list[Sample]]) -> list[Row]:
         for name, rate in rates.items()
         if name != _PEER
     ]
+    against_rest = rates[_GRPC] / rates[_BINARY]
+    rows.append(
+        Row(
+            f"gateway, OIP gRPC against REST binary, {_CLIENTS} clients",
+            f"{against_rest:.2f}x",
+            f">= {_GRPC_RATIO}x",
+            verdict=verdict(required=against_rest >= _GRPC_RATIO),
+            figures={"ratio": against_rest},
+        )
+    )
     if _PEER not in rates:
         return [*rows, Row(f"peer: {_PEER}, the model per request", "not installed")]
     ratio = rates[_JSON] / rates[_PEER]

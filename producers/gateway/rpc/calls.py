@@ -20,6 +20,7 @@ from penstock.producers.gateway.figures import GatewayFigures
 from penstock.producers.gateway.request_headers import checked_key
 from penstock.producers.gateway.rpc.messages import parsed
 from penstock.producers.gateway.rpc.status import Status, status_of
+from penstock.producers.gateway.rpc.turns import Turns
 
 __all__ = ["Call", "Calls", "Method"]
 
@@ -73,15 +74,20 @@ class Calls:
 
     def __init__(self, figures: GatewayFigures) -> None:
         self._figures = figures
+        self._turns = Turns()
 
     def unary(self, name: str, kind: Any, method: Method) -> Any:
         """The handler of a method with one request of this kind, and one answer. name: /service/method."""
 
         async def serve(data: bytes, context: Any) -> bytes:
-            answer: bytes = await self.end(name, context, lambda call: _answered(call, kind, data, method))
+            self._turns.running += 1
+            try:
+                answer: bytes = await self.end(name, context, lambda call: self._answer(call, kind, data, method))
+            finally:
+                self._turns.running -= 1
             return answer
 
-        # Messages are parsed in `_answered`: what grpc.aio cannot parse it answers as an unknown error.
+        # Messages are parsed in `_answer`: what grpc.aio cannot parse it answers as an unknown error.
         return grpc.unary_unary_rpc_method_handler(serve)
 
     async def end(self, name: str, context: Any, run: Callable[[Call], Awaitable[Answer]]) -> Answer:
@@ -103,17 +109,18 @@ class Calls:
             context.set_trailing_metadata(_trailing(call))
         return answer
 
+    async def _answer(self, call: Call, kind: Any, data: bytes, method: Method) -> bytes:
+        request = parsed(kind, data)
+        await self._turns.pass_through()
+        answer: bytes = (await method(call, request)).SerializeToString()
+        return answer
+
     def status_of(self, name: str, error: Exception) -> Status:
         """The status of an error, which is logged if it is a mistake of the gateway."""
         status = status_of(error)
         if status.is_mistake:
             logger.error("call failed", exc_info=error, extra={"method": name})
         return status
-
-
-async def _answered(call: Call, kind: Any, data: bytes, method: Method) -> bytes:
-    answer: bytes = (await method(call, parsed(kind, data))).SerializeToString()
-    return answer
 
 
 def _trailing(call: Call) -> tuple[tuple[str, str], ...]:

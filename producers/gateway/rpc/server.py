@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -52,7 +52,7 @@ class RpcServer:
         # Calls that wait for a job are bounded by Jobs; as many again may stream or watch.
         most = 2 * self._config.max_waiting
         self._server = grpc.aio.server(options=_options(self._config, max_bytes), maximum_concurrent_rpcs=most)
-        services = {
+        services: dict[str, _Service] = {
             oip.SERVICE: oip.OipService(self._jobs, self._health, self._calls, self._streams),
             predict.SERVICE: predict.PredictService(self._jobs, self._calls, self._streams),
         }
@@ -81,6 +81,10 @@ class RpcServer:
         self.stop()
         if self._stopped is not None:
             await self._stopped
+
+
+class _Service(Protocol):
+    def handlers(self) -> dict[str, Any]: ...
 
 
 def _options(config: ServerConfig, max_bytes: int) -> list[tuple[str, int]]:
