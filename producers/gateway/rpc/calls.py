@@ -42,15 +42,13 @@ class Call:
 
     def metadata(self, name: str) -> str:
         """The value of a name in lower case; empty without one."""
-        if self._metadata is None:
-            self._metadata = dict(self._context.invocation_metadata() or ())
-        value: str = self._metadata.get(name, "")
+        value: str = self._pairs().get(name, "")
         return value
 
     def idempotency_key(self) -> str | None:
         """The key of `idempotency-key`; None without one. Raises RequestRefused."""
-        text = self.metadata("idempotency-key")
-        return checked_key(text) if text else None
+        text = self._pairs().get("idempotency-key")
+        return None if text is None else checked_key(text)
 
     def deadline_s(self, wanted_s: float | None) -> float | None:
         """The shorter one of a time-out that the request names and the time that the call has left; None: no end."""
@@ -59,6 +57,11 @@ class Call:
             return wanted_s
         # A call that is late is cancelled already, and its job ends as one that is.
         return max(left_s, 0.001) if wanted_s is None else min(wanted_s, max(left_s, 0.001))
+
+    def _pairs(self) -> Mapping[str, Any]:
+        if self._metadata is None:
+            self._metadata = dict(self._context.invocation_metadata() or ())
+        return self._metadata
 
     def watch(self) -> AbstractContextManager[None]:
         """grpc.aio ends the task when the client has gone."""

@@ -39,4 +39,4 @@ def parsed(kind: Any, data: bytes) -> Any:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise InvalidInput(f"The bytes are no message. Expected a {kind.DESCRIPTOR.full_name}") from None
+        raise InvalidInput(f"The bytes are no message. Expected one of {kind.DESCRIPTOR.full_name}") from None
