@@ -210,7 +210,7 @@ def from_bytes(name: str, dtype: str, shape: Sequence[int], count: int, body: me
     try:
         return decode([Tensor("data", dtype, tuple(shape))], body)["data"]
     except UndecodableEnvelope as error:
-        raise InvalidInput(f"{name}: bytes that do not fit datatype and shape ({error})") from None
+        raise InvalidInput(f"{name}: bytes that do not fit ({error}). Expected those of datatype and shape") from None
 
 
 def _texts(name: str, count: int, body: memoryview) -> Array:

@@ -36,7 +36,9 @@ class RpcBinding(NamedTuple):
 def reserved(binding: RpcBinding) -> Iterator[RpcBinding]:
     """Keeps the port for the processes; port 0 becomes a free one. Raises ConfigurationError for a port in use."""
     with _socket(binding) as probe:
-        # Without SO_REUSEPORT: two gateways that share a port by accident would answer for each other.
+        # Without SO_REUSEPORT: two gateways that share a port by accident would answer for each other. Connections
+        # that have ended are no hindrance.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(probe, binding, binding.port)
         port: int = probe.getsockname()[1]
     with _socket(binding) as holder:
@@ -46,9 +48,7 @@ def reserved(binding: RpcBinding) -> Iterator[RpcBinding]:
 
 
 def _socket(binding: RpcBinding) -> socket.socket:
-    found = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return found
+    return socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
 
 
 def _bind(found: socket.socket, binding: RpcBinding, port: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -23,7 +23,9 @@ class Caller:
     """Unary calls on one channel."""
 
     def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address, [("grpc.max_receive_message_length", -1)])
+        # Channels of one process share a connection otherwise.
+        options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.insecure_channel(address, options)
 
     def call(self, method: str, request: Any, timeout: float = PATIENCE_S, **options: Any) -> Any:
         """(answer, trailing metadata). Raises grpc.RpcError."""
@@ -33,11 +35,17 @@ class Caller:
 
     def refusal(self, method: str, request: Any, **options: Any) -> grpc.Call:
         """The error of a call that must fail."""
-        with pytest.raises(grpc.RpcError) as found:
-            self.call(method, request, **options)
-        error = found.value
-        assert isinstance(error, grpc.Call)
+        error = self.refused(method, request, **options)
+        assert error is not None
         return error
+
+    def refused(self, method: str, request: Any, **options: Any) -> grpc.Call | None:
+        """The error of a call; None for one that is answered."""
+        try:
+            self.call(method, request, **options)
+        except grpc.RpcError as error:
+            return cast(grpc.Call, error)
+        return None
 
 
 @pytest.fixture

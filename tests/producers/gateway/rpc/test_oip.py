@@ -125,7 +125,7 @@ def test_contents_are_answered_with_contents(rpc: Caller):
         ({"inputs": 0, "name": "z"}, "Expected inputs: x"),
         ({"raw_input_contents": [b"1234"]}, "Expected one of them"),
         ({"raw_input_contents": [b"", b""]}, "Expected one for each input"),
-        ({"outputs": [{"name": "z"}]}, "Expected"),
+        ({"outputs": [{"name": "z"}]}, "Declared outputs: y"),
         ({"parameters": {"priority": {"string_param": "high"}}}, "Bad parameter priority"),
         ({"parameters": {"timeout": {"int64_param": -1}}}, "Bad parameter timeout"),
     ],
@@ -152,4 +152,4 @@ def test_raw_bytes_must_fit(rpc: Caller):
     request.raw_input_contents.append(np.array(ROW[:3], "<f4").tobytes())
     error = rpc.refusal(INFER, request)
     assert error.code().name == "INVALID_ARGUMENT"
-    assert "bytes that do not fit datatype and shape" in error.details()
+    assert "Expected those of datatype and shape" in error.details()

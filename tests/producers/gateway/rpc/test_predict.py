@@ -59,7 +59,7 @@ def test_a_stream_answers_in_the_order_of_its_requests(rpc: Caller):
     """More requests than are worked on at a time, of a fast and of a slow model in turns."""
     models = itertools.cycle(["napper", *["double"] * 39])
     requests = (predict_request([number, 1, 1, 1], next(models)) for number in range(80))
-    answers = [list(answer.predictions)[0] for answer in stream(rpc, requests)]
+    answers = [answer.predictions[0] for answer in stream(rpc, requests)]
     assert answers == [2.0 * number for number in range(80)]
 
 
