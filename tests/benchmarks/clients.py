@@ -29,6 +29,7 @@ from celery.result import AsyncResult
 from penstock import AsyncClient, Client, PriorityName
 from tests.benchmarks import meter, mlp
 from tests.benchmarks.celery_mlp import CLASSIFY
+from tests.benchmarks.grpc_load import Connection
 from tests.benchmarks.mlp import Float32Array
 from tests.benchmarks.raw_worker import ECHO, JOBS, REPLIES
 
@@ -338,18 +339,16 @@ class GatewayGrpc:
 
     def __init__(self, url: str) -> None:
         # The memory of the other kinds is measured, too.
-        import grpc
-
         from penstock.producers.gateway.rpc.messages import message
 
-        self._open = partial(grpc.aio.insecure_channel, url)
-        self._new_request = partial(message("ModelInferRequest"), model_name="mlp")
-        self._parse = message("ModelInferResponse").FromString
+        self._address = url
         self._runner = asyncio.Runner()
+        self._new_request: Any = message("ModelInferRequest")
+        self._parse: Any = message("ModelInferResponse").FromString
 
     def prepare(self, rows: Float32Array) -> list[bytes]:
         """See ClientKind.prepare."""
-        request = self._new_request()
+        request = self._new_request(model_name="mlp")
         request.inputs.add(name="x", datatype="FP32", shape=[1, mlp.WIDTH])
         request.raw_input_contents.append(b"")
         jobs = []
@@ -365,17 +364,17 @@ class GatewayGrpc:
     async def _run(self, jobs: list[bytes], in_flight: int) -> Answers:
         answers = _blank(len(jobs))
         todo = iter(range(len(jobs)))
-        async with self._open() as channel:
-            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        connection = await Connection.open(self._address, "/inference.GRPCInferenceService/ModelInfer")
 
-            async def caller() -> None:
-                for index in todo:
-                    begun = time.perf_counter()
-                    answer = self._parse(await infer(jobs[index]))
-                    answers.logits[index] = np.frombuffer(answer.raw_output_contents[0], "<f4")
-                    answers.latencies_s[index] = time.perf_counter() - begun
+        async def caller() -> None:
+            for index in todo:
+                begun = time.perf_counter()
+                answer = self._parse(await connection.call(jobs[index]))
+                answers.logits[index] = np.frombuffer(answer.raw_output_contents[0], "<f4")
+                answers.latencies_s[index] = time.perf_counter() - begun
 
-            await asyncio.gather(*(caller() for _ in range(in_flight)))
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        connection.close()
         return answers
 
 
