@@ -105,7 +105,7 @@ def _rates(taken: Mapping[str, list[Sample]]) -> list[Row]:
             f"gateway, OIP gRPC against REST binary, {_CLIENTS} clients",
             f"{against_rest:.2f}x",
             f">= {_GRPC_RATIO}x",
-            verdict=verdict(required=against_rest >= _GRPC_RATIO),
+            ok=verdict(required=against_rest >= _GRPC_RATIO),
             figures={"ratio": against_rest},
         )
     )

@@ -35,6 +35,8 @@ _CODES: Final = {
 """By the status of HTTP."""
 _OWN_CODES: Final = {
     "idempotency-conflict": grpc.StatusCode.ALREADY_EXISTS,
+    # The inputs are valid, and too large for what the model computes.
+    "non-finite-output": grpc.StatusCode.OUT_OF_RANGE,
     "queue-full": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 """Of problems for which gRPC has a narrower code."""

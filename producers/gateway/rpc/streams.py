@@ -110,14 +110,18 @@ class _Answers:
         await self._task
 
     def cancel(self) -> None:
-        """Nobody takes them any more."""
+        """Nobody takes them any more, nor the error that the task may have ended with."""
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._task.cancel()
 
     async def _run(self, call: Call, kind: Any, data: bytes, method: StreamMethod) -> None:
         try:
             await method(call, parsed(kind, data), self._unsent.put)
-        finally:
+        except Exception:
             await self._unsent.put(None)
+            raise
+        # A task that is cancelled has no reader: the end of its answers would wait for a place.
+        await self._unsent.put(None)
 
 
 def _left(answers: asyncio.Queue[_Answers | None]) -> list[_Answers | None]:

@@ -22,7 +22,10 @@ def check(rpc: Caller, service: str) -> str:
     """The status of a service."""
     request = health_pb2.HealthCheckRequest(service=service)
     data = rpc.channel.unary_unary(CHECK)(request.SerializeToString(), timeout=PATIENCE_S)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(health_pb2.HealthCheckResponse.FromString(data).status)
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(
+        health_pb2.HealthCheckResponse.FromString(data).status
+    )
+    return name
 
 
 def test_the_server_and_its_services_are_checked(rpc: Caller):

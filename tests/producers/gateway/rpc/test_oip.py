@@ -94,7 +94,7 @@ def test_a_model_that_streams_answers_with_each_chunk(stack: GatewayStack):
     with triton.InferenceServerClient(stack.gateway.rpc) as client:
         client.start_stream(lambda result, error: found.put(result or error))
         client.async_stream_infer("counter", [given(triton, np.array([3]), "count", "INT64")])
-        answers = []
+        answers: list[Any] = []
         while not answers or not answers[-1].get_response().parameters["triton_final_response"].bool_param:
             answers.append(found.get(timeout=60))
         client.stop_stream()

@@ -8,7 +8,7 @@ import pytest
 from penstock.producers.gateway import problems
 from penstock.producers.gateway.exchange import RequestRefused
 from penstock.producers.gateway.rpc.status import status_of
-from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull
+from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, NonFiniteOutput, QueueFull
 
 UNCLEAR = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.OK, grpc.StatusCode.CANCELLED}
 
@@ -29,6 +29,7 @@ def test_every_status_of_http_has_a_code(status: int):
         (IdempotencyConflict("Expected another key"), "ALREADY_EXISTS"),
         (QueueFull("Expected a retry", 2.5), "RESOURCE_EXHAUSTED"),
         (BrokerUnavailable("away"), "UNAVAILABLE"),
+        (NonFiniteOutput("y has NaN"), "OUT_OF_RANGE"),
         (RuntimeError("a mistake"), "INTERNAL"),
     ],
 )
