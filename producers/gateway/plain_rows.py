@@ -20,13 +20,13 @@ __all__ = ["model_or_only", "only_input", "rows_of"]
 _MOST_NUMBERS: Final = 10_000
 
 
-async def model_or_only(client: GatewayClient, name: str) -> str:
-    """The name, or that of the only model that is served. Raises InvalidInput."""
+async def model_or_only(client: GatewayClient, name: str, field: str) -> str:
+    """The name, or that of the only model that is served. Raises InvalidInput, with the field that has the name."""
     if name:
         return name
     names = [model.spec.name for model in await client.models()]
     if len(names) != 1:
-        raise InvalidInput(f"{len(names)} models are served. Expected model with the name of one")
+        raise InvalidInput(f"{len(names)} models are served. Expected {field} with the name of one")
     return names[0]
 
 

@@ -108,7 +108,7 @@ class PredictRoutes:
         begun = asyncio.get_running_loop().time()
         fields = decoded(await exchange.body(), FlatFields)
         spec = await self._client.spec_of(
-            await model_or_only(self._client, exchange.query().get("model", "")), fields.model_version
+            await model_or_only(self._client, exchange.query().get("model", ""), "?model="), fields.model_version
         )
         if (fields.inputs is None) == (fields.batch is None):
             raise InvalidInput("Found both or none of inputs and batch. Expected one of them")

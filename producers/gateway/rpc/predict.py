@@ -44,7 +44,7 @@ class PredictService:
         """Predict."""
         now = asyncio.get_running_loop().time
         begun, version = now(), request.model_version or None
-        spec = await self._client.spec_of(await model_or_only(self._client, request.model), version)
+        spec = await self._client.spec_of(await model_or_only(self._client, request.model, "model"), version)
         rows = rows_of([request.inputs])
         name, output = only_input(spec, rows), spec.outputs[0]
         if output.dtype == STRING:
