@@ -38,6 +38,8 @@ __all__ = [
     "BREAKER_TRIPS",
     "GATES",
     "GATEWAY_METRICS",
+    "GRPC_CALLS",
+    "GRPC_SECONDS",
     "HTTP_REQUESTS",
     "HTTP_SECONDS",
     "HTTP_STREAMS",
@@ -325,10 +327,16 @@ HTTP_SECONDS: Final = Metric(
     "From the head of a request to the end of its answer",
     _DURATIONS,
 )
+GRPC_CALLS: Final = Metric(
+    "penstock_grpc_calls_total", "counter", "calls", ("method", "code"), "Ended calls of the gateway's gRPC side"
+)
+GRPC_SECONDS: Final = Metric(
+    "penstock_grpc_seconds", "histogram", "seconds", ("method",), "From the beginning of a call to its end", _DURATIONS
+)
 HTTP_WAITING: Final = Metric(
     "penstock_http_waiting", "gauge", "requests", (), "Requests that wait for the end of a job"
 )
 HTTP_STREAMS: Final = Metric("penstock_http_streams", "gauge", "", (), "Open event streams and WebSockets")
 
-GATEWAY_METRICS: Final = (HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS)
-"""The metrics of the HTTP gateway, which are of no model."""
+GATEWAY_METRICS: Final = (HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS, GRPC_CALLS, GRPC_SECONDS)
+"""The metrics of the gateway, which are of no model."""

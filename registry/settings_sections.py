@@ -332,10 +332,12 @@ class CeleryConfig(Section):
 
 
 class ServerConfig(Section):
-    """The HTTP gateway of `penstock serve`."""
+    """The gateway of `penstock serve`: HTTP, and gRPC beside it."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to bind")
     port: int = Field(default=8000, ge=0, le=65_535, description="Port; 0: any free one")
+    grpc_enabled: bool = Field(default=True, description="Serve gRPC, too; never with a socket in the file system")
+    grpc_port: int = Field(default=50_051, ge=0, le=65_535, description="Port of gRPC; 0: any free one")
     workers: int = Field(default=1, ge=1, description="Processes")
     max_waiting: int = Field(
         default=1024, ge=1, description="Requests of one process that wait for a job; further ones are refused with 503"

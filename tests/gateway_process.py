@@ -15,10 +15,11 @@ from tests.servers import LEAST_PATIENCE_S, ROOT, Process, RedisServer, wait_unt
 __all__ = ["GatewayProcess"]
 
 _URL = re.compile(r"^Gateway +(\S+)$", re.MULTILINE)
+_RPC = re.compile(r"^gRPC +(\S+)$", re.MULTILINE)
 
 
 class GatewayProcess(Process):
-    """`penstock serve --port 0` on a server, with its output kept. `url` is known once it has started."""
+    """`penstock serve --port 0` on a server, with its output kept. `url` and `rpc` are known once it has started."""
 
     def __init__(
         self, server: RedisServer, folder: Path, *options: str, environment: Mapping[str, str] | None = None
@@ -31,9 +32,12 @@ class GatewayProcess(Process):
             "PYTHONPATH": str(ROOT),
             "PENSTOCK_HOME": str(folder / "home"),
             "PENSTOCK_REDIS_URL": server.url,
+            "PENSTOCK_INFERENCE_SERVER_GRPC_PORT": "0",
             **(environment or {}),
         }
         self.url = ""
+        self.rpc = ""
+        """The address of gRPC; empty without one."""
 
     def start(self) -> GatewayProcess:
         """Starts it, and waits until it answers."""
@@ -68,5 +72,7 @@ class GatewayProcess(Process):
 
     def _listens(self) -> str:
         assert self.is_running, self.tail()
-        found = _URL.search(self.output.read_text())
+        text = self.output.read_text()
+        found = _URL.search(text)
+        self.rpc = rpc[1] if (rpc := _RPC.search(text)) else ""
         return found[1] if found else ""

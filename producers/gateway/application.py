@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.producers.gateway.batches.opening import open_store
 from penstock.producers.gateway.callers import Access, Entry, Needs
@@ -36,12 +36,16 @@ from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
 from penstock.producers.gateway.routing import Route, Routes
+from penstock.producers.gateway.rpc.binding import RpcBinding
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
 from penstock.producers.gateway.websocket import WebSockets
 from penstock.registry.api_keys import ApiKey
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
+
+if TYPE_CHECKING:
+    from penstock.producers.gateway.rpc.server import RpcServer
 
 __all__ = ["Gateway"]
 
@@ -54,12 +58,15 @@ class Gateway:
     """An ASGI application. settings: None means those of the environment, read at startup.
 
     It may be mounted in another ASGI application, which need not run its lifespan, and calls `aclose`. heartbeat_s: the
-    longest silence of an event stream.
+    longest silence of an event stream. rpc: where gRPC listens from startup to shutdown; None: nowhere.
     """
 
-    def __init__(self, settings: Settings | None = None, *, heartbeat_s: float = 15.0) -> None:
+    def __init__(
+        self, settings: Settings | None = None, *, heartbeat_s: float = 15.0, rpc: RpcBinding | None = None
+    ) -> None:
         self._settings = settings
         self._heartbeat_s = heartbeat_s
+        self._rpc = rpc
         self._parts: _Parts | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,6 +120,7 @@ class Gateway:
         await receive()
         try:
             parts = self._open()
+            await parts.listen(self._rpc)
         except PenstockError as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
@@ -131,6 +139,7 @@ class _Parts:
     def __init__(self, settings: Settings, heartbeat_s: float) -> None:
         inference = settings.inference
         server = inference.server
+        self._config = server
         self.limits = Limits(inference.max_request_size_mb * _MIB, server.client_timeout_s)
         self.client = GatewayClient.from_env(settings=settings)
         limits = RateLimits(inference.safeguards.rate_limit, self.client.spend)
@@ -139,8 +148,9 @@ class _Parts:
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.figures = GatewayFigures()
+        self.rpc: RpcServer | None = None
         self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, self._enter_websocket)
-        health = HealthRoutes(self.client, self.figures)
+        self.health = health = HealthRoutes(self.client, self.figures)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
         self.batches = BatchRoutes(
@@ -180,14 +190,27 @@ class _Parts:
     async def _enter_websocket(self, handshake: Exchange) -> None:
         await self.enter(handshake, "submit", handshake.path)
 
+    async def listen(self, binding: RpcBinding | None) -> None:
+        """Serves gRPC, too. Raises ConfigurationError."""
+        if binding is not None:
+            # Servers of other people's choice run without the packages of gRPC.
+            from penstock.producers.gateway.rpc.server import RpcServer
+
+            self.rpc = RpcServer(binding, self.jobs, self.health, self.figures, self.access, self._config)
+            await self.rpc.start(self.limits.max_bytes)
+
     def stop(self) -> None:
         """The process ends: open streams end now, waiting requests with their jobs."""
         self.streams.stop()
         self.websockets.stop()
+        if self.rpc is not None:
+            self.rpc.stop()
 
     async def aclose(self) -> None:
-        """Waits for jobs that are being cancelled, and disconnects."""
+        """Waits for calls that still run and for jobs that are being cancelled, and disconnects."""
         await self.batches.aclose()
+        if self.rpc is not None:
+            await self.rpc.aclose()
         await self.jobs.aclose()
         await self.client.aclose()
 

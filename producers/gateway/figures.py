@@ -1,4 +1,4 @@
-"""The gateway's own figures: requests by route and status, their time, requests that wait, open streams.
+"""The gateway's own figures: requests and calls by their end, their time, requests that wait, open streams.
 
 With PROMETHEUS_MULTIPROC_DIR, which `penstock serve --workers` sets, each process writes into files of that folder, and
 the page of any of them adds up all.
@@ -33,6 +33,11 @@ class GatewayFigures:
         self._streams: Final = Gauge(
             *_named(metrics.HTTP_STREAMS), registry=self._registry, multiprocess_mode="livesum"
         )
+        self._calls: Final = Counter(*_named(metrics.GRPC_CALLS), registry=self._registry)
+        self._call_seconds: Final = Histogram(
+            *_named(metrics.GRPC_SECONDS), registry=self._registry, buckets=metrics.GRPC_SECONDS.buckets
+        )
+        self._call_counters: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._counters: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
@@ -41,6 +46,15 @@ class GatewayFigures:
         if found is None:
             found = self._requests.labels(route, method, str(status)), self._seconds.labels(route)
             self._counters[route, method, status] = found
+        found[0].inc()
+        found[1].observe(seconds)
+
+    def count_call(self, method: str, code: str, seconds: float) -> None:
+        """One ended gRPC call. method: /service/method. code: the name of its status."""
+        found = self._call_counters.get((method, code))
+        if found is None:
+            found = self._calls.labels(method, code), self._call_seconds.labels(method)
+            self._call_counters[method, code] = found
         found[0].inc()
         found[1].observe(seconds)
 

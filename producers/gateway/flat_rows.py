@@ -40,11 +40,14 @@ def only_input(spec: ModelSpec, rows: Array) -> str:
     return required[0].name
 
 
-async def named_model(client: GatewayClient, name: str | None) -> str:
-    """The name that the request has, or that of the only model that is served. Raises InvalidInput."""
+async def named_model(client: GatewayClient, name: str | None, field: str = "?model=") -> str:
+    """The name that the request has, or that of the only model that is served.
+
+    field: where a request names its model. Raises InvalidInput.
+    """
     if name:
         return name
     names = [model.spec.name for model in await client.models()]
     if len(names) != 1:
-        raise InvalidInput(f"{len(names)} models are served. Expected ?model= with the name of one")
+        raise InvalidInput(f"{len(names)} models are served. Expected {field} with the name of one")
     return names[0]

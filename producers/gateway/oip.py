@@ -8,30 +8,31 @@ POST /v2/repository/index
 
 from __future__ import annotations
 
-from importlib.metadata import version as version_of
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from penstock.producers.gateway.exchange import JSON, Exchange
 from penstock.producers.gateway.fleet import GatewayClient, ServedModel
 from penstock.producers.gateway.health import HealthRoutes
-from penstock.producers.gateway.oip_tensors import DATATYPES, InferRequest, read_infer, write_infer
+from penstock.producers.gateway.oip_tensors import InferRequest, read_infer, write_infer
+from penstock.producers.gateway.oip_terms import (
+    EXTENSIONS,
+    SERVER_NAME,
+    SERVER_VERSION,
+    deadline_s_of,
+    described,
+    platform_of,
+    priority_of,
+    state_of,
+    versions_of,
+)
 from penstock.producers.gateway.problems import Problem
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.waiting import JobRequest, Jobs
-from penstock.registry.errors import InvalidInput
-from penstock.registry.package.signature import TensorSpec
-from penstock.registry.queues import PriorityName
 
 __all__ = ["OipRoutes"]
-
-_PRIORITIES: Final[dict[int, PriorityName]] = {0: "normal", 1: "critical", 2: "high", 3: "normal"}
-"""Triton's: 1 is the highest, 0 the model's default. All above 3 are low."""
-# Read once: it is in a file of the installed package.
-_VERSION: Final = version_of("penstock")
-_EXTENSIONS: Final = ["binary_tensor_data", "schedule_policy", "model_repository"]
 
 
 class TensorMetadata(msgspec.Struct):
@@ -85,7 +86,7 @@ class OipRoutes:
 
     async def show_server(self, exchange: Exchange) -> None:
         """GET /v2."""
-        facts = {"name": "penstock", "version": _VERSION, "extensions": _EXTENSIONS}
+        facts = {"name": SERVER_NAME, "version": SERVER_VERSION, "extensions": EXTENSIONS}
         await exchange.answer(200, msgspec.json.encode(facts))
 
     async def show_index(self, exchange: Exchange) -> None:
@@ -95,7 +96,7 @@ class OipRoutes:
             {
                 "name": model.spec.name,
                 "version": model.spec.version,
-                "state": "READY" if model.is_loaded else "UNAVAILABLE",
+                "state": state_of(model),
             }
             for model in await self._client.models()
         ]
@@ -107,10 +108,10 @@ class OipRoutes:
         spec = model.spec
         view = ModelMetadata(
             spec.name,
-            sorted({spec.version, *model.loaded}),
-            f"penstock_{spec.format}",
-            [_metadata(tensor) for tensor in spec.inputs],
-            [_metadata(tensor) for tensor in spec.outputs],
+            versions_of(model),
+            platform_of(model),
+            [TensorMetadata(tensor.name, *described(tensor)) for tensor in spec.inputs],
+            [TensorMetadata(tensor.name, *described(tensor)) for tensor in spec.outputs],
         )
         await exchange.answer(200, msgspec.json.encode(view))
 
@@ -131,8 +132,8 @@ class OipRoutes:
                 request.tensors,
                 version=version,
                 outputs=request.wanted,
-                priority=_priority(request.parameters),
-                deadline_s=_deadline_s(request.parameters),
+                priority=priority_of(request.parameters),
+                deadline_s=deadline_s_of(request.parameters),
                 idempotency_key=key,
                 traceparent=exchange.header(b"traceparent"),
             ),
@@ -156,24 +157,3 @@ def _route(method: Any, path: str, handler: Any, summary: str, **further: Any) -
 def _error(problem: Problem) -> tuple[bytes, bytes]:
     """An error as the protocol has it."""
     return msgspec.json.encode({"error": f"{problem.title}: {problem.detail}"}), JSON
-
-
-def _metadata(tensor: TensorSpec) -> TensorMetadata:
-    return TensorMetadata(
-        tensor.name, DATATYPES[tensor.dtype], [extent if isinstance(extent, int) else -1 for extent in tensor.shape]
-    )
-
-
-def _priority(parameters: dict[str, Any]) -> PriorityName:
-    value = parameters.get("priority", 0)
-    if type(value) is not int or value < 0:
-        raise InvalidInput("Bad parameter priority. Expected 0 for the default, or 1 for the highest, and above")
-    return _PRIORITIES.get(value, "low")
-
-
-def _deadline_s(parameters: dict[str, Any]) -> float | None:
-    """`timeout` is in microseconds; 0 means none."""
-    value = parameters.get("timeout", 0)
-    if type(value) is not int or value < 0:
-        raise InvalidInput("Bad parameter timeout. Expected microseconds, or 0 for none")
-    return value / 1e6 or None

@@ -9,7 +9,7 @@ BYTES tensors hold text here: each element is its length (uint32, little-endian)
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +20,17 @@ from penstock.producers.gateway.tensors import BINARY, HEAD_LENGTH, decoded, spl
 from penstock.registry.errors import InvalidInput, UndecodableEnvelope, shown
 from penstock.registry.tensors import DTYPES, MAX_STRINGS, STRING, Array, Tensor, decode
 
-__all__ = ["DATATYPES", "InferRequest", "OpenedRequest", "read_infer", "write_infer"]
+__all__ = [
+    "DATATYPES",
+    "DTYPES_OF",
+    "InferRequest",
+    "OpenedRequest",
+    "bytes_of",
+    "count_of",
+    "from_bytes",
+    "read_infer",
+    "write_infer",
+]
 
 DATATYPES: Final = {
     "bool": "BOOL",
@@ -29,7 +39,8 @@ DATATYPES: Final = {
     STRING: "BYTES",
 }
 """The datatypes of the protocol by ours."""
-_DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+DTYPES_OF: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+"""Our dtypes by those of the protocol."""
 _MOST_DIMS: Final = 8
 _MOST_ELEMENTS: Final = 64 * 1024 * 1024
 
@@ -108,7 +119,7 @@ def write_infer(
         dtype = STRING if values.dtype == object else values.dtype.name
         entry: dict[str, Any] = {"name": name, "datatype": DATATYPES[dtype], "shape": values.shape}
         if request.binary is None or name in request.binary:
-            raw = _bytes_of(values)
+            raw = bytes_of(values)
             entry["parameters"] = {"binary_data_size": len(raw)}
             parts.append(raw)
         else:
@@ -136,10 +147,10 @@ def _binary(request: InferRequest) -> frozenset[str] | None:
 
 def _read(each: InferInput, tail: memoryview) -> tuple[Array, memoryview]:
     """(array, the rest of the bytes)."""
-    name, dtype = shown(each.name), _DTYPES.get(each.datatype)
+    name, dtype = shown(each.name), DTYPES_OF.get(each.datatype)
     if dtype is None:
-        raise InvalidInput(f"{name}: an unknown datatype. Expected one of: {', '.join(_DTYPES)}")
-    count = _count(name, each.shape)
+        raise InvalidInput(f"{name}: an unknown datatype. Expected one of: {', '.join(DTYPES_OF)}")
+    count = count_of(name, each.shape)
     size = each.parameters.get("binary_data_size")
     if (size is None) == (each.data is msgspec.UNSET):
         raise InvalidInput(f"{name}: found both or none of data and binary_data_size. Expected one of them")
@@ -147,10 +158,11 @@ def _read(each: InferInput, tail: memoryview) -> tuple[Array, memoryview]:
         return _from_data(name, dtype, each.shape, count, each.data), tail
     if type(size) is not int or not 0 <= size <= len(tail):
         raise InvalidInput(f"{name}: bad binary_data_size. Expected at most the {len(tail)} bytes that are left")
-    return _from_bytes(name, dtype, each.shape, count, tail[:size]), tail[size:]
+    return from_bytes(name, dtype, each.shape, count, tail[:size]), tail[size:]
 
 
-def _count(name: str, shape: list[int]) -> int:
+def count_of(name: str, shape: Sequence[int]) -> int:
+    """The elements of a shape. Raises InvalidInput. name: of the tensor, as it may be shown."""
     count = 1
     for extent in shape:
         count *= extent
@@ -191,13 +203,14 @@ def _flatten(name: str, data: object, flat: list[Any], count: int, depth: int) -
         _flatten(name, value, flat, count, depth + 1)
 
 
-def _from_bytes(name: str, dtype: str, shape: list[int], count: int, body: memoryview) -> Array:
+def from_bytes(name: str, dtype: str, shape: Sequence[int], count: int, body: memoryview) -> Array:
+    """The array of raw bytes, a view where the dtype allows. Raises InvalidInput for bytes that do not fit."""
     if dtype == STRING:
         return _texts(name, count, body).reshape(shape)
     try:
         return decode([Tensor("data", dtype, tuple(shape))], body)["data"]
     except UndecodableEnvelope as error:
-        raise InvalidInput(f"{name}: bytes that do not fit datatype and shape ({error})") from None
+        raise InvalidInput(f"{name}: bytes that do not fit ({error}). Expected those of datatype and shape") from None
 
 
 def _texts(name: str, count: int, body: memoryview) -> Array:
@@ -221,7 +234,8 @@ def _texts(name: str, count: int, body: memoryview) -> Array:
     return values
 
 
-def _bytes_of(values: Array) -> bytes:
+def bytes_of(values: Array) -> bytes:
+    """The raw bytes of an array, as the protocol has them."""
     if values.dtype != object:
         return values.tobytes()
     texts = [text.encode() for text in values.ravel().tolist()]

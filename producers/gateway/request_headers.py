@@ -12,7 +12,7 @@ from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
 from penstock.producers.gateway.tensors import BINARY, MSGPACK
 from penstock.registry.errors import InvalidInput
 
-__all__ = ["LONGEST_WAIT_S", "idempotency_key", "preferred_wait_s", "query_wait_s", "wanted_type"]
+__all__ = ["LONGEST_WAIT_S", "checked_key", "idempotency_key", "preferred_wait_s", "query_wait_s", "wanted_type"]
 
 LONGEST_WAIT_S: Final = 300
 _KEY: Final = re.compile(r'"([\x20\x21\x23-\x5b\x5d-\x7e]{1,255})"|([\x21\x23-\x2b\x2d-\x7e]{1,255})')
@@ -25,7 +25,12 @@ def idempotency_key(exchange: Exchange) -> str | None:
     """The key of `Idempotency-Key`; None without one."""
     if b"idempotency-key" not in exchange.headers:
         return None
-    found = _KEY.fullmatch(exchange.header(b"idempotency-key").strip())
+    return checked_key(exchange.header(b"idempotency-key"))
+
+
+def checked_key(text: str) -> str:
+    """The key that a header has. Raises RequestRefused for one out of grammar."""
+    found = _KEY.fullmatch(text.strip())
     if found is None:
         raise RequestRefused(400, "Bad Idempotency-Key. Expected 1 to 255 visible ASCII characters, best in quotes")
     return found[1] or found[2]

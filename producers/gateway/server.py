@@ -19,29 +19,33 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.supervisors import Multiprocess
 
+from penstock.producers.gateway.application import Gateway
+from penstock.producers.gateway.rpc.binding import RpcBinding, reserved
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings_sections import InferenceConfig
 
 __all__ = ["Binding", "TimedProtocol", "TimedWebSocket", "serve"]
 
-_APPLICATION: Final = "penstock.producers.gateway.app:app"
-
 
 class Binding(NamedTuple):
-    """Where to listen. uds: a socket in the file system, in place of host and port. TLS: both files, or none."""
+    """Where to listen. uds: a socket in the file system, in place of host and port. TLS: both files, or none.
+
+    grpc_port: of gRPC, on the same host; None: no gRPC.
+    """
 
     host: str
     port: int
     uds: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    grpc_port: int | None = None
 
 
 class TurnTransport:
@@ -197,15 +201,15 @@ class TimedWebSocket(WebSocketsSansIOProtocol):
             self._write_timer = None
 
 
-def serve(inference: InferenceConfig, binding: Binding, on_listen: Callable[[str], None]) -> None:
+def serve(inference: InferenceConfig, binding: Binding, on_listen: Callable[[str, str], None]) -> None:
     """Serves until SIGTERM or SIGINT. The processes read their settings from the environment.
 
-    on_listen: called with the URL, which has the port that was chosen for port 0. Raises ConfigurationError for an
-    address that cannot be used.
+    on_listen: called with the URL, and with the address of gRPC or nothing; both have the port that was chosen for port
+    0. Raises ConfigurationError for an address that cannot be used.
     """
-    with _bound(binding) as listener:
-        on_listen(_url(binding, listener))
-        config = _config(inference, binding)
+    with _bound(binding) as listener, _reserved(binding) as rpc:
+        on_listen(_url(binding, listener), "" if rpc is None else rpc.address)
+        config = _config(inference, binding, rpc)
         if inference.server.workers == 1:
             uvicorn.Server(config).run([listener])
         else:
@@ -228,10 +232,20 @@ def _end_after(supervisor: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _config(inference: InferenceConfig, binding: Binding) -> uvicorn.Config:
+@contextmanager
+def _reserved(binding: Binding) -> Iterator[RpcBinding | None]:
+    if binding.grpc_port is None:
+        yield None
+        return
+    with reserved(RpcBinding(binding.host, binding.grpc_port, binding.certificate, binding.key)) as rpc:
+        yield rpc
+
+
+def _config(inference: InferenceConfig, binding: Binding, rpc: RpcBinding | None) -> uvicorn.Config:
     server = inference.server
     return _Config(
-        _APPLICATION,
+        # Each process gets it before it is used, and it opens nothing before its startup.
+        Gateway(rpc=rpc),
         ssl_certfile=binding.certificate,
         ssl_keyfile=binding.key,
         workers=server.workers,

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.events import JobEvent
 from penstock.producers.gateway.drain_rate import Queues
 from penstock.producers.gateway.exchange import ClientGone
 from penstock.producers.gateway.fleet import GatewayClient
@@ -39,7 +40,7 @@ class Requester(Protocol):
     about: list[tuple[bytes, bytes]]
 
     def watch(self) -> AbstractContextManager[None]:
-        """Inside of the block the end of the connection ends the task's wait."""
+        """Inside of the block the end of the client ends the task's wait: ClientGone, or CancelledError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,22 @@ class Jobs:
                     self._abandon(handle)
                 raise
         return handle
+
+    async def stream(self, request: JobRequest, exchange: Requester) -> AsyncGenerator[JobEvent, None]:
+        """Submits a job, and yields its events. Close it: a job that has not ended is cancelled then.
+
+        Raises ResultTimeout after a silence as long as a request waits.
+        """
+        with self._place():
+            handle = await self.submit(request, exchange)
+            is_over = False
+            try:
+                async for event in handle.stream(timeout=self.wait_s):
+                    is_over = event.is_terminal
+                    yield event
+            finally:
+                if not is_over and request.idempotency_key is None:
+                    self._abandon(handle)
 
     async def wait(self, handle: AsyncJobHandle, wait_s: float, exchange: Requester) -> None:
         """Waits for the end of any job, no longer than that. The job goes on then, also when the client goes."""

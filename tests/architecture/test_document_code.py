@@ -16,10 +16,13 @@ from celery import Celery
 from penstock import Client
 from tests.architecture.documents import written
 from tests.flow.conftest import Samples
-from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, wait_until
+from tests.gateway_process import GatewayProcess
+from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, require_module, wait_until
 
 WITH_CODE = sorted(path for path, document in written().items() if document.runs())
 SENTENCES = [("word " * (1 + number * 37 % 60)).strip() + f" {number}" for number in range(160)]
+_OF_RPC = "docs/how-to/grpc.md"
+_RPC = "127.0.0.1:50051"
 pytestmark = pytest.mark.slow
 
 
@@ -81,17 +84,35 @@ def names(
         result.backend.remove_pending_result(result)
 
 
-def run(path: str, names: dict[str, Any]) -> None:
-    """The blocks of a document, one after the other."""
-    for number, block in enumerate(written()[path].runs(), 1):
+@pytest.fixture(scope="module")
+def rpc(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a gateway's gRPC."""
+    gateway = GatewayProcess(worker.server, tmp_path_factory.mktemp("gateway"))
+    try:
+        yield gateway.start().rpc
+    finally:
+        gateway.stop()
+
+
+def run(path: str, names: dict[str, Any], rpc: str = _RPC) -> None:
+    """The blocks of a document, one after the other. rpc: in place of the address of gRPC that they show."""
+    for number, text in enumerate(written()[path].runs(), 1):
+        block = text.replace(_RPC, rpc)
         code = compile(block, f"{path}, Python block {number}", "exec", dont_inherit=True)
         exec(code, names)  # noqa: S102  # our own documents
 
 
-@pytest.mark.parametrize("path", [path for path in WITH_CODE if path != "README.md"])
+@pytest.mark.parametrize("path", [path for path in WITH_CODE if path not in ("README.md", _OF_RPC)])
 def test_code_of_a_document_runs(names: dict[str, Any], path: str):
     """Nothing is changed but the broker's address and the home; what a block asserts is true."""
     run(path, names)
+
+
+def test_code_of_grpc_runs(names: dict[str, Any], rpc: str):
+    """Triton's clients, and the InferenceService, of a gateway on another port."""
+    require_module("tritonclient.grpc")
+    run(_OF_RPC, names, rpc)
+    assert names["answered"] == 3
 
 
 def test_code_of_the_readme_runs(names: dict[str, Any], app: Celery, capsys: pytest.CaptureFixture[str]):

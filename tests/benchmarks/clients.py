@@ -34,6 +34,7 @@ from celery.result import AsyncResult
 from penstock import AsyncClient, Client, PriorityName
 from tests.benchmarks import meter, mlp
 from tests.benchmarks.celery_mlp import CLASSIFY
+from tests.benchmarks.grpc_load import Connection
 from tests.benchmarks.mlp import Float32Array
 from tests.benchmarks.raw_worker import ECHO, JOBS, REPLIES
 
@@ -397,6 +398,53 @@ class MsgpackOverHttp(JsonOverHttp):
         return np.frombuffer(msgspec.msgpack.decode(body)["logits"], "<f4")
 
 
+class GatewayGrpc:
+    """The gateway's Open Inference Protocol over gRPC, with the raw bytes of one row, both ways; one connection.
+
+    url: host:port. The requests are made before the clock starts, as those of JsonOverHttp.
+    """
+
+    def __init__(self, url: str) -> None:
+        # The memory of the other kinds is measured, too.
+        from penstock.producers.gateway.rpc.messages import message
+
+        self._address = url
+        self._runner = asyncio.Runner()
+        self._new_request: Any = message("ModelInferRequest")
+        self._parse: Any = message("ModelInferResponse").FromString
+
+    def prepare(self, rows: Float32Array) -> list[bytes]:
+        """See ClientKind.prepare."""
+        request = self._new_request(model_name="mlp")
+        request.inputs.add(name="x", datatype="FP32", shape=[1, mlp.WIDTH])
+        request.raw_input_contents.append(b"")
+        jobs = []
+        for row in rows:
+            request.raw_input_contents[0] = row.tobytes()
+            jobs.append(request.SerializeToString())
+        return jobs
+
+    def run(self, jobs: list[bytes], in_flight: int) -> Answers:
+        """See ClientKind.run."""
+        return self._runner.run(self._run(jobs, in_flight))
+
+    async def _run(self, jobs: list[bytes], in_flight: int) -> Answers:
+        answers = _blank(len(jobs))
+        todo = iter(range(len(jobs)))
+        connection = await Connection.open(self._address, "/inference.GRPCInferenceService/ModelInfer")
+
+        async def caller() -> None:
+            for index in todo:
+                begun = time.perf_counter()
+                answer = self._parse(await connection.call(jobs[index]))
+                answers.logits[index] = np.frombuffer(answer.raw_output_contents[0], "<f4")
+                answers.latencies_s[index] = time.perf_counter() - begun
+
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        connection.close()
+        return answers
+
+
 async def _body(reader: asyncio.StreamReader) -> bytes:
     status, *headers = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
     if status.split()[1] != b"200":
@@ -412,6 +460,7 @@ KINDS: Final[dict[str, Callable[[str], ClientKind]]] = {
     "raw": RawRedis,
     "http": JsonOverHttp,
     "gateway-json": GatewayJson,
+    "gateway-grpc": GatewayGrpc,
     "gateway-oip": GatewayOip,
     "gateway-batch": GatewayBatch,
     "msgpack": MsgpackOverHttp,

@@ -275,7 +275,11 @@ class Harness:
     def gateway(self, server: RedisServer, settings: Mapping[str, str] | None = None) -> tuple[str, Program]:
         """`penstock serve` on a port that was free, once it is ready for jobs: its URL and its process."""
         port = free_port()
-        own = {"PENSTOCK_REDIS_URL": server.url, "PENSTOCK_HOME": str(self.folder())}
+        own = {
+            "PENSTOCK_REDIS_URL": server.url,
+            "PENSTOCK_HOME": str(self.folder()),
+            "PENSTOCK_INFERENCE_SERVER_GRPC_PORT": "0",
+        }
         environment = {**self.settings, **own, **(settings or {})}
         program = self.program("penstock", ["serve", "--port", str(port)], environment)
         program.wait_to_answer("GET", f"http://127.0.0.1:{port}/health/ready")

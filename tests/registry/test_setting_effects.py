@@ -139,6 +139,8 @@ PROOFS = {
     ),
     "server.host": f"{GATEWAY}::test_settings_of_the_server",
     "server.port": f"{GATEWAY}::test_settings_of_the_server",
+    "server.grpc_enabled": "producers/gateway/rpc/test_server.py::test_grpc_can_be_left_out",
+    "server.grpc_port": "producers/gateway/rpc/test_server.py::test_settings_of_the_port",
     "server.workers": f"{GATEWAY}::test_two_processes_share_port_and_figures",
     "server.max_waiting": f"{GATEWAY}::test_more_requests_than_may_wait_are_503",
     "server.client_timeout_s": f"{GATEWAY}::test_slow_and_silent_clients_are_disconnected",

@@ -105,6 +105,8 @@ OTHER_INFERENCE_KEYS = {
     "celery.remote_control": False,
     "server.host": "127.0.0.1",
     "server.port": 8000,
+    "server.grpc_enabled": True,
+    "server.grpc_port": 50_051,
     "server.workers": 1,
     "server.max_waiting": 1024,
     "server.client_timeout_s": 30.0,
