@@ -33,7 +33,7 @@ from penstock.workers.generation.packing import pack
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
-from penstock.workers.generation.request import GenerationRequest
+from penstock.workers.generation.request import Delivered, GenerationRequest
 from penstock.workers.generation.sampler import Sampled, sample
 from penstock.workers.generation.scheduler import Chunk, Scheduler
 from penstock.workers.generation.scheduler import Sequence as Scheduled
@@ -156,6 +156,30 @@ class Engine:
                 if request.finish_reason is not None:
                     del self._stepped[request.request_id]
             return [request.output() for request in changed]
+
+    def open(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: PriorityName = "normal",
+        tenant: str = "",
+        delivered: Delivered | None = None,
+    ) -> GenerationRequest:
+        """Adds a request whose outputs the caller takes from it, between calls of `advance` on the same thread.
+
+        delivered: what another engine has delivered of it; this one computes the rest. Raises InvalidInput as
+        `add_request` does.
+        """
+        request = self._request(request_id, prompt, params, is_streamed=True)
+        if delivered is not None:
+            request.resume(delivered)
+        return request if request.finish_reason is not None else self._start(request, priority, tenant)
+
+    def advance(self) -> None:
+        """Computes one step."""
+        self._advance()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its pages are free for the next step. Returns False for an id that is not in use."""

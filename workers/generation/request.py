@@ -12,7 +12,19 @@ from penstock.workers.generation.sampler import Sampled, SamplingRow
 from penstock.workers.generation.scheduler import Sequence
 from penstock.workers.generation.text import TextStream, decode
 
-__all__ = ["GenerationRequest"]
+__all__ = ["Delivered", "GenerationRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What another engine generated and delivered of a request. characters: of its text.
+
+    logprobs: at each token, where the request asks for them.
+    """
+
+    token_ids: Tokens[int] = ()
+    characters: int = 0
+    logprobs: Tokens[dict[int, float]] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +84,15 @@ class GenerationRequest:
             self.finish("stop", self.stream.stopped_by)
         elif self.num_generated >= self.params.max_tokens:
             self.finish("length")
+
+    def resume(self, delivered: Delivered) -> None:
+        """Continue behind what was delivered: outputs have only what comes after it. The request may have ended there."""
+        for number, token in enumerate(delivered.token_ids):
+            self.sequence.tokens.append(token)
+            self.accept(Sampled(token, delivered.logprobs[number] if delivered.logprobs else None))
+        self._delivered = len(delivered.token_ids)
+        if self.stream is not None:
+            self.stream.skip(delivered.characters)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the request. A stop string that only the last incomplete character made visible still cuts."""

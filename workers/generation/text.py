@@ -56,6 +56,10 @@ class TextStream:
         if self.stopped_by is None:
             self._extend(is_last=True)
 
+    def skip(self, characters: int) -> None:
+        """So much of the text was delivered before."""
+        self._delivered = characters
+
     def take(self, *, is_last: bool) -> str:
         """The text since the last call. Before the end it leaves out what may become a stop string."""
         end = len(self._text) if is_last or self.stopped_by is not None else len(self._text) - self._held()

@@ -11,6 +11,7 @@ from penstock.registry.package.spec import PIPELINE
 from penstock.registry.package.spec_sections import Precision
 from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.generate import GenerateRuntime
 from penstock.workers.runtime.instances import ProcessInstances, ThreadInstances
 from penstock.workers.runtime.loading import LoadOptions
 from penstock.workers.runtime.onnx import OnnxRuntime
@@ -24,6 +25,7 @@ from penstock.workers.runtime.transformers import EncoderRuntime
 __all__ = ["open_copy", "open_runtime"]
 
 _RUNTIMES: Final[dict[str, Callable[[Package, LoadOptions], Runtime]]] = {
+    "generate": GenerateRuntime,
     "onnx": OnnxRuntime,
     "python": PythonRuntime,
     "pytorch": PyTorchRuntime,

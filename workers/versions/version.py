@@ -503,6 +503,12 @@ class ServedModel:
         active = self.active
         return active.queue.free if active is not None and active.state in _CLAIMABLE else 0
 
+    @property
+    def free_for_urgent(self) -> tuple[int, int]:
+        """See VersionQueue.free_for_urgent."""
+        active = self.active
+        return active.queue.free_for_urgent if active is not None and active.is_ready else (0, 0)
+
     def answers(self, version: ServedVersion) -> bool:
         """Whether jobs that name no version may come to this version now."""
         version = version.base

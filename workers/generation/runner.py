@@ -1,0 +1,199 @@
+"""The thread that owns an engine: jobs join and leave between its steps, and each gets its outputs through a ticket.
+
+    model threads -- open --> incoming --> engine: add, step, step --> outputs --> Ticket.next, of the job's thread
+                  -- close -> abort, before the next step
+
+Texts are decoded and handed over in intervals: the first token at once, later ones together. An exception of a step
+fails the requests of that moment, and no later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from penstock.registry.errors import ModelNotReady
+from penstock.registry.queues import PriorityName
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.engine import Engine, Prompt
+from penstock.workers.generation.outputs import EngineStats, RequestOutput
+from penstock.workers.generation.request import Delivered, GenerationRequest
+
+__all__ = ["EngineRunner", "Ticket", "Wish"]
+
+logger = logging.getLogger("penstock.runtime")
+
+_DELIVER_S: Final = 0.04
+"""Between two outputs of one request. The eye reads no faster."""
+_JOIN_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One request, as a job asks for it."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: PriorityName = "normal"
+    tenant: str = ""
+    delivered: Delivered | None = None
+
+
+class Ticket:
+    """The way of one request's outputs to the thread that waits for them."""
+
+    def __init__(self, wish: Wish, close: Callable[[Ticket], None]) -> None:
+        self.wish: Final = wish
+        self.request: GenerationRequest | None = None
+        """None until the engine has it. The runner's thread owns it."""
+        self.delivered_at = 0.0
+        """When the last output was handed over, in seconds of the runner's clock; 0: none was."""
+        self._close: Final = close
+        self._outputs: Final[SimpleQueue[RequestOutput | BaseException]] = SimpleQueue()
+
+    def next(self, timeout_s: float) -> RequestOutput | None:
+        """The next output; None after the time. Raises what ended the request instead."""
+        try:
+            found = self._outputs.get(timeout=timeout_s)
+        except Empty:
+            return None
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def put(self, found: RequestOutput | BaseException) -> None:
+        """Hands an output over, or the error that ends the request."""
+        self._outputs.put(found)
+
+    def close(self) -> None:
+        """Nobody waits any more: what is left of the request is aborted, and its pages are free for the next step."""
+        self._close(self)
+
+
+class EngineRunner:
+    """Computes an engine's steps while there are requests. For any thread.
+
+    begin: called on the runner's thread before its first step. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        begin: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine: Final = engine
+        self.turns = 0
+        """How often a step has ended: a runner whose number stands still while requests run hangs."""
+        self._begin: Final = begin
+        self._clock: Final = clock
+        self._tickets: dict[str, Ticket] = {}
+        """Those whose requests the engine has."""
+        self._incoming: deque[Ticket] = deque()
+        self._leaving: deque[Ticket] = deque()
+        self._has_news: Final = threading.Condition()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    def open(self, wish: Wish) -> Ticket:
+        """The request joins before the next step. Raises ModelNotReady after `stop`."""
+        ticket = Ticket(wish, self._leave)
+        with self._has_news:
+            if self._is_stopping:
+                raise ModelNotReady("The engine was stopped")
+            self._incoming.append(ticket)
+            self._has_news.notify()
+        return ticket
+
+    def stop(self) -> None:
+        """Ends the thread after the step that runs. Requests that are left end with ModelNotReady."""
+        with self._has_news:
+            self._is_stopping = True
+            self._has_news.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def stats(self) -> EngineStats:
+        """Counts of the engine."""
+        return self.engine.stats()
+
+    def _leave(self, ticket: Ticket) -> None:
+        with self._has_news:
+            self._leaving.append(ticket)
+            self._has_news.notify()
+
+    def _serve(self) -> None:
+        self._begin()
+        while self._take_in():
+            try:
+                self.engine.advance()
+            except BaseException as error:  # a model may raise anything
+                logger.warning("a step of generation failed", extra={"requests": len(self._tickets)}, exc_info=True)
+                self._fail_all(error)
+            self.turns += 1
+            self._deliver()
+        self._fail_all(ModelNotReady("The engine was stopped"))
+
+    def _take_in(self) -> bool:
+        """Let requests join and leave; waits while there are none. Returns False to end."""
+        with self._has_news:
+            while not (self._incoming or self._leaving or self._tickets or self._is_stopping):
+                self._has_news.wait()
+            incoming, leaving = [*self._incoming], [*self._leaving]
+            self._incoming.clear()
+            self._leaving.clear()
+            if self._is_stopping:
+                for ticket in incoming:
+                    ticket.put(ModelNotReady("The engine was stopped"))
+                return False
+        for ticket in incoming:
+            self._join(ticket)
+        for ticket in leaving:
+            if self._tickets.get(ticket.wish.request_id) is ticket:
+                del self._tickets[ticket.wish.request_id]
+                self.engine.abort(ticket.wish.request_id)
+        return True
+
+    def _join(self, ticket: Ticket) -> None:
+        wish = ticket.wish
+        try:
+            ticket.request = self.engine.open(
+                wish.request_id,
+                wish.prompt,
+                wish.params,
+                priority=wish.priority,
+                tenant=wish.tenant,
+                delivered=wish.delivered,
+            )
+        except Exception as error:
+            # Such as InvalidInput: this request alone cannot run.
+            ticket.put(error)
+            return
+        self._tickets[wish.request_id] = ticket
+
+    def _deliver(self) -> None:
+        now = self._clock()
+        for ticket in [*self._tickets.values()]:
+            request = ticket.request
+            if request is None or not request.has_news:
+                continue
+            has_ended = request.finish_reason is not None
+            if has_ended or now - ticket.delivered_at >= _DELIVER_S:
+                ticket.delivered_at = now
+                ticket.put(request.output())
+            if has_ended:
+                del self._tickets[ticket.wish.request_id]
+
+    def _fail_all(self, error: BaseException) -> None:
+        for request_id, ticket in self._tickets.items():
+            self.engine.abort(request_id)
+            ticket.put(error)
+        self._tickets.clear()

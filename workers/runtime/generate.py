@@ -1,0 +1,239 @@
+"""Packages of format `generate`: decoders of transformers that write text, batched continuously.
+
+    job, on its model thread: inputs -> Wish -> EngineRunner -> outputs -> chunks: text, token_ids -> the whole text
+
+Each running job has a model thread that waits for its outputs; one thread of the runner computes the steps of all. A
+job whose events were delivered in part by another worker continues behind them.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+
+from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError, NonFiniteOutput
+from penstock.registry.generation_inputs import PROMPT, SAMPLING, TOKEN_IDS, read_params
+from penstock.registry.package import Package
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.queues import PriorityName
+from penstock.registry.sampling_params import SamplingParams
+from penstock.registry.tensors import Array
+from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
+
+if TYPE_CHECKING:
+    from penstock.workers.generation.outputs import EngineStats, RequestOutput
+    from penstock.workers.generation.request import Delivered
+    from penstock.workers.generation.runner import EngineRunner
+
+__all__ = ["GenerateRuntime", "ResumableContext"]
+
+_LOOK_S: Final = 0.2
+"""A job looks so often whether it was cancelled."""
+_PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
+_CONTENT: Final = "content_hash"
+
+
+@runtime_checkable
+class ResumableContext(StreamContext, Protocol):
+    """The context of a job that can go on where another worker stopped."""
+
+    @property
+    def priority(self) -> PriorityName:
+        """The priority of the job."""
+
+    def alive(self) -> None:
+        """Shows progress without an event."""
+
+    def earlier_chunks(self) -> list[dict[str, Array]] | None:
+        """The chunks that an earlier run of the job has delivered; None: none, or not all of them are known."""
+
+    def resume(self) -> None:
+        """The events to come continue those of the earlier run."""
+
+
+class GenerateRuntime(PackageRuntime):
+    """Runs a decoder in an engine of its own."""
+
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
+        self._runner: EngineRunner | None = None
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        """One job."""
+        (inputs,) = jobs
+        return Prepared(1, inputs)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """The outputs of a job, without its chunks."""
+        steps = self.stream(prepared.payload, NullContext())
+        try:
+            while True:
+                next(steps)
+        except StopIteration as end:
+            outputs: dict[str, Array] = end.value
+            return outputs
+
+    def stream(
+        self, inputs: Mapping[str, Array], context: StreamContext
+    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
+        """Chunks with new text and new tokens, then the whole. Raises NonFiniteOutput where the logits are not finite."""
+        from penstock.workers.generation.runner import Wish
+
+        runner = self._loaded
+        params = read_params(inputs)
+        wish = Wish(context.job_id or _WARM_UP, _prompt(inputs), _seeded(params, context.job_id), tenant=context.tenant)
+        is_resumed = False
+        if isinstance(context, ResumableContext):
+            wish = replace(wish, priority=context.priority, delivered=self._delivered(context, params))
+            is_resumed = wish.delivered is not None
+        ticket = runner.open(wish)
+        try:
+            # The first chunk of a text names the model, so that no other one continues it.
+            begins: dict[str, Array] = {} if is_resumed else {_CONTENT: _text(self.content_hash)}
+            turns = -1
+            while True:
+                output = ticket.next(_LOOK_S)
+                if output is None:
+                    if context.is_cancelled:
+                        return {}
+                    if isinstance(context, ResumableContext) and runner.turns != turns:
+                        context.alive()
+                    turns = runner.turns
+                    continue
+                if output.delta_text or output.delta_token_ids:
+                    yield {**_chunk(output, params), **begins}
+                    begins = {}
+                if output.finished:
+                    return self._answer(output)
+                if context.is_cancelled:
+                    return {}
+        finally:
+            ticket.close()
+
+    def stats(self) -> EngineStats | None:
+        """Counts of the engine; None until it is loaded."""
+        return None if self._runner is None else self._runner.stats()
+
+    @property
+    def _loaded(self) -> EngineRunner:
+        if self._runner is None:
+            raise self._not_loaded()
+        return self._runner
+
+    def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        import torch
+
+        from penstock.workers.generation.config import Config
+        from penstock.workers.generation.engine import Engine
+        from penstock.workers.generation.runner import EngineRunner
+
+        spec = self.spec
+        if spec.generate is None:
+            raise ConfigurationError(f"{spec.reference}: generate: missing, expected the options of an engine")
+        precision = _PRECISIONS.get(self.precision)
+        if precision is None:
+            raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
+        options = {**spec.generate.engine_options(), "precision": precision}
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            engine = Engine.from_pretrained(self._package.source_folder(), Config.from_options(options))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{spec.reference}: {error}") from None
+        finally:
+            torch.set_num_threads(before)
+        self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
+        weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
+        return int(weights + spec.generate.kv_cache_mb * 1e6)
+
+    def _release(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.stop()
+
+    def _example(self, rows: int, length: int) -> dict[str, Array]:
+        """A prompt of one token: no limit of a model is below it."""
+        return {
+            TOKEN_IDS: np.zeros((1, 1), np.int64),
+            SAMPLING: np.array(['{"max_tokens": 1, "temperature": 0}'], object),
+        }
+
+    def _answer(self, output: RequestOutput) -> dict[str, Array]:
+        choices = output.outputs
+        if any(one.finish_reason == "error" for one in choices):
+            raise NonFiniteOutput("The logits contain NaN or infinity. Expected finite numbers")
+        longest = max(len(one.token_ids) for one in choices)
+        tokens = np.full((len(choices), longest), -1, np.int64)
+        for row, one in enumerate(choices):
+            tokens[row, : len(one.token_ids)] = one.token_ids
+        usage = output.usage
+        return {
+            "text": np.array([one.text for one in choices], object),
+            "token_ids": tokens,
+            "finish_reason": np.array([one.finish_reason for one in choices], object),
+            "usage": np.array([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens], np.int64),
+            "logprobs": np.array([_logprobs_text(one.logprobs) for one in choices], object),
+        }
+
+    def _delivered(self, context: ResumableContext, params: SamplingParams) -> Delivered | None:
+        """What an earlier run has delivered. From here on, this run continues it."""
+        from penstock.workers.generation.request import Delivered
+
+        chunks = context.earlier_chunks()
+        if not chunks or _CONTENT not in chunks[0] or str(chunks[0][_CONTENT]) != self.content_hash:
+            return None
+        try:
+            tokens = [int(token) for chunk in chunks for token in chunk["token_ids"].tolist()]
+            characters = sum(len(str(chunk["text"])) for chunk in chunks)
+            logprobs = [one for chunk in chunks for one in _read_logprobs(chunk)] if params.logprobs is not None else []
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError("The delivered events are not those of a text. Expected chunks of text") from error
+        context.resume()
+        return Delivered(tokens, characters, logprobs)
+
+
+_WARM_UP: Final = "warm-up"
+
+
+def _prompt(inputs: Mapping[str, Array]) -> str | list[int]:
+    if (text := inputs.get(PROMPT)) is not None:
+        return str(text[0])
+    if (tokens := inputs.get(TOKEN_IDS)) is not None:
+        return [int(token) for token in tokens[0].tolist()]
+    raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT} and {TOKEN_IDS}")
+
+
+def _seeded(params: SamplingParams, job_id: str) -> SamplingParams:
+    """The seed of a job that names none comes from its id: a worker that takes the job over draws the same tokens."""
+    if params.seed is not None or not job_id:
+        return params
+    return replace(params, seed=int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8], "big"))
+
+
+def _text(value: str) -> Array:
+    return np.array(value, object)
+
+
+def _chunk(output: RequestOutput, params: SamplingParams) -> dict[str, Array]:
+    chunk = {"text": _text(output.delta_text), "token_ids": np.array(output.delta_token_ids, np.int64)}
+    if params.logprobs is not None and output.outputs[0].logprobs is not None:
+        new = len(output.delta_token_ids)
+        logprobs = output.outputs[0].logprobs
+        chunk["logprobs"] = _text(_logprobs_text(logprobs[len(logprobs) - new :]))
+    return chunk
+
+
+def _logprobs_text(logprobs: Sequence[Mapping[int, float]] | None) -> str:
+    return "" if logprobs is None else json.dumps([{str(token): value for token, value in at.items()} for at in logprobs])
+
+
+def _read_logprobs(chunk: Mapping[str, Any]) -> list[dict[int, float]]:
+    return [{int(token): float(value) for token, value in at.items()} for at in json.loads(str(chunk["logprobs"]))]
